@@ -153,7 +153,8 @@ def rows_case(rank, codecs, once):
     grad = torch.randn(back.shape, generator=generator)
     back.backward(grad)
     parts = {kind: tuple(sizes) for kind, sizes in group.traffic.by_kind().items()}
-    return back.detach(), values.detach(), values.grad, grad, ids.sent, ids.received, ids.positions, ids.source, parts
+    places = ids.positions[ids.inverse] if once else ids.positions
+    return back.detach(), values.detach(), values.grad, grad, ids.sent, ids.received, places, ids.source, parts
 
 
 @pytest.mark.parametrize("once", [False, True])

@@ -126,13 +126,25 @@ class RankGroup:
 
         `kind` is what the bytes are counted as.
         """
+        return self.start_all_to_all(message, send, receive, kind)()
+
+    def start_all_to_all(
+        self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
+    ) -> Callable[[], Tensor]:
+        """As `all_to_all`; waits when the result is called."""
         assert message.shape == (sum(send),), (message.shape, send)
         self._count(kind, [n * message.element_size() for n in send])
         if self.size == 1:
-            return message
-        received = message.new_empty(sum(receive))
-        dist.all_to_all_single(received, message, list(receive), list(send), group=self.process_group)
-        return received
+            return lambda: message
+        received, sizes = message.new_empty(sum(receive)), (list(receive), list(send))
+        work = dist.all_to_all_single(received, message, *sizes, group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            assert work is not None
+            work.wait()
+            return received
+
+        return wait
 
     def all_gather(self, message: Tensor, kind: str) -> Tensor:
         """Every rank's tensor, all of one shape: `[size, *shape]`."""

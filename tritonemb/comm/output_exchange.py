@@ -10,12 +10,13 @@ Sequence: the rows of the ids that a rank has received go back in the order in w
 its id was. Bytes: `dim · code size` an id, forward and backward each.
 
 Backward, gradients go the same way back. Codecs say in how many bits vectors and gradients cross (quantized
-communication).
+communication). Both ways the message is sent at once, and waited for where it is first read (`AsyncTensor`).
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -23,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonemb.comm.async_tensor import AsyncTensor, wait
 from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.comm.id_exchange import RowRoutes
 from tritonemb.ops import quantize
+from tritonemb.ops.bag import Bags, weight_gradient
 from tritonemb.ops.quantize import CODECS, Packing, make_packing
 
 ColumnRange = tuple[int, int]  # first column, number of columns
@@ -78,7 +81,7 @@ class MessageCodec:
     """
 
     def __init__(self, parts: Sequence[Sequence[ColumnRange]], width: int, codec: str) -> None:
-        self._width = width
+        self.width = width
         self._packings: PerDevice[tuple[Packing, Tensor]] = PerDevice(
             lambda device: (
                 make_packing(parts, width, codec, device),
@@ -101,7 +104,7 @@ class MessageCodec:
         """See `ops.quantize_unpack`."""
         packing, saturated = self._packings(message.device)
         if packing.row_bytes == 0 or num_rows == 0:
-            return message.new_zeros(num_rows, self._width, dtype=dtype)
+            return message.new_zeros(num_rows, self.width, dtype=dtype)
         return quantize.quantize_unpack(message, packing, dtype, saturated, _scale_tensor(scale, message.device), rows)
 
     def part_bytes(self, device: torch.device) -> tuple[int, ...]:
@@ -119,8 +122,13 @@ def _scale_tensor(value: float, device: torch.device) -> Tensor | None:
         return None if value == 1.0 else torch.tensor(value, dtype=torch.float32, device=device)
 
 
-class OutputExchange:
-    """Called with the values of a batch and what `forward` and `backward` need to know of it.
+Receive = Callable[[], Tensor]  # waits
+
+
+class OutputExchange(ABC):
+    """Called with the values of a batch and what `send` and `send_back` need to know of it; differentiable.
+
+    The result is an `AsyncTensor` if there are several ranks, unless it is to wait.
 
     Args:
         average: gradients are divided by this.
@@ -132,8 +140,24 @@ class OutputExchange:
         self.average, self.kind = average, kind
         self.codecs: tuple[MessageCodec, ...] = ()
 
-    def __call__(self, values: Tensor, batch: Any) -> Tensor:
-        return _OutputExchangeFunction.apply(values, self, batch)
+    def __call__(self, values: Tensor, batch: Any, waits: bool = False) -> Tensor:
+        if values.requires_grad:
+            values.register_hook(wait)  # just before autograd goes on with it
+        return OutputExchangeFunction.apply(values, self, batch, waits)
+
+    @abstractmethod
+    def send(self, values: Tensor, batch: Any) -> tuple[tuple[int, int], Receive]:
+        """Send vectors; the shape of what comes for this rank, and what waits for it."""
+
+    @abstractmethod
+    def send_back(self, grad: Tensor, batch: Any) -> tuple[tuple[int, int], Receive]:
+        """Likewise their gradients."""
+
+    def exchange(self, values: Tensor, batch: Any, back: bool, waits: bool) -> Tensor:
+        shape, receive = (self.send_back if back else self.send)(values, batch)
+        if waits or self.group.size == 1:
+            return receive()
+        return AsyncTensor(torch.empty(shape, dtype=values.dtype, device="meta"), values.device, receive)
 
 
 class PooledExchange(OutputExchange):
@@ -162,25 +186,26 @@ class PooledExchange(OutputExchange):
         self._received_back = MessageCodec(by_table if backward == "int8" else whole, own_width, backward)
         self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
 
-    def forward(self, matrix: Tensor, num_rows: Sequence[int]) -> Tensor:
+    def send(self, matrix: Tensor, num_rows: Sequence[int]) -> tuple[tuple[int, int], Receive]:
         """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's."""
-        own = num_rows[self.group.rank]
+        own, dtype = num_rows[self.group.rank], matrix.dtype
         (sent,), received = self._sent.part_bytes(matrix.device), self._received.part_bytes(matrix.device)
-        message = self.group.all_to_all(
+        message = self.group.start_all_to_all(
             self._sent.pack(matrix), [rows * sent for rows in num_rows], [own * size for size in received], self.kind
         )
-        return self._parts.add(self._received.unpack(message, own, matrix.dtype))
+        return (own, self._sent_back.width), lambda: self._parts.add(self._received.unpack(message(), own, dtype))
 
-    def backward(self, grad: Tensor, num_rows: Sequence[int]) -> Tensor:
+    def send_back(self, grad: Tensor, num_rows: Sequence[int]) -> tuple[tuple[int, int], Receive]:
         """The columns of this rank of all ranks' gradients."""
-        own, total = num_rows[self.group.rank], sum(num_rows)
+        own, total, dtype = num_rows[self.group.rank], sum(num_rows), grad.dtype
         scale = self.precision.scale(total)
         sent, (received,) = self._sent_back.part_bytes(grad.device), self._received_back.part_bytes(grad.device)
-        message = self.group.all_to_all(
+        message = self.group.start_all_to_all(
             self._sent_back.pack(grad, scale), [own * size for size in sent], [rows * received for rows in num_rows],
             f"{self.kind} gradients",
         )  # fmt: skip
-        return self._received_back.unpack(message, total, grad.dtype, scale * self.average)
+        codec, divisor = self._received_back, scale * self.average
+        return (total, codec.width), lambda: codec.unpack(message(), total, dtype, divisor)
 
 
 class SequenceExchange(OutputExchange):
@@ -194,36 +219,43 @@ class SequenceExchange(OutputExchange):
         self._backward = MessageCodec([[(0, dim)]], dim, self.precision.backward)
         self.codecs = (self._forward, self._backward)
 
-    def forward(self, rows: Tensor, routes: RowRoutes) -> Tensor:
-        """`[N, dim]`, a row for each value received → `[M, dim]`, one for each id that was sent."""
-        (size,) = self._forward.part_bytes(rows.device)
-        message = self.group.all_to_all(
+    def send(self, rows: Tensor, routes: RowRoutes) -> tuple[tuple[int, int], Receive]:
+        """`[N, dim]`, a row for each value received → `[M, dim]`, one for each id; for each one of a deduplicated."""
+        (size,), dtype = self._forward.part_bytes(rows.device), rows.dtype
+        message = self.group.start_all_to_all(
             self._forward.pack(rows, rows=routes.source), [n * size for n in routes.received],
             [n * size for n in routes.sent], self.kind,
         )  # fmt: skip
-        return self._forward.unpack(message, routes.positions.shape[0], rows.dtype, rows=routes.positions)
+        places = routes.positions if routes.inverse is None else routes.positions[routes.inverse]
+        num_ids = routes.positions.shape[0]
+        return (places.shape[0], rows.shape[1]), lambda: self._forward.unpack(message(), num_ids, dtype, rows=places)
 
-    def backward(self, grad: Tensor, routes: RowRoutes) -> Tensor:
+    def send_back(self, grad: Tensor, routes: RowRoutes) -> tuple[tuple[int, int], Receive]:
         """The gradients of this rank's rows."""
-        scale = self.precision.scale(routes.samples)
-        (size,) = self._backward.part_bytes(grad.device)
-        message = self.group.all_to_all(
+        scale, num_ids, num_rows = self.precision.scale(routes.samples), routes.positions.shape[0], len(routes.source)
+        if routes.inverse is not None and num_ids:
+            every = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
+            grad = weight_gradient(grad, routes.inverse, Bags(every, pooled=False, checked=False), num_ids)
+        (size,), divisor, dtype = self._backward.part_bytes(grad.device), scale * self.average, grad.dtype
+        message = self.group.start_all_to_all(
             self._backward.pack(grad, scale, routes.positions), [n * size for n in routes.sent],
             [n * size for n in routes.received], f"{self.kind} gradients",
         )  # fmt: skip
-        return self._backward.unpack(message, routes.source.shape[0], grad.dtype, scale * self.average, routes.source)
+        return (num_rows, grad.shape[1]), lambda: self._backward.unpack(
+            message(), num_rows, dtype, divisor, routes.source
+        )
 
 
-class _OutputExchangeFunction(torch.autograd.Function):
+class OutputExchangeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, exchange: Any, batch: Any) -> Tensor:
+    def forward(ctx: Any, values: Tensor, exchange: OutputExchange, batch: Any, waits: bool) -> Tensor:
         ctx.exchange, ctx.batch = exchange, batch
-        return exchange.forward(values, batch)
+        return exchange.exchange(values, batch, False, waits)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.backward(grad, ctx.batch), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange.exchange(wait(grad), ctx.batch, True, False), None, None, None
 
 
 class _PartSums:

@@ -89,9 +89,12 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         self._init_shards(collection)
         # A compiled model's graphs end before it and begin behind it: the host reads sizes of messages, and replicated
         # updates exchange as many rows as a batch happens to have.
-        self.forward = torch.compiler.disable(self.forward)
+        self._look_up = torch.compiler.disable(self._look_up)  # type: ignore[method-assign]
 
     def _make_lookups(self) -> list[ShardedLookup]:
+        raise NotImplementedError
+
+    def _look_up(self, features: Features | PrefetchedFeatures, waits: bool) -> Any:
         raise NotImplementedError
 
     @functools.cached_property

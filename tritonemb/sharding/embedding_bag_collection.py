@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tritonemb.comm.async_tensor import send_gradients_first
 from tritonemb.comm.id_exchange import IdExchange
-from tritonemb.comm.output_exchange import ColumnRange, PooledExchange
+from tritonemb.comm.output_exchange import ColumnRange, OutputExchangeFunction, PooledExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
 from tritonemb.sharding.placement import Scheme
@@ -14,7 +15,7 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
-Exchange = Callable[[Tensor, Sequence[int]], Tensor]
+Exchange = Callable[[Tensor, Sequence[int], bool], Tensor]
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -83,7 +84,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._exchanges += [self._inside, self._across]
 
     def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
-        """`[B, sum of dims]`, columns by table, then by that table's features."""
+        """`[B, sum of dims]`, columns by table, then by that table's features; of several ranks an `AsyncTensor`."""
+        return self._look_up(features, torch.compiler.is_compiling())
+
+    def _look_up(self, features: Features | PrefetchedFeatures, waits: bool) -> Tensor:
         batch, own_groups, received = self.prefetch(features)
         parts = []
         for (ids, batch_sizes, _), of_ids in received:
@@ -93,21 +97,23 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 if not found:  # a rank without such shards takes part in the backward's exchange, too
                     size = sum(batch_sizes), 0
                     found = [torch.zeros(size, dtype=torch.float32, device=self.device, requires_grad=True)]
-                parts.append(exchange(_side_by_side(found), batch_sizes))
+                parts.append(exchange(_side_by_side(found), batch_sizes, waits))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         pooled = _side_by_side(parts)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
-        return self._mean(pooled, batch).to(self.output_dtype)
+        pooled = self._mean(pooled, batch).to(self.output_dtype)
+        send_gradients_first(pooled, OutputExchangeFunction)
+        return pooled
 
-    def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int]) -> Tensor:
+    def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int], waits: bool) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank
         pieces = matrix.split(batch_sizes)
         by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]
         sizes = [sum(batch_sizes[local::size]) for local in range(size)]
-        summed = self._inside(torch.cat(by_local_rank), sizes)
-        return self._across(summed, batch_sizes[rank % size :: size])
+        summed = self._inside(torch.cat(by_local_rank), sizes, waits)
+        return self._across(summed, batch_sizes[rank % size :: size], waits)
 
     def _columns_by_mean(self, tables: set[int]) -> Tensor | None:
         """For each column of the result, the feature whose lengths of bags divide it, or one more for none."""

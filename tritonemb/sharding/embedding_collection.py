@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
+from tritonemb.comm.async_tensor import send_gradients_first
 from tritonemb.comm.id_exchange import IdExchange, Received
-from tritonemb.comm.output_exchange import ColumnRange, OutputExchange, SequenceExchange
+from tritonemb.comm.output_exchange import ColumnRange, OutputExchange, OutputExchangeFunction, SequenceExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
-from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import Groups, TableSet
@@ -59,32 +59,35 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
 
     def forward(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
-        """Rows `[N, dim]` under the batch's keys and offsets; values of keys that no table knows are zero."""
+        """Rows `[N, dim]` under the batch's keys and offsets; values of keys that no table knows are zero.
+
+        With several ranks the rows are an `AsyncTensor`.
+        """
+        return self._look_up(features, torch.compiler.is_compiling())
+
+    def _look_up(self, features: Features | PrefetchedFeatures, waits: bool) -> KeyedJaggedTensor:
         batch, own_groups, received = self.prefetch(features)
         dim, parts = self.configs[0].embedding_dim, []
         exchanges = zip(self._lookups, self._columns, self._exchanges, received, strict=True)
         for (ids, sets), (first, width), exchange, (of_ids, groups) in exchanges:
-            own = self._in_batch_order(ids, self._rows(sets, exchange, width, of_ids, groups), batch)
+            own = self._in_batch_order(ids, self._rows(sets, exchange, width, of_ids, groups, waits), batch)
             if batch.weights_or_none() is not None and not self._exact_occurrences:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
             parts.append(own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width)))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
-        total = functools.reduce(operator.add, parts)
-        return KeyedJaggedTensor(batch.keys(), total.to(self.output_dtype), offsets=batch.offsets())
+        total = functools.reduce(operator.add, parts).to(self.output_dtype)
+        send_gradients_first(total, OutputExchangeFunction)
+        return KeyedJaggedTensor(batch.keys(), total, offsets=batch.offsets())
 
     def _rows(
-        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
-    ) -> Tensor:
+        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups],
+        waits: bool,
+    ) -> Tensor:  # fmt: skip
         ids, _, routes = received
-        assert routes is not None
         found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
             found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
-        rows = exchange(functools.reduce(operator.add, found), routes)
-        if routes.inverse is None or not rows.shape[0]:
-            return rows
-        every = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
-        return bag(rows, routes.inverse, None, Bags(every, pooled=False, checked=False))
+        return exchange(functools.reduce(operator.add, found), routes, waits)
 
     def _in_batch_order(self, ids: IdExchange, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Each row at the position of its id in the batch; zero at those of other routes."""
@@ -97,4 +100,5 @@ class ShardedEmbeddingCollection(ShardedCollection):
             torch.arange(num_values, device=rows.device), batch.offsets(),
             torch.tensor(order, dtype=torch.int64, device=rows.device), len(keys), None, rows.shape[0],
         )  # fmt: skip
-        return rows.new_zeros(num_values, rows.shape[1]).index_copy_(0, where, rows)
+        nothing = torch.zeros(num_values, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        return nothing.index_copy(0, where, rows)

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
+from tritonemb.comm.async_tensor import ordinary
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.jagged import Features
@@ -108,7 +110,7 @@ class HybridParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for this rank's samples. Features may be given as `prefetch` returns them."""
-        return self._called[0](*args, **kwargs)
+        return tree_map_only(Tensor, ordinary, self._called[0](*args, **kwargs))
 
     def prefetch(self, features: Features | PrefetchedFeatures) -> PrefetchedFeatures:
         """Exchange the ids of a batch, and prefetch its rows, before `forward`; all ranks, in the same order.
