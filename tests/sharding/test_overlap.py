@@ -1,0 +1,140 @@
+"""Exchanges run beside what does not need them: in which order they begin and are waited for, and that no bit depends
+on it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tritonemb as te
+from tests.sharding.test_hybrid import BATCH, KEYS, dlrm, part, plan, tables, train, whole_state
+from tests.sharding.test_hybrid import batch as batch_of
+from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import OutputExchange
+from tritonemb.sharding import ExchangePrecision, RowWise, ShardingPlan
+
+
+class Events(list[str]):
+    """Names of what happens, in order: exchanges that begin and are waited for, and the layers of an MLP."""
+
+    def __init__(self, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        if mlp is not None:
+            mlp.register_forward_hook(lambda *_: self.append("mlp"))
+            next(iter(mlp.parameters())).register_hook(lambda _: self.append("mlp gradient"))
+
+    def patch(self):
+        start = RankGroup.start_all_to_all
+
+        def logged(group, message, send, receive, kind):
+            arrive = start(group, message, send, receive, kind)
+            self.append(f"send {kind}")
+
+            def wait():
+                self.append(f"wait {kind}")
+                return arrive()
+
+            return wait
+
+        return mock.patch.object(RankGroup, "start_all_to_all", logged)
+
+    def of(self, *kinds: str) -> list[str]:
+        """Without what belongs to ids."""
+        return [event for event in self if "mlp" in event or event.split(" ", 1)[1] in kinds]
+
+
+POOLED = [
+    "send pooled", "mlp", "wait pooled", "send pooled gradients", "mlp gradient", "wait pooled gradients"
+]  # fmt: skip
+
+
+def step_of_dlrm(rank, world, ahead):
+    parallel = te.HybridParallel(dlrm(), plan(world))
+    events = Events(parallel.module.bottom)
+    dense, sparse, labels = part(batch_of(0, world), rank)
+    with events.patch():
+        features = parallel.prefetch(sparse) if ahead else sparse
+        F.binary_cross_entropy_with_logits(parallel(dense, features), labels).backward()
+    return events.of("pooled", "pooled gradients")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_dlrm_computes_its_bottom_mlp_beside_the_exchanges(ranks, ahead):
+    assert ranks(2).run(step_of_dlrm, 2, ahead) == [POOLED] * 2
+
+
+class Rows(nn.Module):
+    """Embeddings of single ids, then dense features that are added to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        configs = [te.TableConfig(key, 50 + n, 8, pooling="none") for n, key in enumerate(KEYS)]
+        self.embeddings = te.nn.EmbeddingCollection(configs, te.optim.RowWiseAdagrad(lr=0.1))
+        self.mlp = nn.Linear(4, 8)
+
+    def forward(self, dense: torch.Tensor, sparse: te.KeyedJaggedTensor) -> torch.Tensor:
+        rows = self.embeddings(sparse).values()
+        return (rows.view(len(KEYS), -1, 2, 8).sum((0, 2)) * self.mlp(dense)).sum(1)
+
+
+def step_of_rows(rank, world):
+    torch.manual_seed(1)
+    parallel = te.HybridParallel(Rows(), ShardingPlan(dict.fromkeys(KEYS, RowWise()), world))
+    events = Events()
+    dense, sparse, labels = part(batch_of(0, world), rank)
+    with events.patch():
+        loss = F.binary_cross_entropy_with_logits(parallel(dense, sparse), labels)
+        loss.backward()
+    return events.of("rows", "rows gradients")
+
+
+def test_rows_are_sent_back_beside_what_follows(ranks):
+    assert (
+        ranks(2).run(step_of_rows, 2) == [["send rows", "wait rows", "send rows gradients", "wait rows gradients"]] * 2
+    )
+
+
+def outputs(rank, world):
+    """What a collection that is called by itself, and a model that returns its output, give to the caller."""
+    torch.manual_seed(1)
+    model = te.nn.EmbeddingBagCollection(tables(), te.optim.SGD(lr=0.1))
+    parallel = te.HybridParallel(model, plan(world))
+    sparse = part(batch_of(0, world), rank)[1]
+    found = parallel(sparse)
+    return type(found).__name__, found.requires_grad, tuple(found.shape), found.detach()
+
+
+def test_a_model_returns_ordinary_tensors(ranks):
+    for name, requires_grad, shape, values in ranks(2).run(outputs, 2):
+        assert (name, requires_grad, shape) == ("Tensor", True, (BATCH, 32))
+        assert values.isfinite().all()
+
+
+def trained(rank, world, exchange, overlapped, steps, dense):
+    def waiting(self, values, batch, back, waits):
+        return exchange_values(self, values, batch, back, True)
+
+    exchange_values = OutputExchange.exchange
+    with nullcontext() if overlapped else mock.patch.object(OutputExchange, "exchange", waiting):
+        parallel = te.HybridParallel(dlrm(), plan(world), exchange=exchange, dense=dense)
+        losses = train(parallel, rank, world, steps)
+    return losses, whole_state(parallel)
+
+
+@pytest.mark.parametrize("dense", ["ddp", pytest.param("fsdp", marks=pytest.mark.more)])
+@pytest.mark.parametrize("codec", ["fp16", pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.more)])
+def test_no_bit_depends_on_what_runs_beside_it(ranks, world, codec, dense):
+    found = [
+        ranks(world).run(trained, world, ExchangePrecision(codec, "bf16"), overlapped, 5, dense)
+        for overlapped in (True, False)
+    ]
+    for (losses, state), (expected_losses, expected) in zip(*found, strict=True):
+        assert losses == expected_losses
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), name
