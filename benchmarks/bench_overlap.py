@@ -58,8 +58,8 @@ def network(held_back: list[float]) -> Iterator[None]:
         yield
 
 
-def waited_for(self: Any, values: Any, batch: Any, back: bool, _: bool) -> Any:
-    return (self.send_back if back else self.send)(values, batch)[1]()
+def waited_for(self: Any, values: Any, batch: Any, back: bool) -> Any:
+    return (self.send_back if back else self.send)(values, batch)()
 
 
 def time_steps(rank: int, world: int, rounds: int) -> tuple[list[list[float]], float]:
@@ -104,9 +104,7 @@ def bench_overlap(world: int, benchmark: Any, record: Callable[..., None], round
     timings = [Timing(name, tuple(1000 * s for s in each)) for name, each in zip(NAMES, steps, strict=True)]
     benchmark.pedantic(lambda: None, rounds=1)
     on_network = max(seconds for _, seconds in by_rank)
-    shape = (
-        f"DLRM, {world} ranks, B{BATCH_SIZE} T{NUM_TABLES} D{DIM}, MLP {WIDTH}, {1000 * on_network:.0f} ms sent"
-    )
+    shape = f"DLRM, {world} ranks, B{BATCH_SIZE} T{NUM_TABLES} D{DIM}, MLP {WIDTH}, {1000 * on_network:.0f} ms sent"
     hidden = (median(steps[1]) - median(steps[0])) / on_network
     share = {"op": "overlap", "shape": shape, "measured": "share of the exchanges that is hidden", "ratio": hidden}
     targets = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ import tritonemb as te
 from tests.helpers import make_collection
 from tests.ops.test_row_cache import make_cache, serve
 from tests.strategies import random_batch, rows_of
+from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import EXACT, PooledExchange
 from tritonemb.kernels.packing import CODECS, make_packing
 from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
@@ -18,6 +22,10 @@ from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
 OPS = torch.ops.tritonemb
+
+
+def plain_model():
+    return make_collection([te.TableConfig("table", 3, 2)], te.optim.SGD())
 
 
 class Problem:
@@ -160,9 +168,34 @@ class TestOpcheck:
         args = (
             problem.weights(True), problem.states(optimizer.name), *problem.counters(), optimizer.name,
             list(optimizer.hyperparameters), problem.values, problem.offsets, sample_weights, pending,
-            NOT_ACCUMULATING, True, torch.float32,
+            False, NOT_ACCUMULATING, True, torch.float32,
         )  # fmt: skip
         torch.library.opcheck(OPS.embedding_bag_fused.default, (*args, *problem.groups, *problem.layout))
+
+    def test_shared_update(self, problem):
+        """Outside of a backward pass it is done at once."""
+        given = []
+        accumulator, table = Accumulator(), SimpleNamespace(update=lambda *batch: given.append(batch))
+        accumulator.shared_update = lambda: table.update
+        grad = problem.grad()
+        args = (accumulator.handle, grad, problem.values, problem.offsets, problem.sample_weights)
+        torch.library.opcheck(OPS.shared_update.default, (*args, *problem.groups, *problem.layout))
+        assert given
+        assert all(torch.equal(batch[0], grad) for batch in given)
+
+    def test_output_exchange(self):
+        exchange = PooledExchange(RankGroup(), [[(2, 3), (0, 2)]], 5, EXACT)
+        for back in (False, True):
+            values = torch.randn(4, 5, requires_grad=True)
+            for after in (None, torch.zeros(1, requires_grad=True)):
+                torch.library.opcheck(OPS.output_exchange.default, (values, after, exchange.handle, back, [4]))
+
+    def test_begin_pass(self):
+        parallel, called = te.HybridParallel(plain_model()), []
+        ddp = SimpleNamespace(_pre_forward=lambda: called.append("pre"), _post_forward=lambda _: called.append("post"))
+        parallel._called = (ddp,)
+        torch.library.opcheck(OPS.begin_pass.default, (parallel._some, parallel._handle))
+        assert called[:2] == ["pre", "post"]
 
     def test_accumulate_(self, problem):
         accumulator = Accumulator()
@@ -248,8 +281,7 @@ class TestOpcheck:
 
 def test_every_op_is_checked():
     """A new op of this library needs a test of its own name here."""
-    collection = make_collection([te.TableConfig("table", 3, 2)], te.optim.SGD())
-    collection(te.KeyedJaggedTensor.from_lists({"table": [[1]]})).sum().backward()
+    plain_model()(te.KeyedJaggedTensor.from_lists({"table": [[1]]})).sum().backward()
     defined = {
         schema.name.removeprefix("tritonemb::")
         for schema in torch._C._jit_get_all_schemas()

@@ -14,12 +14,14 @@ communication). Both ways the message is sent at once, and waited for where it i
 """
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from tritonemb.comm.id_exchange import RowRoutes
 from tritonemb.ops import quantize
 from tritonemb.ops.bag import Bags, weight_gradient
 from tritonemb.ops.quantize import CODECS, Packing, make_packing
+from tritonemb.ops.registry import define
 
 ColumnRange = tuple[int, int]  # first column, number of columns
 _SCALED = ("fp16", "fp8_e4m3", "fp8_e5m2")  # whose smallest numbers are larger than gradients of a mean may be
@@ -128,36 +131,91 @@ Receive = Callable[[], Tensor]  # waits
 class OutputExchange(ABC):
     """Called with the values of a batch and what `send` and `send_back` need to know of it; differentiable.
 
-    The result is an `AsyncTensor` if there are several ranks, unless it is to wait.
+    The result is an `AsyncTensor` if there are several ranks. Traced it is an ordinary tensor, of one op, which waits.
 
     Args:
         average: gradients are divided by this.
         kind: what the bytes are counted as.
+
+    Attributes:
+        handle: its number in graphs.
     """
+
+    made: ClassVar[WeakValueDictionary[int, "OutputExchange"]] = WeakValueDictionary()
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
         self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
         self.average, self.kind = average, kind
         self.codecs: tuple[MessageCodec, ...] = ()
+        self.handle = next(_handles)
+        self.made[self.handle] = self
 
-    def __call__(self, values: Tensor, batch: Any, waits: bool = False) -> Tensor:
+    def __call__(self, values: Tensor, batch: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            after = graph_order[0] if graph_order else None
+            values, done = torch.ops.tritonemb.output_exchange(values, after, self.handle, False, batch)
+            graph_order[:] = [done] if graph_order else []
+            return values
         if values.requires_grad:
             values.register_hook(wait)  # just before autograd goes on with it
-        return OutputExchangeFunction.apply(values, self, batch, waits)
+        return OutputExchangeFunction.apply(values, self, batch)
 
     @abstractmethod
-    def send(self, values: Tensor, batch: Any) -> tuple[tuple[int, int], Receive]:
-        """Send vectors; the shape of what comes for this rank, and what waits for it."""
+    def shape(self, batch: Any, back: bool) -> tuple[int, int]:
+        """Of what is received: vectors, or their gradients."""
 
     @abstractmethod
-    def send_back(self, grad: Tensor, batch: Any) -> tuple[tuple[int, int], Receive]:
+    def send(self, values: Tensor, batch: Any) -> Receive:
+        """Send vectors; the result waits for those that come for this rank."""
+
+    @abstractmethod
+    def send_back(self, grad: Tensor, batch: Any) -> Receive:
         """Likewise their gradients."""
 
-    def exchange(self, values: Tensor, batch: Any, back: bool, waits: bool) -> Tensor:
-        shape, receive = (self.send_back if back else self.send)(values, batch)
-        if waits or self.group.size == 1:
+    def exchange(self, values: Tensor, batch: Any, back: bool) -> Tensor:
+        receive = (self.send_back if back else self.send)(values, batch)
+        if self.group.size == 1:
             return receive()
-        return AsyncTensor(torch.empty(shape, dtype=values.dtype, device="meta"), values.device, receive)
+        like = torch.empty(self.shape(batch, back), dtype=values.dtype, device="meta")
+        return AsyncTensor(like, values.device, receive)
+
+
+_handles = itertools.count()
+# In a trace, what the next exchange has to come after, forward and, in reverse, backward: all ranks run the same graph,
+# whose exchanges wait for each other, and compilers know no other order than that of data.
+graph_order: list[Tensor] = []
+
+
+def _exchange(
+    values: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    exchange = OutputExchange.made[handle]
+    return (exchange.send_back if back else exchange.send)(values, num_rows)(), values.new_zeros(1)
+
+
+def _exchanged(
+    values: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return values.new_empty(OutputExchange.made[handle].shape(num_rows, back)), values.new_empty(1)
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.handle, ctx.back, ctx.num_rows = inputs[2:]
+    ctx.ordered = inputs[1] is not None and inputs[1].requires_grad
+
+
+def _exchange_back(ctx: Any, grad: Tensor, after: Tensor) -> tuple[Any, ...]:
+    found, done = torch.ops.tritonemb.output_exchange(grad, after, ctx.handle, not ctx.back, ctx.num_rows)
+    return found, done if ctx.ordered else None, None, None, None
+
+
+_op = define(
+    "output_exchange",
+    "(Tensor values, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)",
+    _exchange,
+    _exchanged,
+)
+_op.register_autograd(_exchange_back, setup_context=_keep_arguments)
 
 
 class PooledExchange(OutputExchange):
@@ -186,16 +244,21 @@ class PooledExchange(OutputExchange):
         self._received_back = MessageCodec(by_table if backward == "int8" else whole, own_width, backward)
         self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
 
-    def send(self, matrix: Tensor, num_rows: Sequence[int]) -> tuple[tuple[int, int], Receive]:
+    def shape(self, num_rows: Sequence[int], back: bool) -> tuple[int, int]:
+        if back:
+            return sum(num_rows), self._received_back.width
+        return num_rows[self.group.rank], self._sent_back.width
+
+    def send(self, matrix: Tensor, num_rows: Sequence[int]) -> Receive:
         """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's."""
         own, dtype = num_rows[self.group.rank], matrix.dtype
         (sent,), received = self._sent.part_bytes(matrix.device), self._received.part_bytes(matrix.device)
         message = self.group.start_all_to_all(
             self._sent.pack(matrix), [rows * sent for rows in num_rows], [own * size for size in received], self.kind
         )
-        return (own, self._sent_back.width), lambda: self._parts.add(self._received.unpack(message(), own, dtype))
+        return lambda: self._parts.add(self._received.unpack(message(), own, dtype))
 
-    def send_back(self, grad: Tensor, num_rows: Sequence[int]) -> tuple[tuple[int, int], Receive]:
+    def send_back(self, grad: Tensor, num_rows: Sequence[int]) -> Receive:
         """The columns of this rank of all ranks' gradients."""
         own, total, dtype = num_rows[self.group.rank], sum(num_rows), grad.dtype
         scale = self.precision.scale(total)
@@ -204,8 +267,7 @@ class PooledExchange(OutputExchange):
             self._sent_back.pack(grad, scale), [own * size for size in sent], [rows * received for rows in num_rows],
             f"{self.kind} gradients",
         )  # fmt: skip
-        codec, divisor = self._received_back, scale * self.average
-        return (total, codec.width), lambda: codec.unpack(message(), total, dtype, divisor)
+        return lambda: self._received_back.unpack(message(), total, dtype, scale * self.average)
 
 
 class SequenceExchange(OutputExchange):
@@ -219,7 +281,11 @@ class SequenceExchange(OutputExchange):
         self._backward = MessageCodec([[(0, dim)]], dim, self.precision.backward)
         self.codecs = (self._forward, self._backward)
 
-    def send(self, rows: Tensor, routes: RowRoutes) -> tuple[tuple[int, int], Receive]:
+    def shape(self, routes: RowRoutes, back: bool) -> tuple[int, int]:
+        places = routes.positions if routes.inverse is None else routes.inverse
+        return (routes.source if back else places).shape[0], self._forward.width
+
+    def send(self, rows: Tensor, routes: RowRoutes) -> Receive:
         """`[N, dim]`, a row for each value received → `[M, dim]`, one for each id; for each one of a deduplicated."""
         (size,), dtype = self._forward.part_bytes(rows.device), rows.dtype
         message = self.group.start_all_to_all(
@@ -228,9 +294,9 @@ class SequenceExchange(OutputExchange):
         )  # fmt: skip
         places = routes.positions if routes.inverse is None else routes.positions[routes.inverse]
         num_ids = routes.positions.shape[0]
-        return (places.shape[0], rows.shape[1]), lambda: self._forward.unpack(message(), num_ids, dtype, rows=places)
+        return lambda: self._forward.unpack(message(), num_ids, dtype, rows=places)
 
-    def send_back(self, grad: Tensor, routes: RowRoutes) -> tuple[tuple[int, int], Receive]:
+    def send_back(self, grad: Tensor, routes: RowRoutes) -> Receive:
         """The gradients of this rank's rows."""
         scale, num_ids, num_rows = self.precision.scale(routes.samples), routes.positions.shape[0], len(routes.source)
         if routes.inverse is not None and num_ids:
@@ -241,21 +307,19 @@ class SequenceExchange(OutputExchange):
             self._backward.pack(grad, scale, routes.positions), [n * size for n in routes.sent],
             [n * size for n in routes.received], f"{self.kind} gradients",
         )  # fmt: skip
-        return (num_rows, grad.shape[1]), lambda: self._backward.unpack(
-            message(), num_rows, dtype, divisor, routes.source
-        )
+        return lambda: self._backward.unpack(message(), num_rows, dtype, divisor, routes.source)
 
 
 class OutputExchangeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, exchange: OutputExchange, batch: Any, waits: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, exchange: OutputExchange, batch: Any) -> Tensor:
         ctx.exchange, ctx.batch = exchange, batch
-        return exchange.exchange(values, batch, False, waits)
+        return exchange.exchange(values, batch, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.exchange.exchange(wait(grad), ctx.batch, True, False), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.exchange(wait(grad), ctx.batch, True), None, None
 
 
 class _PartSums:

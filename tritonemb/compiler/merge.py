@@ -198,7 +198,7 @@ def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, la
     return write(
         ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
         [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
-        list(first.update.hyperparameters), values, offsets, sample_weights, None, NOT_ACCUMULATING, *options,
+        list(first.update.hyperparameters), values, offsets, sample_weights, None, False, NOT_ACCUMULATING, *options,
         *(write.item(groups, index) for index in range(4)), *layout,
     )  # fmt: skip
 

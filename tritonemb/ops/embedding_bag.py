@@ -28,6 +28,7 @@ from tritonemb.ops.row_update import (
     accumulate_,
     check_not_accumulating,
     row_update_,
+    shared_update,
 )
 
 
@@ -167,17 +168,18 @@ class _FusedLookup(torch.autograd.Function):
 def embedding_bag_fused(
     tables: FusedTables, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
     layout: Layout, check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, pending: Tensor | None = None,
-    accumulator: int = NOT_ACCUMULATING,
+    accumulator: int = NOT_ACCUMULATING, shared: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
 
     Args:
         pending: int64 `[]`, micro-batches kept in the accumulator.
         accumulator: where to put gradients instead of applying them, or NOT_ACCUMULATING.
+        shared: whether the accumulator applies gradients at once, together with other ranks; see `shared_update`.
     """
     check_ids(values)
     check_devices(tables.weights, values, layout)
-    rest = values, offsets, sample_weights, pending, accumulator, check_bounds, output_dtype
+    rest = values, offsets, sample_weights, pending, shared, accumulator, check_bounds, output_dtype
     if plain_eager(values, offsets, sample_weights, tables=tables.weights):
         inputs = _Inputs(tables, *rest, groups, layout)
         return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
@@ -190,6 +192,7 @@ class _Inputs(NamedTuple):
     offsets: Tensor
     sample_weights: Tensor | None
     pending: Tensor | None
+    shared: bool
     accumulator: int
     check_bounds: bool
     output_dtype: torch.dtype
@@ -211,13 +214,15 @@ class _Inputs(NamedTuple):
             )
         if self.accumulator == NOT_ACCUMULATING:
             row_update_(self.tables, grad, self.offsets, self.sample_weights, self.groups, self.layout)
+        elif self.shared:
+            shared_update(self.accumulator, grad, *batch, self.groups, self.layout)
         else:
             assert self.pending is not None
             accumulate_(self.pending, self.accumulator, grad, *batch)
         return sample_weight_grad
 
 
-_KINDS = (FusedTables, *[None] * 7, RowGroups, Layout)
+_KINDS = (FusedTables, *[None] * 8, RowGroups, Layout)
 
 
 def _look_up_fused(*args: Any) -> Tensor:
@@ -233,7 +238,8 @@ def _shape(*args: Any) -> Tensor:
 
 _embedding_bag_fused = define(
     "embedding_bag_fused",
-    f"({TABLES}, {registry.BATCH}, Tensor? pending, int accumulator, bool check_bounds, ScalarType output_dtype, "
+    f"({TABLES}, {registry.BATCH}, Tensor? pending, bool shared, int accumulator, bool check_bounds, "
+    f"ScalarType output_dtype, "
     f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
     _look_up_fused,
     _shape,
@@ -248,7 +254,7 @@ def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     inputs, place = ctx.inputs, len(FusedTables._fields) + 2
     sample_weight_grad = inputs.take_gradient(grad, ctx.needs_input_grad[place])
     lists = [[None] * len(tensors) for tensors in inputs.tables[:4]]
-    after = [None] * (4 + len(RowGroups._fields) + len(Layout._fields))
+    after = [None] * (5 + len(RowGroups._fields) + len(Layout._fields))
     return *lists, *([None] * (place - 4)), sample_weight_grad, *after
 
 

@@ -160,6 +160,13 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     return op
 
 
+def keep(op: Any) -> None:
+    """Let no compiler leave such an op out though nobody uses its result."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(op._opoverload, _EffectType.ORDERED)
+
+
 @functools.cache
 def _let_backwards_update() -> None:
     """PyTorch 2.11 tracks, and so refuses, the update of a parameter in a backward (pytorch/pytorch#177213)."""

@@ -8,6 +8,7 @@ is bitwise identical to that of a step on all samples at once.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
@@ -181,6 +182,7 @@ class Accumulator:
         handle: its number in graphs.
         is_open: whether gradients are to be kept.
         kept: the gradients, in order.
+        shared_update: refers to what updates tables that other ranks update, too; see `shared_update`.
     """
 
     _made: ClassVar[WeakValueDictionary[int, "Accumulator"]] = WeakValueDictionary()
@@ -190,6 +192,7 @@ class Accumulator:
         self.handle = next(self._handles)
         self._always_open = self.is_open = always_open
         self.kept: list[Any] = []
+        self.shared_update: Callable[[], Callable[..., None] | None] | None = None
         self._made[self.handle] = self
 
     @property
@@ -255,6 +258,61 @@ def _accumulate(
 
 accumulate_ = define(
     "accumulate_", f"(Tensor(a!) pending, int handle, Tensor grad, {BATCH}) -> ()", _accumulate, lambda *args: None
+)
+
+
+def shared_update(
+    handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    layout: Layout,
+) -> None:  # fmt: skip
+    """Update tables together with other ranks, as the `shared_update` of the accumulator `handle` does.
+
+    Of a graph all such updates are done when the backward pass ends: one that waits for another rank would hold up what
+    that rank waits for.
+    """
+    if plain_eager(grad, values):
+        wait_for_groups(grad.device)
+        _shared_update_of(handle)(grad, values, offsets, sample_weights, groups, layout)
+    else:
+        torch.ops.tritonemb.shared_update(handle, grad, values, offsets, sample_weights, *groups, *layout)
+
+
+def _shared_update_of(handle: int) -> Callable[..., None]:
+    find = Accumulator._made[handle].shared_update
+    update = None if find is None else find()
+    assert update is not None, "the tables of this graph are gone"
+    return update
+
+
+_waiting: list[tuple[int, Callable[[], None]]] = []
+
+
+def _update_when_the_pass_ends(handle: int, grad: Tensor, *rest: Any) -> Tensor:
+    update = partial(_shared_update_of(handle), grad.clone(), *unflatten(rest, None, None, None, RowGroups, Layout))
+    if not _waiting and torch._C._current_graph_task_id() >= 0:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(_run_waiting)
+    _waiting.append((handle, update))
+    if torch._C._current_graph_task_id() < 0:
+        _run_waiting()
+    return grad.new_zeros(1)
+
+
+def _run_waiting() -> None:
+    """In the order of handles: that of graphs may be another on each rank."""
+    waiting = sorted(_waiting, key=lambda each: each[0])
+    _waiting.clear()
+    for _, update in waiting:
+        update()
+
+
+registry.keep(
+    define(
+        "shared_update",
+        f"(int handle, Tensor grad, {BATCH}, {registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
+        _update_when_the_pass_ends,
+        lambda _, grad, *rest: grad.new_empty(1),
+    )
 )
 
 

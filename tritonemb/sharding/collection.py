@@ -66,6 +66,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
         self.placement = Placement(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
         self._nothing = torch.empty(0, device=device)
+        self._no_columns = torch.empty(1, 0, device=device, requires_grad=True)
         # The ranks that train a shard together, by whether its table is replicated; and, where such tables are cached,
         # the same ranks for prefetches: all ranks make these groups.
         self._sharers = {True: groups.world, False: groups.replicas if sync_replicas else RankGroup()}
@@ -87,14 +88,10 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
             configs = [self.configs[each.table] for each in replicated]
             self._checked = [(key, c.name, c.num_embeddings) for c in configs for key in c.feature_names]
         self._init_shards(collection)
-        # A compiled model's graphs end before it and begin behind it: the host reads sizes of messages, and replicated
-        # updates exchange as many rows as a batch happens to have.
-        self._look_up = torch.compiler.disable(self._look_up)  # type: ignore[method-assign]
+        # A compiled model's graph ends before it and begins behind it: the host reads sizes of messages.
+        self._exchange_ids = torch.compiler.disable(self._exchange_ids)  # type: ignore[method-assign]
 
     def _make_lookups(self) -> list[ShardedLookup]:
-        raise NotImplementedError
-
-    def _look_up(self, features: Features | PrefetchedFeatures, waits: bool) -> Any:
         raise NotImplementedError
 
     @functools.cached_property
@@ -150,8 +147,9 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
         May be called before `forward`, from another thread, if every rank does so in the same order.
         """
-        if isinstance(features, PrefetchedFeatures):
-            return features.of(self)
+        return features.of(self) if isinstance(features, PrefetchedFeatures) else self._exchange_ids(features)
+
+    def _exchange_ids(self, features: Features) -> Exchanged:
         batch = self.own_batch(features)
         sent, problem = self._batch_to_send(batch), first_bad_id(batch, self._checked)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
@@ -308,6 +306,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         for tables in self.locals:
             tables.convert(fn)
         self._nothing = fn(self._nothing)
+        self._no_columns = fn(self._no_columns.detach()).requires_grad_()
         self.device = self._nothing.device
         for view in self._views:
             view.refresh()

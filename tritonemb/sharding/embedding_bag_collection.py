@@ -15,7 +15,7 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
-Exchange = Callable[[Tensor, Sequence[int], bool], Tensor]
+Exchange = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -85,9 +85,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
         """`[B, sum of dims]`, columns by table, then by that table's features; of several ranks an `AsyncTensor`."""
-        return self._look_up(features, torch.compiler.is_compiling())
-
-    def _look_up(self, features: Features | PrefetchedFeatures, waits: bool) -> Tensor:
         batch, own_groups, received = self.prefetch(features)
         parts = []
         for (ids, batch_sizes, _), of_ids in received:
@@ -95,25 +92,25 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             for sets, exchange in self._schemes:
                 found = [tables.look_up(ids, next(groups)) for tables in sets]
                 if not found:  # a rank without such shards takes part in the backward's exchange, too
-                    size = sum(batch_sizes), 0
-                    found = [torch.zeros(size, dtype=torch.float32, device=self.device, requires_grad=True)]
-                parts.append(exchange(_side_by_side(found), batch_sizes, waits))
+                    found = [self._no_columns.expand(sum(batch_sizes), 0)]
+                parts.append(exchange(_side_by_side(found), batch_sizes))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         pooled = _side_by_side(parts)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
         pooled = self._mean(pooled, batch).to(self.output_dtype)
-        send_gradients_first(pooled, OutputExchangeFunction)
+        if not torch.compiler.is_compiling():
+            send_gradients_first(pooled, OutputExchangeFunction)
         return pooled
 
-    def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int], waits: bool) -> Tensor:
+    def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int]) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank
         pieces = matrix.split(batch_sizes)
         by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]
         sizes = [sum(batch_sizes[local::size]) for local in range(size)]
-        summed = self._inside(torch.cat(by_local_rank), sizes, waits)
-        return self._across(summed, batch_sizes[rank % size :: size], waits)
+        summed = self._inside(torch.cat(by_local_rank), sizes)
+        return self._across(summed, batch_sizes[rank % size :: size])
 
     def _columns_by_mean(self, tables: set[int]) -> Tensor | None:
         """For each column of the result, the feature whose lengths of bags divide it, or one more for none."""

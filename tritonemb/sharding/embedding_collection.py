@@ -5,9 +5,10 @@ import operator
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from tritonemb import ops
-from tritonemb.comm.async_tensor import send_gradients_first
+from tritonemb.comm.async_tensor import ordinary, send_gradients_first
 from tritonemb.comm.id_exchange import IdExchange, Received
 from tritonemb.comm.output_exchange import ColumnRange, OutputExchange, OutputExchangeFunction, SequenceExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
@@ -63,14 +64,21 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
         With several ranks the rows are an `AsyncTensor`.
         """
-        return self._look_up(features, torch.compiler.is_compiling())
+        if not torch.compiler.is_compiling():
+            return self._look_up(features)
+        return self._look_up_and_wait(features)
 
-    def _look_up(self, features: Features | PrefetchedFeatures, waits: bool) -> KeyedJaggedTensor:
+    @_disable_dynamo  # the graph ends here: the rows are as many as the batch has ids
+    def _look_up_and_wait(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
+        rows = self._look_up(features)
+        return KeyedJaggedTensor(rows.keys(), ordinary(rows.values()), offsets=rows.offsets())
+
+    def _look_up(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         batch, own_groups, received = self.prefetch(features)
         dim, parts = self.configs[0].embedding_dim, []
         exchanges = zip(self._lookups, self._columns, self._exchanges, received, strict=True)
         for (ids, sets), (first, width), exchange, (of_ids, groups) in exchanges:
-            own = self._in_batch_order(ids, self._rows(sets, exchange, width, of_ids, groups, waits), batch)
+            own = self._in_batch_order(ids, self._rows(sets, exchange, width, of_ids, groups), batch)
             if batch.weights_or_none() is not None and not self._exact_occurrences:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
             parts.append(own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width)))
@@ -80,14 +88,13 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return KeyedJaggedTensor(batch.keys(), total, offsets=batch.offsets())
 
     def _rows(
-        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups],
-        waits: bool,
-    ) -> Tensor:  # fmt: skip
+        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
+    ) -> Tensor:
         ids, _, routes = received
         found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
             found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
-        return exchange(functools.reduce(operator.add, found), routes, waits)
+        return exchange(functools.reduce(operator.add, found), routes)
 
     def _in_batch_order(self, ids: IdExchange, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Each row at the position of its id in the batch; zero at those of other routes."""

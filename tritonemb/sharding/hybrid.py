@@ -1,10 +1,12 @@
 """`HybridParallel`: tables sharded over ranks (model parallel), other layers data parallel, or sharded by FSDP2."""
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from tritonemb.comm.async_tensor import ordinary
 from tritonemb.comm.group import RankGroup
-from tritonemb.comm.output_exchange import ExchangePrecision
+from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
 from tritonemb.jagged import Features
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
+from tritonemb.ops.registry import define, keep
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
@@ -28,6 +31,22 @@ from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.lookup import PrefetchedFeatures
 
 Dense = Literal["ddp", "fsdp"]
+
+
+_handles = itertools.count()
+_made: WeakValueDictionary[int, "HybridParallel"] = WeakValueDictionary()
+
+
+@torch.enable_grad()
+def _begin_pass(some: Tensor, handle: int) -> Tensor:
+    """What `DistributedDataParallel` does in its forward, which cannot be traced, before and after the model's own."""
+    parallel: Any = _made[handle]._called[0]
+    parallel._pre_forward()
+    parallel._post_forward(some)
+    return some.clone()
+
+
+keep(define("begin_pass", "(Tensor some, int handle) -> Tensor", _begin_pass, lambda some, _: torch.empty_like(some)))
 
 
 class HybridParallel(nn.Module):
@@ -102,6 +121,8 @@ class HybridParallel(nn.Module):
         self.module: nn.Module = _replace(model, sharded)
         _materialise(self.module, table_device)
         self._called = (_parallel(self.module, dense, mesh, table_device, self.groups.world),)
+        self._handle, self._some = next(_handles), torch.zeros(1)
+        _made[self._handle] = self
 
     @property
     def group(self) -> RankGroup:
@@ -109,7 +130,18 @@ class HybridParallel(nn.Module):
         return self.groups.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for this rank's samples. Features may be given as `prefetch` returns them."""
+        """What the model returns for this rank's samples. Features may be given as `prefetch` returns them.
+
+        Compiled with prefetched features it is one graph, unless `dense` is "fsdp" or tables are in host memory or on
+        disk; with others the exchange of ids stands before it.
+        """
+        if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
+            begins = torch.is_grad_enabled() and isinstance(self._called[0], DistributedDataParallel)
+            some = torch.ops.tritonemb.begin_pass(self._some, self._handle) if begins else self._some
+            graph_order.append(some)
+            result = self.module(*args, **kwargs)
+            graph_order.clear()
+            return result
         return tree_map_only(Tensor, ordinary, self._called[0](*args, **kwargs))
 
     def prefetch(self, features: Features | PrefetchedFeatures) -> PrefetchedFeatures:

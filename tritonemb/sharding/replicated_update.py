@@ -43,7 +43,7 @@ class ShardUpdate(LocalUpdate):
 class ReplicatedUpdate(ShardUpdate):
     """Of rows that other ranks have, too."""
 
-    is_traceable = False
+    is_shared = True
 
     replicas: RankGroup  # ranks with the same rows and columns
     # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, get_args
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ _OUTPUT_DTYPES = {*TRAINABLE_DTYPES, torch.float64}
 class LocalUpdate:
     """One step of the optimizer on rows that no other process has."""
 
-    is_traceable = True  # the update is an op, so that a lookup and its backward may be compiled
+    is_shared = False  # whether other ranks take part
     is_of_shards = False  # whatever averages the dense network, the tables do not diverge
 
     def check(self, table: str) -> None:
@@ -93,6 +94,8 @@ class TableSet(OptimizedTables):
         self.configs, self.pooled = tuple(tables), pooled
         self.bounds_check, self.output_dtype = bounds_check, output_dtype
         self.update = LocalUpdate() if update is None else update
+        if self.update.is_shared:
+            self.accumulator.shared_update = WeakMethod(self._update_shared)
         self.counters: dict[str, Any] = {}
         if optimizer is not None:
             # Counters have values from the start; they wait on the CPU for a meta module to be moved.
@@ -189,21 +192,28 @@ class TableSet(OptimizedTables):
             return ops.embedding_bag(
                 weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
             )
-        fused = self.fused_tables() if self.update.is_traceable else None
-        self.check_trainable(self.weights() if fused is None else fused.weights)
+        fused = self.fused_tables()
+        self.check_trainable(fused.weights)
         if self.accumulator.is_open:
             self.remember_keys(keys)
         if groups is None:
-            groups = (ops.row_groups if fused is None else ops.row_groups_beside)(values, offsets, layout)
+            groups = ops.row_groups_beside(values, offsets, layout)
         elif values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
-        if fused is None:
-            return self.look_up_trained(Lookup(values, offsets, sample_weights, groups, layout))
+        accumulator, shared = self.accumulator.current_handle, False
+        if self.update.is_shared and accumulator == NOT_ACCUMULATING:
+            accumulator, shared = self.accumulator.handle, True
         return ops.embedding_bag_fused(
             fused, values, offsets, sample_weights, groups, layout, check_bounds, self.dtype_of(fused.weights),
-            self.counters["pending"], self.accumulator.current_handle,
+            self.counters["pending"], accumulator, shared,
         )  # fmt: skip
+
+    def _update_shared(
+        self, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: ops.RowGroups,
+        layout: Layout,
+    ) -> None:  # fmt: skip
+        self.update.step(self, grad, Lookup(values, offsets, sample_weights, groups, layout))
 
     def look_up_trained(self, lookup: Lookup) -> Tensor:
         """Read rows; the backward updates and unpins them, or keeps the gradient if this was called in `accumulate`."""
