@@ -8,6 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonemb as te
 from tests.sharding.test_hybrid import KEYS, batch, dcn, dlrm, loss_of, part, plan, whole_state
+from tritonemb.layout import make_layout
+from tritonemb.ops.row_update import Accumulator
 from tritonemb.sharding import ExchangePrecision
 
 MODELS = {"dlrm": dlrm, "dcn": dcn}
@@ -136,3 +138,35 @@ def test_a_model_that_exchanges_ids_itself_is_compiled_too(ranks):
         assert loss == expected_loss
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), name
+
+
+class SharedUpdate(torch.autograd.Function):
+    """A lookup in a graph: its backward hands its gradient over, and may fail then."""
+
+    @staticmethod
+    def forward(ctx, values, accumulators, fails):
+        ctx.accumulators, ctx.fails = accumulators, fails
+        return values * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        batch = torch.tensor([0]), torch.tensor([0, 1]), None
+        layout = make_layout([te.TableConfig("t", 2, 1)], ["t"], True)
+        groups = te.ops.row_groups(batch[0], batch[1], layout)
+        for accumulator in ctx.accumulators:
+            torch.ops.tritonemb.shared_update(accumulator.handle, grad, *batch, *groups, *layout)
+        if ctx.fails:
+            raise RuntimeError("a layer has failed")
+        return grad, None, None
+
+
+def test_updates_with_others_follow_the_pass_in_one_order():
+    done, accumulators = [], [Accumulator(), Accumulator()]
+    for number, accumulator in enumerate(accumulators):
+        accumulator.shared_update = lambda n=number: lambda grad, *_: done.append((n, float(grad)))
+    values = torch.ones(1, 1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a layer has failed"):
+        SharedUpdate.apply(values, accumulators, True).sum().backward()
+    assert done == []
+    (3.0 * SharedUpdate.apply(values, accumulators[::-1], False)).sum().backward()
+    assert done == [(0, 3.0), (1, 3.0)]  # and nothing of the pass that failed

@@ -284,25 +284,27 @@ def _shared_update_of(handle: int) -> Callable[..., None]:
     return update
 
 
-_waiting: list[tuple[int, Callable[[], None]]] = []
+_waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}  # by backward pass; one that failed has left some
 
 
 def _update_when_the_pass_ends(handle: int, grad: Tensor, *rest: Any) -> Tensor:
     update = partial(_shared_update_of(handle), grad.clone(), *unflatten(rest, None, None, None, RowGroups, Layout))
-    if not _waiting and torch._C._current_graph_task_id() >= 0:
+    task = torch._C._current_graph_task_id()
+    if task < 0:
+        update()
+    elif task in _waiting:
+        _waiting[task].append((handle, update))
+    else:
+        _waiting.clear()
+        _waiting[task] = [(handle, update)]
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(_run_waiting)
-    _waiting.append((handle, update))
-    if torch._C._current_graph_task_id() < 0:
-        _run_waiting()
+        engine.queue_callback(partial(_run_waiting, task))
     return grad.new_zeros(1)
 
 
-def _run_waiting() -> None:
+def _run_waiting(task: int) -> None:
     """In the order of handles: that of graphs may be another on each rank."""
-    waiting = sorted(_waiting, key=lambda each: each[0])
-    _waiting.clear()
-    for _, update in waiting:
+    for _, update in sorted(_waiting.pop(task), key=lambda each: each[0]):
         update()
 
 
