@@ -19,6 +19,7 @@ from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
 from tritonemb.ops.row_update import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.sharding.hybrid import HybridParallel  # defines an op
 
 pytestmark = pytest.mark.public
 OPS = torch.ops.tritonemb
@@ -191,7 +192,7 @@ class TestOpcheck:
                 torch.library.opcheck(OPS.output_exchange.default, (values, after, exchange.handle, back, [4]))
 
     def test_begin_pass(self):
-        parallel, called = te.HybridParallel(plain_model()), []
+        parallel, called = HybridParallel(plain_model()), []
         ddp = SimpleNamespace(_pre_forward=lambda: called.append("pre"), _post_forward=lambda _: called.append("post"))
         parallel._called = (ddp,)
         torch.library.opcheck(OPS.begin_pass.default, (parallel._some, parallel._handle))
