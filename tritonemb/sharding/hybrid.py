@@ -138,7 +138,7 @@ class HybridParallel(nn.Module):
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
             begins = torch.is_grad_enabled() and isinstance(self._called[0], DistributedDataParallel)
             some = torch.ops.tritonemb.begin_pass(self._some, self._handle) if begins else self._some
-            graph_order.append(some)
+            graph_order[:] = [some]  # whatever a call that failed has left
             result = self.module(*args, **kwargs)
             graph_order.clear()
             return result
