@@ -9,6 +9,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, contents, fewer
@@ -180,28 +181,70 @@ def test_slots_of_one_table_are_not_numbered_like_those_of_another():
     assert numbers[1][1] <= own.num_rows
 
 
+class Model(torch.nn.Module):
+    def __init__(self, embeddings):
+        super().__init__()
+        self.embeddings = embeddings
+        torch.manual_seed(1)
+        self.dense = torch.nn.Linear(20, 3)
+
+    def forward(self, batch):
+        return self.dense(torch.relu(self.embeddings(batch) * 2)).sum(1)
+
+
+def model(placement: str) -> Model:
+    return Model(seeded(TABLES, te.optim.Adam(lr=0.1), True, (placement,)))
+
+
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_compiled_surroundings(placement):
     """Graphs end before the lookup and begin behind it."""
-
-    class Model(torch.nn.Module):
-        def __init__(self, embeddings):
-            super().__init__()
-            self.embeddings = embeddings
-            torch.manual_seed(1)
-            self.dense = torch.nn.Linear(20, 3)
-
-        def forward(self, batch):
-            return self.dense(torch.relu(self.embeddings(batch) * 2)).sum(1)
-
-    twin, mine = (Model(seeded(TABLES, te.optim.SGD(lr=0.1), True, (where,))) for where in ("device", placement))
+    twin, mine = model("device"), model(placement)
     compiled = torch.compile(mine, backend="aot_eager")
     steps = varied_steps(twin.embeddings, 4, sizes=(20,))
-    for index, (batch, _) in enumerate(steps):
-        told = te.nn.prefetch(mine, batch) if index % 2 else batch
-        out, expected = compiled(told), twin(batch)
+    for batch, _ in steps:
+        out, expected = compiled(batch), twin(batch)
         assert torch.equal(out, expected)
         out.sum().backward()
         expected.sum().backward()
     assert_same_bits(contents(mine.embeddings), contents(twin.embeddings))
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_prefetched_rows_are_looked_up_and_updated_in_one_graph(placement):
+    """Two batches ahead of the compiled model, of other sizes, so that overflows grow between forward and backward."""
+    twin, mine = model("device"), model(placement)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mine, fullgraph=True, backend=counter)
+    batches = [batch for batch, _ in varied_steps(twin.embeddings, 10, sizes=(20, 33, 4, 50))]
+    ahead = [te.nn.prefetch(mine, batch) for batch in batches[:2]]
+    for index, batch in enumerate(batches):
+        out, expected = compiled(ahead.pop(0)), twin(batch)
+        assert torch.equal(out, expected)
+        ahead += [te.nn.prefetch(mine, each) for each in batches[index + 2 : index + 3]]
+        out.sum().backward()
+        expected.sum().backward()
+        with torch.no_grad():
+            assert torch.equal(compiled(te.nn.prefetch(mine, batch)), twin(batch))
+    assert_same_bits(contents(mine.embeddings), contents(twin.embeddings))
+    assert counter.frame_count == 4  # trained or not, of the first size and of any
+    assert not (mine.embeddings.cache._directory.pins > 0).any()
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_graph_refuses_rows_that_are_no_longer_pinned():
+    mine = model("host")
+    compiled = torch.compile(mine, fullgraph=True, backend="aot_eager")
+    batches = [te.nn.prefetch(mine, batch) for batch, _ in varied_steps(mine.embeddings, 3, sizes=(20,))]
+    before = contents(mine.embeddings)
+    first = compiled(batches[0])
+    with pytest.raises(RuntimeError, match="prefetch a batch anew for each call"):
+        compiled(batches[0])
+    compiled(batches[1])
+    with pytest.raises(RuntimeError, match="called again before its backward pass"):
+        first.sum().backward()
+    with mine.embeddings.accumulate(), pytest.raises(RuntimeError, match="call the model itself"):
+        compiled(batches[2])
+    assert_same_bits(contents(mine.embeddings), before)

@@ -12,6 +12,7 @@ import tritonemb as te
 from tests.helpers import make_collection
 from tests.ops.test_row_cache import make_cache, serve
 from tests.strategies import random_batch, rows_of
+from tritonemb.comm import output_exchange
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, PooledExchange
 from tritonemb.kernels.packing import CODECS, make_packing
@@ -176,20 +177,52 @@ class TestOpcheck:
     def test_shared_update(self, problem):
         """Outside of a backward pass it is done at once."""
         given = []
-        accumulator, table = Accumulator(), SimpleNamespace(update=lambda *batch: given.append(batch))
-        accumulator.shared_update = lambda: table.update
+        accumulator, tables = Accumulator(), SimpleNamespace(update_shared=lambda *batch: given.append(batch))
+        accumulator.tables = lambda: tables
         grad = problem.grad()
         args = (accumulator.handle, grad, problem.values, problem.offsets, problem.sample_weights)
         torch.library.opcheck(OPS.shared_update.default, (*args, *problem.groups, *problem.layout))
         assert given
         assert all(torch.equal(batch[0], grad) for batch in given)
 
-    def test_output_exchange(self):
+    @pytest.mark.parametrize("trained", [False, True])
+    def test_pinned_lookup(self, trained):
+        accumulator, tables, given = Accumulator(), SimpleNamespace(), []
+        accumulator.tables = lambda: tables
+        tables.read_pinned = lambda number, trained: torch.full((2, 3), float(number))
+        tables.update_pinned = lambda number, grad: given.append((number, grad))
+        weight = torch.ones(5, 3, requires_grad=trained)
+        args = weight, torch.tensor(7), accumulator.handle, trained, 2, 3, torch.float32
+        torch.library.opcheck(OPS.pinned_lookup.default, args)
+        assert bool(given) == trained
+        assert all(number == 7 for number, _ in given)
+
+    def test_pinned_update(self):
+        accumulator, given = Accumulator(), []
+        tables = SimpleNamespace(update_pinned=lambda *update: given.append(update))
+        accumulator.tables = lambda: tables
+        torch.library.opcheck(OPS.pinned_update.default, (torch.ones(2, 3), torch.tensor(7), accumulator.handle))
+        assert all(number == 7 and torch.equal(grad, torch.ones(2, 3)) for number, grad in given)
+        assert given
+
+    def test_start_exchange(self):
+        """Of an exchange's two ops, each the other's backward, which opcheck would call with gradients of its own."""
+        self.check_exchange(OPS.start_exchange.default)
+
+    def test_finish_exchange(self, monkeypatch):
+        class Arrived:
+            def pop(self, address):
+                return lambda: torch.ones(4, 5)
+
+        monkeypatch.setattr(output_exchange, "_started", Arrived())
+        self.check_exchange(OPS.finish_exchange.default)
+
+    def check_exchange(self, op):
         exchange = PooledExchange(RankGroup(), [[(2, 3), (0, 2)]], 5, EXACT)
         for back in (False, True):
-            values = torch.randn(4, 5, requires_grad=True)
-            for after in (None, torch.zeros(1, requires_grad=True)):
-                torch.library.opcheck(OPS.output_exchange.default, (values, after, exchange.handle, back, [4]))
+            for after in (None, torch.zeros(1)):
+                args = torch.randn(4, 5), after, exchange.handle, back, [4]
+                torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
     def test_begin_pass(self):
         parallel, called = HybridParallel(plain_model()), []

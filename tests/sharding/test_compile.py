@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import cycle
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonemb as te
-from tests.sharding.test_hybrid import KEYS, batch, dcn, dlrm, loss_of, part, plan, whole_state
+from tests.sharding.test_hybrid import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, whole_state
 from tritonemb.layout import make_layout
 from tritonemb.ops.row_update import Accumulator
 from tritonemb.sharding import ExchangePrecision
@@ -140,6 +144,24 @@ def test_a_model_that_exchanges_ids_itself_is_compiled_too(ranks):
             assert torch.equal(state[name], tensor), name
 
 
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("backend", ["tritonemb", pytest.param("aot_eager", marks=pytest.mark.more)])
+def test_one_rank_has_cached_tables_in_the_graph(backend):
+    found = []
+    for compiled in (True, False):
+        placed = [replace(config, placement=where) for config, where in zip(tables(), cycle(("host", "device")))]
+        torch.manual_seed(1)
+        parallel = te.HybridParallel(te.nn.DLRM(placed, 4, (16,), (16,), te.optim.RowWiseAdagrad(lr=0.1)))
+        function = torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
+        for step in range(3):
+            dense, sparse, labels = batch(step, 1)
+            loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
+        found.append({name: tensor for name, tensor in whole_state(parallel).items() if "embeddings" in name})
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[1].items():
+        assert torch.equal(found[0][name], tensor), name
+
+
 class SharedUpdate(torch.autograd.Function):
     """A lookup in a graph: its backward hands its gradient over, and may fail then."""
 
@@ -163,7 +185,8 @@ class SharedUpdate(torch.autograd.Function):
 def test_updates_with_others_follow_the_pass_in_one_order():
     done, accumulators = [], [Accumulator(), Accumulator()]
     for number, accumulator in enumerate(accumulators):
-        accumulator.shared_update = lambda n=number: lambda grad, *_: done.append((n, float(grad)))
+        of_graph = SimpleNamespace(update_shared=lambda grad, *_, n=number: done.append((n, float(grad))))
+        accumulator.tables = lambda found=of_graph: found
     values = torch.ones(1, 1, requires_grad=True)
     with pytest.raises(RuntimeError, match="a layer has failed"):
         SharedUpdate.apply(values, accumulators, True).sum().backward()

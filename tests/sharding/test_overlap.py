@@ -3,12 +3,14 @@ on it."""
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import tritonemb as te
@@ -66,6 +68,33 @@ def step_of_dlrm(rank, world, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_dlrm_computes_its_bottom_mlp_beside_the_exchanges(ranks, ahead):
     assert ranks(2).run(step_of_dlrm, 2, ahead) == [hidden("pooled")] * 2
+
+
+def graphs_of_dlrm(rank, world, backend):
+    """What Inductor's programs call, in order: of the forward and of the backward."""
+    torch._dynamo.reset()
+    parallel = te.HybridParallel(dlrm(), plan(world))
+    dense, sparse, labels = part(batch_of(0, world), rank)
+    compiled = torch.compile(parallel, fullgraph=True, backend=backend)
+
+    def step():
+        F.binary_cross_entropy_with_logits(compiled(dense, parallel.prefetch(sparse)), labels).backward()
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, programs = run_and_get_code(step)
+    torch._dynamo.reset()
+    called = r"(start_exchange|finish_exchange|interaction|row_update_|\bmm|addmm)(?=(?:\.default)?\()"
+    return [re.findall(called, program) for program in programs]
+
+
+def test_a_graph_computes_its_bottom_mlp_beside_the_exchanges(ranks):
+    for forward, backward in ranks(2).run(graphs_of_dlrm, 2, "tritonemb"):
+        send, wait, reads = (forward.index(name) for name in ("start_exchange", "finish_exchange", "interaction"))
+        assert send < forward.index("addmm") < wait < reads
+        assert "addmm" not in forward[wait:reads]
+        send, wait = backward.index("start_exchange"), backward.index("finish_exchange")
+        assert "mm" in backward[send:wait]
+        assert "mm" not in backward[wait:]
 
 
 class Rows(nn.Module):

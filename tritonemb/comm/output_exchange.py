@@ -152,9 +152,10 @@ class OutputExchange(ABC):
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            after = graph_order[0] if graph_order else None
-            values, done = torch.ops.tritonemb.output_exchange(values, after, self.handle, False, batch)
-            graph_order[:] = [done] if graph_order else []
+            sent_before, received_before = graph_order or (None, None)
+            started, sent = torch.ops.tritonemb.start_exchange(values, sent_before, self.handle, False, batch)
+            values, received = torch.ops.tritonemb.finish_exchange(started, received_before, self.handle, False, batch)
+            graph_order[:] = [sent, received] if graph_order else []
             return values
         if values.requires_grad:
             values.register_hook(wait)  # just before autograd goes on with it
@@ -181,41 +182,56 @@ class OutputExchange(ABC):
 
 
 _handles = itertools.count()
-# In a trace, what the next exchange has to come after, forward and, in reverse, backward: all ranks run the same graph,
-# whose exchanges wait for each other, and compilers know no other order than that of data.
+# In a trace, what the next exchange is sent behind, forward, and in reverse, backward: all ranks run the same graph, in
+# which exchanges wait for each other, but compilers know no other order than that of data.
 graph_order: list[Tensor] = []
+_started: dict[int, Receive] = {}  # by address of what `start_exchange` returned; a graph that failed has left some
 
 
-def _exchange(
+def _start(
     values: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    exchange = OutputExchange.made[handle]
-    return (exchange.send_back if back else exchange.send)(values, num_rows)(), values.new_zeros(1)
+    exchange, started = OutputExchange.made[handle], values.new_empty(1)
+    _started[started.data_ptr()] = (exchange.send_back if back else exchange.send)(values, num_rows)
+    return started, values.new_zeros(1)
 
 
-def _exchanged(
-    values: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+def _finish(
+    started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return values.new_empty(OutputExchange.made[handle].shape(num_rows, back)), values.new_empty(1)
+    return _started.pop(started.data_ptr())(), started.new_zeros(1)
+
+
+def _finished(
+    started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return started.new_empty(OutputExchange.made[handle].shape(num_rows, back)), started.new_empty(1)
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.handle, ctx.back, ctx.num_rows = inputs[2:]
-    ctx.ordered = inputs[1] is not None and inputs[1].requires_grad
+    ctx.ordered, ctx.batch = inputs[1] is not None, inputs[2:]
 
 
-def _exchange_back(ctx: Any, grad: Tensor, after: Tensor) -> tuple[Any, ...]:
-    found, done = torch.ops.tritonemb.output_exchange(grad, after, ctx.handle, not ctx.back, ctx.num_rows)
-    return found, done if ctx.ordered else None, None, None, None
+def _finish_back(ctx: Any, started: Tensor, _: Any) -> tuple[Any, ...]:
+    """The backward of `start_exchange`, which what `finish_exchange` has begun in its own ends."""
+    handle, back, num_rows = ctx.batch
+    found, _ = torch.ops.tritonemb.finish_exchange(started, None, handle, not back, num_rows)
+    return found, None, None, None, None
 
 
-_op = define(
-    "output_exchange",
-    "(Tensor values, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)",
-    _exchange,
-    _exchanged,
+def _start_back(ctx: Any, grad: Tensor, after: Tensor) -> tuple[Any, ...]:
+    handle, back, num_rows = ctx.batch
+    started, sent = torch.ops.tritonemb.start_exchange(grad, after, handle, not back, num_rows)
+    return started, sent if ctx.ordered else None, None, None, None
+
+
+_SCHEMA = "(Tensor {}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
+_start_op = define(
+    "start_exchange", _SCHEMA.format("values"), _start, lambda values, *_: (values.new_empty(1), values.new_empty(1))
 )
-_op.register_autograd(_exchange_back, setup_context=_keep_arguments)
+_start_op.register_autograd(_finish_back, setup_context=_keep_arguments)
+_finish_op = define("finish_exchange", _SCHEMA.format("started"), _finish, _finished)
+_finish_op.register_autograd(_start_back, setup_context=_keep_arguments)
 
 
 class PooledExchange(OutputExchange):

@@ -1,8 +1,9 @@
 """`torch.compile(model, backend="tritonemb")`: separate embedding lookups become one, then Inductor compiles the rest.
 
-tritonemb   the backend; `torch.compile` finds it by this name
-explain     says in words what would be merged in a model, what not, and why
-fuse_graph  the pass alone, for other backends
+tritonemb      the backend; `torch.compile` finds it by this name
+explain        says in words what would be merged in a model, what not, and why
+fuse_graph     the pass alone, for other backends
+HideExchanges  Inductor's pass that computes beside the exchanges of a sharded model
 """
 
 import logging
@@ -16,13 +17,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from tritonemb.compiler.exchanges import HideExchanges
 from tritonemb.compiler.graph import is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
 from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
 from tritonemb.compiler.merge import cacheable, merge
 from tritonemb.utils import listed
 
-__all__ = ["Fused", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
+__all__ = ["Fused", "HideExchanges", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class Report:
 def tritonemb(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Merge the graph's embedding lookups, then compile it with Inductor.
+    """Merge the graph's embedding lookups, then compile it with Inductor, and hide its exchanges.
 
     Args:
         gm, example_inputs: from Dynamo.
@@ -83,6 +85,8 @@ def tritonemb(
         ValueError: see `fuse_graph`.
         RuntimeError: for a mode or an option that Inductor does not know.
     """
+    if gm.graph.find_nodes(op="call_function", target=torch.ops.tritonemb.finish_exchange):
+        options = {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": HideExchanges(), **(options or {})}
     inductor: Any = torch._TorchCompileInductorWrapper(mode, options, None)  # raises before the graph is changed
     report = fuse_graph(gm)
     if report.fused or report.left_alone:

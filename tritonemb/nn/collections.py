@@ -13,7 +13,7 @@ from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.fused_update import FusedGroup
-from tritonemb.tables.lookup import PrefetchedFeatures, features_and_groups
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer, States
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet, check_tables
@@ -168,7 +168,7 @@ class TableCollection(FusedModule):
 
     def _look_up(self, features: Features | PrefetchedFeatures, groups: Groups | None) -> tuple[Features, Tensor]:
         if isinstance(features, PrefetchedFeatures):
-            features, groups = features_and_groups(self.table_set, features)
+            features, groups = features.of(self.table_set)
         return features, self.table_set.look_up(features, groups)
 
     def __setattr__(self, name: str, value: Any) -> None:

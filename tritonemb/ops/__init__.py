@@ -1,7 +1,14 @@
 """`torch.ops.tritonemb.*`: schema, fake, autograd formula, input checks and dispatch."""
 
 from tritonemb.layout import NO_ROW, POLICIES, WAYS, segment_offsets
-from tritonemb.ops.embedding_bag import BagGradient, bag_fused, embedding_bag, embedding_bag_fused, fused_lookup
+from tritonemb.ops.embedding_bag import (
+    BagGradient,
+    bag_fused,
+    embedding_bag,
+    embedding_bag_fused,
+    fused_lookup,
+    pinned_lookup,
+)
 from tritonemb.ops.interaction import cross, interaction
 from tritonemb.ops.jagged import block_bucketize, jagged_permute
 from tritonemb.ops.quantize import Packing, make_packing, quantize_pack, quantize_unpack
@@ -27,6 +34,7 @@ __all__ = [
     "jagged_permute",
     "make_packing",
     "move_rows_",
+    "pinned_lookup",
     "quantize_pack",
     "quantize_unpack",
     "row_cache_allocate_",

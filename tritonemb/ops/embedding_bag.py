@@ -29,6 +29,7 @@ from tritonemb.ops.row_update import (
     check_not_accumulating,
     row_update_,
     shared_update,
+    tables_of,
 )
 
 
@@ -163,6 +164,57 @@ class _FusedLookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, ctx.take_gradient(grad, ctx.needs_input_grad[1]), None, None
+
+
+def pinned_lookup(
+    weight: Tensor, ticket: Tensor, handle: int, trained: bool, num_rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """The lookup `[num_rows, width]` of a batch whose rows a cache has pinned, as a graph has it: `read_pinned` and,
+    backward, `update_pinned` of a table set, which use the cache's present slots.
+
+    Args:
+        weight: stands for all tables in the autograd graph; it gets no gradient.
+        ticket: int64 `[]` on the CPU, the batch's number.
+        handle: of the table set's accumulator.
+        trained: whether gradients are recorded.
+    """
+    found: Tensor = torch.ops.tritonemb.pinned_lookup(weight, ticket, handle, trained, num_rows, width, dtype)
+    return found
+
+
+_pinned_lookup = define(
+    "pinned_lookup",
+    "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
+    " -> Tensor",
+    lambda weight, ticket, handle, trained, *shape: tables_of(handle).read_pinned(int(ticket), trained),
+    lambda weight, ticket, handle, trained, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
+)
+
+
+def _update_pinned(grad: Tensor, ticket: Tensor, handle: int) -> Tensor:
+    tables_of(handle).update_pinned(int(ticket), grad)
+    return grad.new_zeros(1)
+
+
+registry.keep(
+    define(
+        "pinned_update", "(Tensor grad, Tensor ticket, int handle) -> Tensor", _update_pinned,
+        lambda grad, ticket, handle: grad.new_empty(1),
+    )
+)  # fmt: skip
+
+
+def _keep_ticket(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.handle = inputs[2]
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_pinned(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    torch.ops.tritonemb.pinned_update(grad, *ctx.saved_tensors, ctx.handle)
+    return (None,) * 7
+
+
+_pinned_lookup.register_autograd(_backward_pinned, setup_context=_keep_ticket)
 
 
 def embedding_bag_fused(

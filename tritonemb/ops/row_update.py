@@ -182,7 +182,7 @@ class Accumulator:
         handle: its number in graphs.
         is_open: whether gradients are to be kept.
         kept: the gradients, in order.
-        shared_update: refers to what updates tables that other ranks update, too; see `shared_update`.
+        tables: refers to the table set whose gradients are kept, which ops in graphs call.
     """
 
     _made: ClassVar[WeakValueDictionary[int, "Accumulator"]] = WeakValueDictionary()
@@ -192,7 +192,7 @@ class Accumulator:
         self.handle = next(self._handles)
         self._always_open = self.is_open = always_open
         self.kept: list[Any] = []
-        self.shared_update: Callable[[], Callable[..., None] | None] | None = None
+        self.tables: Callable[[], Any] | None = None
         self._made[self.handle] = self
 
     @property
@@ -265,30 +265,32 @@ def shared_update(
     handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
     layout: Layout,
 ) -> None:  # fmt: skip
-    """Update tables together with other ranks, as the `shared_update` of the accumulator `handle` does.
+    """Update tables together with other ranks, as `update_shared` of the table set `handle` does.
 
     Of a graph all such updates are done when the backward pass ends: one that waits for another rank would hold up what
     that rank waits for.
     """
     if plain_eager(grad, values):
         wait_for_groups(grad.device)
-        _shared_update_of(handle)(grad, values, offsets, sample_weights, groups, layout)
+        tables_of(handle).update_shared(grad, values, offsets, sample_weights, groups, layout)
     else:
         torch.ops.tritonemb.shared_update(handle, grad, values, offsets, sample_weights, *groups, *layout)
 
 
-def _shared_update_of(handle: int) -> Callable[..., None]:
-    find = Accumulator._made[handle].shared_update
-    update = None if find is None else find()
-    assert update is not None, "the tables of this graph are gone"
-    return update
+def tables_of(handle: int) -> Any:
+    """The table set whose accumulator has this handle."""
+    find = Accumulator._made[handle].tables
+    tables = None if find is None else find()
+    assert tables is not None, "the tables of this graph are gone"
+    return tables
 
 
 _waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}  # by backward pass; one that failed has left some
 
 
 def _update_when_the_pass_ends(handle: int, grad: Tensor, *rest: Any) -> Tensor:
-    update = partial(_shared_update_of(handle), grad.clone(), *unflatten(rest, None, None, None, RowGroups, Layout))
+    batch = unflatten(rest, None, None, None, RowGroups, Layout)
+    update = partial(tables_of(handle).update_shared, grad.clone(), *batch)
     task = torch._C._current_graph_task_id()
     if task < 0:
         update()

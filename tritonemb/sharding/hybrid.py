@@ -132,13 +132,13 @@ class HybridParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for this rank's samples. Features may be given as `prefetch` returns them.
 
-        Compiled with prefetched features it is one graph, unless `dense` is "fsdp" or tables are in host memory or on
-        disk; with others the exchange of ids stands before it.
+        Compiled with prefetched features it is one graph, unless `dense` is "fsdp"; with others the exchange of ids
+        stands before it.
         """
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
             begins = torch.is_grad_enabled() and isinstance(self._called[0], DistributedDataParallel)
             some = torch.ops.tritonemb.begin_pass(self._some, self._handle) if begins else self._some
-            graph_order[:] = [some]  # whatever a call that failed has left
+            graph_order[:] = [some, some]  # whatever a call that failed has left
             result = self.module(*args, **kwargs)
             graph_order.clear()
             return result

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
-from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
+from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
 from tritonemb.layout import Layout, make_layout
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
@@ -49,6 +50,7 @@ class Lookup:
         dirty: whether the rows have been updated; they are written back after release.
         stream: that reads the slots; whoever reuses them waits for it first.
         number, events: the release's sequence number; behind which nobody uses the slots for this batch.
+        ticket: int64 `[]` on the CPU, its number in graphs.
     """
 
     values: Tensor
@@ -68,6 +70,7 @@ class Lookup:
     stream: torch.cuda.Stream | None = None
     number: int = 0
     events: Sequence[torch.cuda.Event] = ()
+    ticket: Tensor | None = None
 
     def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
         """The pinned rows of a table, ascending, and their slots."""
@@ -90,6 +93,8 @@ class Lookup:
 
 
 _clock = itertools.count(1)
+_tickets = itertools.count(1)
+prefetched: WeakValueDictionary[int, Lookup] = WeakValueDictionary()  # by number in graphs
 _released_before: ContextVar[int | None] = ContextVar("released_before", default=None)
 
 
@@ -182,7 +187,26 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
         lookup = Lookup(batch.values(), batch.offsets(), batch.weights_or_none(), groups, own)
         lookup.training, lookup.replica_rows = training, replica_rows
         tables.cache.pin(lookup, count, whole, released)
+        lookup.ticket = torch.tensor(next(_tickets))
+        prefetched[int(lookup.ticket)] = lookup
         return lookup
+
+
+def look_up_pinned(tables: Tables, lookup: Lookup) -> Tensor:
+    """As `look_up_cached`, for a graph: by a batch that has been prefetched."""
+    weights, trained = [table.weight for table in tables.tables], False
+    if torch.is_grad_enabled():
+        _check_gradients(tables, lookup)
+        trained = _trains(tables)
+        if trained:
+            tables.check_trainable(weights)
+        elif any(weight.requires_grad for weight in weights):
+            raise ValueError(_no_gradient(tables))
+    assert lookup.ticket is not None
+    layout, ids, offsets = lookup.layout, lookup.values, lookup.offsets
+    size = batch_size_of(offsets, layout.key_starts) if tables.pooled else ids.shape[0]
+    dtype, handle = tables.dtype_of(weights), tables.accumulator.handle
+    return ops.pinned_lookup(weights[0], lookup.ticket, handle, trained, size, layout.width, dtype)
 
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
@@ -219,8 +243,12 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
 
 
 def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+    raise ValueError(_no_gradient(tables))
+
+
+def _no_gradient(tables: Tables) -> str:
     config = _first_cached(tables)
-    raise ValueError(
+    return (
         f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
         "its collection one, or freeze it with requires_grad_(False)"
     )
@@ -289,12 +317,6 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
         with torch.inference_mode(False):  # they are kept, for training too
             found = tables.cache.storage.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
     return found
-
-
-@_disable_dynamo  # a graph break, which loads no compiler before one is used
-def features_and_groups(tables: object, features: PrefetchedFeatures) -> tuple[Features, Any]:
-    """The features of a prefetched batch, and their groups if they are known."""
-    return features.of(tables)
 
 
 def prefetch(

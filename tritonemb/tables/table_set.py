@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, get_args
-from weakref import WeakMethod
+from typing import Any, Literal, cast, get_args
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,7 +19,15 @@ from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import FindReplicaRows, Lookup, look_up_cached, prefetch_batch, slot_layouts
+from tritonemb.tables.lookup import (
+    FindReplicaRows,
+    Lookup,
+    look_up_cached,
+    look_up_pinned,
+    prefetch_batch,
+    prefetched,
+    slot_layouts,
+)
 from tritonemb.tables.optimizer import OptimizedTables, States, check_optimizer
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
@@ -94,8 +102,7 @@ class TableSet(OptimizedTables):
         self.configs, self.pooled = tuple(tables), pooled
         self.bounds_check, self.output_dtype = bounds_check, output_dtype
         self.update = LocalUpdate() if update is None else update
-        if self.update.is_shared:
-            self.accumulator.shared_update = WeakMethod(self._update_shared)
+        self.accumulator.tables = ref(self)
         self.counters: dict[str, Any] = {}
         if optimizer is not None:
             # Counters have values from the start; they wait on the CPU for a meta module to be moved.
@@ -118,6 +125,7 @@ class TableSet(OptimizedTables):
         self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
         self.pins: list[Lookup] = []
+        self._in_graph: Lookup | None = None  # a batch whose compiled forward has run, and its backward has not
         self.layout(self.feature_names, self.tables[0].weight.device)
 
     @property
@@ -182,6 +190,8 @@ class TableSet(OptimizedTables):
     def look_up(self, features: Features, groups: Groups | None = None) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
         if self.cache is not None:
+            if torch.compiler.is_compiling() and isinstance(groups, Lookup) and not self.update.is_shared:
+                return look_up_pinned(self, groups)
             return look_up_cached(self, features, groups)
         assert not isinstance(groups, Lookup)
         keys, values, offsets, sample_weights = parts_of(features)
@@ -209,11 +219,37 @@ class TableSet(OptimizedTables):
             self.counters["pending"], accumulator, shared,
         )  # fmt: skip
 
-    def _update_shared(
+    def update_shared(
         self, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: ops.RowGroups,
         layout: Layout,
     ) -> None:  # fmt: skip
+        """See `ops.shared_update`."""
         self.update.step(self, grad, Lookup(values, offsets, sample_weights, groups, layout))
+
+    def read_pinned(self, number: int, trained: bool) -> Tensor:
+        """See `ops.pinned_lookup`."""
+        lookup = prefetched.get(number)
+        if self.accumulator.is_open:
+            raise RuntimeError("accumulate() is not for a compiled model with cached tables; call the model itself")
+        if lookup is None or not cast(RowCache, self.cache).acquire(lookup):
+            raise RuntimeError(
+                "the rows of this batch are no longer pinned; prefetch a batch anew for each call of a compiled model"
+            )
+        found = self.read(lookup)
+        if trained:
+            self._in_graph = lookup
+        else:
+            lookup.release()
+        return found
+
+    def update_pinned(self, number: int, grad: Tensor) -> None:
+        """See `ops.pinned_lookup`."""
+        lookup, self._in_graph = self._in_graph, None
+        if lookup is None or lookup is not prefetched.get(number):
+            raise RuntimeError(
+                "a compiled model with cached tables was called again before its backward pass; call them in turn"
+            )
+        self.update.step(self, grad, lookup, [lookup])
 
     def look_up_trained(self, lookup: Lookup) -> Tensor:
         """Read rows; the backward updates and unpins them, or keeps the gradient if this was called in `accumulate`."""
@@ -337,7 +373,11 @@ class TableSet(OptimizedTables):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own layouts when it needs them."""
-        return {**super().__getstate__(), "_layouts": {}}
+        return {**super().__getstate__(), "_layouts": {}, "_in_graph": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.accumulator.tables = ref(self)
 
 
 def _make_cache(tables: Sequence[Table]) -> RowCache | None:
