@@ -187,8 +187,8 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
         lookup = Lookup(batch.values(), batch.offsets(), batch.weights_or_none(), groups, own)
         lookup.training, lookup.replica_rows = training, replica_rows
         tables.cache.pin(lookup, count, whole, released)
-        lookup.ticket = torch.tensor(next(_tickets))
-        prefetched[int(lookup.ticket)] = lookup
+        number = next(_tickets)
+        lookup.ticket, prefetched[number] = torch.tensor(number), lookup
         return lookup
 
 
