@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,10 @@ def make_trainer(
     model = Noisy(data, dropout, table_lr)
     wrapped = model
     if dist.is_initialized():
-        wrapped = te.HybridParallel(
-            model, plan_for(dist.get_world_size()), exchange=te.sharding.ExchangePrecision("fp32", "fp32"), dense=dense
-        )
+        timeout = timedelta(seconds=options["timeout"]) if "timeout" in options else None
+        exchange = te.sharding.ExchangePrecision("fp32", "fp32")
+        plan = plan_for(dist.get_world_size())
+        wrapped = te.HybridParallel(model, plan, exchange=exchange, dense=dense, timeout=timeout)
     settings = {"batch_size": 50, "epochs": 2, "dense_lr": 3e-3, "log_every": 4, "verbose": False} | options
     return te.Trainer(wrapped, data, folder=folder, callbacks=list(callbacks), **settings)
 

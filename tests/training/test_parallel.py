@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ pytest.importorskip("psutil")
 
 from tests.helpers import assert_same_bits, breadth
 from tests.training import jobs
+from tritonemb.comm.group import RankGroup
 from tritonemb.training import CheckpointOptions
 
 SAMPLES_A_STEP = 200
@@ -268,22 +271,30 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks, tmp_path, who)
     assert saved == [step]
 
 
-def stopped(rank, who, timeout):
+def at_exchange(kind, number, do):
+    """Patches this rank: before it sends its `number`th message of a kind."""
+    start, numbers = RankGroup.start_all_to_all, itertools.count(1)
+
+    def send(group, message, to, receive, kind_of_this):
+        if kind_of_this == kind and next(numbers) == number:
+            do()
+        return start(group, message, to, receive, kind_of_this)
+
+    return mock.patch.object(RankGroup, "start_all_to_all", send)
+
+
+def stopped(rank, who, timeout, kind):
     """Rank `who` is stopped by a signal that no process can handle, and goes on after a while."""
-    callbacks = []
-    if rank == who:
-        wake = f"import os, time; time.sleep({timeout + 8}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+    wake = f"import os, time; time.sleep({timeout + 8}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
 
-        class Stop(te.training.Callback):
-            def on_step(self, step):
-                if step.step == 4:
-                    subprocess.Popen([sys.executable, "-c", wake])
-                    os.kill(os.getpid(), signal.SIGSTOP)
+    def stop():
+        subprocess.Popen([sys.executable, "-c", wake])
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-        callbacks = [Stop()]
-    trainer = jobs.make_trainer(jobs.planted(), callbacks=callbacks, epochs=9, timeout=timeout)
+    trainer = jobs.make_trainer(jobs.planted(), epochs=9, timeout=timeout)
     begin = time.monotonic()
-    with pytest.raises(te.training.RankFailed) as caught:
+    exchanges = at_exchange(kind, 4, stop) if rank == who else nullcontext()
+    with exchanges, pytest.raises(te.training.RankFailed) as caught:
         trainer.fit()
     return str(caught.value), caught.value.ranks, time.monotonic() - begin
 
@@ -291,9 +302,11 @@ def stopped(rank, who, timeout):
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a platform without SIGSTOP")
 @pytest.mark.timeout(120)
 @pytest.mark.more
-def test_a_rank_that_is_stopped_is_named_in_time(ranks):
+@pytest.mark.parametrize("kind", ["pooled", "pooled gradients", "ids"])
+def test_a_rank_that_is_stopped_is_named_in_time(ranks, kind):
+    """The others have sent their part of an exchange, and compute beside it until they wait for that rank's."""
     timeout = 3.0
-    told = ranks(2).run(stopped, 1, timeout)
+    told = ranks(2).run(stopped, 1, timeout, kind)
     ranks(2).close()  # its groups are broken
     text, blamed, took = told[0]
     assert text.startswith("rank 1 is gone, or has not answered at step ")
@@ -302,11 +315,17 @@ def test_a_rank_that_is_stopped_is_named_in_time(ranks):
     assert took < timeout + 6.0
 
 
-def crashing(rank, who, path):
-    """A callback that fails on one rank, whose process ends; what the other one raises is left in a file."""
-    trainer = jobs.make_trainer(jobs.planted(), callbacks=[jobs.CrashAt(4)] if rank == who else [], epochs=9)
+def crash():
+    raise jobs.Crash
+
+
+def crashing(rank, who, path, kind):
+    """A callback or an exchange fails on one rank, whose process ends; what the other one raises is left in a file."""
+    callbacks = [jobs.CrashAt(4)] if rank == who and kind is None else []
+    trainer = jobs.make_trainer(jobs.planted(), callbacks=callbacks, epochs=9)
     try:
-        trainer.fit()
+        with at_exchange(kind, 4, crash) if rank == who else nullcontext():
+            trainer.fit()
     except jobs.Crash:
         os._exit(1)
     except te.training.RankFailed as error:
@@ -314,9 +333,10 @@ def crashing(rank, who, path):
 
 
 @pytest.mark.more
-def test_a_rank_that_fails_is_named_with_its_error(ranks, tmp_path):
+@pytest.mark.parametrize("kind", [None, "pooled", "pooled gradients"])
+def test_a_rank_that_fails_is_named_with_its_error(ranks, tmp_path, kind):
     with pytest.raises(AssertionError, match="rank 1: the process has ended"):
-        ranks(2).run(crashing, 1, tmp_path / "told")
+        ranks(2).run(crashing, 1, tmp_path / "told", kind)
     assert (tmp_path / "told").read_text().startswith("(1,) rank 1 failed at step 4: Crash:  (")
 
 
