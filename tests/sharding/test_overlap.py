@@ -18,7 +18,20 @@ from tests.sharding.test_hybrid import BATCH, KEYS, dlrm, part, plan, tables, tr
 from tests.sharding.test_hybrid import batch as batch_of
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import OutputExchange
-from tritonemb.sharding import ExchangePrecision, RowWise, ShardingPlan
+from tritonemb.ops.quantize import CODECS
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    ExchangePrecision,
+    Grid,
+    RowWise,
+    ShardingPlan,
+    TableColumnWise,
+    TableRowWise,
+    TableWise,
+)
+
+SEVEN = [f"t{n}" for n in range(7)]
 
 
 class Events(list[str]):
@@ -142,10 +155,11 @@ def test_a_model_returns_ordinary_tensors(ranks):
         assert values.isfinite().all()
 
 
-def trained(rank, world, exchange, overlapped, steps, dense):
-    def waiting(self, values, batch, back):
-        return (self.send_back if back else self.send)(values, batch)()
+def waiting(self, values, batch, back):
+    return (self.send_back if back else self.send)(values, batch)()
 
+
+def trained(rank, world, exchange, overlapped, steps, dense):
     with nullcontext() if overlapped else mock.patch.object(OutputExchange, "exchange", waiting):
         parallel = te.HybridParallel(dlrm(), plan(world), exchange=exchange, dense=dense)
         losses = train(parallel, rank, world, steps)
@@ -164,3 +178,54 @@ def test_no_bit_depends_on_what_runs_beside_it(ranks, world, codec, dense):
         assert losses == expected_losses
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), name
+
+
+def all_types(world: int) -> tuple[list[te.TableConfig], ShardingPlan]:
+    """A table of each sharding type, on nodes of two ranks."""
+    local = min(2, world)
+    kinds = [RowWise(), ColumnWise(), DataParallel(), TableWise(world - 1), TableRowWise(0), TableColumnWise(0), Grid()]
+    configs = [te.TableConfig(key, 50, 16, pooling=("sum", "mean")[n % 2]) for n, key in enumerate(SEVEN)]
+    return configs, ShardingPlan(dict(zip(SEVEN, kinds, strict=True)), world, local)
+
+
+def trained_in_three_ways(rank, world, codec, steps):
+    """Losses and state: exchanges run beside the layers, are waited for at once, are in one graph.
+
+    Layers stay as they are: `DistributedDataParallel` adds gradients in an order that follows from when they are ready.
+    """
+    configs, plan_of_all = all_types(world)
+    found = []
+    for way in ("beside", "waited for", "compiled"):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = te.nn.DLRM(configs, 4, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
+        exchange = ExchangePrecision(codec, codec)
+        parallel = te.HybridParallel(model, plan_of_all, exchange=exchange, local_world_size=min(2, world))
+        function = torch.compile(parallel, fullgraph=True, backend="aot_eager") if way == "compiled" else parallel
+        losses = []
+        with mock.patch.object(OutputExchange, "exchange", waiting) if way == "waited for" else nullcontext():
+            for step in range(steps):
+                generator = torch.Generator().manual_seed(world * step + rank)
+                lengths = torch.randint(0, 4, (7 * BATCH,), generator=generator)
+                ids = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
+                sparse = parallel.prefetch(te.KeyedJaggedTensor(SEVEN, ids, lengths=lengths))
+                labels = torch.rand(BATCH, generator=generator).round()
+                scores = function(torch.randn(BATCH, 4, generator=generator), sparse)
+                loss = F.binary_cross_entropy_with_logits(scores, labels)
+                loss.backward()
+                losses.append(float(loss.detach()))
+        found.append((losses, whole_state(parallel)))
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_no_bit_depends_on_overlap_or_graph(ranks, world, codec):
+    """Every sharding type and codec, twenty steps."""
+    for (losses, state), *others in ranks(world).run(trained_in_three_ways, world, codec, 20):
+        for other_losses, other in others:
+            assert other_losses == losses
+            for name, tensor in state.items():
+                assert torch.equal(other[name], tensor), name
