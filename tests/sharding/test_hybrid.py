@@ -176,6 +176,29 @@ def test_without_a_job_nothing_changes(exchange):
         assert torch.equal(state[name], tensor), name
 
 
+def over(rank, world, network, kind):
+    """Losses and state, and the bytes of ids that crossed each network."""
+    parallel = te.HybridParallel(kind(), plan(world), exchange=EXACT, ids_over=network)
+    over_device, groups = [], parallel.groups
+    all_to_all = groups.ids_network.all_to_all
+    groups.ids_network.all_to_all = lambda *args: over_device.append(args[-1]) or all_to_all(*args)
+    losses = train(parallel, rank, world, 2)
+    return losses, whole_state(parallel), over_device, groups.ids_network is groups.ids
+
+
+def test_ids_cross_the_network_of_the_device_if_they_are_to(ranks):
+    for (losses, state, _, one), (other_losses, other, crossed, both) in zip(
+        *(ranks(2).run(over, 2, network, dlrm) for network in ("cpu", "device")), strict=True
+    ):
+        assert (one, both) == (True, False)
+        assert set(crossed) == {"ids"}  # sizes, which the host reads, do not
+        assert losses == other_losses
+        for name, tensor in state.items():
+            assert torch.equal(other[name], tensor), name
+    with pytest.raises(ValueError, match="ids_over must be 'cpu' or 'device', got 'gpu'"):
+        te.HybridParallel(dlrm(), ids_over="gpu")
+
+
 def drawn(rank, world, other_plan):
     torch.manual_seed(11)
     given = None if other_plan else plan(world)

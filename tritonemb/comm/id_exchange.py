@@ -73,12 +73,16 @@ class IdExchange:
         deduplicate: send an id that comes several times in a route once, without its samples and weights.
         means: routes whose ids' weights are multiplied with one over the length of their bag.
         returns_rows: whether rows go back, instead of pooled vectors.
+        network: the same ranks, for the ids themselves, which arrive on `device`. Sizes, which the host waits for, are
+            exchanged by `group`, on the CPU.
     """
 
     def __init__(
         self, group: RankGroup, routes: Sequence[IdRoute], check_bounds: bool = True, deduplicate: bool = False,
-        means: Sequence[int] = (), returns_rows: bool = False,
+        means: Sequence[int] = (), returns_rows: bool = False, network: RankGroup | None = None,
+        device: torch.device | None = None,
     ) -> None:  # fmt: skip
+        self._network, self._device = network or group, device
         self.group, self.routes, self.means = group, tuple(routes), list(means)
         self.check_bounds, self.deduplicate, self.returns_rows = check_bounds, deduplicate, returns_rows
         # The routes that each rank has rows of, rank by rank.
@@ -127,7 +131,8 @@ class IdExchange:
         in_words = [self._words(len(self._owned[group.rank]), each, weighted) for each in received]
         of_routes = lengths.reshape(group.size * len(self.routes), bags)[owned].to(torch.int32)
         ids_sent, ids_received = ([each.ids for each in of_ranks] for of_ranks in (sent, received))
-        words = group.all_to_all(self._pack(of_routes, ids, weights, ids_sent), out_words, in_words, "ids")
+        packed = self._pack(of_routes, ids, weights, ids_sent).to(self._device, non_blocking=True)
+        words = self._network.all_to_all(packed, out_words, in_words, "ids")
         features, source = self._unpack(words, received, in_words, weighted)
         samples = sum(each.samples for each in received)
         routes = RowRoutes(ids_sent, ids_received, source, positions, samples, inverse) if self.returns_rows else None

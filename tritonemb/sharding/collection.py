@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from tritonemb.comm.gradient_exchange import ColumnBlock
 from tritonemb.comm.group import RankGroup
-from tritonemb.comm.id_exchange import IdExchange, Received
+from tritonemb.comm.id_exchange import IdExchange, IdRoute, Received
 from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
@@ -160,6 +160,11 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
             for (_, sets), of_ids in zip(self._lookups, received, strict=True)
         ]
         return batch, [tables.group(batch) for tables in self._replicated], found
+
+    def _id_exchange(self, routes: Sequence[IdRoute], **options: Any) -> IdExchange:
+        network, of_sizes = self.groups.ids_network, self.groups.ids
+        device = None if network is of_sizes else self.device
+        return IdExchange(of_sizes, routes, self.bounds_check == "raise", network=network, device=device, **options)
 
     def saturated(self) -> int:
         """Elements that were too large for the exchanges' codecs so far. Waits for the device."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tritonemb.comm.async_tensor import send_gradients_first
-from tritonemb.comm.id_exchange import IdExchange
 from tritonemb.comm.output_exchange import ColumnRange, OutputExchangeFunction, PooledExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
@@ -62,7 +61,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if not place.routes:
             return []
         routes = sorted({route for each in place.shards if each.table in weighted for route in each.routes})
-        ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=routes)
+        ids = self._id_exchange(place.routes, means=routes)
         return [(ids, [each for tables, _ in self._schemes for each in tables])]
 
     def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:

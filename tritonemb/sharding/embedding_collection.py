@@ -44,10 +44,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 for each in chosen
                 if each.shard.rank == groups.shards.rank
             ]
-            ids = IdExchange(
-                groups.ids, [place.routes[route] for route in routes], self.bounds_check == "raise",
-                deduplicate=summed and not self._exact_occurrences, returns_rows=True,
-            )  # fmt: skip
+            deduplicate = summed and not self._exact_occurrences
+            found = [place.routes[route] for route in routes]
+            ids = self._id_exchange(found, deduplicate=deduplicate, returns_rows=True)
             self._columns.append(columns)
             self._exchanges.append(SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size))
             lookups.append((ids, self._make_tables(here)))

@@ -71,6 +71,9 @@ class HybridParallel(nn.Module):
         average_every: with several copies of the tables, their gradients are gathered in every step (1); or the copies
             train alone and are averaged every so many steps, when `end_step` is called (local SGD).
         timeout: of collectives between tables; torch's default if not given.
+        ids_over: the network that ids cross: that of the "cpu", or of the tables' "device". NCCL is not safe in two
+            threads at once, so with "device" on GPUs call `prefetch` in the thread that trains, and `Trainer` with
+            `pipeline=False`.
 
     `module` is the model, `plan` says how its tables are sharded, `groups` has the process groups.
 
@@ -85,10 +88,13 @@ class HybridParallel(nn.Module):
         self, model: nn.Module, plan: ShardingPlan | None = None, mesh: DeviceMesh | None = None, *,
         dense: Dense = "ddp", exchange: ExchangePrecision | None = None, device: torch.device | str | None = None,
         local_world_size: int | None = None, average_every: int = 1, timeout: timedelta | None = None,
+        ids_over: Literal["cpu", "device"] = "cpu",
     ) -> None:  # fmt: skip
         super().__init__()
         if dense not in get_args(Dense):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
+        if ids_over not in ("cpu", "device"):
+            raise ValueError(f"ids_over must be 'cpu' or 'device', got {ids_over!r}")
         if average_every < 1:
             raise ValueError(f"average_every must be at least 1, got {average_every}")
         kinds = EmbeddingBagCollection | EmbeddingCollection
@@ -100,7 +106,7 @@ class HybridParallel(nn.Module):
             )
         if plan is not None and mesh is None and local_world_size is None:
             local_world_size = plan.local_world_size
-        self.groups = ShardGroups.make(mesh, local_world_size, timeout)
+        self.groups = ShardGroups.make(mesh, local_world_size, timeout, ids_over == "device")
         size, node = self.groups.shards.size, self.groups.node.size
         tables = [config for collection in found for config in collection.configs]
         self.plan = uniform_plan(tables, size, node) if plan is None else plan

@@ -135,14 +135,16 @@ class ShardGroups(NamedTuple):
     shards: RankGroup  # ranks with the shards of one copy of the tables
     # the same ranks, for ID exchanges, on the CPU and in a group of their own, so that ids may be prefetched
     ids: RankGroup
+    ids_network: RankGroup  # the ranks again, for the ids themselves; over the device's network if that was asked for
     node: RankGroup  # those of `shards` on this node
     across: RankGroup  # those of `shards` with this rank's local rank
     replicas: RankGroup  # ranks with the same shards in other copies of the tables; one if there is one copy
 
     @classmethod
     def make(
-        cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None
-    ) -> Self:
+        cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None,
+        ids_over_device: bool = False,
+    ) -> Self:  # fmt: skip
         """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
 
         ValueError for a mesh of more dimensions, or nodes that do not divide the ranks.
@@ -164,9 +166,9 @@ class ShardGroups(NamedTuple):
         copies = [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
         nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
         local_ranks = [copy[local::node] for copy in copies for local in range(node)]
-        of_shards = world.subgroup(copies)
+        of_shards, ids = world.subgroup(copies), world.subgroup(copies, backend="gloo")
         return cls(
-            world.duplicate(), of_shards, world.subgroup(copies, backend="gloo"),
+            world.duplicate(), of_shards, ids, world.subgroup(copies) if ids_over_device else ids,
             of_shards if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
             world.subgroup(list(zip(*copies, strict=True))),
         )  # fmt: skip
