@@ -176,6 +176,52 @@ def test_without_a_job_nothing_changes(exchange):
         assert torch.equal(state[name], tensor), name
 
 
+def in_parts(rank, world, kind, number, compiled):
+    torch._dynamo.reset()
+    parallel = te.HybridParallel(kind(), plan(world), exchange=EXACT, pipeline=number)
+    function = torch.compile(parallel, fullgraph=True, backend="aot_eager") if compiled else parallel
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(3):
+        dense, sparse, labels = part(batch(step, world), rank)
+        loss = loss_of(function, dense, parallel.prefetch(sparse) if compiled else sparse, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch._dynamo.reset()
+    return whole_state(parallel)
+
+
+@pytest.mark.parametrize(("world", "number", "compiled"), [(2, 2, False), (1, 4, False), (4, 2, True), (2, 7, True)])
+@pytest.mark.parametrize("kind", [dlrm, dcn])
+@pytest.mark.few(2)
+def test_sub_batches_train_as_the_whole_batch(ranks, world, number, compiled, kind):
+    """Seven are more than there are samples."""
+    expected = alone(kind(), 3, world)
+    for state in ranks(world).run(in_parts, world, kind, number, compiled):
+        assert_near(state, expected)
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embeddings = te.nn.EmbeddingBagCollection(tables(), te.optim.SGD(lr=0.1))
+
+    def forward(self, sparse):
+        return self.embeddings(sparse).sum()
+
+
+def test_what_cannot_be_computed_in_sub_batches_is_refused():
+    with pytest.raises(ValueError, match="pipeline must be at least 1, got 0"):
+        te.HybridParallel(dlrm(), pipeline=0)
+    with pytest.raises(ValueError, match='pipeline=2 is for pooled collections and dense="ddp"'):
+        te.HybridParallel(dlrm(), pipeline=2, dense="fsdp")
+    dense, sparse, _ = batch(0, 1)
+    with pytest.raises(TypeError, match="returns tensors with a row for each sample"):
+        te.HybridParallel(Scalar(), pipeline=2)(sparse)
+    with pytest.raises(ValueError, match="pipeline=2 needs one argument with features, got 0"):
+        te.HybridParallel(dlrm(), pipeline=2)(dense, None)
+
+
 def over(rank, world, network, kind):
     """Losses and state, and the bytes of ids that crossed each network."""
     parallel = te.HybridParallel(kind(), plan(world), exchange=EXACT, ids_over=network)

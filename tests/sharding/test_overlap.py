@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import tritonemb as te
-from tests.sharding.test_hybrid import BATCH, KEYS, dlrm, part, plan, tables, train, whole_state
+from tests.sharding.test_hybrid import BATCH, KEYS, dcn, dlrm, part, plan, tables, train, whole_state
 from tests.sharding.test_hybrid import batch as batch_of
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import OutputExchange
@@ -81,6 +81,25 @@ def step_of_dlrm(rank, world, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_dlrm_computes_its_bottom_mlp_beside_the_exchanges(ranks, ahead):
     assert ranks(2).run(step_of_dlrm, 2, ahead) == [hidden("pooled")] * 2
+
+
+def step_of_dcn(rank, world, backend):
+    """In two sub-batches; of its layers, the last one is told."""
+    torch._dynamo.reset()
+    parallel = te.HybridParallel(dcn(), plan(world), pipeline=2)
+    events = Events(parallel.module.top)
+    dense, sparse, labels = part(batch_of(0, world), rank)
+    with events.patch():
+        F.binary_cross_entropy_with_logits(parallel(dense, sparse), labels).backward()
+    return events.of("pooled", "pooled gradients")
+
+
+def test_a_dcn_computes_a_sub_batch_beside_the_exchange_of_another(ranks):
+    forward = ["send pooled"] * 2 + ["wait pooled", "mlp"] * 2
+    backward = ["send pooled gradients"] * 2 + ["wait pooled gradients"] * 2
+    for events in ranks(2).run(step_of_dcn, 2, None):
+        assert events[:6] == forward
+        assert [event for event in events[6:] if event != "mlp gradient"] == backward
 
 
 def graphs_of_dlrm(rank, world, backend):

@@ -8,7 +8,7 @@ from torch import Tensor
 from tritonemb.comm.async_tensor import send_gradients_first
 from tritonemb.comm.output_exchange import ColumnRange, OutputExchangeFunction, PooledExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
-from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
+from tritonemb.sharding.collection import Exchanged, ShardedCollection, ShardedLookup
 from tritonemb.sharding.placement import Scheme
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
@@ -84,21 +84,38 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
         """`[B, sum of dims]`, columns by table, then by that table's features; of several ranks an `AsyncTensor`."""
-        batch, own_groups, received = self.prefetch(features)
-        parts = []
+        found = self.prefetch(features)
+        return found if isinstance(found, Tensor) else self.look_up(found)[0]
+
+    def look_up(self, exchanged: Exchanged, number: int = 1) -> list[Tensor]:
+        """The results of `number` sub-batches, each with an exchange of its own."""
+        batch, own_groups, received = exchanged
+        parts: list[list[Tensor]] = [[] for _ in range(number)]
         for (ids, batch_sizes, _), of_ids in received:
-            groups = iter(of_ids)
+            groups, sizes = iter(of_ids), [part_sizes(size, number) for size in batch_sizes]
             for sets, exchange in self._schemes:
                 found = [tables.look_up(ids, next(groups)) for tables in sets]
                 if not found:  # a rank without such shards takes part in the backward's exchange, too
                     found = [self._no_columns.expand(sum(batch_sizes), 0)]
-                parts.append(exchange(_side_by_side(found), batch_sizes))
-        parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
+                matrix = [_side_by_side(found)]
+                if number > 1:
+                    pieces = matrix[0].split([size for of_rank in sizes for size in of_rank])
+                    matrix = [torch.cat(pieces[part::number]) for part in range(number)]
+                for index, piece in enumerate(matrix):
+                    parts[index].append(exchange(piece, [of_rank[index] for of_rank in sizes]))
+        shares, rows = self._shares(batch), part_sizes(batch.stride(), number)
+        for tables, groups_of in zip(self._replicated, own_groups, strict=True):
+            for part, piece in zip(parts, _split(tables.look_up(batch, groups_of), rows), strict=True):
+                part.append(piece)
+        of_parts = [None] * number if shares is None else _split(shares, rows)
+        return [self._result(part, share) for part, share in zip(parts, of_parts, strict=True)]
+
+    def _result(self, parts: list[Tensor], shares: Tensor | None) -> Tensor:
         pooled = _side_by_side(parts)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
-        pooled = self._mean(pooled, batch).to(self.output_dtype)
+        pooled = (pooled if shares is None else pooled * shares).to(self.output_dtype)
         if not torch.compiler.is_compiling():
             send_gradients_first(pooled, OutputExchangeFunction)
         return pooled
@@ -121,16 +138,25 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 column += [names.index(feature) if table in tables else len(names)] * config.embedding_dim
         return torch.tensor(column)
 
-    def _mean(self, pooled: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """Divide the sums of row-wise sharded tables by the lengths of bags."""
+    def _shares(self, batch: KeyedJaggedTensor) -> Tensor | None:
+        """What the sums of row-wise sharded tables are multiplied with: one over the lengths of bags."""
         if self._mean_of is None:
-            return pooled
-        self._mean_of = self._mean_of.to(pooled.device)
+            return None
         keys = batch.keys()
+        self._mean_of = self._mean_of.to(batch.device())
         lengths = batch.lengths().reshape(len(keys), -1)
         ordered = torch.stack([lengths[keys.index(name)] for name in self.feature_names]).to(torch.float32)
         shares = torch.cat([1.0 / ordered.clamp(min=1.0), ordered.new_ones(1, ordered.shape[1])])
-        return pooled * shares.index_select(0, self._mean_of).T
+        return shares.index_select(0, self._mean_of).T
+
+
+def part_sizes(size: int, number: int) -> list[int]:
+    """The sizes of so many parts of `size` samples, the first ones larger by one if it has to be."""
+    return [(size + number - 1 - part) // number for part in range(number)]
+
+
+def _split(matrix: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    return [matrix] if len(sizes) == 1 else matrix.split(sizes)
 
 
 def _side_by_side(found: list[Tensor]) -> Tensor:

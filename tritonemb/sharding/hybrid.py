@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -14,16 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from tritonemb.comm.async_tensor import ordinary
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
-from tritonemb.jagged import Features
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.ops.registry import define, keep
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
+from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection, part_sizes
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
@@ -71,6 +71,10 @@ class HybridParallel(nn.Module):
         average_every: with several copies of the tables, their gradients are gathered in every step (1); or the copies
             train alone and are averaged every so many steps, when `end_step` is called (local SGD).
         timeout: of collectives between tables; torch's default if not given.
+        pipeline: compute a batch in so many sub-batches, whose exchanges have all begun before the first is computed,
+            for a model that reads its embeddings at once. Its results have a row for each sample. Tables are updated
+            once, by the whole batch; other layers add the gradients of sub-batches, so their last bits differ. For
+            pooled collections, and not with "fsdp".
         ids_over: the network that ids cross: that of the "cpu", or of the tables' "device". NCCL is not safe in two
             threads at once, so with "device" on GPUs call `prefetch` in the thread that trains, and `Trainer` with
             `pipeline=False`.
@@ -88,15 +92,16 @@ class HybridParallel(nn.Module):
         self, model: nn.Module, plan: ShardingPlan | None = None, mesh: DeviceMesh | None = None, *,
         dense: Dense = "ddp", exchange: ExchangePrecision | None = None, device: torch.device | str | None = None,
         local_world_size: int | None = None, average_every: int = 1, timeout: timedelta | None = None,
-        ids_over: Literal["cpu", "device"] = "cpu",
+        ids_over: Literal["cpu", "device"] = "cpu", pipeline: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
         if dense not in get_args(Dense):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
         if ids_over not in ("cpu", "device"):
             raise ValueError(f"ids_over must be 'cpu' or 'device', got {ids_over!r}")
-        if average_every < 1:
-            raise ValueError(f"average_every must be at least 1, got {average_every}")
+        for name, least in (("average_every", average_every), ("pipeline", pipeline)):
+            if least < 1:
+                raise ValueError(f"{name} must be at least 1, got {least}")
         kinds = EmbeddingBagCollection | EmbeddingCollection
         found = [module for module in model.modules() if isinstance(module, kinds) and module.optimizer is not None]
         if not found:
@@ -104,6 +109,8 @@ class HybridParallel(nn.Module):
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
                 "an optimizer, or wrap a model without one in DistributedDataParallel"
             )
+        if pipeline > 1 and (dense == "fsdp" or any(isinstance(each, EmbeddingCollection) for each in found)):
+            raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
         if plan is not None and mesh is None and local_world_size is None:
             local_world_size = plan.local_world_size
         self.groups = ShardGroups.make(mesh, local_world_size, timeout, ids_over == "device")
@@ -126,7 +133,10 @@ class HybridParallel(nn.Module):
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
         self.module: nn.Module = _replace(model, sharded)
         _materialise(self.module, table_device)
-        self._called = (_parallel(self.module, dense, mesh, table_device, self.groups.world),)
+        self.pipeline = pipeline
+        computed = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
+        self._computed = (computed,)
+        self._called = (_parallel(computed, dense, mesh, table_device, self.groups.world),)
         self._handle, self._some = next(_handles), torch.zeros(1)
         _made[self._handle] = self
 
@@ -141,11 +151,14 @@ class HybridParallel(nn.Module):
         Compiled with prefetched features it is one graph, unless `dense` is "fsdp"; with others the exchange of ids
         stands before it.
         """
+        if self.pipeline > 1:
+            whole = KeyedJaggedTensor | PrefetchedFeatures
+            args, kwargs = tree_map_only(whole, self.prefetch, (args, kwargs), lambda value: isinstance(value, whole))
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
             begins = torch.is_grad_enabled() and isinstance(self._called[0], DistributedDataParallel)
             some = torch.ops.tritonemb.begin_pass(self._some, self._handle) if begins else self._some
             graph_order[:] = [some, some]  # whatever a call that failed has left
-            result = self.module(*args, **kwargs)
+            result = self._computed[0](*args, **kwargs)
             graph_order.clear()
             return result
         return tree_map_only(Tensor, ordinary, self._called[0](*args, **kwargs))
@@ -213,6 +226,38 @@ class HybridParallel(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the other layers, under their names in the model."""
         return self.module.named_parameters(*args, **kwargs)
+
+
+class _SubBatches(nn.Module):
+    """Calls a model once for each sub-batch, with parts of what has a row for each sample."""
+
+    def __init__(self, model: nn.Module, collections: Sequence[Any], number: int) -> None:
+        super().__init__()
+        self.model, self._collections, self._number = model, tuple(collections), number
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given, structure = tree_flatten((args, kwargs), lambda value: isinstance(value, PrefetchedFeatures))
+        features = [value for value in given if isinstance(value, PrefetchedFeatures)]
+        if len(features) != 1:
+            raise ValueError(f"pipeline={self._number} needs one argument with features, got {len(features)}")
+        sizes = part_sizes(features[0].stride(), self._number)
+        by_part = zip(*(self._parts(value, sizes) for value in given), strict=True)
+        calls = [tree_unflatten(list(part), structure) for part in by_part]
+        return tree_map(_joined, *(self.model(*args, **kwargs) for args, kwargs in calls))
+
+    def _parts(self, value: Any, sizes: list[int]) -> Sequence[Any]:
+        if isinstance(value, PrefetchedFeatures):
+            outputs = zip(*(each.look_up(value.of(each), len(sizes)) for each in self._collections), strict=True)
+            by_id = [dict(zip(map(id, self._collections), of_part, strict=True)) for of_part in outputs]
+            return [value.sub_batch(size, found) for size, found in zip(sizes, by_id, strict=True)]
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == sum(sizes)
+        return value.split(sizes) if has_rows else [value] * len(sizes)
+
+
+def _joined(*parts: Any) -> Any:
+    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
+        raise TypeError(f"a model in sub-batches returns tensors with a row for each sample, got {parts[0]!r}")
+    return torch.cat(parts)
 
 
 def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:

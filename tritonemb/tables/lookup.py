@@ -138,6 +138,11 @@ class PrefetchedFeatures:
             raise ValueError("another model has prefetched these features; use prefetch() of the one that is called")
         return self._by_collection[id(collection)]
 
+    def sub_batch(self, size: int, by_collection: Mapping[int, Any]) -> Self:
+        """The place of some of the samples, for which there is something else."""
+        lengths = torch.zeros(len(self.keys()) * size, dtype=torch.int64)
+        return type(self)(KeyedJaggedTensor(self.keys(), lengths[:0], lengths=lengths), by_collection)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """On another device."""
         return pytree.tree_map_only(Tensor, partial(Tensor.to, device=device, non_blocking=non_blocking), self)
