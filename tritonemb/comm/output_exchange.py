@@ -193,13 +193,13 @@ def _start(
 ) -> tuple[Tensor, Tensor]:
     exchange, started = OutputExchange.made[handle], values.new_empty(1)
     _started[started.data_ptr()] = (exchange.send_back if back else exchange.send)(values, num_rows)
-    return started, values.new_zeros(1)
+    return started, values.new_empty(1)
 
 
 def _finish(
     started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return _started.pop(started.data_ptr())(), started.new_zeros(1)
+    return _started.pop(started.data_ptr())(), started.new_empty(1)
 
 
 def _finished(
