@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, random_lines, rows_of, write
-from tritonemb.data import ClickLog, SplitRule, convert
+from tritonemb.data import CRITEO, ClickLog, LogOptions, SplitRule, convert
 from tritonemb.data.files import Part, find, natural
-from tritonemb.data.parquet import parquet_chunks
-from tritonemb.data.text import text_chunks
+from tritonemb.data.parquet import ArrowSource
+from tritonemb.data.text import TextSource
 
 GOOD = line()
 
@@ -164,7 +164,7 @@ def test_parquet_of_the_same_size_with_fewer_rows_is_refused(tmp_path):
     path = convert_to(write(tmp_path, random_lines(50)), tmp_path / "log.parquet")
     file = find(path)[0]
     with pytest.raises(ValueError, match=r"log.parquet has changed .*: it had at least 60 rows and now has 50; "):
-        list(parquet_chunks(file, 0, 0, 60, 1000, 0, ("label",)))
+        list(ArrowSource((file,), CRITEO).chunks(Part(0, 0, 60), 0, 1000, 0, 0))
 
 
 def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
@@ -172,4 +172,4 @@ def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"log.txt.gz has changed .*: its text ends at byte \d+ and had at least 90000"
     ):
-        list(text_chunks(find(path)[0], Part(0, 0, 90_000), 0, 1000, 0))
+        list(TextSource(find(path), LogOptions()).chunks(Part(0, 0, 90_000), 0, 1000, 0, 0))

@@ -178,7 +178,7 @@ def test_steps_of_several_batches_are_those_of_one_large_batch(data):
     large, parts = make_model(data), make_model(data)
     make_trainer(small, large, batch_size=192).fit()
     trainer = make_trainer(small, parts, batch_size=64, accumulate=3)
-    assert trainer.state.steps_per_epoch == 6
+    assert trainer.state.total_steps == 6
     assert trainer.fit().steps == 6
     for name, tensor in large.state_dict().items():
         torch.testing.assert_close(parts.state_dict()[name], tensor, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m)

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -210,17 +210,21 @@ class ClickLog(Tables):
         """What `job` makes of the good rows of a split, a `pyarrow.RecordBatch` a chunk, in order, by the log's
         threads; close the iterator to end them. ValueError if there is a bad row that is not to be skipped."""
         parts = self._parts_of(split)
-        start = start or Place(offset=parts[0].start if parts else 0)
+        first = start or Place(offset=parts[0].start if parts else 0)
         if self._kind == "random":  # here, and not in the threads
             for part in parts:
                 self._source.rows_before(part)
+
+        def chunks() -> Iterator[Chunk]:
+            for number, part in enumerate(parts[first.part :], start=first.part):
+                offset, line = (first.offset, first.line) if number == first.part else (part.start, 0)
+                yield from self._source.chunks(part, number, self.options.chunk_bytes, offset, line)
 
         def work(chunk: Chunk) -> Chunk:
             batch, report = self._read(split, chunk)
             return replace(chunk, rows=job(batch), report=report)
 
-        chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
-        return in_order(work, chunks, self.options.workers)
+        return in_order(work, chunks(), self.options.workers)
 
     def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""

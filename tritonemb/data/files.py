@@ -63,11 +63,12 @@ class LogFile:
         system, path = self.stored
         size = system.get_file_info(path).size
         if size != self.size:
-            raise ValueError(
-                f"{self.path} has changed since it was opened first: it had {self.size} bytes and now has {size}; "
-                "start again"
-            )
+            raise self.changed(f"it had {self.size} bytes and now has {size}")
         return system, path
+
+    def changed(self, how: str) -> ValueError:
+        """To be raised where the file is not what it was when it was found."""
+        return ValueError(f"{self.path} has changed since it was opened first: {how}; start again")
 
 
 def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
@@ -247,7 +248,7 @@ def _crc32(content: bytes) -> bytes:
 class Part:
     """A piece of one file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of unpacked text.
 
-    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `text_chunks`.
+    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `TextSource.chunks`.
     """
 
     file: int  # index among the log's files

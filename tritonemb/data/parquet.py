@@ -31,34 +31,6 @@ def _group_rows(source: Any) -> list[int]:
     return [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
 
 
-def parquet_chunks(
-    file: LogFile, part: int, start: int, stop: int, chunk_bytes: int, offset: int, columns: tuple[str, ...]
-) -> Iterator[Chunk]:
-    """The rows from `start` on and before `stop`, in slices of at most `SLICE_ROWS`, beginning at row `offset`."""
-    slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
-    if file.table is not None:
-        for row in range(offset, stop, slice_rows):
-            rows = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
-            yield Chunk(part, row, row - start, rows.to_batches()[0])
-        return
-    with open_parquet(file, columns) as (source, verify):
-        ends = list(itertools.accumulate(_group_rows(source), initial=0))
-        groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
-        row = ends[groups.start]
-        for batch in source.iter_batches(slice_rows, row_groups=groups, columns=list(columns), use_threads=False):
-            for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
-                verify(group)
-            first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
-            if first < last:
-                yield Chunk(part, row + first, row + first - start, batch.slice(first, last - first))
-            row += batch.num_rows
-    if row < stop:
-        raise ValueError(
-            f"{file.path} has changed since it was opened first: it had at least {stop} rows and now has {row}; "
-            "start again"
-        )
-
-
 def file_of_frame(frame: Any, name: str) -> LogFile:
     """A data frame, anything with Arrow's C stream interface, as the file of a log; no column is copied.
     ValueError if it has no such interface, or columns that Arrow does not know."""
@@ -137,12 +109,28 @@ class ArrowSource:
         """Rows of a part, bad ones too, as far as they are known without reading it; here exactly."""
         return self._stop(part) - part.start
 
-    def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
-        """The chunks of all parts, from the one at `offset` of part `first` on, after `line` lines of that part."""
-        for number, part in enumerate(parts[first:], start=first):
-            begin = offset if number == first else part.start
-            file, stop = self._files[part.file], self._stop(part)
-            yield from parquet_chunks(file, number, part.start, stop, chunk_bytes, begin, self._columns)
+    def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
+        """The chunks of a part, which has this number, from the one at `offset` on, after `line` of its lines."""
+        file, stop, columns = self._files[part.file], self._stop(part), list(self._columns)
+        slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
+        if file.table is not None:
+            for row in range(offset, stop, slice_rows):
+                rows = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
+                yield Chunk(number, row, row - part.start, rows.to_batches()[0])
+            return
+        with open_parquet(file, columns) as (source, verify):
+            ends = list(itertools.accumulate(_group_rows(source), initial=0))
+            groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
+            row = ends[groups.start]
+            for batch in source.iter_batches(slice_rows, row_groups=groups, columns=columns, use_threads=False):
+                for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
+                    verify(group)
+                first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
+                if first < last:
+                    yield Chunk(number, row + first, row + first - part.start, batch.slice(first, last - first))
+                row += batch.num_rows
+        if row < stop:
+            raise file.changed(f"it had at least {stop} rows and now has {row}")
 
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.rows

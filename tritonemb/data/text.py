@@ -81,16 +81,34 @@ class TextSource:
         size = (size if part.stop is None else part.stop) - max(part.start, self._header_bytes[part.file])
         return max(size, 0) * max(beginning.count(b"\n"), 1) / len(beginning)
 
-    def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
-        for number, part in enumerate(parts[first:], start=first):
-            begin, lines = (offset, line) if number == first else (part.start, 0)
-            header, file = self._header_bytes[part.file], self._files[part.file]
-            if begin == part.start == 0 and header:
-                begin, lines = header, 1
-            # Stripes by the file's size alone, since all readers must come to the same; enough for each of them.
-            width = min(max(file.size // (8 * part.stripes[1]), 1 << 12), 1 << 22)
-            width = chunk_bytes if part.stripes == WHOLE else width
-            yield from text_chunks(file, part, number, width, begin, lines, self.form.quoted)
+    def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
+        """A chunk has the lines that begin in the same stripe of the file. ValueError if it is damaged or changed."""
+        header, file, quoted = self._header_bytes[part.file], self._files[part.file], self.form.quoted
+        if offset == part.start == 0 and header:
+            offset, line = header, 1
+        stop = _END if part.stop is None else part.stop
+        index, count = part.stripes
+        # Stripes by the file's size alone, since all readers must come to the same; enough for each of them.
+        width = min(max(file.size // (8 * count), 1 << 12), 1 << 22)
+        width = chunk_bytes if part.stripes == WHOLE else width
+        with opened(file) as source:
+            if offset == part.start:
+                offset = _enter(source, offset, quoted)
+            else:
+                source.seek(offset)
+            while offset < stop:
+                stripe = offset // width
+                data = _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)
+                if not data:
+                    file.check_size()
+                    least = max(part.stop or 0, file.size if file.codec is None else 0)
+                    if offset < least:
+                        raise file.changed(f"its text ends at byte {offset} and had at least {least}")
+                    return
+                if stripe % count == index:
+                    yield Chunk(number, offset, line, data)
+                line += count_lines(data)
+                offset = source.tell()
 
     def parse(self, chunk: Chunk) -> Parsed:
         return parse(self.form, chunk.rows)
@@ -199,36 +217,6 @@ class _Unpacked(io.RawIOBase):
         while self._place < place and self.readinto(scratch[: place - self._place]):
             pass
         return self._place
-
-
-def text_chunks(
-    file: LogFile, part: Part, number: int, width: int, offset: int, line: int = 0, quoted: bool = False
-) -> Iterator[Chunk]:
-    """The lines of a part in chunks: those that begin in the same stripe of `width` bytes of the file, from `offset`
-    on, where the part or a chunk begins, after `line` of its lines. ValueError if the file is damaged or changed."""
-    stop = _END if part.stop is None else part.stop
-    index, count = part.stripes
-    with opened(file) as source:
-        if offset == part.start:
-            offset = _enter(source, offset, quoted)
-        else:
-            source.seek(offset)
-        while offset < stop:
-            stripe = offset // width
-            data = _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)
-            if not data:
-                file.check_size()
-                least = max(part.stop or 0, file.size if file.codec is None else 0)
-                if offset < least:
-                    raise ValueError(
-                        f"{file.path} has changed since it was opened first: its text ends at byte {offset} and had "
-                        f"at least {least}; start again"
-                    )
-                return
-            if stripe % count == index:
-                yield Chunk(number, offset, line, data)
-            line += count_lines(data)
-            offset = source.tell()
 
 
 @lru_cache(maxsize=1024)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -20,7 +21,6 @@ _OURS: dict[type[nn.Module], type[SingleTable]] = {
     EmbeddingBag: EmbeddingBag,
     Embedding: Embedding,
 }
-EMBEDDINGS = (nn.modules.sparse.EmbeddingBag, nn.modules.sparse.Embedding)
 UpdateTime = Literal["backward", "step"]
 Dense = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -73,26 +73,24 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse expects a torch.nn.Module, got {type(model).__name__}")
     group = None if optimizer is None else FusedGroup(check_optimizer(optimizer), by_step)
-    embeddings = {path: module for path, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
+    embeddings: dict[str, Any] = {p: module for p, module in model.named_modules() if isinstance(module, tuple(_OURS))}
     reasons = {path: _why_not(module, group is not None) for path, module in embeddings.items()}
     left_alone = {path: reason for path, reason in reasons.items() if reason is not None}
     if group is not None:
         _leave_shared_alone(model, embeddings, left_alone)
-    fused = [(path, module) for path, module in embeddings.items() if path not in left_alone]
+    fused = {path: module for path, module in embeddings.items() if path not in left_alone}
     owners: dict[Tensor, SingleTable] = {}
-    for path, module in fused:
-        table: Any = module
-        table.__dict__["_fused_from"] = type(module)
-        table.__class__ = _OURS[type(module)]
-        table._begin()
+    for path, module in fused.items():
+        module.__dict__["_fused_from"] = type(module)
+        module.__class__ = _OURS[type(module)]
+        module._begin()
         if group is not None:
-            table._join(group, path or "weight", owners.get(table.weight))
-            owners.setdefault(table.weight, table)
+            module._join(group, path or "weight", owners.get(module.weight))
+            owners.setdefault(module.weight, module)
     view = None
     if group is not None and owners:
-        tables = list(owners.values())
-        view = group.view(lambda: [states for table in tables for states in table._states()], all_tables=True)
-    return FuseReport(tuple(path for path, _ in fused), left_alone, view)
+        view = group.view(lambda: [states for table in owners.values() for states in table._states()], all_tables=True)
+    return FuseReport(tuple(fused), left_alone, view)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -311,18 +309,16 @@ def fused(
 
 
 def _counterpart(spec: Optimizer) -> Dense:
-    kind, decay, decoupled = type(spec), spec.weight_decay, spec.weight_decay_mode == "decoupled"
-    common: dict[str, Any] = {"lr": spec.lr, "weight_decay": decay}
-    plain = spec.max_gradient is None and spec.max_norm is None
-    if plain and kind is SGD and not (decay and decoupled):
-        return lambda rest: torch.optim.SGD(rest, **common)
-    if plain and isinstance(spec, Adagrad | RowWiseAdagrad) and not (decay and decoupled):
-        eps = spec.eps
-        return lambda rest: torch.optim.Adagrad(rest, eps=eps, **common)
-    if plain and isinstance(spec, Adam) and kind in (Adam, PartialRowWiseAdam):
-        made = torch.optim.AdamW if decay and decoupled else torch.optim.Adam
-        betas, eps = (spec.beta1, spec.beta2), spec.eps
-        return lambda rest: made(rest, betas=betas, eps=eps, **common)
+    decoupled = spec.weight_decay > 0 and spec.weight_decay_mode == "decoupled"
+    common: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
+    if spec.max_gradient is None and spec.max_norm is None:
+        if type(spec) is SGD and not decoupled:
+            return partial(torch.optim.SGD, **common)
+        if isinstance(spec, Adagrad | RowWiseAdagrad) and not decoupled:
+            return partial(torch.optim.Adagrad, eps=spec.eps, **common)
+        if isinstance(spec, Adam) and type(spec) in (Adam, PartialRowWiseAdam):
+            made = torch.optim.AdamW if decoupled else torch.optim.Adam
+            return partial(made, betas=(spec.beta1, spec.beta2), eps=spec.eps, **common)
     raise ValueError(
         f"torch.optim has no counterpart of {spec}; say what trains the other parameters, e.g. "
         "dense=lambda p: torch.optim.Adam(p, lr=1e-3)"

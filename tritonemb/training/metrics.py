@@ -83,34 +83,19 @@ def predict_logits(
     """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
     was_training = model.training
     model.eval()
-    found = _GrowingTensor(device)
+    # One tensor that grows: a small one kept from every batch would be between the large ones that come and go, and keep
+    # the allocator from using their room again (160 bytes a sample, measured).
+    found, size = torch.empty(2, 1 << 16, device=device), 0
     try:
         for batch in batches:
             there = batch.to(device, non_blocking=True)
             logits = logits_of(model if forward is None else forward, there, precision, device)
-            found.append(torch.stack([logits, there.labels]))
+            if size + len(batch) > found.shape[1]:
+                found = F.pad(found, (0, max(len(batch), found.shape[1])))
+            found[:, size : size + len(batch)] = torch.stack([logits, there.labels])
+            size += len(batch)
         check_errors(device)
     finally:
         model.train(was_training)
-    logits, labels = found.values.cpu()
+    logits, labels = found[:, :size].cpu()
     return logits, labels
-
-
-class _GrowingTensor:
-    """Two numbers a sample of many batches, one after the other.
-
-    A small tensor kept from every batch would be between the large ones that come and go, and keep the allocator from
-    using their room again: 160 bytes a sample, measured.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._room = torch.empty(2, 1 << 16, device=device)
-        self.values = self._room[:, :0]
-
-    def append(self, numbers: Tensor) -> None:
-        used, end = self.values.shape[1], self.values.shape[1] + numbers.shape[1]
-        if end > self._room.shape[1]:
-            self._room = self._room.new_empty(2, max(end, 2 * self._room.shape[1]))
-            self._room[:, :used] = self.values
-        self._room[:, used:end] = numbers
-        self.values = self._room[:, :end]

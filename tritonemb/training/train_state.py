@@ -137,16 +137,10 @@ class TrainState:
         return self.options.batch_size * self.options.accumulate * self.ranks.size
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        """None where the data set does not know its number of rows."""
-        rows = self.data.num_rows("train") if "train" in self.data.splits() else None
-        return None if rows is None else -(-rows // self.samples_per_step)
-
-    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run, as far as they are known."""
-        each = self.steps_per_epoch
-        by_epochs = None if each is None else each * self.last_epoch
+        rows = self.data.num_rows("train") if "train" in self.data.splits() else None
+        by_epochs = None if rows is None else -(-rows // self.samples_per_step) * self.last_epoch
         return min((steps for steps in (by_epochs, self.last_step) if steps is not None), default=None)
 
     def total_samples(self, rows: int | None) -> int | None:

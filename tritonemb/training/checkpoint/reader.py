@@ -32,7 +32,7 @@ from tritonemb.training.checkpoint.files import (
     size_of,
 )
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
-from tritonemb.training.ranks import on_all_ranks
+from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
 
 MAX_LISTED = 20
@@ -46,14 +46,8 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
             on every rank. One without a digest is a warning.
     """
     path, group = Path(path), RankGroup() if group is None else group
-    found: dict[str, Any] = {}
-
-    def read() -> int:
-        text, manifest = read_manifest_text(path)
-        found.update(manifest)
-        return zlib.crc32(text)
-
-    if len(set(on_all_ranks(group, read))) > 1:
+    text, found = on_each_rank(group, lambda: read_manifest_text(path))
+    if len(set(on_all_ranks(group, lambda: zlib.crc32(text)))) > 1:
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
     if group.rank == 0 and "sha256" not in found:
         warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
@@ -64,17 +58,15 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
 
 def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
     """Names, shapes and dtypes of a checkpoint's tensors, also of tables that are files; each rank reads them."""
-    found: dict[str, Any] = {}
-
-    def read() -> None:
-        found.update(FileSystemReader(path).read_metadata().state_dict_metadata)
-        for prefix, table in saved_tables(Path(path)).items():
-            for field, (dtype, size) in table["fields"].items():
-                properties = TensorProperties(getattr(torch, dtype))
-                found[f"{prefix}.{field}"] = TensorStorageMetadata(properties, torch.Size(size), [])
-
-    on_all_ranks(group, read)
-    return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    entries, tables = on_each_rank(
+        group, lambda: (FileSystemReader(path).read_metadata().state_dict_metadata, saved_tables(Path(path)))
+    )
+    found = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    for prefix, table in tables.items():
+        for field, (dtype, size) in table["fields"].items():
+            properties = TensorProperties(getattr(torch, dtype))
+            found[f"{prefix}.{field}"] = TensorStorageMetadata(properties, torch.Size(size), [])
+    return found
 
 
 def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
