@@ -26,7 +26,7 @@ from benchmarks import report, results_file
 from benchmarks.environment import environment
 from benchmarks.plain import PlainDLRM, PlainRowWiseAdagrad
 from tritonemb.data import ClickLog, Dataset, LogOptions, Rows, Schema, build_vocabulary, open_dataset
-from tritonemb.data.columns import concat
+from tritonemb.data.batch import concat
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig, preset
 from tritonemb.training.job import build_model, build_optimizer
 from tritonemb.training.metrics import binary_metrics

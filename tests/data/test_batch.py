@@ -3,8 +3,7 @@ import torch
 
 from tests.data.logs import contents
 from tritonemb.data import Batch, Column, Rows
-from tritonemb.data.batch import BatchLayout
-from tritonemb.data.columns import concat, cut
+from tritonemb.data.batch import BatchLayout, concat, cut
 from tritonemb.jagged import KeyedJaggedTensor
 
 KEYS = ("one", "many", "other")

@@ -1,12 +1,10 @@
 """Data sets for binary click prediction, in memory or read as they are needed, and the batches cut from them."""
 
-from tritonemb.data.batch import Batch
+from tritonemb.data.batch import Batch, Column, Rows
 from tritonemb.data.click_log import ClickLog
-from tritonemb.data.columns import Column, Rows
 from tritonemb.data.convert import VocabularyReport, build_vocabulary, cached_as_parquet, convert
-from tritonemb.data.datasets import load_adult, load_movielens_100k, make_synthetic
+from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, make_synthetic
 from tritonemb.data.encode import load_vocabulary
-from tritonemb.data.in_memory import Dataset
 from tritonemb.data.loader import merge_positions, open_shards, rank_position
 from tritonemb.data.open import ALIASES, NAMES, from_dataframe, kind_of, open_dataset, open_for_scoring
 from tritonemb.data.protocol import (

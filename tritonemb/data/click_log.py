@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from tritonemb.data.arrow import pa
-from tritonemb.data.columns import Array
+from tritonemb.data.batch import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, head_of, time_mask
@@ -318,6 +318,4 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
 def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:
     if not isinstance(source, str | Path):
         return str(files[0].path).split("/")[-2] if isinstance(files[0].path, str) else files[0].path.parent.name
-    if is_remote(source):
-        return str(source).partition("?")[0].rstrip("/").rpartition("/")[2]
-    return Path(source).resolve().name
+    return Path(str(source).partition("?")[0]).name if is_remote(source) else Path(source).resolve().name

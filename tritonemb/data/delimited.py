@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.arrow import arrow_csv, compute, pa
-from tritonemb.data.columns import Array
+from tritonemb.data.batch import Array
 from tritonemb.data.encode import good_rows, integers, string_buffers, wrong_values
 from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, wrong_value
 from tritonemb.utils import listed

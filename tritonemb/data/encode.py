@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.data.arrow import compute, fs, pa
-from tritonemb.data.columns import Array, Column, Rows, offsets_of
+from tritonemb.data.batch import Array, Column, Rows, offsets_of
 from tritonemb.data.files import LogFile, open_parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema

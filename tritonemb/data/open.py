@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tritonemb.data.click_log import ClickLog, is_labelled
-from tritonemb.data.datasets import load_adult, load_movielens_100k, make_synthetic
+from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, make_synthetic
 from tritonemb.data.files import exists, find
-from tritonemb.data.in_memory import Dataset
 from tritonemb.data.parquet import file_of_frame
 from tritonemb.data.protocol import Data, Feature, Split
 from tritonemb.data.reader_host import TOKEN, ReaderHost, RemoteData

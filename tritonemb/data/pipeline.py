@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tritonemb.data import protocol
-from tritonemb.data.columns import Array, Rows, concat, cut
+from tritonemb.data.batch import Array, Rows, concat, cut
 from tritonemb.data.files import Chunk
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, ReadReport
@@ -100,13 +100,8 @@ def batches_of(
 ) -> Iterator[PositionedBatch]:  # fmt: skip
     """The batches of one stream, from a position on; behind the last one, the report of all rows.
 
-    Args:
-        name: of the data set, for messages.
-        blocks: of the split from a place on.
-        keys: names of the features.
-        buffer_rows: rows of a shuffle buffer.
-        order: as for `shuffle_buffers`.
-        read: the rows before the position, and the bad ones among them, or not in the blocks any more.
+    `blocks` gives those of the split from a place on, `order` is as for `shuffle_buffers`, and `read` are the rows
+    before the position, and the bad ones among them, or not in the blocks any more.
     """
 
     def counted(blocks: Iterator[Chunk]) -> Iterator[Chunk]:

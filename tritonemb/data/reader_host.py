@@ -16,16 +16,7 @@ import torch
 
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import ShardState, read_shards
-from tritonemb.data.protocol import (
-    Data,
-    Feature,
-    OpenOptions,
-    PositionedBatch,
-    ReadReport,
-    Split,
-    Stream,
-    Tables,
-)
+from tritonemb.data.protocol import Data, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream, Tables
 from tritonemb.flight import Client, Message, start_server
 from tritonemb.utils import Closing
 

@@ -25,11 +25,7 @@ PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchm
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
-    """The text, and whether all is well; ValueError if there is no such device.
-
-    Args:
-        device: look at this one only; the CPU and every GPU if not given.
-    """
+    """The text, of one device or of the CPU and every GPU, and whether all is well; ValueError for no such device."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
     lines = ["versions", *_columns(list(versions().items()))]

@@ -21,7 +21,7 @@ from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
 from tritonemb.data import ClickLog, cached_as_parquet, open_dataset, open_for_scoring
 from tritonemb.data.arrow import pa
-from tritonemb.data.columns import Rows, cut
+from tritonemb.data.batch import Rows, cut
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer

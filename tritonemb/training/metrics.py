@@ -83,8 +83,8 @@ def predict_logits(
     """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
     was_training = model.training
     model.eval()
-    # One tensor that grows: a small one kept from every batch would be between the large ones that come and go, and keep
-    # the allocator from using their room again (160 bytes a sample, measured).
+    # One tensor that grows: a small one kept from every batch would lie between the large ones that come and go, and
+    # keep the allocator from using their room again: 160 bytes a sample, measured.
     found, size = torch.empty(2, 1 << 16, device=device), 0
     try:
         for batch in batches:

@@ -31,9 +31,7 @@ class UndefinedMetricsError(ValueError):
 
 
 # Every rank raises the first of these that a rank's exception is. The exception itself may not be picklable.
-_KINDS = (
-    CheckpointError, FileNotFoundError, OSError, UndefinedMetricsError, ValueError, TypeError, RuntimeError,
-)  # fmt: skip
+_KINDS = (CheckpointError, FileNotFoundError, OSError, UndefinedMetricsError, ValueError, TypeError, RuntimeError)
 
 
 class Ranks:

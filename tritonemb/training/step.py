@@ -77,12 +77,9 @@ def prepare(
     The last one has no batches: the data is over, or a signal arrived.
 
     Args:
-        empty: makes a batch without samples.
-        accumulate: batches a step.
         prefetch: a batch's features for the model, whose ids are exchanged and whose rows are on the device.
         counted: what the caches of rows that `prefetch` moves have counted.
         signal: that asks this rank to stop, 0 for none.
-        clock: of this rank.
 
     Raises:
         RankFailed: the data of another rank has failed.

@@ -31,12 +31,7 @@ Unit = tuple[Callable[[float], str], Callable[[float], str]]  # formats a value;
 
 
 class HtmlReport(Callback):
-    """Writes the report when training ends, however it ends. The callback that writes the log comes before this one.
-
-    Args:
-        path: of the page.
-        log_path: of the run log.
-    """
+    """Writes the report when training ends, however it ends. The callback that writes the log comes before this one."""
 
     essential = False
 
