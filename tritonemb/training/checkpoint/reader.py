@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
 
 MAX_LISTED = 20
+# Some rows of a whole table, ascending; their first column; and each field's values, of which some have no columns.
+_Block = tuple[Tensor, int, Mapping[str, Tensor]]
 
 
 def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
@@ -182,14 +184,6 @@ def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
     return _write_rows(table, blocks, seeds.pop() if sparse else 0)
 
 
-class _Block(NamedTuple):
-    """Some rows of a whole table, ascending, with their columns from one on."""
-
-    rows: Tensor
-    first_column: int
-    values: Mapping[str, Tensor]  # of each field; states of one value a row have no columns
-
-
 def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> DiskRows:
     """A store with the rows of blocks, and the initial values of a seed where there are none."""
     store = table.empty_store(seed)
@@ -274,7 +268,7 @@ def _blocks_of(
         for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
             records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
             saved.read(rows, records, initial)
-            yield _Block(rows + row, column, saved.record.views(records))
+            yield rows + row, column, saved.record.views(records)
 
 
 def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
@@ -309,4 +303,4 @@ def _tensor_blocks(
         shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in found.items()}
         load({f"{prefix}.{name}": part for name, part in shards.items()}, checkpoint_id=path, no_dist=True)
         for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in found.values()))):
-            yield _Block(rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in found.items()})
+            yield rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in found.items()}
