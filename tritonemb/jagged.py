@@ -44,7 +44,7 @@ class KeyedJaggedTensor:
         self._keys, self._values, self._weights = tuple(keys), values, weights
         lengths = lengths.reshape(-1) if isinstance(lengths, Tensor) and lengths.dim() == 2 else lengths
         self._check_form(lengths, offsets)
-        if not torch.compiler.is_compiling() and _readable(lengths if offsets is None else offsets):
+        if not torch.compiler.is_compiling() and readable(lengths if offsets is None else offsets):
             self._check_contents(lengths, offsets)
         # Both are settled here: a batch that changed when it is used would be compiled for twice.
         self._lengths = lengths if offsets is None else None
@@ -283,7 +283,7 @@ class KeyedJaggedTensor:
                 if offsets is None
                 else f"offsets must ascend: {where} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
             )
-        if steps is not lengths and _readable(lengths) and not bool((steps == lengths).all()):
+        if steps is not lengths and readable(lengths) and not bool((steps == lengths).all()):
             where, bag = self._first(steps != lengths)
             raise ValueError(
                 f"lengths and offsets disagree: {where} has the length {int(lengths[bag])}, by its offsets "
@@ -367,7 +367,7 @@ def _integer(key: str, id: Any) -> int:
         raise TypeError(f"ids of {key!r} must be integers, got {id!r}") from None
 
 
-def _readable(tensor: Tensor | None) -> bool:
+def readable(tensor: Tensor | None) -> bool:
     """Whether looking at the contents costs nothing: plain memory of this process."""
     return (
         type(tensor) is Tensor

@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonemb as te
 from tests.helpers import CACHED, INTERPRETED, Step, fewer, living, output_of, width_of
 from tests.strategies import random_batch, rows_of
+from tritonemb.layout import NO_ROW
 from tritonemb.nn.collections import TableCollection
+from tritonemb.storage import HostRows
+from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import Groups
 from tritonemb.types import CacheConfig, Placement
 
@@ -113,6 +116,29 @@ def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> No
         assert torch.equal(mine, theirs), f"step {step}"
 
 
+def stored(collection: TableCollection) -> dict[str, torch.Tensor]:
+    """Copies of what the stores of tables elsewhere hold, whatever is in slots."""
+    found = {}
+    for index, table in enumerate(collection.cache.tables):
+        if table is not None and isinstance(table.store, HostRows):
+            found |= {f"{index}.{name}": tensor.clone() for name, tensor in table.store.fields().items()}
+        elif table is not None:
+            num_rows = table.config.num_embeddings
+            found[f"{index}"] = torch.zeros(num_rows, table.record.num_bytes, dtype=torch.uint8)
+            table.store.read(torch.arange(num_rows), found[f"{index}"]).wait()
+    return found
+
+
+def directory_of(collection: TableCollection) -> dict[str, torch.Tensor]:
+    """Copies of all that a collection's cache knows of its slots, and of the rows that are in them."""
+    cache = collection.cache
+    parts = {name: getattr(cache._directory, name).clone() for name in ("tags", "used", "pins", "dirty", "now")}
+    for index, table in enumerate(cache.tables):
+        for name, tensor in ({} if table is None else Table.tensors(table)).items():
+            parts[f"{index}.{name}"] = tensor.detach()[cache.row_ids(index) != NO_ROW]
+    return parts
+
+
 class HostReads(TorchDispatchMode):
     """Counts what makes the host wait for values, if they are on a GPU; by name, in `found`. Not within custom ops."""
 
@@ -121,7 +147,7 @@ class HostReads(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.found: list[str] = []
-        monkeypatch.setattr("tritonemb.jagged._readable", lambda _: False)  # which checks batches on the CPU alone
+        monkeypatch.setattr("tritonemb.jagged.readable", lambda _: False)  # which checks batches on the CPU alone
         for name in ("tolist", "cpu"):  # a CPU tensor's are no op
             monkeypatch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
 

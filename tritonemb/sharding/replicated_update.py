@@ -63,10 +63,10 @@ class ReplicatedUpdate(ShardUpdate):
             return None
         assert cache is not None
         ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
-        cached = torch.tensor([table is not None for table in cache.tables], device=cache.device)
+        cached = torch.tensor([*(table is not None for table in cache.tables), False], device=cache.device)
 
         def find(rows: Tensor, problem: ValueError | None) -> Tensor:
-            """Rows of cached tables in the batches of all replicas; a collective."""
+            """Rows of cached tables in the batches of all replicas, without those of no table; a collective."""
             own = rows[cached[torch.searchsorted(ends, rows, right=True)]]
             return all_gather_rows(group, own.cpu(), problem).to(rows.device)
 

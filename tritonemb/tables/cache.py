@@ -4,9 +4,9 @@ Before a batch is looked up its distinct rows are pinned in slots: those that ar
 evict rows that no batch has pinned; dirty ones are written back. A pinned row is never evicted, and a row is in one
 slot only. So prefetched batches see every update of those before them: staleness 0, whatever the cache's size.
 
-A prefetch waits for the device twice, however many tables there are: for the number of rows, and for those of misses
-and evictions; once more while overflows have slots, and for the transfers of tables on disk. So it is done in another
-thread and on another stream than training.
+A prefetch waits for the device once, however many tables there are, for all counts; more often while overflows have
+slots or get some, and for transfers of tables on disk. So it is done in another thread and on another stream than
+training. Until then it has as many rows as the batch has ids; what stands behind the last is of a table without slots.
 """
 
 import threading
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb import ops
-from tritonemb.layout import FIRST_ROW, NO_ROW, Layout
+from tritonemb import jagged, ops
+from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, lay_out
 from tritonemb.storage import CacheDirectory, HostRows, IoFuture
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, synchronize
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
@@ -28,6 +28,7 @@ from tritonemb.tables.table import Table
 
 MAX_PENDING_BYTES = 1 << 28  # of rows that wait to be written; then their first write is waited for
 TableRows = tuple[CachedTable, Tensor, Tensor]  # distinct rows of a table, and their slots
+Compacted = tuple[Sequence[Tensor], list[list[int]]]  # positions, and how many there are of each table, by flag
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # what is counted
 
 
@@ -44,8 +45,12 @@ class RowCache:
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
         self.tables = [table if isinstance(table, CachedTable) else None for table in tables]
         self.device = tables[0].weight.device
-        num_sets = [0 if table is None else table.num_sets for table in self.tables]
+        num_sets = [0 if table is None else table.num_sets for table in (*self.tables, None)]
         self._directory = CacheDirectory(num_sets, policy, self.device)
+        whole = [*(TableRow(0, table.config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
+        self._whole = lay_out(whole, [], [], [], False, self.device).tables
+        self._first_rows = self._whole[:, FIRST_ROW].contiguous()
+        self._first_slots = self._first_rows + self._directory.first_slots  # in layouts of the slots
         self._now = self._directory.now
         self._counts = np.zeros((WRITTEN + 1, len(tables)), dtype=np.int64)
         self.stall = 0.0
@@ -68,38 +73,39 @@ class RowCache:
                 found[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *host])
         return found
 
-    def pin(self, lookup: Lookup, count: int, whole: Layout, before: int | None) -> None:
+    def pin(self, lookup: Lookup, bad: Tensor | None, before: int | None) -> bool:
         """Pin the rows of a batch and its replica rows in slots, which take the place of the rows in `lookup`.
 
         Args:
             lookup: a batch of whole tables, with one key for each lookup; its layout is that of the slots already.
-            count: of its distinct rows.
-            whole: the layout of its keys over whole tables.
+            bad: bool `[]`, on the device. If it is true, or no row is cached, nothing is pinned; the result is False.
             before: rows whose pins are released from this sequence number on are not evicted; None: all may be.
 
         Raises:
             StorageError: rows cannot be read or written. The cache is in an undefined state.
         """
-        groups, first_rows = lookup.groups, whole.tables[:, FIRST_ROW].contiguous()
-        own = linear = groups.rows[:count]
+        groups, first_rows = lookup.groups, self._first_rows
+        own = groups.rows[: int(groups.num_groups) if jagged.readable(groups.num_groups) else None]
+        own = linear = own if bad is None else torch.where(bad, first_rows[-1], own)
         if lookup.replica_rows is not None:
             linear = torch.cat([own, lookup.replica_rows]).unique()
         tables = torch.searchsorted(first_rows, linear, right=True) - 1
         with self._exclusive(before):
-            slots, sizes = self._pin(linear, tables, first_rows, whole)
-            pinned = [tables, linear - first_rows[tables], slots]
-            if None in self.tables:
-                parts = [zip(values.split(sizes), self.tables, strict=True) for values in pinned]
-                pinned = [torch.cat([part for part, table in each if table is not None]) for each in parts]
-            lookup.tables, lookup.rows, lookup.slots = pinned
+            slots, pinned = self._pin(linear, tables)
+            if bad is not None and not pinned.numel():
+                self._now -= 1
+                return False
+            lookup.tables, lookup.slots = tables.index_select(0, pinned), slots.index_select(0, pinned)
+            lookup.rows = linear.index_select(0, pinned) - first_rows.index_select(0, lookup.tables)
             lookup.on_release = self.release
         if lookup.replica_rows is not None:
             index = torch.searchsorted(linear, own)
             tables, slots = tables[index], slots[index]
         rows, by_group = groups.rows.clone(), torch.full_like(groups.rows, -1)
-        rows[:count], by_group[:count] = lookup.layout.tables[:, FIRST_ROW][tables] + slots, slots
+        rows[: own.numel()], by_group[: own.numel()] = self._first_slots.index_select(0, tables) + slots, slots
         lookup.values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
         lookup.groups, lookup.ready = groups._replace(rows=rows), self._event()
+        return True
 
     def acquire(self, lookup: Lookup) -> bool:
         """Let a lookup by this thread's stream use pinned slots; False if another one has had them.
@@ -207,32 +213,33 @@ class RowCache:
                 if released.dirty:
                     self._directory.dirty.index_fill_(0, slots, True)
 
-    def _pin(self, rows: Tensor, tables: Tensor, first_rows: Tensor, whole: Layout) -> tuple[Tensor, list[int]]:
-        """Pin a batch's distinct rows in slots, and read those that were in none: the slots, and the rows by table."""
+    def _pin(self, rows: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Pin a batch's distinct rows in slots, and read those that were in none: the slots, and which are cached."""
         directory = self._directory
-        found = directory.look_up(rows, whole.tables)  # rows of tables on the device have slots
+        found = directory.look_up(rows, self._whole)  # rows of tables on the device, and of no table, have slots
         if directory.overflow.numel():
-            found = self._pin_overflow(rows, found, tables, first_rows)
+            found = self._pin_overflow(rows, found, tables)
         slots = found.clone()
-        evicted = directory.allocate(rows, slots, whole.tables)
-        (missing, overflowing), (misses, overflows, lookups) = self._evict(tables, evicted, slots, found < 0, slots < 0)
+        evicted = directory.allocate(rows, slots, self._whole)
+        flags = found < 0, slots < 0, directory.num_sets.index_select(0, tables) > 0
+        (missing, overflowing, cached), (misses, overflows, lookups) = self._evict(tables, evicted, slots, *flags)
         self._counts[LOOKUPS] += lookups
         self._counts[HITS] += np.subtract(lookups, misses)
-        rows = rows - first_rows[tables]
+        rows = rows - self._first_rows.index_select(0, tables)
         if sum(overflows):
             slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
         parts = enumerate(zip(rows[missing].split(misses), slots[missing].split(misses), strict=True))
         self._transfer.read([self._part(READ, table, *part) for table, part in parts if part[0].numel()])
-        return slots, lookups
+        return slots, cached
 
-    def _pin_overflow(self, rows: Tensor, found: Tensor, tables: Tensor, first_rows: Tensor) -> Tensor:
+    def _pin_overflow(self, rows: Tensor, found: Tensor, tables: Tensor) -> Tensor:
         """Pin linear rows that are in an overflow already; if some are in no set, evict what no batch has pinned there.
 
         Returns the slots of all that were found.
         """
         directory, places = self._directory, self._directory.overflow
         held, owners = directory.tags[places], torch.searchsorted(directory.first_slots, places, right=True) - 1
-        linear, order = torch.where(held == NO_ROW, NO_ROW, held + first_rows[owners]).sort()
+        linear, order = torch.where(held == NO_ROW, NO_ROW, held + self._first_rows[owners]).sort()
         index = torch.searchsorted(linear, rows).clamp_(max=linear.numel() - 1)
         there, place = linear[index] == rows, places[order[index]]
         directory.pins.index_add_(0, place, there.to(torch.int32))
@@ -254,12 +261,10 @@ class RowCache:
         directory.pins.index_fill_(0, index, 1)
         return slots
 
-    def _evict(
-        self, tables: Tensor, rows: Tensor, slots: Tensor, *flags: Tensor
-    ) -> tuple[Sequence[Tensor], list[list[int]]]:
+    def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor, *flags: Tensor) -> Compacted:
         """Write back the dirty ones of rows that leave their slots, `NO_ROW` where none does; and `_compact` flags."""
         directory, leaving = self._directory, rows != NO_ROW
-        index = torch.where(leaving, directory.first_slots[tables] + slots, 0)
+        index = torch.where(leaving, directory.first_slots.index_select(0, tables) + slots, 0)
         chosen, sizes = _compact([leaving & directory.dirty[index], leaving, *flags], tables, len(self.tables))
         self._counts[EVICTIONS] += sizes[1]
         dirty = chosen[0]
@@ -284,14 +289,11 @@ class RowCache:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
 
-def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> tuple[Sequence[Tensor], list[list[int]]]:
+def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> Compacted:
     """Where each of some flags bool `[n]` is set, as ascending positions. Waits for the device once.
 
     Args:
         tables: int64 `[n]`, ascending.
-
-    Returns:
-        The positions, and how many there are of each table, for each flag; last how many of the `n` are each table's.
     """
     masks = torch.stack(tuple(flags))
     size, num_rows = masks.numel(), masks.shape[1]
@@ -299,10 +301,10 @@ def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> tuple[
     found = masks.flatten().nonzero_static(size=size, fill_value=size)[:, 0]  # whose length would be waited for
     bounds = torch.arange(len(flags), device=tables.device)[:, None] * num_rows + ends
     counts = torch.searchsorted(found, bounds.flatten())
-    upto = torch.cat([counts.new_zeros(1), counts, counts[-1:] + ends])
-    sizes: list[list[int]] = upto.diff().view(-1, num_tables).tolist()
-    totals = [sum(each) for each in sizes[:-1]]
-    return (found[: sum(totals)] % max(1, num_rows)).split(totals), sizes
+    sizes: list[list[int]] = counts.diff(prepend=counts.new_zeros(1)).view(-1, num_tables).tolist()
+    totals = [sum(each) for each in sizes]
+    parts = found[: sum(totals)].split(totals)
+    return [part - flag * num_rows for flag, part in enumerate(parts)], sizes
 
 
 class RowTransfer:

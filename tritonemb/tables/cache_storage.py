@@ -66,11 +66,9 @@ class CacheStorage:
         """
         with self.lock:  # or it would miss slots that grow meanwhile
             if keys not in self.layouts:
-                rows, first = whole.tables.clone(), 0
-                for index in range(len(self._tables)):
-                    rows[index, FIRST_ROW] = first
-                    first += int(rows[index, NUM_ROWS]) + self._directory.in_sets[index]
-                own = whole._replace(tables=rows, num_rows=first)
+                rows, in_sets = whole.tables.clone(), self._directory.in_sets
+                rows[1:, FIRST_ROW] += rows.new_tensor(in_sets).cumsum(0)[: len(rows) - 1]
+                own = whole._replace(tables=rows, num_rows=whole.num_rows + sum(in_sets))
                 self._update_layouts(own)
                 self.layouts[keys] = whole, own
             return self.layouts[keys]
@@ -84,7 +82,7 @@ class CacheStorage:
             more.append(min(max(number, size, MIN_GROWTH), room) if number > 0 else 0)
         with self.lock:
             synchronize(directory.device)  # nobody may be reading what is about to move
-            directory.grow(more)
+            directory.grow([*more, 0])
             for index, number in enumerate(more):
                 if number:
                     self._resize(index)

@@ -165,8 +165,8 @@ pytree.register_pytree_node(
 def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = None) -> Lookup:
     """Pin a batch's rows in slots; the batch with slots in place of ids. See `released_before` for what is evicted.
 
-    Replicas are not asked for their rows if `before`, an earlier prefetch of the batch, has them. ValueError for an id
-    out of range, before any row is read; StorageError as of `RowCache.pin`.
+    Waits for the device as `RowCache` does, and more often for replicas' rows, unless `before`, an earlier prefetch of
+    the batch, has them, and for an id out of range, a ValueError before anything changes; StorageError as of its `pin`.
     """
     keys, values, offsets, weights = parts_of(features)
     layout = tables.layout(keys, values.device)
@@ -177,21 +177,20 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     with torch.no_grad(), torch.inference_mode(False):  # what changes here is used in training too
         groups = ops.row_groups(batch.values(), batch.offsets(), whole)
-        count, valid = torch.stack([groups.num_groups, groups.starts.take(groups.num_groups)]).tolist()  # one wait
-        problem = None
-        if tables.bounds_check == "raise" and valid != batch.values().numel():
+        lookup, bad = Lookup(batch.values(), batch.offsets(), batch.weights_or_none(), groups, own), None
+        lookup.training = training
+        lookup.replica_rows = None if before is None or find_replica_rows is None else before.replica_rows
+        if tables.bounds_check == "raise" and batch.values().numel():
+            asked = batch.lengths() * whole.key_starts.diff().repeat_interleave(batch.stride())
+            bad = groups.starts[-1] != asked.sum()
+        if find_replica_rows is not None or not tables.cache.pin(lookup, bad, released):
             uses = [(key, c.name, c.num_embeddings) for key in keys for c in tables.configs if key in c.feature_names]
-            problem = first_bad_id(given, uses)
-        replica_rows = None if before is None else before.replica_rows
-        if find_replica_rows is None:
-            replica_rows = None
-            if problem is not None:
+            problem = first_bad_id(given, uses) if bad is not None and bad else None
+            if find_replica_rows is not None and lookup.replica_rows is None:
+                lookup.replica_rows = find_replica_rows(groups.rows, problem)
+            elif problem is not None:
                 raise problem
-        elif replica_rows is None:
-            replica_rows = find_replica_rows(groups.rows[:count], problem)
-        lookup = Lookup(batch.values(), batch.offsets(), batch.weights_or_none(), groups, own)
-        lookup.training, lookup.replica_rows = training, replica_rows
-        tables.cache.pin(lookup, count, whole, released)
+            tables.cache.pin(lookup, None, released)
         number = next(_tickets)
         lookup.ticket, prefetched[number] = torch.tensor(number), lookup
         return lookup
