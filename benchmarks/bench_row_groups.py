@@ -18,9 +18,14 @@ from benchmarks.gpu.radix_sort import radix_sort
 from benchmarks.peers import make_bench
 from benchmarks.workload import Batch, Workload, group_bytes, sort_bytes, workloads
 from tritonemb.kernels.row_groups import Sorter, row_groups
+from tritonemb.layout import Layout
 from tritonemb.ops import RowGroups
 
-SORTERS: dict[str, Sorter] = {"torch": lambda keys, bits: torch.sort(keys, stable=True), "radix": radix_sort}
+
+def sorters(workload: Workload, layout: Layout) -> dict[str, Callable[[Batch], Sorter]]:
+    """Each way to sort the linear rows of a batch."""
+    radix = partial(radix_sort, layout=layout, row_bits=(max(workload.num_rows) - 1).bit_length())
+    return {"torch": lambda _: partial(torch.sort, stable=True), "radix": lambda b: partial(radix, offsets=b.offsets)}
 
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
@@ -40,20 +45,20 @@ def linear_rows(batch: Batch) -> Tensor:
 
 def make_sort(workload: Workload, clock: Clock) -> list[Contender]:
     bench = make_bench(workload, clock)
-    total, num_bytes = sum(workload.num_rows), sort_bytes(bench.batches[-1])
+    layout = bench.ours.module.table_set.layout(workload.table_names, clock.device)
+    total, num_bytes, ways = sum(workload.num_rows), sort_bytes(bench.batches[-1]), sorters(workload, layout)
     wide = [linear_rows(batch) for batch in bench.batches]
     narrow = [keys.int() if total < 2**31 else keys for keys in wide]
     right = torch.sort(wide[0], stable=True)
 
-    def contender(name: str, keys: list[Tensor], sorter: Sorter) -> Contender:
+    def contender(name: str, keys: list[Tensor], way: Callable[[Batch], Sorter]) -> Contender:
+        calls = [partial(way(batch), own) for batch, own in zip(bench.batches, keys, strict=True)]
         check = equal(right.values, right.indices)
-        return Contender(
-            name, lambda number: keys[number % len(keys)], lambda k: sorter(k, total.bit_length()), num_bytes, check
-        )
+        return Contender(name, lambda number: calls[number % len(calls)], lambda call: call(), num_bytes, check)
 
-    on_device = SORTERS if clock.on_gpu else {"torch": SORTERS["torch"]}
-    found = [contender(name, narrow, sorter) for name, sorter in on_device.items()]
-    found.append(contender("torch, int64", wide, SORTERS["torch"]))
+    on_device = ways if clock.on_gpu else {"torch": ways["torch"]}
+    found = [contender(name, narrow, way) for name, way in on_device.items()]
+    found.append(contender("torch, int64", wide, ways["torch"]))
     return [*found, copy_contender(num_bytes, clock.device)]
 
 
@@ -71,12 +76,13 @@ def make_group(workload: Workload, clock: Clock) -> list[Contender]:
     def contender(name: str, run: Callable[[Batch], object], check: Callable[..., None] = check) -> Contender:
         return Contender(name, bench.batch, run, num_bytes, check)
 
-    def with_sorter(sorter: Sorter) -> Callable[[Batch], object]:
-        return lambda batch: row_groups(batch.values, batch.offsets, layout, sorter)
+    def with_sorter(way: Callable[[Batch], Sorter]) -> Callable[[Batch], object]:
+        return lambda batch: row_groups(batch.values, batch.offsets, layout, way(batch))
 
     found = [contender(OURS, bench.ours.group)]  # with the way to sort that it chooses
     if clock.on_gpu:
-        found += [contender(f"tritonemb, {name} sort", with_sorter(sorter)) for name, sorter in SORTERS.items()]
+        ways = sorters(workload, layout)
+        found += [contender(f"tritonemb, {name} sort", with_sorter(way)) for name, way in ways.items()]
     found.append(contender("torch.sort", group_with_torch, equal(*right)))
     return [*found, copy_contender(num_bytes, device)]
 

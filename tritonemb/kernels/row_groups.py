@@ -92,7 +92,7 @@ def _segment_kernel(
         tl.store(num_groups, groups)
 
 
-Sorter = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # keys `[N]` and their bits; sorted stably, and their places
+Sorter = Callable[[Tensor], tuple[Tensor, Tensor]]  # keys `[N]` to them sorted stably, and their places
 
 
 def row_groups(
@@ -116,7 +116,7 @@ def row_groups(
         _linear_rows_kernel, grid, layout.tables, layout.lookups, layout.key_starts, values, offsets, keys, total_rows,
         batch_size, num_keys, num_entries, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
-    keys, entries = sorter(keys, total_rows.bit_length()) if sorter else torch.sort(keys, stable=True)
+    keys, entries = sorter(keys) if sorter else torch.sort(keys, stable=True)
     counts = torch.empty(2 * grid[0], dtype=torch.int32, device=device)
     launch(_count_kernel, grid, keys, counts, total_rows, num_entries, BLOCK=BLOCK)
     launch(

@@ -26,7 +26,7 @@ def row_cache_look_up_(
     Args:
         tags, used, pins: int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS` elements or more (the
             others are left alone); empty for a table that is not cached. `used` and `pins` change in place.
-        rows: int64 `[N]`, distinct linear rows, ascending.
+        rows: int64 `[N]`, linear rows, ascending, distinct where tables are cached.
         tables: int64 `[T, 7]`, `Layout.tables`.
         num_sets: int64 `[T]`, 0 for a table that is not cached. What it says of a table on a GPU is not checked.
         now: int64 `[]`: what policy "lru" notes as the time of use; it should ascend.
