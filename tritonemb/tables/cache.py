@@ -78,7 +78,7 @@ class RowCache:
 
         Args:
             lookup: a batch of whole tables, with one key for each lookup; its layout is that of the slots already.
-            bad: bool `[]`, on the device. If it is true, or no row is cached, nothing is pinned; the result is False.
+            bad: bool `[]`, on the device. If true, or no row is cached, only releases take effect; returns False.
             before: rows whose pins are released from this sequence number on are not evicted; None: all may be.
 
         Raises:
