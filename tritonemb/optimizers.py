@@ -72,6 +72,7 @@ class Optimizer:
     name: ClassVar[str]
     states: ClassVar[tuple[StateSpec, ...]] = ()
     reads_whole_rows: ClassVar[bool] = False  # whether what becomes of an element depends on others of its row
+    reads_squares: ClassVar[bool] = False  # whether it depends on the mean of squares of their gradients alone
     corrects_bias: ClassVar[bool] = False  # whether the step divides by 1 - beta1^t and 1 - beta2^t
 
     def __post_init__(self) -> None:
@@ -121,6 +122,7 @@ class RowWiseAdagrad(Optimizer):
     name: ClassVar[str] = "row_wise_adagrad"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("sum", False),)
     reads_whole_rows: ClassVar[bool] = True
+    reads_squares: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class PartialRowWiseAdam(Adam):
     name: ClassVar[str] = "partial_row_wise_adam"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", False))
     reads_whole_rows: ClassVar[bool] = True
+    reads_squares: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

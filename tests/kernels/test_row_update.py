@@ -42,7 +42,7 @@ def check_against_reference(configs, optimizer, weighted, seed, pooled=True):
             mine, theirs = found.pop(f"{table.name}.linear"), expected.pop(f"{table.name}.linear")
             largest = max(1 / optimizer.lr, float(theirs.abs().max()))
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6 * largest)
-    assert_close(found, expected, **FLOAT32, title=repr(optimizer))
+    assert_same_bits(found, expected, title=repr(optimizer))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

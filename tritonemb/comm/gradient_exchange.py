@@ -87,8 +87,9 @@ class ColumnBlock(NamedTuple):
 
 
 def exchange_columns(
-    group: RankGroup, blocks: Sequence[ColumnBlock], mine: Sequence[ColumnBlock], own: Sequence[Tensor]
-) -> dict[int, Tensor]:
+    group: RankGroup, blocks: Sequence[ColumnBlock], mine: Sequence[ColumnBlock], own: Sequence[Tensor],
+    kind: str = "row columns",
+) -> dict[int, Tensor]:  # fmt: skip
     """Whole rows, `[U, dim]` by table, from blocks of their columns, on every rank that holds one of its blocks.
 
     Args:
@@ -105,7 +106,7 @@ def exchange_columns(
     flat = [piece for pieces in sent for piece in pieces]
     message = group.all_to_all(
         torch.cat(flat) if flat else torch.empty(0), [sum(piece.numel() for piece in pieces) for pieces in sent],
-        [sum(num_rows[b.table] * b.num_columns for b in part) for part in received], "row columns",
+        [sum(num_rows[b.table] * b.num_columns for b in part) for part in received], kind,
     )  # fmt: skip
     found = {t: message.new_empty(n, sum(b.num_columns for b in blocks if b.table == t)) for t, n in num_rows.items()}
     in_order = [block for part in received for block in part]

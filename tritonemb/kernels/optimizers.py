@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
+from tritonemb.kernels.cpu.optimizers import power
 from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_by_torch, tl
 from tritonemb.layout import Layout, TableRow
 from tritonemb.optimizers import KINDS, Hyperparameters, NonFinite, WeightDecayMode
@@ -157,23 +158,27 @@ def apply_sums_(
 
 
 def step_by_torch(
-    optimizer: str, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: int, h: Hyperparameters
-) -> tuple[Tensor, list[Tensor]]:
+    optimizer: str, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: int, h: Hyperparameters,
+    mean_of_squares: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """One step for rows `w` `[R, dim]` with states `[R, dim]` or `[R, 1]` and summed gradients `g`.
 
+    `mean_of_squares` `[R, 1]`: of a row's gradients, decay included, where `w` has only some of its columns.
     Returns the new rows and states.
     """
     decay, mode = h.weight_decay, DECAY_MODES[int(h.weight_decay_mode)]
     if optimizer == "ftrl" and float(lr) == 0.0:
         return w, states
-    if mode == "l2" and optimizer != "lars_sgd":
+    if decay and mode == "l2" and optimizer != "lars_sgd":
         g = g + decay * w
+    if mean_of_squares is None and (optimizer == "row_wise_adagrad" or optimizer.startswith("partial_row_wise")):
+        mean_of_squares = row_sum_by_torch(g * g) / g.shape[1]
     if mode == "decoupled" and "lamb" not in optimizer:
         w = w * (1 - lr * decay)
     if optimizer == "sgd":
         w = w - lr * g
     elif optimizer == "row_wise_adagrad":
-        states = [states[0] + _mean_of_squares(g)]
+        states = [states[0] + mean_of_squares]
         w = w - lr / (_sqrt(states[0]) + h.eps) * g
     elif optimizer == "adagrad":
         states = [states[0] + g.square()]
@@ -194,11 +199,13 @@ def step_by_torch(
         states = [z, grown]
     else:
         assert optimizer in ("adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb")
-        square = _mean_of_squares(g) if optimizer.startswith("partial_row_wise") else g.square()
+        square = g.square() if mean_of_squares is None else mean_of_squares
         m = h.beta1 * states[0] + (1 - h.beta1) * g
         v = h.beta2 * states[1] + (1 - h.beta2) * square
         states = [m, v]
-        direction = m / (1 - h.beta1**t) / (_sqrt(v / (1 - h.beta2**t)) + h.eps)
+        # As tensors: on a GPU a tensor over a number would be the tensor times a rounded reciprocal.
+        correct1, correct2 = (w.new_tensor(1 - power.py_func(beta, t)) for beta in (h.beta1, h.beta2))
+        direction = m / correct1 / (_sqrt(v / correct2) + h.eps)
         if "lamb" in optimizer:
             if mode == "decoupled":
                 direction = direction + decay * w
@@ -219,7 +226,3 @@ def _sqrt(x: Tensor) -> Tensor:
 
 def _norm_by_torch(x: Tensor) -> Tensor:
     return _sqrt(row_sum_by_torch(x * x))
-
-
-def _mean_of_squares(x: Tensor) -> Tensor:
-    return row_sum_by_torch(x * x) / x.shape[1]

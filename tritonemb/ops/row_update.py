@@ -109,7 +109,12 @@ def _update(
         torch._foreach_copy_(steps, list(step.unbind()))
     if len(skipped) > 1 and Hyperparameters(*hyperparameters).nonfinite == SKIP:
         torch._foreach_add_(skipped, list(count.split(1)))
-    if (task := torch._C._current_graph_task_id()) >= 0:  # in a backward pass, eager or compiled
+    count_pass(learning_rate)
+
+
+def count_pass(learning_rate: Tensor) -> None:
+    """Count in `passes` that this backward pass, if there is one, updates tables."""
+    if (task := torch._C._current_graph_task_id()) >= 0:  # eager or compiled
         number, last = passes.get(learning_rate.data_ptr(), (0, -1))
         passes[learning_rate.data_ptr()] = number + (task != last), task
 

@@ -1,12 +1,14 @@
 """Updates of rows that several ranks have, by the gradients of all of them: exact, and bitwise identical on every rank.
 
 Each rank sums the gradients of its distinct rows. *Replicas* gather these sums, and each applies the optimizer to the
-sum over ranks, in their order. Where a table's *columns* are spread over ranks and the optimizer needs whole rows (for
-a mean of squares, a norm), the ranks exchange what they have of the batch's rows, and each updates the whole rows,
-which is bitwise identical to the unsharded update, and keeps its own columns.
+sum over ranks, in their order. Where a table's *columns* are spread over ranks and the optimizer needs a row's mean of
+squares, the ranks exchange sums of squares of their columns. Where it needs more of whole rows (a norm), they exchange
+what they have of the batch's rows, and each updates the whole rows and keeps its own columns. Both are bitwise
+identical to the unsharded update.
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +21,10 @@ from tritonemb import ops
 from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_rows, all_gather_sums, exchange_columns
 from tritonemb.comm.group import RankGroup
 from tritonemb.errors import gradient_not_finite
+from tritonemb.kernels.optimizers import step_by_torch
+from tritonemb.kernels.triton_utils import row_sum_by_torch
 from tritonemb.layout import COLUMN_ORIGIN, FIRST_ROW, ROW_DIM, ROW_IDS, ROW_ORIGIN, SEED, Layout, lines_of, make_layout
+from tritonemb.ops.row_update import count_pass
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.tables.lookup import FindReplicaRows, Lookup
 from tritonemb.tables.table_set import LocalUpdate, TableSet
@@ -31,6 +36,11 @@ NO_BACKWARD = -1  # what autograd calls it when it is not running
 def needs_whole_rows(optimizer: Optimizer) -> bool:
     """Whether the update of an element depends on others of its row."""
     return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
+
+
+def needs_squares(optimizer: Optimizer) -> bool:
+    """Whether all that it needs of a row's other elements is the mean of squares of their gradients."""
+    return optimizer.reads_squares and optimizer.max_norm is None and optimizer.nonfinite != "skip"
 
 
 class ShardUpdate(LocalUpdate):
@@ -236,23 +246,28 @@ class _Cut(NamedTuple):
             fused = tables.fused_tables()
             return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
 
-    def write(self, whole: "_WholeRows", step: int, optimizer: Optimizer) -> None:
-        """Keep its own columns of whole rows, but for the weights of rows that were skipped for their gradient."""
+    def check_finite(self, finite: Tensor) -> None:
+        """Raise ValueError unless the gradients of all of its rows are; `[U]`, bool."""
+        bad = (~finite).nonzero()
+        if bad.numel():
+            raise gradient_not_finite(self.table.name, int(self.rows[bad[0]]))
+
+    def write(self, whole: "_WholeRows", columns: slice, step: int, optimizer: Optimizer) -> None:
+        """Keep some columns of the rows, but for the weights of those that were skipped for their gradient."""
         changed = torch.ones_like(self.rows, dtype=torch.bool)
         if optimizer.nonfinite == "skip":
             changed = whole.gradient.isfinite().all(1)
-        columns = slice(self.block.first_column, self.block.first_column + self.block.num_columns)
         weights = _rounded(self.table, whole.weight[changed][:, columns], self.rows[changed], step, optimizer)
         slots, tables = self.pinned.slots(self.place, self.rows), self.pinned.tables
         with tables.memory():
             fused = tables.fused_tables()
             fused.weights[self.place][slots[changed]] = weights
             for spec, own, new in zip(optimizer.states, fused.states_of(self.place), whole.states, strict=True):
-                own[slots] = new[:, columns] if spec.per_element else new
+                own[slots] = new[:, columns] if spec.per_element else new.flatten()
 
 
 class _WholeRows(NamedTuple):
-    """The rows of a cut with all of their columns."""
+    """The rows of a cut with all of their columns, or with its own."""
 
     cut: _Cut
     gradient: Tensor
@@ -261,7 +276,7 @@ class _WholeRows(NamedTuple):
 
 
 class WholeRowUpdate:
-    """Updates blocks of columns by whole rows, when a backward pass ends.
+    """Updates blocks of columns by whole rows, or their means of squares, when a backward pass ends.
 
     Another rank may wait for gradients that this one has yet to send, so nothing is exchanged before the pass ends.
 
@@ -274,6 +289,12 @@ class WholeRowUpdate:
     def __init__(self, group: RankGroup, blocks: tuple[ColumnBlock, ...], optimizer: Optimizer) -> None:
         self._group, self._blocks = group, blocks
         self._optimizer = replace(optimizer, max_gradient=None)
+        self._dims: defaultdict[int, int] = defaultdict(int)
+        # Squares are added in a tree, neighbours in pairs. So many neighbours are together in all of a table's blocks.
+        self._together: defaultdict[int, int] = defaultdict(lambda: 1 << 62)
+        for table, _, first, width in blocks:
+            self._dims[table] += width
+            self._together[table] = math.gcd(self._together[table], first)
         self._pending: list[list[_Cut]] = []  # of each lookup
         self._backward = NO_BACKWARD  # at whose end they are applied
 
@@ -305,10 +326,54 @@ class WholeRowUpdate:
                 cuts[0].pinned.release()
 
     def _apply(self, lookups: list[list[_Cut]]) -> None:
-        """Exchange columns, step on whole rows in float32, keep the own columns."""
+        """Step on rows in float32, and count steps and rows that were skipped."""
         cuts = [cut for part in lookups for cut in part]
+        of_lookups = [part[0].pinned.tables.fused_tables() for part in lookups]
+        step = self._step_by_squares if needs_squares(self._optimizer) else self._step_whole
+        counts = step(cuts, [cut.read() for cut in cuts], of_lookups[0])
+        for part, fused in zip(lookups, of_lookups, strict=True):
+            fused.steps[0] += 1
+            for cut in part:
+                fused.skipped[0][cut.place] += counts.get(cut.block.table, 0)
+
+    def _step_by_squares(
+        self, cuts: list[_Cut], before: list[tuple[Tensor, list[Tensor]]], fused: ops.FusedTables
+    ) -> dict[int, Tensor]:
+        """Exchange sums of squares, step on the own columns."""
+        optimizer, h = self._optimizer, self._optimizer.hyperparameters
+        decay = h.weight_decay if optimizer.weight_decay_mode == "l2" else 0.0
+        own = []
+        for cut, (weight, _) in zip(cuts, before, strict=True):
+            g, together = cut.sums + decay * weight if decay else cut.sums, self._together[cut.block.table]
+            padded = torch.nn.functional.pad(g, (0, -g.shape[1] % together))
+            own.append(row_sum_by_torch(padded.square().unflatten(1, (-1, together))).squeeze(2))
+            if optimizer.nonfinite == "raise":  # no sum of squares is negative
+                own[-1][~cut.sums.isfinite().all(1)] = -1.0
+        mine = [self._in_sums(cut.block) for cut in cuts]
+        squares = exchange_columns(self._group, [*map(self._in_sums, self._blocks)], mine, own, "row squares")
+        for cut in cuts if optimizer.nonfinite == "raise" else ():
+            cut.check_finite(~(squares[cut.block.table] < 0).any(1))
+        count_pass(fused.learning_rate)
+        step = int(fused.steps[0]) + 1
+        for cut, (weight, states) in zip(cuts, before, strict=True):
+            if cut.rows.numel():
+                states = [state.view(cut.rows.numel(), -1) for state in states]
+                dim = weight.new_tensor(self._dims[cut.block.table])
+                mean = row_sum_by_torch(squares[cut.block.table]) / dim
+                new = step_by_torch(optimizer.name, weight, states, cut.sums, fused.learning_rate, step, h, mean)
+                cut.write(_WholeRows(cut, cut.sums, *new), slice(None), step, optimizer)
+        return {}
+
+    def _in_sums(self, block: ColumnBlock) -> ColumnBlock:
+        """A block of columns as one of sums of columns."""
+        together = self._together[block.table]
+        return ColumnBlock(*block[:2], block.first_column // together, -(-block.num_columns // together))
+
+    def _step_whole(
+        self, cuts: list[_Cut], before: list[tuple[Tensor, list[Tensor]]], fused: ops.FusedTables
+    ) -> dict[int, Tensor]:
+        """Exchange columns, step on whole rows, keep the own columns; how many were skipped, by table."""
         per_element = [state.per_element for state in self._optimizer.states]
-        before = [cut.read() for cut in cuts]
         # What single columns have, one under the other: gradient, weight, states.
         own = [
             torch.cat([cut.sums, weight, *itertools.compress(states, per_element)])
@@ -322,27 +387,22 @@ class WholeRowUpdate:
                 of_rows = [others.pop(0) if each else own for own, each in zip(states, per_element, strict=True)]
                 whole[cut.block.table] = _WholeRows(cut, gradient, weight, of_rows)
         skipped = torch.zeros(len(whole), dtype=torch.int64, device=own[0].device)
-        of_lookups = [part[0].pinned.tables.fused_tables() for part in lookups]
         if whole:
-            steps = [of_lookups[0].steps[0].clone()]
-            self._step(list(whole.values()), of_lookups[0]._replace(skipped=[skipped], steps=steps))
+            steps = [fused.steps[0].clone()]
+            self._step(list(whole.values()), fused._replace(skipped=[skipped], steps=steps))
             step = int(steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
             for cut in cuts:
                 if cut.block.table in whole:
-                    cut.write(whole[cut.block.table], step, self._optimizer)
-        counts = dict(zip(whole, skipped, strict=True))
-        for part, fused in zip(lookups, of_lookups, strict=True):
-            fused.steps[0] += 1
-            for cut in part:
-                fused.skipped[0][cut.place] += counts.get(cut.block.table, 0)
+                    first = cut.block.first_column
+                    columns = slice(first, first + cut.block.num_columns)
+                    cut.write(whole[cut.block.table], columns, step, self._optimizer)
+        return dict(zip(whole, skipped, strict=True))
 
     def _step(self, whole: list[_WholeRows], fused: ops.FusedTables) -> None:
         tables = [TableConfig(rows.cut.table.name, *rows.weight.shape) for rows in whole]
         if self._optimizer.nonfinite == "raise":
             for rows in whole:
-                bad = (~rows.gradient.isfinite().all(1)).nonzero()
-                if bad.numel():
-                    raise gradient_not_finite(rows.cut.table.name, int(rows.cut.rows[bad[0]]))
+                rows.cut.check_finite(rows.gradient.isfinite().all(1))
         nonfinite: Any = "skip" if self._optimizer.nonfinite == "skip" else "propagate"  # "raise" has been checked
         in_float32 = replace(self._optimizer, stochastic_rounding=False, nonfinite=nonfinite)
         gradients, weights = [rows.gradient for rows in whole], [rows.weight for rows in whole]

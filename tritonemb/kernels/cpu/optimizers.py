@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tritonemb.kernels.cpu.jit import FLOAT32, inlined
-from tritonemb.kernels.cpu.simd import dot
+from tritonemb.kernels.cpu.jit import inlined
+from tritonemb.kernels.cpu.simd import sum_of_squares
 from tritonemb.optimizers import KINDS, Hyperparameters
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
@@ -17,7 +17,7 @@ ONE, ZERO = np.float32(1), np.float32(0)
 
 @inlined
 def _sum_of_squares(row):
-    return dot(row.ctypes.data, row.ctypes.data, row.size, FLOAT32)
+    return sum_of_squares(row.ctypes.data, row.size)
 
 
 @inlined
@@ -32,10 +32,22 @@ def _subtract(w, scale, g):
 
 
 @inlined
+def power(base, exponent):
+    """By squaring, as on a GPU."""
+    result = 1.0
+    while exponent > 0:
+        if exponent % 2 == 1:
+            result *= base
+        base *= base
+        exponent //= 2
+    return result
+
+
+@inlined
 def _adam_direction(m, v, row_wise, g, h, step):
     beta1, beta2, eps = np.float32(h[BETA1]), np.float32(h[BETA2]), np.float32(h[EPS])
     rest1, rest2 = np.float32(1.0 - h[BETA1]), np.float32(1.0 - h[BETA2])
-    correct1, correct2 = np.float32(1.0 - h[BETA1] ** step), np.float32(1.0 - h[BETA2] ** step)
+    correct1, correct2 = np.float32(1.0 - power(h[BETA1], step)), np.float32(1.0 - power(h[BETA2], step))
     if row_wise:
         v[0] = beta2 * v[0] + rest2 * _mean_of_squares(g)
         root = np.sqrt(v[0] / correct2) + eps

@@ -5,6 +5,7 @@ more than a row, and sums stay in registers. Every operation is IEEE, lane by la
 contraction, so the bits depend neither on the machine's vector width nor on alignment.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -13,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
+from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, inlined
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of, and that it stores
@@ -23,6 +24,7 @@ AHEAD = 12  # ids between asking for a row and reading it
 _FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LONG = ir.IntType(64)
 CACHE_LINE = 64  # bytes
+SQUARES = 256  # columns whose squares are added in registers
 
 
 def _cast(source: types.Type, result: types.Type, build: Any) -> Any:
@@ -366,6 +368,73 @@ def _make_dot(dtype: int) -> Any:
         return types.float32(types.int64, types.int64, types.int64), generate
 
     return dot_lanes
+
+
+# Two vectors of 16 sums become one, by the cheapest shuffles: the lanes of left summands, how far on their neighbours
+# are, and how far apart neighbours are among the sums, level by level.
+_FOURS = [first + lane for first in (0, 4, 8, 12) for lane in (0, 2, 16, 18)]
+_MERGES = (
+    (_FOURS, 1, (1, 4, 8, 2)),
+    (_FOURS, 1, (4, 8, 1, 2)),
+    ([first + lane for first in (0, 16, 8, 24) for lane in range(4)], 4, (8, 1, 2, 4)),
+    ([first + lane for first in (0, 16) for lane in range(8)], 8, (1, 2, 4, 8)),
+)
+
+
+def _squares(builder: Any, address: Any, size: int) -> Any:
+    """The sum of `size` squares, a power of 2 up to SQUARES: neighbours in pairs, then pairs of sums."""
+    lanes = min(size, DOT_LANES)
+
+    def add(left: Any, right: Any, *masks: Sequence[int]) -> Any:
+        kind = ir.VectorType(_INT, lanes)
+        return builder.fadd(*(builder.shuffle_vector(left, right, ir.Constant(kind, [*mask])) for mask in masks))
+
+    loaded = [_load(builder, builder.add(address, _LONG(start * 4)), _FLOAT, lanes) for start in range(0, size, lanes)]
+    sums, apart = [builder.fmul(values, values) for values in loaded], (1, 2, 4, 8)[: lanes.bit_length() - 1]
+    for lefts, step, apart_then in _MERGES[: len(sums).bit_length() - 1]:
+        rights, apart = [lane + step for lane in lefts], apart_then
+        sums = [add(*pair, lefts, rights) for pair in zip(sums[::2], sums[1::2], strict=True)]
+    (total,) = sums
+    for step in apart:
+        total = add(total, total, range(lanes), [lane ^ step for lane in range(lanes)])
+    return builder.extract_element(total, _INT(0))
+
+
+@intrinsic
+def _sum_few_squares(typing_context: Any, row: types.Type, size: types.Type) -> Any:
+    """Of up to SQUARES columns: a power of 2 after the other, wide to narrow, and added from the last one on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row, size = args
+        total = cgutils.alloca_once_value(builder, _FLOAT(0.0))
+
+        def has(bits: int) -> Any:
+            return builder.if_then(builder.icmp_signed("!=", builder.and_(size, _LONG(bits)), _LONG(0)))
+
+        def add(widths: Sequence[int]) -> None:
+            for width in widths:
+                with has(width):
+                    first = builder.mul(builder.and_(size, _LONG(-2 * width)), _LONG(4))
+                    found = _squares(builder, builder.add(row, first), width)
+                    builder.store(builder.fadd(builder.load(total), found), total)
+
+        with has(DOT_LANES - 1):  # else no time is spent on them
+            add((1, 2, 4, 8))
+        add((16, 32, 64, 128, SQUARES))
+        return builder.load(total)
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@called
+def sum_of_squares(row, size):
+    """Σ_j row[j]² of the float32 row at an address, in the order of `triton_utils.row_sum`."""
+    if size <= SQUARES:
+        return _sum_few_squares(row, size)
+    half = SQUARES
+    while 2 * half < size:
+        half *= 2
+    return sum_of_squares(row, half) + sum_of_squares(row + 4 * half, size - half)
 
 
 _dot_float32, _dot_float16, _dot_bfloat16 = (_make_dot(dtype) for dtype in (FLOAT32, FLOAT16, BFLOAT16))
