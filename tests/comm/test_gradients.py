@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_sums, exchange_columns
+from tests.comm.definitions import rounded
+from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, exchange_columns
 from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import ExchangePrecision
+from tritonemb.kernels.packing import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 
 
-def sums_of(rank: int, case) -> RowSums:
-    """`case`: for each rank the rows of each table, and the tables' dims."""
-    counts, dims, seed = case
-    generator = torch.Generator().manual_seed(seed * 8 + rank)
-    rows = [torch.randperm(90, generator=generator)[:n].sort().values + 2**33 for n in counts[rank]]
-    return RowSums(rows, [torch.randn(n, dim, generator=generator) for n, dim in zip(counts[rank], dims, strict=True)])
+class SumsCase(NamedTuple):
+    """For each rank the rows that it has of each table; the tables' dims and rows; the codec."""
+
+    counts: list[list[int]]
+    dims: list[int]
+    seed: int
+    codec: str = "fp32"
+    table_rows: int = 2**33 + 90
+    size: float = 1.0  # of the values
+
+    def sums_of(self, rank: int) -> RowSums:
+        generator = torch.Generator().manual_seed(self.seed * 8 + rank)
+        mine = [*zip(self.counts[rank], self.dims, strict=True)]
+        first = self.table_rows - 90
+        rows = [torch.randperm(90, generator=generator)[:n].sort().values + first for n, _ in mine]
+        return RowSums(rows, [torch.randn(n, dim, generator=generator) * self.size for n, dim in mine])
 
 
 def gathered(rank, cases):
     found = []
     for case in cases:
         group = RankGroup.world()
-        sums = all_gather_sums(group, sums_of(rank, case))
-        found.append((sums, {kind: sent.total for kind, sent in group.traffic.by_kind().items()}))
+        precision = ExchangePrecision(backward=case.codec)
+        exchange = SumsExchange(group, precision, [(case.table_rows, dim) for dim in case.dims])
+        sums = exchange(case.sums_of(rank))
+        sent = {kind: sent.total for kind, sent in group.traffic.by_kind().items()}
+        found.append((sums, sent, sum(codec.saturated() for codec in exchange.codecs)))
     return found
 
 
@@ -34,28 +53,76 @@ def gathered(rank, cases):
 def sums_cases(draw, world):
     dims = draw(st.lists(st.sampled_from((1, 3, 4, 16)), min_size=1, max_size=3))
     counts = [[draw(st.sampled_from((0, 0, 1, 5, 33))) for _ in dims] for _ in range(world)]
-    return counts, dims, draw(st.integers(0, 99))
+    codec = draw(st.sampled_from(sorted(CODECS)))
+    table_rows = draw(st.sampled_from((90, 2**31 - 1, 2**31, 2**33)))
+    size = draw(st.sampled_from((1.0, 1e-9, 1e9, 1e-44)))
+    return SumsCase(counts, dims, draw(st.integers(0, 99)), codec, table_rows, size)
+
+
+def crossed(case: SumsCase, rank: int, table: int) -> torch.Tensor:
+    """A rank's sums in a power of two of their own, so that the largest of them is as large as its codec allows."""
+    own = case.sums_of(rank).sums
+    if not case.codec.startswith("fp") or case.codec == "fp32":
+        return rounded(own[table], case.codec)
+    largest = max([float(sums.abs().max()) for sums in own if sums.numel()], default=0.0)
+    top = {"fp16": 15, "fp8_e4m3": 8, "fp8_e5m2": 15}[case.codec]
+    scale = 2.0 ** (top - max(-100, math.frexp(largest)[1]))
+    return rounded(own[table] * scale, case.codec) * (1.0 / scale)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_has_all_sums_in_the_order_of_ranks(ranks, world):
+    """As the codec has rounded them, its own too: nothing is too large for it, and the exchange counts what it says."""
+
     @settings(max_examples=2, phases=UNSHRUNK)
-    @given(st.lists(sums_cases(world), min_size=15, max_size=15))
+    @given(st.lists(sums_cases(world), min_size=20, max_size=20))
     def run(cases):
-        cases = [*cases, ([[0, 0]] * world, [3, 4], 0)]  # nobody has anything
+        cases = [*cases, SumsCase([[0, 0]] * world, [3, 4], 0)]  # nobody has anything
         found = ranks(world).run(gathered, cases)
         for number, case in enumerate(cases):
-            own = [sums_of(rank, case) for rank in range(world)]
+            for table in range(len(case.dims)):
+                own = [case.sums_of(rank) for rank in range(world)]
+                rows = torch.cat([each.rows[table] for each in own])
+                exact = torch.cat([each.sums[table] for each in own])
+                first = found[0][number][0].sums[table]
+                if world == 1:
+                    assert torch.equal(first, exact)
+                elif case.codec == "int8":  # half a step of 1/255 of a row's range, and roundings
+                    step = (exact.amax(1) - exact.amin(1)) / 255
+                    assert bool(((first - exact).abs().amax(1) <= step / 2 * 1.001 + case.size * 1e-6 + 1e-36).all())
+                else:
+                    assert torch.equal(first, torch.cat([crossed(case, rank, table) for rank in range(world)])), case
+                for rank in range(world):
+                    sums, _, saturated = found[rank][number]
+                    assert torch.equal(sums.rows[table], rows)
+                    assert torch.equal(sums.sums[table], first)
+                    assert saturated == 0
+            # A gather sends as much from every rank: as the one that has most.
+            most = max(
+                sum(n * bytes_of_row(case, dim) for n, dim in zip(mine, case.dims, strict=True)) for mine in case.counts
+            )
             for rank in range(world):
-                sums, sent = found[rank][number]
-                for table in range(len(case[1])):
-                    assert torch.equal(sums.rows[table], torch.cat([each.rows[table] for each in own]))
-                    assert torch.equal(sums.sums[table], torch.cat([each.sums[table] for each in own]))
-                # A gather sends as much from every rank: as the one that has most.
-                most = max(sum(n * (8 + 4 * dim) for n, dim in zip(mine, case[1], strict=True)) for mine in case[0])
-                assert sent.get("row gradients", 0) == -(-most // 8) * 8 * (world - 1)
+                assert found[rank][number][1].get("row gradients", 0) == -(-most // 8) * 8 * (world - 1)
 
     run()
+
+
+def bytes_of_row(case: SumsCase, dim: int) -> int:
+    number = 8 if case.table_rows >= 2**31 else 4
+    return number + (8 - dim // -4 * 4 if case.codec == "int8" else dim * CODECS[case.codec].itemsize)
+
+
+def too_large(rank):
+    exchange = SumsExchange(RankGroup.world(), ExchangePrecision("fp16", "fp16", gradient_scale=1e6), [(9, 2)])
+    row = torch.tensor([[0.25, 1.0 - rank]])
+    sums = exchange(RowSums([torch.tensor([rank])], [row]))
+    return sums.sums[0], exchange.codecs[0].saturated()
+
+
+def test_a_scale_of_the_users_may_saturate_and_is_counted(ranks):
+    for rank, (sums, saturated) in enumerate(ranks(2).run(too_large)):
+        assert torch.equal(sums, torch.tensor([[65504.0, 65504.0], [65504.0, 0.0]]) * (1 / torch.tensor(1e6)))
+        assert saturated == 2 - rank
 
 
 BLOCKS = (

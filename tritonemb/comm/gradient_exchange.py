@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec
 
 _REFUSED = -1
 
@@ -18,38 +19,69 @@ class RowSums(NamedTuple):
     sums: list[Tensor]
 
 
-def all_gather_sums(group: RankGroup, own: RowSums) -> RowSums:
-    """Every rank's sums, table by table in the order of ranks: a row comes once for each rank that has it.
+class SumsExchange:
+    """Gathers every rank's sums; every rank of the group makes it with the same arguments.
 
-    Bytes: `8 + 4 · dim` for each distinct row of a rank, to every other rank.
+    Every rank has the same bits: what it sends itself has crossed the codec, too.
+    Bytes: for each distinct row of the rank that has most, to every other rank, a code a column and 4, or 8 if some
+    table has 2³¹ rows.
+
+    Args:
+        shapes: rows and columns of each table.
     """
-    if group.size == 1:
-        return own
-    device = own.rows[0].device
-    counts = torch.tensor([rows.shape[0] for rows in own.rows], dtype=torch.int64, device=device)
-    all_counts = group.all_gather(counts, "sizes").tolist()
-    dims = [sums.shape[1] for sums in own.sums]
-    words = [sum(n * (2 + dim) for n, dim in zip(mine, dims, strict=True)) for mine in all_counts]
-    if not any(words):
-        return own
-    rows, sums = torch.cat(own.rows), torch.cat([sums.flatten() for sums in own.sums])
-    message = torch.cat([rows.view(torch.int32), sums.view(torch.int32)])
-    longest = max(words) + max(words) % 2  # rows are 8 bytes
-    gathered = _all_gather_padded(group, message, longest, "row gradients")
-    by_rank = [_parse(part, counts, dims) for part, counts in zip(gathered, all_counts, strict=True)]
-    tables = range(len(dims))
-    return RowSums(
-        [torch.cat([rank.rows[table] for rank in by_rank]) for table in tables],
-        [torch.cat([rank.sums[table] for rank in by_rank]) for table in tables],
-    )
+
+    def __init__(self, group: RankGroup, precision: ExchangePrecision, shapes: Sequence[tuple[int, int]]) -> None:
+        self.group, self._precision, dims = group, precision, [dim for _, dim in shapes]
+        self._number = torch.int32 if max(rows for rows, _ in shapes) < 2**31 else torch.int64
+        self._tables = {dim: [table for table, other in enumerate(dims) if other == dim] for dim in dims}
+        self._codecs = {dim: MessageCodec([[(0, dim)]], dim, precision.backward) for dim in dims}
+        self.codecs = tuple(self._codecs.values())
+
+    def __call__(self, own: RowSums) -> RowSums:
+        """Table by table in the order of ranks: a row comes once for each rank that has it."""
+        if self.group.size == 1:
+            return own
+        device = own.rows[0].device
+        counts = torch.tensor([rows.shape[0] for rows in own.rows], dtype=torch.int64, device=device)
+        told = self.group.all_gather(torch.cat([counts, _exponent(own.sums)]), "sizes").tolist()
+        by_rank = [(counts, self._precision.scale_below(exponent)) for *counts, exponent in told]
+        if not any(any(counts) for counts, _ in by_rank):
+            return own
+        message = [torch.cat(own.rows).to(self._number).view(torch.uint8)]
+        for dim, tables in self._tables.items():
+            sums = torch.cat([own.sums[table] for table in tables])
+            message.append(self._codecs[dim].pack(sums, by_rank[self.group.rank][1]))
+        sizes = [sum(self._sizes(counts, device)) for counts, _ in by_rank]
+        longest = -(-max(sizes) // 8) * 8  # each rank's part begins with numbers of rows
+        gathered = _all_gather_padded(self.group, torch.cat(message), longest, "row gradients")
+        parts = [self._parse(part, *each) for part, each in zip(gathered, by_rank, strict=True)]
+        return RowSums(
+            *([torch.cat(each) for each in zip(*tables, strict=True)] for tables in zip(*parts, strict=True))
+        )
+
+    def _sizes(self, counts: Sequence[int], device: torch.device) -> list[int]:
+        """Bytes of a message's rows, and of the codes of each dim."""
+        codes = [sum(counts[table] for table in tables) for tables in self._tables.values()]
+        widths = [codec.part_bytes(device)[0] for codec in self.codecs]
+        return [sum(counts) * self._number.itemsize, *(n * width for n, width in zip(codes, widths, strict=True))]
+
+    def _parse(self, message: Tensor, counts: Sequence[int], scale: float) -> RowSums:
+        sizes = self._sizes(counts, message.device)
+        rows, *codes = message[: sum(sizes)].split(sizes)
+        sums = [torch.empty(0)] * len(counts)
+        for part, (dim, tables) in zip(codes, self._tables.items(), strict=True):
+            numbers = [counts[table] for table in tables]
+            matrix = self._codecs[dim].unpack(part, sum(numbers), torch.float32, scale)
+            for table, of_table in zip(tables, matrix.split(numbers), strict=True):
+                sums[table] = of_table
+        return RowSums([*rows.view(self._number).long().split(list(counts))], sums)
 
 
-def _parse(message: Tensor, counts: Sequence[int], dims: Sequence[int]) -> RowSums:
-    num_rows = sum(counts)
-    rows = message[: 2 * num_rows].view(torch.int64).split(list(counts))
-    sizes = [n * dim for n, dim in zip(counts, dims, strict=True)]
-    sums = message[2 * num_rows : 2 * num_rows + sum(sizes)].view(torch.float32).split(sizes)
-    return RowSums(list(rows), [flat.view(-1, dim) for flat, dim in zip(sums, dims, strict=True)])
+def _exponent(sums: Sequence[Tensor]) -> Tensor:
+    """int64 `[1]`: the least e so that all that is finite is below 2^e."""
+    flat = torch.cat([of_table.flatten() for of_table in sums]).nan_to_num(0.0, 0.0, 0.0).abs()
+    largest = torch.cat([flat, flat.new_zeros(1)]).amax(0, keepdim=True)
+    return torch.frexp(largest).exponent.long()
 
 
 def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None = None) -> Tensor:

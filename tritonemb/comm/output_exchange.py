@@ -15,6 +15,7 @@ communication). Both ways the message is sent at once, and waited for where it i
 
 import functools
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.comm.id_exchange import RowRoutes
 from tritonemb.ops import quantize
 from tritonemb.ops.bag import Bags, weight_gradient
-from tritonemb.ops.quantize import CODECS, Packing, make_packing
+from tritonemb.ops.quantize import CODECS, LIMITS, Packing, make_packing
 from tritonemb.ops.registry import define
 
 ColumnRange = tuple[int, int]  # first column, number of columns
@@ -49,6 +50,7 @@ class ExchangePrecision:
         backward: of their gradients.
         gradient_scale: what gradients are multiplied with before they are sent; by default, for "fp16" and "fp8", the
             power of two next above the number of samples of all ranks, which undoes a loss's mean over them, else 1.
+            Sums over samples, of replicas, have instead the largest power of two by which none of them saturates.
 
     Raises:
         ValueError: for an unknown codec, or a scale that is not positive.
@@ -70,6 +72,12 @@ class ExchangePrecision:
         if self.gradient_scale is not None:
             return self.gradient_scale
         return float(1 << (max(1, num_samples) - 1).bit_length()) if self.backward in _SCALED else 1.0
+
+    def scale_below(self, exponent: int) -> float:
+        """What sums of gradients are multiplied with that are smaller than `2^exponent`."""
+        if self.gradient_scale is not None or self.backward not in _SCALED:
+            return self.scale(1)
+        return 2.0 ** (int(math.log2(LIMITS[CODECS[self.backward]][0])) - max(exponent, -100))
 
 
 EXACT = ExchangePrecision("fp32", "fp32")

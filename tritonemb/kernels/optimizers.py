@@ -171,14 +171,12 @@ def step_by_torch(
         return w, states
     if decay and mode == "l2" and optimizer != "lars_sgd":
         g = g + decay * w
-    if mean_of_squares is None and (optimizer == "row_wise_adagrad" or optimizer.startswith("partial_row_wise")):
-        mean_of_squares = row_sum_by_torch(g * g) / g.shape[1]
     if mode == "decoupled" and "lamb" not in optimizer:
         w = w * (1 - lr * decay)
     if optimizer == "sgd":
         w = w - lr * g
     elif optimizer == "row_wise_adagrad":
-        states = [states[0] + mean_of_squares]
+        states = [states[0] + _mean_of_squares(g, mean_of_squares)]
         w = w - lr / (_sqrt(states[0]) + h.eps) * g
     elif optimizer == "adagrad":
         states = [states[0] + g.square()]
@@ -199,7 +197,8 @@ def step_by_torch(
         states = [z, grown]
     else:
         assert optimizer in ("adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb")
-        square = g.square() if mean_of_squares is None else mean_of_squares
+        row_wise = optimizer.startswith("partial_row_wise")
+        square = _mean_of_squares(g, mean_of_squares) if row_wise else g.square()
         m = h.beta1 * states[0] + (1 - h.beta1) * g
         v = h.beta2 * states[1] + (1 - h.beta2) * square
         states = [m, v]
@@ -226,3 +225,7 @@ def _sqrt(x: Tensor) -> Tensor:
 
 def _norm_by_torch(x: Tensor) -> Tensor:
     return _sqrt(row_sum_by_torch(x * x))
+
+
+def _mean_of_squares(x: Tensor, given: Tensor | None) -> Tensor:
+    return row_sum_by_torch(x * x) / x.shape[1] if given is None else given

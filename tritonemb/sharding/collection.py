@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.gradient_exchange import ColumnBlock
+from tritonemb.comm.gradient_exchange import ColumnBlock, SumsExchange
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute, Received
 from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
@@ -80,6 +80,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         self._blocks: dict[tuple[int, Shard], ColumnBlock] = {}  # what cut shards are to each other
         self._whole_rows = self._make_whole_row_updates()
         self._exchanges: list[OutputExchange] = []
+        self._replicas: list[SumsExchange] = []
         self._lookups = self._make_lookups()
         replicated = self.placement.on(groups.shards.rank, "replicated")
         self._replicated = self._make_tables(replicated, self.bounds_check)
@@ -168,7 +169,8 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
     def saturated(self) -> int:
         """Elements that were too large for the exchanges' codecs so far. Waits for the device."""
-        return sum(codec.saturated() for exchange in self._exchanges for codec in exchange.codecs)
+        exchanges: list[OutputExchange | SumsExchange] = [*self._exchanges, *self._replicas]
+        return sum(codec.saturated() for exchange in exchanges for codec in exchange.codecs)
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return batch
@@ -206,7 +208,9 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
             return ShardUpdate()
         blocks = tuple(self._blocks[each.table, each.shard] for each in part if cut)
         whole_rows = self._whole_rows[scheme] if cut else None
-        return ReplicatedUpdate(group, self._for_prefetch.get(scheme == "replicated"), whole_rows, blocks)
+        shapes = [(each.shard.num_rows, each.shard.num_columns) for each in part]
+        self._replicas.append(SumsExchange(group, self.precision, shapes))
+        return ReplicatedUpdate(self._replicas[-1], self._for_prefetch.get(scheme == "replicated"), whole_rows, blocks)
 
     def _make_whole_row_updates(self) -> dict[str, WholeRowUpdate]:
         """By scheme; made by all ranks, whether they have blocks of columns or not."""

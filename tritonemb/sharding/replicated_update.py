@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_rows, all_gather_sums, exchange_columns
+from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, all_gather_rows, exchange_columns
 from tritonemb.comm.group import RankGroup
 from tritonemb.errors import gradient_not_finite
 from tritonemb.kernels.optimizers import step_by_torch
@@ -55,7 +55,7 @@ class ReplicatedUpdate(ShardUpdate):
 
     is_shared = True
 
-    replicas: RankGroup  # ranks with the same rows and columns
+    replicas: SumsExchange  # of ranks with the same rows and columns
     # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:
     # they exchange the rows of their batches before these are trained
     for_prefetch: RankGroup | None = None
@@ -65,7 +65,7 @@ class ReplicatedUpdate(ShardUpdate):
     @property
     def average(self) -> int:
         """Sums over replicas are divided by this."""
-        return self.replicas.size
+        return self.replicas.group.size
 
     def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
         group, cache = self.for_prefetch, tables.cache
@@ -167,7 +167,7 @@ def _with_replicas(replica_group: ReplicatedUpdate, tables: Sequence[TableConfig
     """The gradients of the rows of all replicas' batches; a collective."""
     if replica_group.average == 1:
         return sums
-    sums = all_gather_sums(replica_group.replicas, sums)
+    sums = replica_group.replicas(sums)
     for of_table in sums.sums:
         of_table.mul_(1.0 / replica_group.average)
     if replica_group.whole_rows is None:
@@ -393,9 +393,8 @@ class WholeRowUpdate:
             step = int(steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
             for cut in cuts:
                 if cut.block.table in whole:
-                    first = cut.block.first_column
-                    columns = slice(first, first + cut.block.num_columns)
-                    cut.write(whole[cut.block.table], columns, step, self._optimizer)
+                    own_columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
+                    cut.write(whole[cut.block.table], own_columns, step, self._optimizer)
         return dict(zip(whole, skipped, strict=True))
 
     def _step(self, whole: list[_WholeRows], fused: ops.FusedTables) -> None:
