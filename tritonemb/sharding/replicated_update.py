@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +36,6 @@ NO_BACKWARD = -1  # what autograd calls it when it is not running
 def needs_whole_rows(optimizer: Optimizer) -> bool:
     """Whether the update of an element depends on others of its row."""
     return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
-
-
-def needs_squares(optimizer: Optimizer) -> bool:
-    """Whether all that it needs of a row's other elements is the mean of squares of their gradients."""
-    return optimizer.reads_squares and optimizer.max_norm is None and optimizer.nonfinite != "skip"
 
 
 class ShardUpdate(LocalUpdate):
@@ -246,33 +241,20 @@ class _Cut(NamedTuple):
             fused = tables.fused_tables()
             return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
 
-    def check_finite(self, finite: Tensor) -> None:
-        """Raise ValueError unless the gradients of all of its rows are; `[U]`, bool."""
-        bad = (~finite).nonzero()
-        if bad.numel():
-            raise gradient_not_finite(self.table.name, int(self.rows[bad[0]]))
-
-    def write(self, whole: "_WholeRows", columns: slice, step: int, optimizer: Optimizer) -> None:
-        """Keep some columns of the rows, but for the weights of those that were skipped for their gradient."""
-        changed = torch.ones_like(self.rows, dtype=torch.bool)
-        if optimizer.nonfinite == "skip":
-            changed = whole.gradient.isfinite().all(1)
-        weights = _rounded(self.table, whole.weight[changed][:, columns], self.rows[changed], step, optimizer)
-        slots, tables = self.pinned.slots(self.place, self.rows), self.pinned.tables
+    def write(self, rows: Tensor, weight: Tensor, states: Sequence[Tensor], step: int, optimizer: Optimizer) -> None:
+        """Change some of its rows, bool `[U]`, to these weights, in float32, and states."""
+        slots, tables = self.pinned.slots(self.place, self.rows)[rows], self.pinned.tables
+        rounded = _rounded(self.table, weight, self.rows[rows], step, optimizer)
         with tables.memory():
             fused = tables.fused_tables()
-            fused.weights[self.place][slots[changed]] = weights
-            for spec, own, new in zip(optimizer.states, fused.states_of(self.place), whole.states, strict=True):
-                own[slots] = new[:, columns] if spec.per_element else new.flatten()
+            fused.weights[self.place][slots] = rounded
+            for own, new in zip(fused.states_of(self.place), states, strict=True):
+                own[slots] = new
 
 
-class _WholeRows(NamedTuple):
-    """The rows of a cut with all of their columns, or with its own."""
-
-    cut: _Cut
-    gradient: Tensor
-    weight: Tensor
-    states: list[Tensor]
+# What a cut's update needs: whether each row's gradient is finite; gradients, weights and states, of whole rows or of
+# its own columns; where its own columns are in these; whole rows' mean of squares, unless they are whole.
+_Known = tuple[Tensor, Tensor, Tensor, list[Tensor], slice, Tensor | None]
 
 
 class WholeRowUpdate:
@@ -289,12 +271,12 @@ class WholeRowUpdate:
     def __init__(self, group: RankGroup, blocks: tuple[ColumnBlock, ...], optimizer: Optimizer) -> None:
         self._group, self._blocks = group, blocks
         self._optimizer = replace(optimizer, max_gradient=None)
-        self._dims: defaultdict[int, int] = defaultdict(int)
-        # Squares are added in a tree, neighbours in pairs. So many neighbours are together in all of a table's blocks.
-        self._together: defaultdict[int, int] = defaultdict(lambda: 1 << 62)
-        for table, _, first, width in blocks:
-            self._dims[table] += width
-            self._together[table] = math.gcd(self._together[table], first)
+        self._per_element = [state.per_element for state in optimizer.states]
+        # Squares are added in a tree, neighbours in pairs: so many of them are together in all of a table's blocks.
+        self._by_squares = optimizer.reads_squares and optimizer.max_norm is None
+        self._together = defaultdict[int, int](lambda: 1 << 62)
+        for block in blocks:
+            self._together[block.table] = math.gcd(self._together[block.table], block.first_column)
         self._pending: list[list[_Cut]] = []  # of each lookup
         self._backward = NO_BACKWARD  # at whose end they are applied
 
@@ -326,88 +308,61 @@ class WholeRowUpdate:
                 cuts[0].pinned.release()
 
     def _apply(self, lookups: list[list[_Cut]]) -> None:
-        """Step on rows in float32, and count steps and rows that were skipped."""
-        cuts = [cut for part in lookups for cut in part]
-        of_lookups = [part[0].pinned.tables.fused_tables() for part in lookups]
-        step = self._step_by_squares if needs_squares(self._optimizer) else self._step_whole
-        counts = step(cuts, [cut.read() for cut in cuts], of_lookups[0])
-        for part, fused in zip(lookups, of_lookups, strict=True):
-            fused.steps[0] += 1
-            for cut in part:
-                fused.skipped[0][cut.place] += counts.get(cut.block.table, 0)
+        """Exchange what the optimizer needs of other columns, step in float32, keep the own columns."""
+        optimizer, cuts = self._optimizer, [cut for part in lookups for cut in part]
+        before, counters = [cut.read() for cut in cuts], cuts[0].pinned.tables.counters
+        own = [self._to_send(cut, *read) for cut, read in zip(cuts, before, strict=True)]
+        blocks, mine = ([self._as_sent(block) for block in each] for each in (self._blocks, [c.block for c in cuts]))
+        kind = "row squares" if self._by_squares else "row columns"
+        received = exchange_columns(self._group, blocks, mine, own, kind)
+        known = [self._known(cut, *read, received) for cut, read in zip(cuts, before, strict=True) if len(cut.rows)]
+        step, updated = int(counters["step"]) + 1, [cut for cut in cuts if len(cut.rows)]
+        for cut, (finite, *_) in zip(updated, known, strict=True):
+            if optimizer.nonfinite == "raise" and not bool(finite.all()):
+                raise gradient_not_finite(cut.table.name, int(cut.rows[~finite][0]))
+        count_pass(counters["learning_rate"])
+        for cut, (finite, gradient, weight, states, columns, mean) in zip(updated, known, strict=True):
+            rows = finite if optimizer.nonfinite == "skip" else torch.ones_like(finite)
+            weight, states = step_by_torch(
+                optimizer.name, weight[rows], [state.view(len(rows), -1)[rows] for state in states], gradient[rows],
+                counters["learning_rate"], step, optimizer.hyperparameters, None if mean is None else mean[rows],
+            )  # fmt: skip
+            pairs = zip(optimizer.states, states, strict=True)
+            new = [state[:, columns] if spec.per_element else state.flatten() for spec, state in pairs]
+            cut.write(rows, weight[:, columns], new, step, optimizer)
+            cut.pinned.tables.counters["skipped"][cut.place] += (~rows).sum()
+        for part in lookups:
+            part[0].pinned.tables.counters["step"] += 1
 
-    def _step_by_squares(
-        self, cuts: list[_Cut], before: list[tuple[Tensor, list[Tensor]]], fused: ops.FusedTables
-    ) -> dict[int, Tensor]:
-        """Exchange sums of squares, step on the own columns."""
-        optimizer, h = self._optimizer, self._optimizer.hyperparameters
-        decay = h.weight_decay if optimizer.weight_decay_mode == "l2" else 0.0
-        own = []
-        for cut, (weight, _) in zip(cuts, before, strict=True):
-            g, together = cut.sums + decay * weight if decay else cut.sums, self._together[cut.block.table]
-            padded = torch.nn.functional.pad(g, (0, -g.shape[1] % together))
-            own.append(row_sum_by_torch(padded.square().unflatten(1, (-1, together))).squeeze(2))
-            if optimizer.nonfinite == "raise":  # no sum of squares is negative
-                own[-1][~cut.sums.isfinite().all(1)] = -1.0
-        mine = [self._in_sums(cut.block) for cut in cuts]
-        squares = exchange_columns(self._group, [*map(self._in_sums, self._blocks)], mine, own, "row squares")
-        for cut in cuts if optimizer.nonfinite == "raise" else ():
-            cut.check_finite(~(squares[cut.block.table] < 0).any(1))
-        count_pass(fused.learning_rate)
-        step = int(fused.steps[0]) + 1
-        for cut, (weight, states) in zip(cuts, before, strict=True):
-            if cut.rows.numel():
-                states = [state.view(cut.rows.numel(), -1) for state in states]
-                dim = weight.new_tensor(self._dims[cut.block.table])
-                mean = row_sum_by_torch(squares[cut.block.table]) / dim
-                new = step_by_torch(optimizer.name, weight, states, cut.sums, fused.learning_rate, step, h, mean)
-                cut.write(_WholeRows(cut, cut.sums, *new), slice(None), step, optimizer)
-        return {}
+    def _to_send(self, cut: _Cut, weight: Tensor, states: list[Tensor]) -> Tensor:
+        """What single columns have, one under the other: gradient, weight, states. Or sums of squares of gradients."""
+        optimizer, gradient = self._optimizer, cut.sums
+        if not self._by_squares:
+            return torch.cat([gradient, weight, *itertools.compress(states, self._per_element)])
+        if optimizer.weight_decay and optimizer.weight_decay_mode == "l2":
+            gradient = gradient + optimizer.weight_decay * weight
+        together = self._together[cut.block.table]
+        padded = torch.nn.functional.pad(gradient, (0, -gradient.shape[1] % together))
+        squares = row_sum_by_torch(padded.square().unflatten(1, (-1, together))).squeeze(2)
+        if optimizer.nonfinite != "propagate":  # no sum of squares is negative
+            squares[~cut.sums.isfinite().all(1)] = -1.0
+        return squares
 
-    def _in_sums(self, block: ColumnBlock) -> ColumnBlock:
-        """A block of columns as one of sums of columns."""
-        together = self._together[block.table]
+    def _as_sent(self, block: ColumnBlock) -> ColumnBlock:
+        """A block of columns, or of sums of columns."""
+        together = self._together[block.table] if self._by_squares else 1
         return ColumnBlock(*block[:2], block.first_column // together, -(-block.num_columns // together))
 
-    def _step_whole(
-        self, cuts: list[_Cut], before: list[tuple[Tensor, list[Tensor]]], fused: ops.FusedTables
-    ) -> dict[int, Tensor]:
-        """Exchange columns, step on whole rows, keep the own columns; how many were skipped, by table."""
-        per_element = [state.per_element for state in self._optimizer.states]
-        # What single columns have, one under the other: gradient, weight, states.
-        own = [
-            torch.cat([cut.sums, weight, *itertools.compress(states, per_element)])
-            for cut, (weight, states) in zip(cuts, before, strict=True)
-        ]
-        columns = exchange_columns(self._group, self._blocks, [cut.block for cut in cuts], own)
-        whole: dict[int, _WholeRows] = {}
-        for cut, (_, states) in zip(cuts, before, strict=True):
-            if cut.rows.numel():
-                gradient, weight, *others = columns[cut.block.table].chunk(2 + sum(per_element))
-                of_rows = [others.pop(0) if each else own for own, each in zip(states, per_element, strict=True)]
-                whole[cut.block.table] = _WholeRows(cut, gradient, weight, of_rows)
-        skipped = torch.zeros(len(whole), dtype=torch.int64, device=own[0].device)
-        if whole:
-            steps = [fused.steps[0].clone()]
-            self._step(list(whole.values()), fused._replace(skipped=[skipped], steps=steps))
-            step = int(steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
-            for cut in cuts:
-                if cut.block.table in whole:
-                    own_columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
-                    cut.write(whole[cut.block.table], own_columns, step, self._optimizer)
-        return dict(zip(whole, skipped, strict=True))
-
-    def _step(self, whole: list[_WholeRows], fused: ops.FusedTables) -> None:
-        tables = [TableConfig(rows.cut.table.name, *rows.weight.shape) for rows in whole]
-        if self._optimizer.nonfinite == "raise":
-            for rows in whole:
-                rows.cut.check_finite(rows.gradient.isfinite().all(1))
-        nonfinite: Any = "skip" if self._optimizer.nonfinite == "skip" else "propagate"  # "raise" has been checked
-        in_float32 = replace(self._optimizer, stochastic_rounding=False, nonfinite=nonfinite)
-        gradients, weights = [rows.gradient for rows in whole], [rows.weight for rows in whole]
-        states = [state for of_state in zip(*(rows.states for rows in whole), strict=True) for state in of_state]
-        sums = RowSums([torch.arange(g.shape[0], device=g.device) for g in gradients], gradients)
-        _apply(tables, in_float32, fused._replace(weights=weights, states=states), sums)
+    def _known(self, cut: _Cut, weight: Tensor, states: list[Tensor], received: dict[int, Tensor]) -> _Known:
+        of_table = received[cut.block.table]
+        if self._by_squares:
+            dim = of_table.new_tensor(sum(b.num_columns for b in self._blocks if b.table == cut.block.table))
+            finite, mean = ~(of_table < 0).any(1), row_sum_by_torch(of_table) / dim
+            return finite, cut.sums, weight, states, slice(None), mean
+        gradient, weight, *others = of_table.chunk(2 + sum(self._per_element))
+        states = [others.pop(0) if each else own for own, each in zip(states, self._per_element, strict=True)]
+        columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
+        return gradient.isfinite().all(1), gradient, weight, states, columns, None
 
 
 def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
