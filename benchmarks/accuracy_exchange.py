@@ -5,12 +5,17 @@ Tables are cut by rows, cut by columns, and whole on one rank, in turn. Against 
 agree within 0.001 for 16 bits, and within 0.003 for 8 bits. The ranks are processes of this machine, over gloo. Usage:
 
     python -m benchmarks.accuracy_exchange --criteo train.txt
+    python -m benchmarks.accuracy_exchange --bytes
+
+`--bytes` instead counts what each kind of exchange sends in a step of a small example, beside its formula and the least
+that would do.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import statistics
 import sys
@@ -28,7 +33,15 @@ from benchmarks import report, results_file
 from benchmarks.accuracy import criteo, in_memory, seen_share
 from benchmarks.environment import environment
 from tritonemb.data import Dataset, Split
-from tritonemb.sharding import ColumnWise, ExchangePrecision, RowWise, Sharding, ShardingPlan, TableWise
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    ExchangePrecision,
+    RowWise,
+    Sharding,
+    ShardingPlan,
+    TableWise,
+)
 from tritonemb.training.config import TrainConfig, preset
 from tritonemb.training.job import build_model
 from tritonemb.training.metrics import binary_metrics
@@ -151,11 +164,114 @@ def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int], world: int
     return rows
 
 
+ROWS, DIM, SAMPLES, LENGTH = 2_000, 64, 256, 4  # of the example: a table, and on each rank samples with so many ids
+CODE, CODE_BACK = 2, 2  # bytes of the default codecs
+
+
+def one_step(rank: int, world: int, pooled: bool, sharding: Sharding, optimizer: Any) -> dict[str, int]:
+    """Bytes that a rank sends in a step of the example, by kind."""
+    kind, pooling = (te.nn.EmbeddingBagCollection, "sum") if pooled else (te.nn.EmbeddingCollection, "none")
+    tables = kind([te.TableConfig("t", ROWS, DIM, pooling=pooling)], optimizer)  # type: ignore[arg-type]
+    parallel = te.HybridParallel(tables, ShardingPlan({"t": sharding}, world))
+    ids = ids_of(rank)
+    batch = te.KeyedJaggedTensor(["t"], ids.flatten(), offsets=torch.arange(0, ids.numel() + 1, LENGTH))
+    parallel.group.traffic.reset()
+    found = parallel(batch)
+    (found if pooled else found["t"].values()).sum().backward()
+    return {kind: sent.total for kind, sent in parallel.group.traffic.by_kind().items()}
+
+
+def ids_of(rank: int) -> torch.Tensor:
+    """A few are much more frequent than others, as in most logs."""
+    uniform = torch.rand(SAMPLES, LENGTH, generator=torch.Generator().manual_seed(rank))
+    return (uniform**3 * ROWS).long()
+
+
+def _step_of_rank(rank: int, world: int, folder: str, *args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    torch.save(one_step(rank, world, *args), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def sent_in_a_step(world: int, *args: Any) -> dict[str, float]:
+    """Bytes by kind that a rank sends on average."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_step_of_rank, (world, folder, *args), nprocs=world)
+        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+    return {kind: statistics.fmean(each[kind] for each in found) for kind in found[0]}
+
+
+def expected_bytes(world: int) -> dict[str, tuple[float, float]]:
+    """By kind, what its formula says that a rank of the example sends, and the least; see `FORMULAS`."""
+    distinct = [ids_of(rank).unique() for rank in range(world)]
+    share, others = ROWS // world, world - 1
+    ids = statistics.fmean(int((ids_of(rank) // share != rank).sum()) for rank in range(world))
+    elsewhere = statistics.fmean(int((rows // share != rank).sum()) for rank, rows in enumerate(distinct))
+    rows, ranks_of_row = torch.cat(distinct).unique(return_counts=True)
+    union, most = len(rows), max(map(len, distinct))
+    pooled, of_columns = SAMPLES * DIM * others, union * (DIM // world) * others
+    reduced = int((ranks_of_row + world - 2).sum()) / world * DIM * CODE_BACK
+    gathered = -(-most * (4 + CODE_BACK * DIM) // 8) * 8 * others
+    return {
+        "sizes": (40 * others, 0),
+        "ids": (4 * SAMPLES * others + 4 * ids, ids * math.log2(share) / 8),
+        "pooled": (pooled * CODE, pooled * CODE),
+        "pooled gradients": (pooled * CODE_BACK, pooled * CODE_BACK),
+        "rows": (elsewhere * DIM * CODE, elsewhere * DIM * CODE),
+        "rows gradients": (elsewhere * DIM * CODE_BACK, elsewhere * DIM * CODE_BACK),
+        "row gradients": (gathered, min(gathered, reduced)),
+        "row squares": (4 * union * others, 4 * union * others),
+        "row columns": (4 * 4 * of_columns, 8 * union * others),
+    }
+
+
+FORMULAS = {  # by kind: an example of its sharding, what is sent, the least
+    "sizes": ("any", "40 (R - 1)", "none, if buffers had fixed sizes"),
+    "ids": ("row-wise", "4 B (R - 1) + 4 I", "log2(rows of a shard) bits an id"),
+    "pooled": ("row-wise", "B D c (R - 1)", "the same: a reduce-scatter"),
+    "pooled gradients": ("row-wise", "B D c (R - 1)", "the same: an all-gather"),
+    "rows": ("row-wise, sequence", "V D c", "the same"),
+    "rows gradients": ("row-wise, sequence", "V D c", "the same"),
+    "row gradients": ("data-parallel", "M (4 + D c) (R - 1)", "each row to be added once, and its sum sent to all"),
+    "row squares": ("column-wise, RowWiseAdagrad", "4 U s (R - 1)", "one number a row"),
+    "row columns": ("column-wise, LAMB", "16 U D / R (R - 1)", "two norms a row"),
+}
+
+
+def report_bytes() -> None:
+    """Measure the example on 2 and 4 ranks, compare with the formulas, and write the table into the page."""
+    adagrad, lamb = te.optim.RowWiseAdagrad(), te.optim.LAMB()
+    runs: tuple[Any, ...] = (
+        (True, RowWise(), adagrad), (False, RowWise(), adagrad), (True, DataParallel(), adagrad),
+        (True, ColumnWise(), adagrad), (True, ColumnWise(), lamb),
+    )  # fmt: skip
+    places = {"rows": 1, "rows gradients": 1, "row gradients": 2, "row squares": 3, "row columns": 4}
+    columns: list[list[str]] = [[] for _ in FORMULAS]
+    for world in (2, 4):
+        found, expected = [sent_in_a_step(world, *run) for run in runs], expected_bytes(world)
+        for column, kind in zip(columns, FORMULAS, strict=True):
+            sent = found[places.get(kind, 0)][kind]
+            if sent != expected[kind][0]:
+                sys.exit(f"{kind}: {sent} bytes a step and rank, the formula says {expected[kind][0]}")
+            column += [f"{sent:,.0f}", f"{expected[kind][1]:,.0f}"]
+    header = ["kind", "sharding", "sent by a rank", "least", "2 ranks", "least", "4 ranks", "least"]
+    lines = [[f"`{kind}`", *FORMULAS[kind], *column] for kind, column in zip(FORMULAS, columns, strict=True)]
+    page = report.ROOT / "docs" / "parallel.md"
+    table = report.markdown_table(header, lines, 4)
+    page.write_text(report.replace_section(page.read_text(), "bytes", table, "docs/parallel.md"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--criteo", metavar="FILE", help="a file in Criteo's format; its last sixth is held out")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--bytes", action="store_true", help="count the bytes of a small example instead")
     arguments = parser.parse_args()
+    if arguments.bytes:
+        report_bytes()
+        return
     shared, rows = environment(), []
     for name, path in (("criteo", arguments.criteo), ("movielens-100k", None)):
         if path is None and name == "criteo":

@@ -426,15 +426,34 @@ def _sum_few_squares(typing_context: Any, row: types.Type, size: types.Type) -> 
     return types.float32(types.int64, types.int64), generate
 
 
+@intrinsic
+def _room_for_sums(typing_context: Any) -> Any:
+    """The address of 64 float32 on the stack."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, 64)), _LONG)
+
+    return types.int64(), generate
+
+
 @called
 def sum_of_squares(row, size):
     """Σ_j row[j]² of the float32 row at an address, in the order of `triton_utils.row_sum`."""
-    if size <= SQUARES:
-        return _sum_few_squares(row, size)
-    half = SQUARES
-    while 2 * half < size:
-        half *= 2
-    return sum_of_squares(row, half) + sum_of_squares(row + 4 * half, size - half)
+    num_blocks = size // SQUARES
+    total = _sum_few_squares(row + 4 * SQUARES * num_blocks, size - SQUARES * num_blocks)
+    if num_blocks == 0:
+        return total
+    sums = float32_row(_room_for_sums(), 64)  # by level, of 2^level blocks that wait for their neighbours
+    for block in range(num_blocks):
+        found, level = _sum_few_squares(row + 4 * SQUARES * block, SQUARES), 0
+        while (block >> level) & 1:
+            found += sums[level]
+            level += 1
+        sums[level] = found
+    for level in range(64):
+        if (num_blocks >> level) & 1:
+            total += sums[level]
+    return total
 
 
 _dot_float32, _dot_float16, _dot_bfloat16 = (_make_dot(dtype) for dtype in (FLOAT32, FLOAT16, BFLOAT16))
