@@ -377,12 +377,14 @@ _MERGES = (
     (_FOURS, 1, (1, 4, 8, 2)),
     (_FOURS, 1, (4, 8, 1, 2)),
     ([first + lane for first in (0, 16, 8, 24) for lane in range(4)], 4, (8, 1, 2, 4)),
-    ([first + lane for first in (0, 16) for lane in range(8)], 8, (1, 2, 4, 8)),
 )
 
 
 def _squares(builder: Any, address: Any, size: int) -> Any:
     """The sum of `size` squares, a power of 2 up to SQUARES: neighbours in pairs, then pairs of sums."""
+    if size > 8 * DOT_LANES:  # more would not stay in registers
+        halves = (builder.add(address, _LONG(start * 4)) for start in (0, size // 2))
+        return builder.fadd(*(_squares(builder, half, size // 2) for half in halves))
     lanes = min(size, DOT_LANES)
 
     def add(left: Any, right: Any, *masks: Sequence[int]) -> Any:
@@ -439,10 +441,10 @@ def _room_for_sums(typing_context: Any) -> Any:
 @called
 def sum_of_squares(row, size):
     """Σ_j row[j]² of the float32 row at an address, in the order of `triton_utils.row_sum`."""
+    if size <= SQUARES:
+        return _sum_few_squares(row, size)
     num_blocks = size // SQUARES
     total = _sum_few_squares(row + 4 * SQUARES * num_blocks, size - SQUARES * num_blocks)
-    if num_blocks == 0:
-        return total
     sums = float32_row(_room_for_sums(), 64)  # by level, of 2^level blocks that wait for their neighbours
     for block in range(num_blocks):
         found, level = _sum_few_squares(row + 4 * SQUARES * block, SQUARES), 0
