@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+
+import tritonemb as te
 
 State = dict[str, Any]
 Row = np.ndarray
@@ -12,6 +16,10 @@ Row = np.ndarray
 
 def step(spec: Any, w: Row, state: State, g: Row, lr: float, t: int) -> Row:
     """One step for row `w` with summed gradient `g`; changes `state`, returns the new row."""
+    if isinstance(spec, te.optim.Custom):
+        by_hand = {adagrad: te.optim.Adagrad, row_wise_adagrad: te.optim.RowWiseAdagrad, adam: te.optim.Adam}
+        shared = {part.name: getattr(spec, part.name) for part in fields(te.optim.Optimizer)}
+        return step(by_hand.get(spec.step, te.optim.SGD)(**shared), w, state, g, lr, t)
     decay = spec.weight_decay
     l2 = decay if spec.weight_decay_mode == "l2" else 0.0
     decoupled = decay if spec.weight_decay_mode == "decoupled" else 0.0
@@ -65,3 +73,46 @@ def _ftrl(spec: Any, w: Row, state: State, g: Row, lr: float) -> Row:
     state["sum"], state["linear"] = n, z
     active = -(z - np.sign(z) * spec.l1) / ((spec.beta + np.sqrt(n)) / lr + spec.l2)
     return np.where(np.abs(z) <= spec.l1, 0.0, active)
+
+
+# The same by functions for `te.optim.Custom`, in the order of the built-in ones, whose roots are rounded once.
+Stepped = tuple[Tensor, dict[str, Tensor]]
+
+
+def sgd(rows: Tensor, states: dict[str, Tensor], g: Tensor, lr: Tensor, t: Tensor) -> Stepped:
+    return rows - lr * g, {}
+
+
+def adagrad(rows: Tensor, states: dict[str, Tensor], g: Tensor, lr: Tensor, t: Tensor) -> Stepped:
+    total = states["sum"] + g.square()
+    return rows - lr * g / (_root(total) + 1e-8), {"sum": total}
+
+
+def row_wise_adagrad(rows: Tensor, states: dict[str, Tensor], g: Tensor, lr: Tensor, t: Tensor) -> Stepped:
+    total = states["sum"] + g.square().mean(1)
+    return rows - (lr / (_root(total) + 1e-8)).unsqueeze(1) * g, {"sum": total}
+
+
+def adam(rows: Tensor, states: dict[str, Tensor], g: Tensor, lr: Tensor, t: Tensor) -> Stepped:
+    m = 0.9 * states["exp_avg"] + (1 - 0.9) * g
+    v = 0.999 * states["exp_avg_sq"] + (1 - 0.999) * g.square()
+    m_part, v_part = ((1 - beta ** t.double()).to(rows.dtype) for beta in (0.9, 0.999))
+    return rows - lr * (m / m_part / (_root(v / v_part) + 1e-8)), {"exp_avg_sq": v, "exp_avg": m}
+
+
+def _root(x: Tensor) -> Tensor:
+    return x.double().sqrt().to(x.dtype)
+
+
+ELEMENT = {"states": {"sum": "element"}, "whole_row": False}
+CUSTOM: dict[str, Any] = {
+    "sgd": {"step": sgd, "whole_row": False},
+    "adagrad": {"step": adagrad, **ELEMENT},
+    "row_wise_adagrad": {"step": row_wise_adagrad, "states": {"sum": "row"}},
+    "adam": {"step": adam, "states": {"exp_avg": "element", "exp_avg_sq": "element"}, "weight_decay_mode": "decoupled"},
+}
+
+
+def custom(name: str, **options: Any) -> te.optim.Custom:
+    """The built-in optimizer of that name, written by hand."""
+    return te.optim.Custom(**{**CUSTOM[name], **options})

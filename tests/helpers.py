@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from tests.formulas import custom
 from tests.strategies import random_batch, random_weights, rows_of
 from tritonemb.kernels.triton_utils import interpreting
 from tritonemb.nn.collections import TableCollection
@@ -126,8 +128,9 @@ def random_steps(
     return steps
 
 
+@functools.cache
 def configurations() -> list[te.optim.Optimizer]:
-    """Each optimizer once, with a decay, clipping or limit that differs from its neighbours'.
+    """Each optimizer once, and two written by hand, with a decay, clipping or limit that differs from its neighbours'.
 
     Where kernels are interpreted, every third of them: tests of the kernels have them all.
     """
@@ -138,4 +141,8 @@ def configurations() -> list[te.optim.Optimizer]:
     )
     limits = ({}, {"max_gradient": 0.5}, {"max_norm": 1.5}, {"max_gradient": 0.5, "max_norm": 1.5})
     every = [kind(lr=0.05, **decays[index % 3], **limits[index % 4]) for index, kind in enumerate(OPTIMIZERS.values())]
+    every += [
+        custom("adam", lr=0.05, weight_decay=0.1),
+        custom("row_wise_adagrad", lr=0.05, weight_decay=0.05, max_gradient=0.5, max_norm=1.5),
+    ]
     return fewer(every, every[1::3])

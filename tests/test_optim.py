@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -9,8 +10,9 @@ import pickle
 import pytest
 
 import tritonemb as te
+from tests.formulas import CUSTOM, adagrad, custom
 from tritonemb.optim import OPTIMIZERS, Optimizer
-from tritonemb.optimizers import Hyperparameters
+from tritonemb.optimizers import Hyperparameters, customs
 
 NAMES = {
     "sgd": "SGD",
@@ -122,3 +124,43 @@ def test_bad_arguments_of_single_optimizers(kind, options, message):
 def test_what_is_no_number(value):
     with pytest.raises(TypeError, match="SGD: lr must be a number"):
         te.optim.SGD(lr=value)
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_custom_one_is_a_frozen_value_with_a_name_of_its_own(name):
+    spec = custom(name, lr=0.1, max_norm=2.0)
+    built_in = OPTIMIZERS[name]
+    assert spec.states == built_in.states
+    assert spec.hyperparameters[:6] == built_in(lr=0.1, max_norm=2.0).hyperparameters[:6]
+    assert spec.reads_whole_rows == spec.whole_row
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.lr = 1.0
+    for other in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), dataclasses.replace(spec, lr=0.1)):
+        assert other == spec
+        assert hash(other) == hash(spec)
+        assert other.name.isidentifier()
+        assert other.name != spec.name
+        assert customs[other.name] is other
+    gone = other.name
+    del other
+    assert gone not in customs
+    assert customs[spec.name] is spec
+
+
+BAD_CUSTOM = [
+    ({"step": None}, TypeError, "step must be a function .* got None"),
+    ({"states": ["sum"]}, TypeError, r"states a dict like .* and \['sum'\]"),
+    ({"states": {"a b": "row"}}, ValueError, "names that are identifiers.*got 'a b': 'row'"),
+    ({"states": {3: "row"}}, ValueError, "names that are identifiers.*got 3: 'row'"),
+    ({"states": {"weight": "row"}}, ValueError, "got 'weight': 'row'"),
+    ({"states": {"step": "element"}}, ValueError, "got 'step': 'element'"),
+    ({"states": {"sum": "rows"}}, ValueError, "states must be \"row\" or \"element\".*got 'sum': 'rows'"),
+    ({"states": {"sum": "row"}, "whole_row": False}, ValueError, "state 'sum' has one value for the whole row"),
+    ({"lr": -1.0}, ValueError, "lr must lie in"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BAD_CUSTOM, ids=str)
+def test_bad_arguments_of_a_custom_one(options, kind, message):
+    with pytest.raises(kind, match=f"^Custom: .*{message}"):
+        te.optim.Custom(**{"step": adagrad, **options})

@@ -5,9 +5,12 @@ parts were clamped to ±`max_gradient`. Arithmetic is float32 whatever the table
 the embedding dim; sums and norms run over one row. How it is computed is in `kernels/row_update.py`.
 """
 
+import itertools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from weakref import WeakValueDictionary
 
 WeightDecayMode = Literal["none", "l2", "decoupled"]
 NonFinite = Literal["propagate", "raise", "skip"]
@@ -217,8 +220,50 @@ class FTRL(Optimizer):
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("linear", True), StateSpec("sum", True))
 
 
+@dataclass(frozen=True)
+class Custom(Optimizer):
+    """A function of yours: `rows, states = step(rows, states, g, lr, t)`, all float32; no gradient is recorded.
+
+    Args:
+        step: of any number of rows of any tables of one dim, `rows` and `g` `[U, D]`; their states by name, `[U]` or
+            `[U, D]`; `lr` `[]`; and `t`, int64 `[]`. It returns tensors like `rows` and `states`. No row may depend on
+            others, and equal rows must get equal bits. It may be a `torch.compile`d function.
+        states: by name "row", one value a row, or "element", one for each element; zero at first.
+        whole_row: whether an element depends on others of its row. If not, column-wise shards exchange nothing.
+
+    Weight decay, clamping, `max_norm` and rounding are done around the function, as for SGD.
+    """
+
+    step: Callable[..., Any] = field(kw_only=True)
+    states: Any = field(default=(), kw_only=True)  # type: ignore[misc]  # a mapping becomes `StateSpec`s
+    whole_row: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.step) or not isinstance(self.states, Mapping | tuple):
+            wanted = 'step must be a function of rows, states, g, lr and t, and states a dict like {"sum": "element"}'
+            raise TypeError(f"Custom: {wanted}, got {self.step!r} and {self.states!r}")
+        for name, size in dict(self.states).items():
+            if not str(name).isidentifier() or name in ("weight", "step", "skipped") or size not in _SIZES:
+                wanted = '"row" or "element", by names that are identifiers other than "weight", "step" and "skipped"'
+                raise ValueError(f"Custom: states must be {wanted}, got {name!r}: {size!r}")
+            if not self.whole_row and size in _SIZES[:2]:
+                raise ValueError(f"Custom: state {name!r} has one value for the whole row; leave whole_row=True")
+        states = (StateSpec(name, size in _SIZES[2:]) for name, size in dict(self.states).items())
+        self.__setstate__({"states": tuple(states), "reads_whole_rows": self.whole_row})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a name of its own."""
+        vars(self).update(state, name=f"custom_{next(_numbers)}")
+        customs[self.name] = self
+
+
+_SIZES = ("row", False, "element", True)
+_numbers = itertools.count()
+customs: WeakValueDictionary[str, Custom] = WeakValueDictionary()  # by name
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     kind.name: kind
     for kind in (SGD, RowWiseAdagrad, Adagrad, Adam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB, LARSSGD, FTRL)
 }
-KINDS = {name: kind for kind, name in enumerate(OPTIMIZERS)}  # the number by which kernels know each
+# The number by which kernels know each. "assign": a row becomes its gradient; "place": the table has a row a group.
+KINDS = {name: kind for kind, name in enumerate([*OPTIMIZERS, "assign", "place"])}

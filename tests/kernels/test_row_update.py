@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tritonemb.kernels import row_update as triton
 from tritonemb.kernels.row_groups import row_groups
 from tritonemb.kernels.triton_utils import TablesOfDtype
 from tritonemb.layout import make_layout
+from tritonemb.ops import row_update as row_update_op
 from tritonemb.ops.registry import forced
 from tritonemb.optim import OPTIMIZERS
 
@@ -53,6 +55,112 @@ def test_twenty_steps_equal_the_references(name, data, weighted, seed):
 @pytest.mark.usefixtures("poisoned")
 def test_twenty_steps_equal_the_references_thoroughly(name, pooled, data, weighted, seed):
     check_against_reference(data.draw(tables(pooled=pooled)), data.draw(optimizers(name)), weighted, seed, pooled)
+
+
+def check_custom(configs, name, options, weighted, seed, pooled=True):
+    """Against the built-in one. What has one arithmetic has its bits; means of a row and powers may be a unit off."""
+    custom, built_in = formulas.custom(name, lr=0.1, **options), OPTIMIZERS[name](lr=0.1, **options)
+    mine, twin = make_collection(configs, custom, pooled), make_collection(configs, built_in, pooled)
+    steps = random_steps(mine, 4, batch_size=7, weighted=weighted, seed=seed)
+    train(mine, steps)
+    train(twin, steps)
+    if name in ("sgd", "adagrad") and "max_norm" not in options:
+        assert_same_bits(contents(mine), contents(twin), title=repr(custom))
+    else:
+        gap = 0.0 if all(table.dtype == torch.float32 for table in configs) else 0.02  # a 16-bit unit, a few times
+        assert_close(contents(mine), contents(twin), rtol=1e-6 + gap, atol=1e-6 + gap, title=repr(custom))
+
+
+@pytest.mark.parametrize("elements", [1, 50, 1 << 18])
+@pytest.mark.parametrize("name", formulas.CUSTOM)
+@settings(max_examples=8)
+@given(data=st.data(), weighted=st.booleans(), pooled=st.booleans(), seed=seeds)
+@pytest.mark.few(4)
+def test_a_custom_optimizer_is_the_built_in_one(name, elements, data, weighted, pooled, seed):
+    """However many elements its function is given at once."""
+    configs = data.draw(tables(pooled=pooled, dtypes=TABLE_DTYPES))
+    options = data.draw(st.sampled_from([{}, {"max_gradient": 0.3}, {"max_norm": 0.7}, {"weight_decay": 0.1}]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_update_op, "ELEMENTS_AT_ONCE", elements)
+        check_custom(configs, name, options, weighted, seed, pooled)
+
+
+def grow(rows, states, g, lr, t):
+    """Three states, of which one counts; changes what it is given, which it may."""
+    states["count"] += 1
+    rows -= lr * g / states["count"].unsqueeze(1)
+    return rows, {"last": g, "count": states["count"], "sum": states["sum"] + g}
+
+
+MISTAKES = {
+    "raises": (lambda rows, states, new: rows.nope, RuntimeError, "raised AttributeError: .*nope"),
+    "rows": (lambda rows, states, new: (rows[:, :1], new), ValueError, "must return rows and states .*, got"),
+    "dtype": (lambda rows, states, new: (rows.double(), new), ValueError, "float64"),
+    "state's shape": (lambda rows, states, new: (rows, {**new, "sum": new["sum"][:, 0]}), ValueError, "got"),
+    "missing": (lambda rows, states, new: (rows, {"sum": new["sum"]}), ValueError, "got .*'sum'"),
+    "extra": (lambda rows, states, new: (rows, {**new, "more": rows}), ValueError, "got .*'more'"),
+    "no tuple": (lambda rows, states, new: rows, ValueError, "got"),
+    "number": (lambda rows, states, new: (rows, {**new, "count": 3}), ValueError, "got .*int"),
+}
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_custom_step_names_the_table_and_changes_nothing(implementation, name, monkeypatch, request):
+    """Also if the calls before have been right."""
+    if implementation == "triton":
+        request.getfixturevalue("device")
+    wrong, kind, message = MISTAKES[name]
+    calls = []
+
+    def step(rows, states, g, lr, t):
+        calls.append(rows.shape[1])
+        new = {"sum": states["sum"] + g, "count": states["count"] + 1}
+        return wrong(rows, states, new) if rows.shape[1] == 3 else (rows - lr * g, new)
+
+    monkeypatch.setattr(row_update_op, "ELEMENTS_AT_ONCE", 16)
+    spec = te.optim.Custom(step=step, states={"sum": "element", "count": "row"})
+    collection = make_collection([te.TableConfig("first", 9, 8), te.TableConfig("second", 9, 3)], spec)
+    before = contents(collection)
+    with forced(implementation), pytest.raises(kind, match=f"^table 'second', all tables are unchanged: .*{message}"):
+        train(collection, random_steps(collection, 1))
+    assert 8 in calls
+    assert_same_bits(contents(collection), before)
+
+
+def test_a_custom_optimizer_may_have_three_states_and_change_what_it_is_given():
+    spec = te.optim.Custom(lr=0.5, step=grow, states={"count": "row", "last": "element", "sum": "element"})
+    table = te.TableConfig("table", 6, 3, init=torch.nn.init.zeros_)
+    collection = te.nn.EmbeddingBagCollection([table], optimizer=spec)
+    batch = te.KeyedJaggedTensor.from_lists({"table": [[1], [4, 1]]})
+    for _ in range(2):
+        train(collection, [(batch, torch.tensor([[1.0, 2.0, 3.0], [0.0, 2.0, 0.0]]))])
+    found = contents(collection)
+    assert found["table.count"].tolist() == [0, 2, 0, 0, 2, 0]
+    assert found["table.last"][[1, 4]].tolist() == [[1, 4, 3], [0, 2, 0]]
+    assert found["table.sum"][[1, 4]].tolist() == [[2, 8, 6], [0, 4, 0]]
+    assert found["table.weight"][[1, 4]].tolist() == [[-0.75, -3, -2.25], [0, -1.5, 0]]
+    assert not found["table.weight"][[0, 2, 3, 5]].any()
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise", "propagate"])
+def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(nonfinite):
+    configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 5, dtype=torch.bfloat16)]
+    found = []
+    for spec in (formulas.custom("adagrad", nonfinite=nonfinite), te.optim.Adagrad(nonfinite=nonfinite)):
+        collection = make_collection(configs, spec)
+        steps = random_steps(collection, 3)
+        steps[1][1][1, 2], steps[1][1][4, 6] = torch.nan, torch.inf
+        for number, step in enumerate(steps):
+            if nonfinite == "raise" and number == 1:
+                with pytest.raises(ValueError, match="table 'a': the gradient of row"):
+                    train(collection, [step])
+            else:
+                train(collection, [step])
+        found.append((contents(collection), collection.skipped_rows()))
+    assert_same_bits(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert any(found[0][1].values()) == (nonfinite == "skip")
 
 
 DECAYS = {"none": 0.0, "l2": 0.1, "decoupled": 0.1}
@@ -94,7 +202,7 @@ def test_unpooled_updates_equal_the_references(name, data, weighted, seed):
 @pytest.mark.parametrize("dtype", TABLE_DTYPES[1:])
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
 def test_a_16_bit_step_has_the_references_bits(optimizer, dtype, stochastic):
-    optimizer = type(optimizer)(**{**vars(optimizer), "stochastic_rounding": stochastic})
+    optimizer = replace(optimizer, stochastic_rounding=stochastic)
     configs = [te.TableConfig("a", 300, 60, dtype=dtype), te.TableConfig("b", 40, 7, dtype=dtype)]
     collection = make_collection(configs, optimizer)
     twin = copy.deepcopy(collection)
@@ -273,6 +381,22 @@ def test_triton_updates_small_tables_with_the_references_bits(device, index):
         te.TableConfig("b", 5, 3, features=["y"], dtype=torch.bfloat16),
     ]
     steps = random_steps(make_collection(configs, optimizer), 2, batch_size=4, max_length=3, weighted=True, seed=index)
+    check_triton_has_the_references_bits(device, configs, optimizer, steps)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", formulas.CUSTOM)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_updates_by_a_custom_step_with_the_references_bits(device, name):
+    """Several dims and dtypes, a feature of two tables, rows that are skipped."""
+    optimizer = formulas.custom(name, weight_decay=0.1, max_gradient=0.5, max_norm=1.5, nonfinite="skip")
+    configs = [
+        te.TableConfig("a", 9, 20, features=["x", "y"], pooling="mean"),
+        te.TableConfig("b", 5, 3, features=["y"], dtype=torch.bfloat16),
+        te.TableConfig("c", 7, 20, features=["z"]),
+    ]
+    steps = random_steps(make_collection(configs, optimizer), 3, batch_size=4, max_length=3, weighted=True)
+    steps[1][1][1, 2], steps[1][1][2, 41] = torch.nan, torch.inf
     check_triton_has_the_references_bits(device, configs, optimizer, steps)
 
 

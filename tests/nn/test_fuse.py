@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
+from tests.formulas import custom
 from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.public
@@ -119,6 +120,27 @@ class TestTraining:
         torch.testing.assert_close(
             train(model, [optimizer], steps), train(reference, both, steps), rtol=1e-4, atol=1e-5
         )
+
+    @pytest.mark.parametrize("update", ["backward", "step"])
+    def test_a_custom_optimizer_trains_as_the_built_in_one(self, update):
+        """Tables count their own steps: the one that a pass leaves out stays behind."""
+        model, reference = pair()
+        optimizers = [
+            te.optim.fused(each, spec, dense=lambda rest: torch.optim.SGD(rest, lr=0.1), update=update)
+            for each, spec in ((model, custom("adagrad", lr=0.1)), (reference, te.optim.Adagrad(lr=0.1)))
+        ]
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            train(each, [optimizer], batches(3))
+            optimizer.zero_grad()
+            each.item(torch.tensor([3, 5])).sum().backward()
+            optimizer.step()
+            train(each, [optimizer], batches(2, seed=1))
+        assert {int(each.step) for each in (model.item, model.bags["tags"])} == {5, 6}
+        assert_same_bits(dict(model.state_dict()), dict(reference.state_dict()))
+        file = io.BytesIO()
+        torch.save(optimizers[0].state_dict(), file)  # no function in it
+        file.seek(0)
+        optimizers[0].load_state_dict(torch.load(file))
 
     def test_without_an_optimizer_gradients_are_ordinary(self):
         model, reference = pair()

@@ -55,7 +55,7 @@ def check(configs, optimizer, pooled, placements, cache, depth, num_steps, weigh
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
 def test_training_has_the_bits_of_tables_on_the_device(optimizer, dtype):
     """Placements, caches and look-ahead go around together, so that each meets many optimizers."""
-    turn = list(te.optim.OPTIMIZERS).index(optimizer.name) + TABLE_DTYPES.index(dtype)
+    turn = configurations().index(optimizer) + TABLE_DTYPES.index(dtype)
     for pooled, configs in ((True, POOLED), (False, UNPOOLED)):
         placements = (("host",), ("disk",), (CACHED, "host", "device"))[turn % 3]
         cast = [replace(config, dtype=dtype) for config in configs]

@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import tritonemb as te
+from tests.formulas import CUSTOM, custom
 from tests.helpers import output_of
 from tests.sharding.cases import (
     Case,
@@ -123,11 +124,16 @@ def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
 
 
 @pytest.mark.parametrize(
-    ("name", "world"), [("lamb", 2), *(pytest.param(name, 4, marks=pytest.mark.more) for name in sorted(OPTIMIZERS))]
+    ("name", "world"),
+    [
+        ("lamb", 2),
+        ("custom row_wise_adagrad", 2),
+        *(pytest.param(name, 4, marks=pytest.mark.more) for name in sorted(OPTIMIZERS)),
+        *(pytest.param(f"custom {name}", 4, marks=pytest.mark.more) for name in CUSTOM),
+    ],
 )
 def test_every_optimizer_with_its_options(ranks, name, world):
-    kind = OPTIMIZERS[name]
-    plain = kind(lr=0.05)
+    plain = custom(name.split()[1], lr=0.05) if " " in name else OPTIMIZERS[name](lr=0.05)
     options = [
         plain,
         replace(plain, weight_decay=0.01, max_norm=0.7),
@@ -172,6 +178,28 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
         )
         for name in ("sgd", "row_wise_adagrad", "adam", "lamb")
         for pooled in (True, False)
+    ]
+    assert not run(ranks, given)
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("kind", sorted(ALONE))
+@pytest.mark.few(3)
+def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, kind, world):
+    """Of whole rows, and of elements, whose columns are not exchanged."""
+    shardings, local = ALONE[kind](world)
+    given = [
+        Case(
+            tables(pooled, len(shardings), dtype),
+            tuple(shardings),
+            custom(name, lr=0.05),
+            sizes(world, 3, 1 + pooled),
+            pooled,
+            local,
+            seed=5,
+        )
+        for name in ("adagrad", "row_wise_adagrad", "adam")
+        for pooled, dtype in ((True, torch.float32), (False, torch.bfloat16))
     ]
     assert not run(ranks, given)
 

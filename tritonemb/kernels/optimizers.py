@@ -4,20 +4,24 @@ Divisions and roots are IEEE's and sums over a row have one order, so both give 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tritonemb import errors
 from tritonemb.kernels.cpu.optimizers import power
 from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_by_torch, tl
-from tritonemb.layout import Layout, TableRow
-from tritonemb.optimizers import KINDS, Hyperparameters, NonFinite, WeightDecayMode
+from tritonemb.layout import DIM, FIRST_ROW, ROW_DIM, TABLE, Layout, TableRow, TensorList, names_in
+from tritonemb.memory import empty_result
+from tritonemb.optimizers import KINDS, OPTIMIZERS, Custom, Hyperparameters, NonFinite, WeightDecayMode, customs
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
-    tl.constexpr(kind) for kind in KINDS.values()
+    tl.constexpr(KINDS[name]) for name in OPTIMIZERS
 )
+ASSIGN, PLACE = tl.constexpr(KINDS["assign"]), tl.constexpr(KINDS["place"])
 _CONSTANTS = (*Hyperparameters._fields, "rest1", "rest2")
 _READ = ["weight_decay", "max_norm", "eps", "beta1", "beta2", "momentum", "eta", "beta", "l1", "l2", "rest1", "rest2"]
 WEIGHT_DECAY, MAX_NORM, EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2, REST1, REST2 = (
@@ -70,6 +74,8 @@ def step_rows(
         w = w * (1.0 - lr * tl.load(h + WEIGHT_DECAY))
     if KIND == SGD:
         w = w - lr * g
+    elif KIND == ASSIGN or KIND == PLACE:
+        w = g
     elif KIND == ROW_WISE_ADAGRAD:
         state1 = state1 + tl.div_rn(row_sum(g * g, ROWS, BLOCK), dim)
         w = w - tl.div_rn(lr, tl.sqrt_rn(state1) + tl.load(h + EPS))[:, None] * g
@@ -142,26 +148,29 @@ def apply_sums_(
     for table, own, good in zip(tables, rows, finite, strict=True):
         if mode == "raise" and not bool(good.all()):
             raise errors.bad_gradient(table.first_row + int(own[~good][0]), layout)
-    step += 1
-    steps = step.expand(len(weights)).tolist()
+    steps = (step + 1).expand(len(weights)).tolist()
+    names, changes = names_in(layout.table_names), []
     for index, (weight, own, gradient) in enumerate(zip(weights, rows, gradients, strict=True)):
         if mode == "skip":
-            skipped[index] += (~finite[index]).sum()
             own, gradient = own[finite[index]], gradient[finite[index]]
         table_states = states[index :: len(weights)]
         new_states = [state.view(state.shape[0], -1)[own].to(gradient.dtype) for state in table_states]
         row, rate = weight[own].to(gradient.dtype), learning_rate.to(gradient.dtype)
-        row, new_states = step_by_torch(optimizer, row, new_states, gradient, rate, steps[index], h)
+        new = step_by_torch(optimizer, row, new_states, gradient, rate, steps[index], h, table=names[index])
+        changes.append((weight, own, table_states, *new))
+    step += 1
+    skipped += torch.stack([(~good).sum() for good in finite]) * (mode == "skip")
+    for index, (weight, own, table_states, row, new_states) in enumerate(changes):
         weight[own] = narrow(row, weight, tables[index], own, steps[index])
-        for state, new in zip(table_states, new_states, strict=True):
-            state.view(state.shape[0], -1)[own] = new.to(state.dtype)
+        for state, new_state in zip(table_states, new_states, strict=True):
+            state.view(state.shape[0], -1)[own] = new_state.to(state.dtype)
 
 
 def step_by_torch(
-    optimizer: str, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: int, h: Hyperparameters,
-    mean_of_squares: Tensor | None = None,
+    optimizer: str, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: int | Tensor, h: Hyperparameters,
+    mean_of_squares: Tensor | None = None, table: str = "",
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """One step for rows `w` `[R, dim]` with states `[R, dim]` or `[R, 1]` and summed gradients `g`.
+    """One step for rows `w` `[R, dim]` of `table` with states `[R, dim]` or `[R, 1]` and summed gradients `g`.
 
     `mean_of_squares` `[R, 1]`: of a row's gradients, decay included, where `w` has only some of its columns.
     Returns the new rows and states.
@@ -171,9 +180,11 @@ def step_by_torch(
         return w, states
     if decay and mode == "l2" and optimizer != "lars_sgd":
         g = g + decay * w
-    if mode == "decoupled" and "lamb" not in optimizer:
+    if decay and mode == "decoupled" and "lamb" not in optimizer:
         w = w * (1 - lr * decay)
-    if optimizer == "sgd":
+    if optimizer in customs:
+        w, states = _step_by_user(customs[optimizer], w, states, g, lr, torch.as_tensor(t, device=w.device), table)
+    elif optimizer == "sgd":
         w = w - lr * g
     elif optimizer == "row_wise_adagrad":
         states = [states[0] + _mean_of_squares(g, mean_of_squares)]
@@ -216,6 +227,108 @@ def step_by_torch(
         # A number over a tensor would be the number times a rounded reciprocal.
         w = torch.where(norm > h.max_norm, w * (torch.full_like(norm, h.max_norm) / norm), w)
     return w, states
+
+
+def _step_by_user(
+    spec: Custom, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: Tensor, table: str
+) -> tuple[Tensor, list[Tensor]]:
+    """Steps `t` are one, `[]`, or each row's own, `[R]`."""
+    step, rows = spec.step, w
+    given = {one.name: s if one.per_element else s[:, 0] for one, s in zip(spec.states, states, strict=True)}
+    if t.dim():  # rows one by one, as batches of one
+        step, rows, g = torch.vmap(step, (0, 0, 0, None, 0)), w.unsqueeze(1), g.unsqueeze(1)
+        given = {name: state.unsqueeze(1) for name, state in given.items()}
+    described = partial(tree_map, lambda x: (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else type(x).__name__)
+    wanted, where = described((rows, given)), f"table {table!r}, all tables are unchanged: Custom's step"
+    try:
+        result = step(rows, given, g, lr.clone(), t.clone())
+    except Exception as error:
+        raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
+    if described(result) != wanted:
+        raise ValueError(f"{where} must return rows and states {wanted}, got {described(result)}")
+    return result[0].reshape(w.shape), [result[1][one.name].reshape(w.shape[0], -1) for one in spec.states]
+
+
+def update_by_user_(
+    row_update_: Callable[..., None], embedding_bag: Callable[..., Tensor], at_once: int | None,
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> None:  # fmt: skip
+    """`row_update_` for a `Custom`: sum gradients, read rows and call its function; when all calls are done, write.
+
+    `at_once`: elements of a call; None on a GPU, whose host does not know the number of rows: all places, by dim.
+    """
+    h, (rows, _, _, num_groups), num_tables = Hyperparameters(*hyperparameters), groups, len(weights)
+    rows = rows if at_once is None else rows[: int(num_groups)]
+    if not (size := rows.numel()):
+        step += 1
+        return
+    places = torch.arange(size + 1, device=grad.device, dtype=torch.int32)
+    rows = rows.where(places[:-1] < num_groups, layout.num_rows)  # ascending to the end
+    first_rows, row_dims = layout.tables[:, FIRST_ROW].contiguous(), layout.tables[:, ROW_DIM]
+    begins = torch.cat([torch.searchsorted(rows, first_rows), places[-1:]])
+    tables = torch.searchsorted(first_rows, rows, right=True) - 1
+    ids = rows - first_rows[tables]
+    every = [tensor if tensor.dim() > 1 else tensor.unsqueeze(1) for tensor in (*weights, *states)]
+    owned = [TensorList(every[first : first + num_tables]) for first in range(0, len(every), num_tables)]
+    layouts = [_layout_of_rows(layout, max(tensor.shape[1] for tensor in own)) for own in owned]
+
+    dims, skips = [weight.shape[1] for weight in weights], NONFINITE_MODES[int(h.nonfinite)] == "skip"
+    sums = {dim: empty_result((size, dim), torch.float32, grad.device) for dim in dict.fromkeys(dims)}
+    for of_dim in sums.values() if at_once is None else ():
+        of_dim.fill_(torch.inf)  # which sums of skipped rows stay
+    done, now_skipped = step.clone(), skipped.clone()
+    row_update_(
+        [sums[dim] for dim in dims], [], done, now_skipped, learning_rate, grad, offsets, sample_weights, "place",
+        Hyperparameters(max_gradient=h.max_gradient, nonfinite=h.nonfinite), groups, layout,
+    )  # fmt: skip
+
+    def read(begin: int, end: int, dim: int) -> list[Tensor]:
+        batch, widths = (ids[begin:end], begins.clamp(begin, end) - begin, None), [min(dim, of.width) for of in layouts]
+        of_rows = zip(owned, layouts, widths, strict=True)
+        return [embedding_bag(own, *batch, of._replace(width=width), False) for own, of, width in of_rows]
+
+    if at_once is None:
+        new, t = read(0, size, max(dims)), [done[tables] if done.dim() else done] * num_tables
+        blocks = [(0, size, dims.index(dim)) for dim in sums]
+    else:
+        new = [empty_result((size, of.width), torch.float32) for of in layouts]
+        new[:1] = [*sums.values()] if len(sums) == 1 else new[:1]  # a block's own, which it no longer needs
+        t = done.expand(num_tables).tolist()
+        kinds, firsts = [*zip(dims, t, strict=True)], begins[:-1].tolist()
+        changes = [begin for table, begin in enumerate(firsts) if begin < size and kinds[table] != kinds[table - 1]]
+        starts = sorted({*range(0, size, max(1, at_once // max(dims))), *changes})
+        blocks = [*zip(starts, [*starts[1:], size], tables[starts].tolist(), strict=True)]
+    for begin, end, first in blocks:
+        dim, mine, table = dims[first], None, names_in(layout.table_names)[first]
+        out, g = [each[begin:end, :dim] for each in new], sums[dim][begin:end]
+        old = given = out if at_once is None else read(begin, end, dim)
+        if skips or at_once is None:
+            mine = ((row_dims[tables[begin:end]] == dim) & (g.isfinite().all(1) | (not skips))).unsqueeze(1)
+            given = [each.clone() for each in old]
+        w, found = step_by_torch(optimizer, given[0], given[1:], g, learning_rate, t[first], h, table=table)
+        # Weights at last: their place may be that of `g`, which may be a state.
+        for to, values, before in zip(out[::-1], [*found[::-1], w], old[::-1], strict=True):
+            to.copy_(values if mine is None else values.where(mine, before))
+
+    changed, rounding = torch.where((done > step).any(), num_groups, 0), h.stochastic_rounding  # 0: one was refused
+    for own, values, of in zip(owned, new, layouts, strict=True):
+        row_update_(
+            own, [], step.clone(), skipped.clone(), learning_rate, values, begins, None, "assign",
+            Hyperparameters(stochastic_rounding=rounding), (rows, places, places[:-1], changed), of,
+        )  # fmt: skip
+    step.copy_(done)
+    skipped.copy_(now_skipped)
+
+
+def _layout_of_rows(layout: Layout, width: int) -> Layout:
+    """The tables, or a state of theirs of this width, looked up by a batch of one sample, not pooled."""
+    tables, numbers = layout.tables.clone(), torch.arange(layout.tables.shape[0] + 1, device=layout.tables.device)
+    tables[:, ROW_DIM].clamp_(max=width)
+    lookups = torch.zeros_like(tables[:, :4])
+    lookups[:, TABLE], lookups[:, DIM] = numbers[:-1], tables[:, ROW_DIM]
+    return Layout(tables, lookups, numbers, layout.table_names, "", 1, layout.num_rows, width, False)
 
 
 def _sqrt(x: Tensor) -> Tensor:

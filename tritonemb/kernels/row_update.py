@@ -29,7 +29,7 @@ from tritonemb.kernels.gradient_sums import (
     place_gradients,
     warps_for,
 )
-from tritonemb.kernels.optimizers import NONFINITE_MODES, constants_of, step_rows
+from tritonemb.kernels.optimizers import NONFINITE_MODES, PLACE, constants_of, step_rows
 from tritonemb.kernels.random import narrow_stochastic, random16
 from tritonemb.kernels.triton_utils import (
     BAD_GRADIENT,
@@ -63,7 +63,7 @@ from tritonemb.kernels.triton_utils import (
     widen,
 )
 from tritonemb.layout import TABLE_SIZE, Layout, TableRow, fact
-from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters
+from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, Optimizer
 
 RAISE = NONFINITE_MODES.index("raise")
 NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
@@ -125,6 +125,8 @@ def _update_kernel(
         first = tl.load(starts + group, mask=ours, other=0)
         stop = tl.load(starts + group + 1, mask=ours, other=0)
         row = linear - tl.load(field_at(tables, table, FIRST_ROW))
+        if KIND == PLACE:
+            row = group.to(tl.int64)
         # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
         dim = tl.multiple_of(tl.load(field_at(tables, table, ROW_DIM), mask=ours, other=0).to(tl.int32), STEP)
         mask = columns[None, :] < dim[:, None]
@@ -190,7 +192,7 @@ def row_update_(
 
     On a GPU the next lookup or update, or `check_errors`, raises a gradient that is not finite; no table changes.
     """
-    device, h = grad.device, Hyperparameters(*hyperparameters)
+    device, h, spec = grad.device, Hyperparameters(*hyperparameters), OPTIMIZERS.get(optimizer, Optimizer)
     assert step.dim() == 0 or step.shape == (len(weights),)
     poll(device)
     rows, starts, _, num_groups = groups
@@ -203,7 +205,7 @@ def row_update_(
     block = max(8, next_power_of_2(max(dims)))  # eight elements share a random counter
     grad_step = alignment_of([grad], dims) // grad.element_size()
     nonfinite, betas = int(h.nonfinite), None
-    if OPTIMIZERS[optimizer].corrects_bias:
+    if spec.corrects_bias:
         betas = on_device([h.beta1, h.beta2], device, torch.float64)
     own_steps, step = step, step.contiguous()
     placed, found, corrections = place_gradients(
@@ -217,7 +219,7 @@ def row_update_(
     )  # fmt: skip
     pointers = fact(states, pointers_to) + (0,) * (2 * num_tables - len(states))
     state_align = math.gcd(16, *pointers)
-    kinds = [int(spec.per_element) + 1 for spec in OPTIMIZERS[optimizer].states] + [0, 0]
+    kinds = [int(state.per_element) + 1 for state in spec.states] + [0, 0]
     for check_only in (True, False) if nonfinite == RAISE else (False,):
         if nonfinite == RAISE and not check_only:
             step += found[1] == NO_ROW_FOUND
@@ -243,7 +245,7 @@ def row_update_(
 
 def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> int:
     """Rows that a warp updates at once: as many elements a lane as its registers hold beside states and noise."""
-    has_element_state = any(spec.per_element for spec in OPTIMIZERS[optimizer].states)
+    has_element_state = any(spec.per_element for spec in OPTIMIZERS.get(optimizer, Optimizer).states)
     per_lane = 4 if has_element_state else 16 if dtype == torch.float32 and align == 16 else 8
     return max(1, min(32, per_lane * lanes() // block))
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from tritonemb.layout import Layout, TensorList, dtypes_of, fact
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
-from tritonemb.ops.registry import BATCH, CPU, chosen, define, kernel, unflatten
+from tritonemb.ops.registry import BATCH, CPU, TRITON, chosen, define, kernel, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, wait_for_groups
-from tritonemb.optimizers import Hyperparameters, NonFinite
+from tritonemb.optimizers import Hyperparameters, NonFinite, customs
 
 SKIP = get_args(NonFinite).index("skip")
 NOT_ACCUMULATING = -1
+ELEMENTS_AT_ONCE = 1 << 19  # that a user's function is given on the CPU: they stay in its caches
 _DRAWN_AT_ONCE = 1 << 24  # elements of other dtypes, drawn as float32
 _accumulated_rates: set[int] = set()  # addresses of learning rates
 passes: dict[int, tuple[int, int]] = {}  # by such an address: backward passes that updated, and which was the last
@@ -95,13 +96,19 @@ def _update(
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
         weights, states = weights.unmoved(), states.unmoved()
     dtypes = fact(weights, dtypes_of)
+    name, update = chosen("row_update_", grad.device, dtypes), kernel("row_update_", grad.device, dtypes)
     if isinstance(groups, Tensor):
         check_ids(groups, layout.multiplicity)
-        if chosen("row_update_", grad.device, dtypes) != CPU:  # whose kernel groups by itself
+        if name != CPU or optimizer in customs:  # the CPU's kernel groups by itself
             groups = row_groups(groups, offsets, layout)
     else:
         wait_for_groups(grad.device)
-    kernel("row_update_", grad.device, dtypes)(
+    if optimizer in customs and name in (CPU, TRITON):
+        from tritonemb.kernels.optimizers import update_by_user_  # loads the compiler
+
+        at_once = ELEMENTS_AT_ONCE if name == CPU else None
+        update = partial(update_by_user_, update, kernel("embedding_bag", grad.device, dtypes), at_once)
+    update(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
         layout,
     )  # fmt: skip

@@ -321,15 +321,19 @@ class WholeRowUpdate:
             if optimizer.nonfinite == "raise" and not bool(finite.all()):
                 raise gradient_not_finite(cut.table.name, int(cut.rows[~finite][0]))
         count_pass(counters["learning_rate"])
+        changes = []  # which are made when all steps have been
         for cut, (finite, gradient, weight, states, columns, mean) in zip(updated, known, strict=True):
             rows = finite if optimizer.nonfinite == "skip" else torch.ones_like(finite)
             weight, states = step_by_torch(
                 optimizer.name, weight[rows], [state.view(len(rows), -1)[rows] for state in states], gradient[rows],
                 counters["learning_rate"], step, optimizer.hyperparameters, None if mean is None else mean[rows],
+                cut.table.name,
             )  # fmt: skip
             pairs = zip(optimizer.states, states, strict=True)
             new = [state[:, columns] if spec.per_element else state.flatten() for spec, state in pairs]
-            cut.write(rows, weight[:, columns], new, step, optimizer)
+            changes.append((cut, rows, weight[:, columns], new))
+        for cut, rows, weight, new in changes:
+            cut.write(rows, weight, new, step, optimizer)
             cut.pinned.tables.counters["skipped"][cut.place] += (~rows).sum()
         for part in lookups:
             part[0].pinned.tables.counters["step"] += 1

@@ -82,8 +82,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert spec is not None
         self._tables, self._states, self._deferred = tables, states, deferred
         self._passes = tables.passes_so_far()  # when this was made, or last stepped
-        super().__init__([weight for _, weight, _ in states()], asdict(spec))
-        self.param_groups[0] = ParamGroup(self.param_groups[0], asdict(spec), tables.set_learning_rate)
+        # A function and what it needs are no settings, which a `state_dict` holds.
+        settings = {name: value for name, value in asdict(spec).items() if name not in ("step", "states")}
+        super().__init__([weight for _, weight, _ in states()], settings)
+        self.param_groups[0] = ParamGroup(self.param_groups[0], settings, tables.set_learning_rate)
         self.show_learning_rate()
         self.refresh()
 

@@ -11,7 +11,7 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
 from tritonemb.kernels.cpu.row_groups import addresses_of, arrays_of, as_float32, as_int64, check_offsets, dtypes_of
 from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_bags
-from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
+from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, fact
 from tritonemb.memory import empty_result
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
@@ -88,7 +88,10 @@ def _gather_values(
         end = min(last, offsets[(key + 1) * batch_size])
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, dim = lookups[lookup, TABLE], lookups[lookup, DIM]
+            row_bytes = dim * element_size(dtypes[table])
             for position in range(begin, end):
+                if position + AHEAD < end:
+                    prefetch(addresses[table] + values[position + AHEAD] * row_bytes, row_bytes)
                 to, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
                 sum_bags(
                     to, 0, one_each.ctypes.data, 1, values.ctypes.data + position * 8, addresses[table],
@@ -114,8 +117,8 @@ def embedding_bag(
     bad = np.full(_num_tasks(num_rows, values, layout), NO_POSITION, dtype=np.int64)
     look_up = _pool_samples if layout.pooled else _gather_values
     look_up(
-        torch.get_num_threads(), bad.size, num_rows, bad, batch_size, addresses_of(weights), dtypes_of(weights),
-        *arrays_of(layout), as_int64(values), as_int64(offsets),
+        torch.get_num_threads(), bad.size, num_rows, bad, batch_size, fact(weights, addresses_of),
+        fact(weights, dtypes_of), *arrays_of(layout), as_int64(values), as_int64(offsets),
         as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip

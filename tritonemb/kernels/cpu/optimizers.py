@@ -4,11 +4,12 @@ import numpy as np
 
 from tritonemb.kernels.cpu.jit import inlined
 from tritonemb.kernels.cpu.simd import sum_of_squares
-from tritonemb.optimizers import KINDS, Hyperparameters
+from tritonemb.optimizers import KINDS, OPTIMIZERS, Hyperparameters
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
-    KINDS.values()
+    KINDS[name] for name in OPTIMIZERS
 )
+ASSIGN, PLACE = KINDS["assign"], KINDS["place"]
 (WEIGHT_DECAY, WEIGHT_DECAY_MODE, MAX_GRADIENT, MAX_NORM, STOCHASTIC_ROUNDING, NONFINITE,
  EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2) = range(len(Hyperparameters._fields))  # fmt: skip
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
@@ -108,6 +109,8 @@ def apply(kind, w, first, second, g, lr, step, h):
 
     if kind == SGD:
         _subtract(w, lr, g)
+    elif kind == ASSIGN:
+        w[:] = g
     elif kind == ROW_WISE_ADAGRAD:
         first[0] += _mean_of_squares(g)
         _subtract(w, lr / (np.sqrt(first[0]) + np.float32(h[EPS])), g)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
-from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
+from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, PLACE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.row_groups import DTYPE_CODES, arrays_of, as_float32, as_int64, grouped, uses_by_table
 from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
@@ -30,7 +30,7 @@ from tritonemb.layout import (
     SPAN,
     Layout,
 )
-from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD
+from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
 
 AHEAD = 4  # groups between asking for a row and updating it
 GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
@@ -194,6 +194,7 @@ def _update_rows(
             _find_scales(positions, uses_here, lookups, key_of, batch_size, offsets, bags, sample_weights, scales)
         for group in range(first, last):
             row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
+            row = group if kind == PLACE else row
             address = base + row * row_bytes
             if kind >= 0 and group + AHEAD < last:
                 _ask_for_row(rows[group + AHEAD] - first_row, table, base, row_bytes, states, state_bytes)
@@ -203,7 +204,7 @@ def _update_rows(
                     prefetch(gradients[entry], 4 * dim)
 
             factors = scales.ctypes.data + begin * 4 if scaled else 0
-            to = address if kind < 0 and dtype == FLOAT32 else sums_address
+            to = address if (kind < 0 and dtype == FLOAT32) or kind == PLACE else sums_address
             _sum_gradients(to, gradients.ctypes.data + begin * 8, factors, end - begin, dim, pieces_address)
             sums = float32_row(to, dim)
             if kind < 0:
@@ -216,7 +217,7 @@ def _update_rows(
                     return
                 skipped[task, table] += 1
                 continue
-            if check_only:
+            if check_only or kind == PLACE:
                 continue
             state1 = _state_row(states[0, table], row, dim, per_element[0])
             state2 = _state_row(states[1, table], row, dim, per_element[1])
@@ -343,7 +344,8 @@ def row_gradients_(
 @functools.cache
 def _per_element(optimizer: str) -> np.ndarray:
     """bool `[2]`: of each state."""
-    return np.array([*(spec.per_element for spec in OPTIMIZERS[optimizer].states), False, False], dtype=np.bool_)[:2]
+    states = OPTIMIZERS.get(optimizer, Optimizer).states
+    return np.array([*(spec.per_element for spec in states), False, False], dtype=np.bool_)[:2]
 
 
 def _arrays(groups: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
