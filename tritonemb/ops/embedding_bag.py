@@ -19,7 +19,7 @@ from tritonemb.layout import Layout, devices_of, dtypes_of, fact, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
     SCHEMA,
@@ -218,24 +218,30 @@ _pinned_lookup.register_autograd(_backward_pinned, setup_context=_keep_ticket)
 
 
 def embedding_bag_fused(
-    tables: FusedTables, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    tables: FusedTables, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups | None,
     layout: Layout, check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, pending: Tensor | None = None,
     accumulator: int = NOT_ACCUMULATING, shared: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
 
     Args:
+        groups: if None, the backward groups the ids, which must be as they are until then.
         pending: int64 `[]`, micro-batches kept in the accumulator.
         accumulator: where to put gradients instead of applying them, or NOT_ACCUMULATING.
         shared: whether the accumulator applies gradients at once, together with other ranks; see `shared_update`.
     """
-    check_ids(values)
+    check_ids(values, layout.multiplicity)
     check_devices(tables.weights, values, layout)
     rest = values, offsets, sample_weights, pending, shared, accumulator, check_bounds, output_dtype
     if plain_eager(values, offsets, sample_weights, tables=tables.weights):
-        inputs = _Inputs(tables, *rest, groups, layout)
+        inputs = _Inputs(tables, *rest, _versions(values) if groups is None else groups, layout)
         return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
+    groups = row_groups(values, offsets, layout) if groups is None else groups
     return torch.ops.tritonemb.embedding_bag_fused(*tables, *rest, *groups, *layout)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _Inputs(NamedTuple):
@@ -248,7 +254,7 @@ class _Inputs(NamedTuple):
     accumulator: int
     check_bounds: bool
     output_dtype: torch.dtype
-    groups: RowGroups
+    groups: RowGroups | list[int]  # or the version of ids that are not grouped yet
     layout: Layout
 
     def read(self) -> Tensor:
@@ -260,14 +266,18 @@ class _Inputs(NamedTuple):
     def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
         """Update, or accumulate for later; the gradient of the per-sample weights is of the rows before that."""
         sample_weight_grad, batch = None, (self.values, self.offsets, self.sample_weights)
+        groups = self.groups if isinstance(self.groups, RowGroups) else self.values
+        if groups is self.values and self.groups != _versions(self.values):
+            raise RuntimeError("the ids were changed in place between their lookup and its backward; change a copy")
         if needs_sample_weight_grad:
             sample_weight_grad = torch.ops.tritonemb.sample_weight_gradient(
                 grad, self.tables.weights, *batch, *self.layout
             )
         if self.accumulator == NOT_ACCUMULATING:
-            row_update_(self.tables, grad, self.offsets, self.sample_weights, self.groups, self.layout)
+            row_update_(self.tables, grad, self.offsets, self.sample_weights, groups, self.layout)
         elif self.shared:
-            shared_update(self.accumulator, grad, *batch, self.groups, self.layout)
+            assert isinstance(groups, RowGroups)
+            shared_update(self.accumulator, grad, *batch, groups, self.layout)
         else:
             assert self.pending is not None
             accumulate_(self.pending, self.accumulator, grad, *batch)
@@ -346,8 +356,7 @@ def bag_fused(
     ids = values if trained is None else trained
 
     def versions(reads_table: bool) -> list[int]:
-        tensors = ids, offsets, sample_weights, weight if reads_table else None
-        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+        return _versions(ids, offsets, sample_weights, weight if reads_table else None)
 
     before = versions(sample_weights is not None and sample_weights.requires_grad)
 

@@ -64,20 +64,20 @@ TABLES = SCHEMA.format(a="", b="", c="", d="")
 
 
 def row_update_(
-    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups | Tensor,
-    layout: Layout,
+    tables: FusedTables, grad: Tensor | list[Tensor], offsets: Tensor, sample_weights: Tensor | None,
+    groups: RowGroups | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
     """Sum each row's gradients in order and apply the optimizer once a row.
 
     Args:
-        grad: gradient of the output, `[B, width]` or `[N, width]`.
+        grad: gradient of the output, `[B, width]` or `[N, width]`; or those of each lookup, where nothing is traced.
         offsets, sample_weights: of the batch.
         groups: its distinct rows, or its ids `[N]`, which are grouped first.
 
     Raises:
         ValueError: for `nonfinite="raise"`, before anything is changed.
     """
-    if not plain_eager(grad, tables=tables.weights):
+    if isinstance(grad, Tensor) and not plain_eager(grad, tables=tables.weights):
         groups = row_groups(groups, offsets, layout) if isinstance(groups, Tensor) else groups
         torch.ops.tritonemb.row_update_(*tables, grad, offsets, sample_weights, *groups, *layout)
         return
@@ -86,28 +86,30 @@ def row_update_(
 
 
 def _update(
-    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups | Tensor,
-    layout: Layout,
+    tables: FusedTables, grad: Tensor | list[Tensor], offsets: Tensor, sample_weights: Tensor | None,
+    groups: RowGroups | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
     """Counters that are kept table by table are one tensor to the kernels."""
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
-    step = steps[0] if len(steps) == 1 else torch.stack(steps)
-    count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=grad.device)
+    step, device = steps[0] if len(steps) == 1 else torch.stack(steps), offsets.device
+    count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=device)
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
         weights, states = weights.unmoved(), states.unmoved()
     dtypes = fact(weights, dtypes_of)
-    name, update = chosen("row_update_", grad.device, dtypes), kernel("row_update_", grad.device, dtypes)
+    name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
+    by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds gradients
+    if not by_cpu and not isinstance(grad, Tensor):
+        grad = torch.cat(grad, 1 if layout.pooled else 0)
     if isinstance(groups, Tensor):
         check_ids(groups, layout.multiplicity)
-        if name != CPU or optimizer in customs:  # the CPU's kernel groups by itself
-            groups = row_groups(groups, offsets, layout)
+        groups = groups if by_cpu else row_groups(groups, offsets, layout)
     else:
-        wait_for_groups(grad.device)
+        wait_for_groups(device)
     if optimizer in customs and name in (CPU, TRITON):
         from tritonemb.kernels.optimizers import update_by_user_  # loads the compiler
 
         at_once = ELEMENTS_AT_ONCE if name == CPU else None
-        update = partial(update_by_user_, update, kernel("embedding_bag", grad.device, dtypes), at_once)
+        update = partial(update_by_user_, update, kernel("embedding_bag", device, dtypes), at_once)
     update(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
         layout,

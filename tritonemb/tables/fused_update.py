@@ -151,7 +151,7 @@ def _check_finite(gradients: list[ops.BagGradient]) -> None:
 
 def _update(gradients: list[ops.BagGradient]) -> None:
     first = gradients[0]
-    pooled, device, dim = first.bags.pooled, first.grad.device, 1 if first.bags.pooled else 0
+    pooled, device = first.bags.pooled, first.grad.device
     described = tuple(BagTable.of(g.table.weights[0], g.bags.mean, g.name) for g in gradients)
     layout = layout_of(described, pooled, device)
     values, offsets = _one_batch(gradients)
@@ -163,7 +163,7 @@ def _update(gradients: list[ops.BagGradient]) -> None:
         steps=[table.steps[0] for table in tables],
         skipped=[table.skipped[0] for table in tables],
     )
-    grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim)
+    grad = grads[0] if len(grads) == 1 else grads
     ops.row_update_(joined, grad, offsets, _all_sample_weights(gradients), values, layout)
 
 
@@ -208,7 +208,7 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
             "te.unfuse the model, and fuse it anew"
         )
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
-        gradients = [_by_position(gradient) for gradient in gradients]
+        gradients = [_as_sums(gradient) for gradient in gradients]
     values, offsets = _one_batch(gradients)
     if not gradients[0].bags.pooled:
         offsets = whole(values.shape[0], values.device)
@@ -218,14 +218,11 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     )  # fmt: skip
 
 
-def _by_position(gradient: ops.BagGradient) -> ops.BagGradient:
-    """The same, not pooled: a gradient row for each id."""
-    if not gradient.bags.pooled:
-        return gradient
+def _as_sums(gradient: ops.BagGradient) -> ops.BagGradient:
+    """The same of bags that are summed, of one id each if they were not pooled."""
     offsets, count = gradient.bags.offsets, gradient.values.shape[0]
-    lengths = offsets.diff()
-    bags = torch.repeat_interleave(lengths, output_size=count)
-    grad = gradient.grad[bags]
-    if gradient.bags.mean:
-        grad = grad / lengths[bags].to(grad.dtype).unsqueeze(1)
-    return gradient._replace(bags=Bags(whole(count, offsets.device), False), grad=grad)
+    if not gradient.bags.pooled:
+        one_each = torch.arange(count + 1, dtype=offsets.dtype, device=offsets.device)
+        return gradient._replace(bags=Bags(one_each, True))
+    grad = gradient.grad / offsets.diff().unsqueeze(1).to(gradient.grad.dtype) if gradient.bags.mean else gradient.grad
+    return gradient._replace(bags=Bags(offsets, True), grad=grad)

@@ -206,9 +206,9 @@ class TableSet(OptimizedTables):
         self.check_trainable(fused.weights)
         if self.accumulator.is_open:
             self.remember_keys(keys)
-        if groups is None:
+        if groups is None and (values.is_cuda or self.update.is_shared):
             groups = ops.row_groups_beside(values, offsets, layout)
-        elif values.is_cuda and not torch.compiler.is_compiling():
+        elif groups is not None and values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
         accumulator, shared = self.accumulator.current_handle, False
@@ -340,7 +340,9 @@ class TableSet(OptimizedTables):
             order = KeyedJaggedTensor.stack(
                 [KeyedJaggedTensor(keys, p, offsets=b.offsets) for b, p in zip(batches, places, strict=True)]
             )
+            batches.clear()  # frees their gradients
             grad = grad[order.values()]
+        batches.clear()
         values, offsets = stacked.values(), stacked.offsets()
         groups = ops.row_groups(values, offsets, layout)
         pins, self.pins = self.pins, []

@@ -5,6 +5,8 @@ Offsets are checked before anything is read through them.
 A *unit* is a table and a range of its ids. Units are sorted independently, each by the bits that its ids need; when all
 are, it is known where the result of each begins, and it is written there. The result is the one sorted order there is,
 so it does not depend on how units are cut.
+
+What is sorted are *pairs*, an id and its *source*: its position or, for an update that does not ask for more, its bag.
 """
 
 import functools
@@ -90,7 +92,7 @@ def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:
 
 @inlined
 def uses_by_table(lookups, key_starts, num_tables):
-    """The lookups of table t, by key: `uses[starts[t]:starts[t + 1]]`; and the key of every lookup."""
+    """The lookups of table t, by key: `uses[starts[t]:starts[t + 1]]`, their keys, and the key of every lookup."""
     starts = np.zeros(num_tables + 1, dtype=np.int64)
     for lookup in range(lookups.shape[0]):
         starts[lookups[lookup, TABLE] + 1] += 1
@@ -98,12 +100,13 @@ def uses_by_table(lookups, key_starts, num_tables):
         starts[table + 1] += starts[table]
     filled = starts[:-1].copy()
     uses, key_of = np.empty(lookups.shape[0], dtype=np.int64), np.empty(lookups.shape[0], dtype=np.int64)
+    keys = np.empty(lookups.shape[0], dtype=np.int64)
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table = lookups[lookup, TABLE]
-            uses[filled[table]], key_of[lookup] = lookup, key
+            uses[filled[table]], keys[filled[table]], key_of[lookup] = lookup, key, key
             filled[table] += 1
-    return starts, uses, key_of
+    return starts, uses, keys, key_of
 
 
 @inlined
@@ -173,25 +176,28 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
 
 
 @inlined
-def _split(unit, keys, batch_size, offsets):
-    """First position of a unit's keys; bits that a position needs from there on; whether an id fits above them."""
-    first_position = offsets[keys[0] * batch_size]
-    position_bits = _bit_length(offsets[(keys[-1] + 1) * batch_size] - first_position - 1)
-    return first_position, position_bits, position_bits + _bit_length(unit[END_ID] - unit[FIRST_ID] - 1) <= PAIR_BITS
+def _split(unit, keys, batch_size, sources):
+    """First source of a unit's keys; bits that a source needs from there on; whether an id fits above them."""
+    first_source = sources[keys[0] * batch_size]
+    source_bits = _bit_length(sources[(keys[-1] + 1) * batch_size] - first_source - 1)
+    return first_source, source_bits, source_bits + _bit_length(unit[END_ID] - unit[FIRST_ID] - 1) <= PAIR_BITS
 
 
 @inlined
-def _fill_pairs(unit, keys, batch_size, values, offsets, pairs):
-    """The sort keys of a unit, unsorted: id and position, or the position alone; returns how many there are.
+def _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
+    """The sort keys of a unit, unsorted: id and source, or the source alone; returns how many there are.
 
     Each is written first and counted then, because a branch on a random id would be mispredicted.
     """
-    first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
-    first_id, end_id, count = unit[FIRST_ID], unit[END_ID], 0
+    first_source, source_bits, fits = _split(unit, keys, batch_size, sources)
+    first_id, end_id, count, by_bag = unit[FIRST_ID], unit[END_ID], 0, sources.ctypes.data != offsets.ctypes.data
     for key in keys:
-        for position in range(offsets[key * batch_size], offsets[(key + 1) * batch_size]):
-            row = values[position]
-            pairs[count] = (row - first_id if fits else 0) << position_bits | (position - first_position)
+        bag = key * batch_size
+        for position in range(offsets[bag], offsets[bag + batch_size]):
+            while by_bag and offsets[bag + 1] <= position:
+                bag += 1
+            row, source = values[position], bag if by_bag else position
+            pairs[count] = (row - first_id if fits else 0) << source_bits | (source - first_source)
             count += 1 if first_id <= row < end_id else 0
     return count
 
@@ -204,6 +210,13 @@ def _fill_part(bit, part_bits, first_id, first_position, position_bits, values, 
         position = pairs[i] & mask
         part = ((values[first_position + position] - first_id) >> bit) & part_mask
         pairs[i] = part << position_bits | position
+
+
+@inlined
+def _row_of(pair, unit, first_source, source_bits, fits, values):
+    if fits:
+        return unit[FIRST_ID] + (pair >> source_bits)
+    return values[first_source + (pair & ((1 << source_bits) - 1))]
 
 
 @inlined
@@ -246,13 +259,13 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
 
 
 @called
-def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, values, offsets, all_pairs):
-    """Sort the ids of a unit with their positions; count its values and distinct ids."""
+def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs):
+    """Sort the ids of a unit with their sources; count its values and distinct ids."""
     unit = units[number]
     keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
-    first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
+    first_position, position_bits, fits = _split(unit, keys, batch_size, sources)
     pairs = all_pairs[unit[BEGIN] : unit[BEGIN] + unit[ROOM] + 1]
-    count = _fill_pairs(unit, keys, batch_size, values, offsets, pairs)
+    count = _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs)
     pairs = pairs[:count]
     id_bits, part_bits = _bit_length(unit[END_ID] - unit[FIRST_ID] - 1), PAIR_BITS - position_bits
     if fits and count <= FEW_PAIRS:
@@ -265,16 +278,48 @@ def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, va
             _fill_part(bit, part_bits, unit[FIRST_ID], first_position, position_bits, values, pairs)
             _radix_sort(pairs, spare, position_bits, min(id_bits - bit, part_bits))
     groups = 1 if count else 0
-    if fits:
-        for i in range(1, count):
-            groups += 1 if pairs[i] >> position_bits != pairs[i - 1] >> position_bits else 0
-    else:
-        mask = (1 << position_bits) - 1
-        for i in range(count):
-            pairs[i] &= mask
-        for i in range(1, count):
-            groups += 1 if values[first_position + pairs[i]] != values[first_position + pairs[i - 1]] else 0
+    for i in range(1, count):
+        row = _row_of(pairs[i], unit, first_position, position_bits, fits, values)
+        groups += 1 if row != _row_of(pairs[i - 1], unit, first_position, position_bits, fits, values) else 0
     unit[NUM_VALUES], unit[NUM_GROUPS] = count, groups
+
+
+@inlined
+def _write_groups(
+    unit, begin, end, keys, batch_size, values, sources, first_row, pairs, first_value, rows, starts, order
+):  # fmt: skip
+    """Write a unit's sorted values [begin, end): rows, where each one's values end, and sources; returns how many rows.
+
+    Each value writes its row's group and the group's end so far: no branches.
+    """
+    first_source, source_bits, fits = _split(unit, keys, batch_size, sources)
+    mask, group, previous = (1 << source_bits) - 1, -1, -1
+    for i in range(begin, end):
+        row = _row_of(pairs[i], unit, first_source, source_bits, fits, values)
+        group += 1 if row != previous else 0
+        previous = row
+        order[i - begin] = first_source + (pairs[i] & mask)
+        rows[group], starts[group + 1] = first_row + row, first_value + i - begin + 1
+    return group + 1
+
+
+@inlined
+def groups_of_share(unit, begin, end, whole, keys, batch_size, values, sources, first_row, all_pairs):
+    """Rows, starts and order of what begins in [begin, end) of a sorted unit's `whole`; and how many rows."""
+    split, pairs = _split(unit, keys, batch_size, sources), all_pairs[unit[BEGIN] :]
+    bounds = np.array([begin * unit[NUM_VALUES] // whole, end * unit[NUM_VALUES] // whole])
+    for i in range(2):
+        while 0 < bounds[i] < unit[NUM_VALUES] and (
+            _row_of(pairs[bounds[i]], unit, *split, values) == _row_of(pairs[bounds[i] - 1], unit, *split, values)
+        ):
+            bounds[i] += 1
+    count = bounds[1] - bounds[0]
+    rows, starts = np.empty(count, dtype=np.int64), np.zeros(count + 1, dtype=np.int32)
+    order = np.empty(count, dtype=np.int32)
+    num_groups = _write_groups(
+        unit, bounds[0], bounds[1], keys, batch_size, values, sources, first_row, pairs, 0, rows, starts, order
+    )  # fmt: skip
+    return rows, starts, order, num_groups
 
 
 @called
@@ -282,24 +327,15 @@ def _write(
     task, num_tails, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets, all_pairs,
     rows, starts, order,
 ):  # fmt: skip
-    """Write sorted unit `task`, or one of `num_tails` parts of what stands behind the last group.
-
-    Each value writes its row's group and the group's end so far: no branches.
-    """
+    """Write sorted unit `task`, or one of `num_tails` parts of what stands behind the last group."""
     num_units = units.shape[0]
     if task < num_units:
-        unit, pairs, previous = units[task], all_pairs[units[task, BEGIN] :], -1
-        first_value, group, first_row = firsts[task, 0], firsts[task, 1] - 1, tables[units[task, TABLE], FIRST_ROW]
+        unit, first_value, group = units[task], firsts[task, 0], firsts[task, 1]
         keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
-        first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
-        mask = (1 << position_bits) - 1
-        for i in range(unit[NUM_VALUES]):
-            position = first_position + (pairs[i] & mask)
-            row = unit[FIRST_ID] + (pairs[i] >> position_bits) if fits else values[position]
-            group += 1 if row != previous else 0
-            previous = row
-            order[first_value + i] = position
-            rows[group], starts[group + 1] = first_row + row, first_value + i + 1
+        _write_groups(
+            unit, 0, unit[NUM_VALUES], keys, batch_size, values, offsets, tables[unit[TABLE], FIRST_ROW],
+            all_pairs[unit[BEGIN] :], first_value, rows[group:], starts[group:], order[first_value:],
+        )  # fmt: skip
         return
     num_values, num_groups = firsts[num_units]
     part, size = task - num_units, rows.size - num_groups
@@ -315,23 +351,32 @@ def _write(
 
 
 @compiled
-def _group(num_threads, batch_size, tables, lookups, key_starts, values, offsets, rows, starts, order):
-    """Fill rows, starts and order; returns the number of groups, or ~(1 + the first bad bag) for bad offsets."""
-    bad = _find_bad_bag(offsets, values.size)
-    if bad != GOOD_OFFSETS:
-        return ~(1 + bad)
-    key_starts_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
-    keys_of_table = np.empty(uses.size, dtype=np.int64)
-    for use in range(uses.size):  # indexing by an array takes longer to compile
-        keys_of_table[use] = key_of[uses[use]]
-    units = _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets)
-    num_units = units.shape[0]
-    room = units[num_units - 1, BEGIN] + units[num_units - 1, ROOM] + 1 if num_units > 0 else np.int64(0)
-    all_pairs = np.empty(room, dtype=np.int64)
-    run_tasks(
-        num_threads, num_units, _sort_unit,
-        (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, all_pairs),
-    )  # fmt: skip
+def _sort(num_threads, batch_size, tables, lookups, key_starts, values, offsets, by_bag):
+    """The first bad bag, if any; what pairs hold, `offsets` or numbers of bags; units; and their pairs, sorted."""
+    num_threads, bad = 1 if values.size < UNIT_VALUES else num_threads, _find_bad_bag(offsets, values.size)
+    key_starts_of_table, _, keys_of_table, _ = uses_by_table(lookups, key_starts, tables.shape[0])
+    for table in range(tables.shape[0]):
+        by_bag = by_bag and _bit_length(tables[table, NUM_ROWS]) + _bit_length(offsets.size) <= PAIR_BITS
+    sources = np.arange(offsets.size) if by_bag else offsets
+    units, all_pairs = np.empty((0, NUM_GROUPS + 1), dtype=np.int64), np.empty(0, dtype=np.int64)
+    if bad == GOOD_OFFSETS:
+        units = _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets)
+        if units.shape[0] > 0:
+            all_pairs = np.empty(units[-1, BEGIN] + units[-1, ROOM] + 1, dtype=np.int64)
+        run_tasks(
+            num_threads, units.shape[0], _sort_unit,
+            (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs),
+        )  # fmt: skip
+    return bad, sources, units, all_pairs
+
+
+@compiled
+def _group(
+    num_threads, batch_size, tables, lookups, key_starts, values, offsets, units, all_pairs, rows, starts, order
+):  # fmt: skip
+    """Fill rows, starts and order; returns the number of groups."""
+    key_starts_of_table, _, keys_of_table, _ = uses_by_table(lookups, key_starts, tables.shape[0])
+    num_threads, num_units = 1 if values.size < UNIT_VALUES else num_threads, units.shape[0]
     firsts = np.zeros((num_units + 1, 2), dtype=np.int64)
     for unit in range(num_units):
         firsts[unit + 1, 0] = firsts[unit, 0] + units[unit, NUM_VALUES]
@@ -349,20 +394,24 @@ def _group(num_threads, batch_size, tables, lookups, key_starts, values, offsets
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels/row_groups.py`."""
-    *arrays, num_groups = grouped(values, offsets, layout)
-    rows, starts, order = map(torch.from_numpy, arrays)
-    return rows, starts, order, torch.tensor(num_groups, dtype=torch.int64)
-
-
-def grouped(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """The same as arrays."""
     capacity = values.numel() * layout.multiplicity
+    ids, sources, units, pairs = sort_pairs(values, offsets, layout, by_bag=False)
     rows, starts = np.empty(capacity, dtype=np.int64), np.empty(capacity + 1, dtype=np.int32)
     order = np.empty(capacity, dtype=np.int32)
     num_groups = _group(
-        1 if values.numel() < UNIT_VALUES else torch.get_num_threads(), batch_size_of(offsets, layout.key_starts),
-        *arrays_of(layout), as_int64(values), as_int64(offsets), rows, starts, order,
+        torch.get_num_threads(), batch_size_of(offsets, layout.key_starts), *arrays_of(layout), ids, sources, units,
+        pairs, rows, starts, order,
     )  # fmt: skip
-    if num_groups < 0:
-        raise errors.bad_offsets(~num_groups - 1, offsets, values.numel(), layout)
-    return rows, starts, order, num_groups
+    return torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(order), torch.tensor(num_groups)
+
+
+def sort_pairs(
+    values: Tensor, offsets: Tensor, layout: Layout, by_bag: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Ids; what pairs hold, offsets or, if that fits and is wanted, numbers of bags; units; and pairs, see above."""
+    ids, bounds = as_int64(values), as_int64(offsets)
+    batch_size, num_threads = batch_size_of(offsets, layout.key_starts), torch.get_num_threads()
+    bad, *found = _sort(num_threads, batch_size, *arrays_of(layout), ids, bounds, by_bag)
+    if bad != GOOD_OFFSETS:
+        raise errors.bad_offsets(bad, offsets, values.numel(), layout)
+    return ids, *found

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,17 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, PLACE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.cpu.row_groups import DTYPE_CODES, arrays_of, as_float32, as_int64, grouped, uses_by_table
+from tritonemb.kernels.cpu.row_groups import (
+    DTYPE_CODES,
+    NUM_GROUPS,
+    NUM_VALUES,
+    arrays_of,
+    as_float32,
+    as_int64,
+    groups_of_share,
+    sort_pairs,
+    uses_by_table,
+)  # fmt: skip
 from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
 from tritonemb.layout import (
     COLUMN,
@@ -28,6 +39,7 @@ from tritonemb.layout import (
     ROW_ORIGIN,
     SEED,
     SPAN,
+    TABLE,
     Layout,
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
@@ -36,10 +48,13 @@ AHEAD = 4  # groups between asking for a row and updating it
 GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
 READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cache already
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
+TASK_COST = 8_192  # about, of a task that takes its groups from sorted pairs
 PROPAGATE, RAISE, SKIP = range(3)
 SUMS, COMPACT_SUMS = -1, -2  # in place of an optimizer: gradients alone, in their rows or side by side
 WEIGHT, DTYPE, STEP, SKIPPED, STATES = range(5)  # rows of `places` [6, T]: addresses, but for DTYPE
-NO_GROUP = np.iinfo(np.int64).max
+NO_ROW = np.iinfo(np.int64).max
+_NO_IDS, _NO_UNITS = np.empty(0, dtype=np.int64), np.empty((0, NUM_GROUPS + 1), dtype=np.int64)
+_NO_GROUPS: Any = np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32), 0  # starts, order, their number
 _SGD_CONSTANTS = np.array(SGD().hyperparameters, dtype=np.float64)
 
 
@@ -61,40 +76,42 @@ def _fill_bags(task, num_tasks, offsets, bags):
 
 
 @inlined
-def _use_of(position, uses, key_of, batch_size, offsets):
-    """Which of a table's lookups a position belongs to, its key, and the positions of that key."""
+def _use_of(source, uses, key_of, batch_size, sources):
+    """Which of a table's lookups a source belongs to, its key, and the sources of that key."""
     use = 0
-    while offsets[(key_of[uses[use]] + 1) * batch_size] <= position:
+    while sources[(key_of[uses[use]] + 1) * batch_size] <= source:
         use += 1
     key = key_of[uses[use]]
-    return uses[use], key, offsets[key * batch_size], offsets[(key + 1) * batch_size]
+    return uses[use], key, sources[key * batch_size], sources[(key + 1) * batch_size]
 
 
 @inlined
-def _find_gradients(positions, uses, lookups, key_of, batch_size, offsets, bags, pooled, grad, pitch, gradients):
-    """Address of the gradient of each of these positions, whose table has the lookups `uses`."""
-    begin = end = base = np.int64(0)
-    for i in range(positions.size):
-        position = np.int64(positions[i])
-        if not begin <= position < end:
-            lookup, key, begin, end = _use_of(position, uses, key_of, batch_size, offsets)
-            base = grad + lookups[lookup, COLUMN] * 4 - key * batch_size * pitch if pooled else grad
-        gradients[i] = base + (np.int64(bags[position]) if bags.size else position) * pitch
+def _find_gradients(order, uses, key_of, batch_size, sources, bags, pooled, grads, pitches, apart, gradients):
+    """Address of the gradient of each of these sources, whose table has the lookups `uses`."""
+    begin = end = base = pitch = np.int64(0)
+    for i in range(order.size):
+        source = np.int64(order[i])
+        if not begin <= source < end:
+            lookup, key, begin, end = _use_of(source, uses, key_of, batch_size, sources)
+            pitch = pitches[lookup]
+            base = grads[lookup] - (key * batch_size if pooled else begin if apart else 0) * pitch
+        gradients[i] = base + (np.int64(bags[source]) if bags.size else source) * pitch
 
 
 @inlined
-def _find_scales(positions, uses, lookups, key_of, batch_size, offsets, bags, sample_weights, scales):
+def _find_scales(order, uses, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales):
     begin = end = np.int64(0)
     mean = False
-    for i in range(positions.size):
-        position = np.int64(positions[i])
-        if not begin <= position < end:
-            lookup, _, begin, end = _use_of(position, uses, key_of, batch_size, offsets)
-            mean = bags.size > 0 and lookups[lookup, POOLING] == MEAN
+    for i in range(order.size):
+        source = np.int64(order[i])
+        if not begin <= source < end:
+            lookup, _, begin, end = _use_of(source, uses, key_of, batch_size, sources)
+            mean = pooled and lookups[lookup, POOLING] == MEAN
         scale = np.float32(1)
         if mean:
-            scale /= np.float32(offsets[bags[position] + 1] - offsets[bags[position]])
-        scales[i] = scale * sample_weights[position] if sample_weights.size else scale
+            bag = np.int64(bags[source]) if bags.size else source
+            scale /= np.float32(offsets[bag + 1] - offsets[bag])
+        scales[i] = scale * sample_weights[source] if sample_weights.size else scale
 
 
 @inlined
@@ -151,26 +168,38 @@ def _ask_for_row(row, table, weight, row_bytes, states, state_bytes):
 
 @called
 def _update_rows(
-    task, check_only, bounds, table_groups, found, skipped, kind, addresses, dtypes, states, per_element, tables,
-    lookups, uses_of_table, uses, key_of, batch_size, offsets, bags, pooled, scaled, ask_for_gradients, rows, starts,
-    order, grad, width, sample_weights, learning_rate, steps, hyperparameters,
+    task, check_only, bounds, parts, table_groups, found, skipped, kind, addresses, dtypes, states, per_element, tables,
+    lookups, uses_of_table, uses, keys, key_of, batch_size, offsets, sources, bags, pooled, scaled, ask_for_gradients,
+    values, units, pairs, rows, starts, order, grads, pitches, apart, sample_weights, learning_rate, steps,
+    hyperparameters,
 ):  # fmt: skip
-    """Update groups [bounds[task], bounds[task + 1]). The first whose gradient must be refused goes into `found`."""
-    most = widest = np.int64(0)
+    """Update [bounds[task], bounds[task + 1]) of all parts, the groups of a table or the pairs of a unit each, by cost.
+
+    The first row whose gradient must be refused goes into `found`.
+    """
+    widest = np.int64(0)
     for table in range(tables.shape[0]):
         widest = max(widest, tables[table, ROW_DIM])
-        first, last = max(bounds[task], table_groups[table]), min(bounds[task + 1], table_groups[table + 1])
-        if first < last:
-            most = max(most, np.int64(starts[last] - starts[first]))
-    gradients_room = np.empty(most, dtype=np.int64)
-    scales_room = np.empty(most if scaled else 0, dtype=np.float32)
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     pieces_room = np.empty(SPAN // PIECE * widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
     nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
-    for table in range(tables.shape[0]):
-        first, last = max(bounds[task], table_groups[table]), min(bounds[task + 1], table_groups[table + 1])
+    for part in range(parts.size - 1):
+        begin, end = max(bounds[task], parts[part]) - parts[part], min(bounds[task + 1], parts[part + 1]) - parts[part]
+        if begin >= end:
+            continue
+        table, whole = units[part, TABLE] if units.size else part, parts[part + 1] - parts[part]
+        first, last = table_groups[table], table_groups[table + 1]
+        if units.size:
+            rows, starts, order, last = groups_of_share(
+                units[part], begin, end, whole, keys[uses_of_table[table] : uses_of_table[table + 1]], batch_size,
+                values, sources, tables[table, FIRST_ROW], pairs,
+            )  # fmt: skip
+        else:
+            of_table, size = starts[first:last], starts[last] - starts[first]
+            last = first + np.searchsorted(of_table, starts[first] + end * size // whole)
+            first += np.searchsorted(of_table, starts[first] + begin * size // whole)
         if first >= last:
             continue
         # In the loop: Numba frees an array behind the last statement that names it, whoever has its address.
@@ -184,14 +213,17 @@ def _update_rows(
         for group in range(first, min(first + AHEAD, last) if kind >= 0 else first):
             _ask_for_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
         first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
-        gradients, scales = gradients_room[:num_entries], scales_room[: num_entries if scaled else 0]
-        positions = order[first_entry : first_entry + num_entries]
+        gradients = np.empty(num_entries, dtype=np.int64)
+        scales = np.empty(num_entries if scaled else 0, dtype=np.float32)
+        entries = order[first_entry : first_entry + num_entries]
         uses_here = uses[uses_of_table[table] : uses_of_table[table + 1]]
         _find_gradients(
-            positions, uses_here, lookups, key_of, batch_size, offsets, bags, pooled, grad, width * 4, gradients
-        )
+            entries, uses_here, key_of, batch_size, sources, bags, pooled, grads, pitches, apart, gradients
+        )  # fmt: skip
         if scaled:
-            _find_scales(positions, uses_here, lookups, key_of, batch_size, offsets, bags, sample_weights, scales)
+            _find_scales(
+                entries, uses_here, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales
+            )  # fmt: skip
         for group in range(first, last):
             row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
             row = group if kind == PLACE else row
@@ -213,7 +245,7 @@ def _update_rows(
                 continue
             if nonfinite != PROPAGATE and not _is_finite(sums):
                 if nonfinite == RAISE:
-                    found[task] = group
+                    found[task] = rows[group]
                     return
                 skipped[task, table] += 1
                 continue
@@ -235,23 +267,6 @@ def _update_rows(
 
 
 @inlined
-def _share_groups(starts, num_groups, num_tasks):
-    """Bounds of tasks of about equal cost: positions plus POSITIONS_PER_ROW a row."""
-    bounds = np.empty(num_tasks + 1, dtype=np.int64)
-    cost = starts[num_groups] + POSITIONS_PER_ROW * num_groups
-    for task in range(num_tasks + 1):
-        low, high, wanted = 0, num_groups, cost * task // num_tasks
-        while low < high:
-            middle = (low + high) // 2
-            if starts[middle] + POSITIONS_PER_ROW * middle < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        bounds[task] = low
-    return bounds
-
-
-@inlined
 def _groups_by_table(tables, rows, num_groups):
     """int64 `[T + 1]`: where each table's groups begin; they stand in order of tables."""
     found = np.empty(tables.shape[0] + 1, dtype=np.int64)
@@ -263,69 +278,74 @@ def _groups_by_table(tables, rows, num_groups):
 
 @compiled
 def _update(
-    num_threads, kind, places, per_element, tables, lookups, key_starts, batch_size, offsets, pooled, rows, starts,
-    order, num_groups, grad, width, sample_weights, learning_rate, hyperparameters,
+    num_threads, kind, places, per_element, tables, lookups, key_starts, batch_size, offsets, pooled, values, sources,
+    units, pairs, rows, starts, order, num_groups, grads, pitches, apart, width, sample_weights, learning_rate,
+    hyperparameters,
 ):  # fmt: skip
-    """Update all rows and count; or none, and return the first group whose gradient must be refused (else -1)."""
-    few = starts[num_groups] * width < FEW_ELEMENTS * lookups.shape[0]
-    num_tasks, scaled = 1 if few else 2 * num_threads, sample_weights.size > 0
-    skipped, steps = np.zeros((num_tasks, tables.shape[0]), dtype=np.int64), np.zeros(tables.shape[0], dtype=np.int64)
+    """Update all rows and count; or none, and return the first row whose gradient must be refused (else -1)."""
+    table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
+    parts = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
+    for part in range(parts.size - 1):
+        if units.size:
+            size, count = units[part, NUM_VALUES], units[part, NUM_GROUPS]
+        else:
+            first, last = table_groups[part], table_groups[part + 1]
+            size, count = np.int64(starts[last] - starts[first]), last - first
+        num_values += size
+        parts[part + 1] = parts[part] + size + POSITIONS_PER_ROW * count
+    few = num_values * width < FEW_ELEMENTS * lookups.shape[0]
+    num_tasks = 1 if few else max(2 * num_threads, parts[-1] // TASK_COST if units.size else 0)
+    scaled, skips = sample_weights.size > 0, hyperparameters[NONFINITE] == SKIP
+    skipped = np.zeros((num_tasks if skips else 0, tables.shape[0]), dtype=np.int64)
+    steps = np.zeros(tables.shape[0], dtype=np.int64)
     for table in range(tables.shape[0] if kind >= 0 else 0):
         steps[table] = int64_row(places[STEP, table], 1)[0] + 1
     for lookup in range(lookups.shape[0]):
         scaled = scaled or lookups[lookup, POOLING] == MEAN
-    table_groups = _groups_by_table(tables, rows, num_groups)
-    uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
-    have_bags = pooled and not _one_value_a_bag(offsets)
-    bags = np.empty(offsets[-1] if have_bags else 0, dtype=np.int32)  # the bag that each position of values lies in
+    uses_of_table, uses, keys, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
+    have_bags = pooled and not _one_value_a_bag(sources)
+    bags = np.empty(sources[-1] if have_bags else 0, dtype=np.int32)  # the bag that each position of values lies in
     if have_bags:
-        run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
-    bounds = _share_groups(starts, num_groups, num_tasks)
-    found = np.empty(num_tasks, dtype=np.int64)
-    for task in range(num_tasks):
-        found[task] = NO_GROUP
-    ask_for_gradients = starts[num_groups] < READS_PER_GRADIENT * offsets.size
+        run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, sources, bags))
+    bounds, found = parts[-1] * np.arange(num_tasks + 1) // num_tasks, np.full(num_tasks, NO_ROW)
+    ask_for_gradients = num_values < READS_PER_GRADIENT * offsets.size
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
         run_tasks(
             num_threads, num_tasks, _update_rows,
             (
-                check_only, bounds, table_groups, found, skipped, kind, places[WEIGHT], places[DTYPE], places[STATES:],
-                per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets, bags, pooled, scaled,
-                ask_for_gradients, rows, starts, order, grad, width, sample_weights, learning_rate, steps,
-                hyperparameters,
+                check_only, bounds, parts, table_groups, found, skipped, kind, places[WEIGHT], places[DTYPE],
+                places[STATES:], per_element, tables, lookups, uses_of_table, uses, keys, key_of, batch_size, offsets,
+                sources, bags, pooled, scaled, ask_for_gradients, values, units, pairs, rows, starts, order, grads,
+                pitches, apart, sample_weights, learning_rate, steps, hyperparameters,
             ),
         )  # fmt: skip
-        refused = NO_GROUP
-        for task in range(num_tasks):
-            refused = min(refused, found[task])
-        if refused != NO_GROUP:
-            return refused
+        if found.min() != NO_ROW:
+            return found.min()
     for table in range(tables.shape[0] if kind >= 0 else 0):
         int64_row(places[STEP, table], 1)[0] = steps[table]
-        for task in range(num_tasks):
+        for task in range(skipped.shape[0]):
             int64_row(places[SKIPPED, table], 1)[0] += skipped[task, table]
     return -1
 
 
 def row_update_(
     weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
+    grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None, optimizer: str,
+    hyperparameters: Sequence[float], groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`; `groups` may also be the ids, which are grouped first."""
+    """See `kernels/row_update.py`; `groups` may also be the ids, and `grad` the gradients of each lookup's output."""
     assert all(map(Tensor.is_contiguous, states))
     places = [step.data_ptr() + 8 * table * sum(step.stride()) for table in range(len(weights))]
     places += [skipped.data_ptr() + 8 * table * skipped.stride(0) for table in range(len(weights))]
     places += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
-    arrays = grouped(groups, offsets, layout) if isinstance(groups, Tensor) else _arrays(groups)
     refused = _run(
         KINDS[optimizer], weights, places, _per_element(optimizer), learning_rate.item(),
-        np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, arrays, layout,
+        np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, groups, layout,
     )  # fmt: skip
     if refused >= 0:
-        raise errors.bad_gradient(int(arrays[0][refused]), layout)
+        raise errors.bad_gradient(refused, layout)
 
 
 def row_gradients_(
@@ -337,7 +357,7 @@ def row_gradients_(
     constants[MAX_GRADIENT] = max_gradient
     _run(
         COMPACT_SUMS if compact else SUMS, sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), 0.0, constants,
-        grad, offsets, sample_weights, _arrays(groups), layout,
+        grad, offsets, sample_weights, groups, layout,
     )  # fmt: skip
 
 
@@ -348,24 +368,28 @@ def _per_element(optimizer: str) -> np.ndarray:
     return np.array([*(spec.per_element for spec in states), False, False], dtype=np.bool_)[:2]
 
 
-def _arrays(groups: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    rows, starts, order, num_groups = groups
-    return rows.numpy(), starts.numpy(), order.numpy(), int(num_groups)
-
-
 def _run(
     kind: int, weights: Sequence[Tensor], places: list[int], per_element: np.ndarray, learning_rate: float,
-    constants: np.ndarray, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[np.ndarray, np.ndarray, np.ndarray, int], layout: Layout,
+    constants: np.ndarray, grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> int:  # fmt: skip
     """What `_update` returns; `places` are those from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
-    most = constants[MAX_GRADIENT]
-    gradient = (grad.clamp(-most, most) if most < np.inf else grad).to(torch.float32).contiguous()
+    most, apart, bounds = constants[MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
+    parts: list[Tensor] = [*grad] if apart else [grad]  # type: ignore[list-item]
+    parts = [part.clamp(-most, most) for part in parts] if most < np.inf else parts
+    parts = [(part if part.stride(1) == 1 else part.contiguous()).to(torch.float32) for part in parts]
+    grads = np.array([part.data_ptr() for part in parts]) + 4 * (0 if apart else arrays_of(layout)[1][:, COLUMN])
+    pitches = np.zeros_like(grads) + 4 * np.array([part.stride(0) for part in parts])
+    if isinstance(groups, Tensor):
+        by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # else no smaller
+        given = *sort_pairs(groups, offsets, layout, by_bag), _NO_IDS, *_NO_GROUPS
+    else:
+        given = _NO_IDS, bounds, _NO_UNITS, _NO_IDS, *map(Tensor.numpy, groups[:3]), int(groups[3])
     places = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *places]
     refused: int = _update(
         torch.get_num_threads(), kind, np.array(places, dtype=np.int64).reshape(-1, len(weights)), per_element,
-        *arrays_of(layout), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled, *groups,
-        gradient.data_ptr(), layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
+        *arrays_of(layout), batch_size_of(offsets, layout.key_starts), bounds, layout.pooled, *given,
+        grads, pitches, apart, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
     )  # fmt: skip
     return refused
