@@ -143,6 +143,28 @@ def exchange_section(results: dict[str, Any]) -> str:
     return f"{conditions}\n\n{markdown_table(header, lines)}"
 
 
+def memory_section(results: dict[str, Any]) -> str:
+    """The conditions; for every shape the result's size, and what a step of each implementation adds at its peak."""
+    row = results["rows"][0]
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for each in results["rows"]:
+        cases.setdefault(each["shape"], {})[each["implementation"]] = each
+    names = list(next(iter(cases.values())))
+    lines = [
+        [shape, _mib(case[names[0]]["result_bytes"]), *(_mib(case[name]["peak_bytes"]) for name in names)]
+        for shape, case in cases.items()
+    ]
+    conditions = (
+        f"MiB; {row['cpu']}, 2 threads; torch {row['torch']}, fbgemm {row['fbgemm']}, tritonemb {row['tritonemb']} at "
+        f"{row['commit']}, {row['date']}."
+    )
+    return f"{conditions}\n\n{markdown_table(['shape', 'result', *names], lines)}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"
+
+
 def gpu_section(results: dict[str, Any], picture: Path | None) -> str:
     """The picture if there is one, the conditions, medians beside peers and a copy, targets, and what failed."""
     row = results["rows"][0]
@@ -233,6 +255,13 @@ def report_exchange() -> None:
     page.write_text(replace_section(page.read_text(), "exchange", content, "docs/parallel.md"))
 
 
+def report_memory() -> None:
+    """In the page about kernels."""
+    page = ROOT / "docs" / "kernels.md"
+    content = memory_section(results_file.read(results_file.newest("memory")))
+    page.write_text(replace_section(page.read_text(), "memory", content, "docs/kernels.md"))
+
+
 def report_gpu() -> None:
     """A section for every GPU that was measured; without one the README says nothing about GPUs."""
     for path in results_file.newest_of_gpus():
@@ -252,6 +281,8 @@ def main() -> None:
         report_accuracy()
     if list(results_file.RESULTS.glob("exchange-accuracy-*.json")):
         report_exchange()
+    if list(results_file.RESULTS.glob("memory-*.json")):
+        report_memory()
 
 
 if __name__ == "__main__":

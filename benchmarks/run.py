@@ -56,6 +56,12 @@ def condense(benchmarks: list[dict[str, Any]], shared: dict[str, Any]) -> dict[s
     return {"date": shared["date"], "rows": rows, "targets": targets}
 
 
+def memory_rows(benchmarks: list[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
+    """Of `bench_memory.py`, for a file of their own."""
+    rows = [row | shared for benchmark in benchmarks for row in benchmark["extra_info"].get("memory", [])]
+    return {"date": shared["date"], "rows": rows}
+
+
 def print_targets(results: dict[str, Any]) -> None:
     for target in results["targets"]:
         verdict = "met    " if target["met"] else "NOT MET"
@@ -72,14 +78,19 @@ def print_targets(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds of every benchmark")
-    parser.add_argument("-k", dest="select", default="", help="run only what matches and keep nothing")
+    parser.add_argument("-k", dest="select", default="", help="run only what matches; of these only `memory` is kept")
     arguments = parser.parse_args()
     shared = environment()  # before the run: afterwards the results themselves are a change to the checkout
-    results = condense(run_pytest(arguments.rounds, arguments.select), shared)
+    benchmarks = run_pytest(arguments.rounds, arguments.select)
+    results, memory = condense(benchmarks, shared), memory_rows(benchmarks, shared)
     print(*lines(results["rows"]), sep="\n")
     print_targets(results)
     if not arguments.select:
         print(f"wrote {results_file.write('cpu', results).relative_to(ROOT)}")
+    if memory["rows"] and arguments.select in ("", "memory"):
+        print(f"wrote {results_file.write('memory', memory).relative_to(ROOT)}")
+        report.report_memory()
+    if not arguments.select:
         report.main()
 
 
