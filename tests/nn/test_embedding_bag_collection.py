@@ -332,3 +332,16 @@ def test_weights_may_have_no_address():
     weights = {name: weight.detach() for name, weight in collection.named_parameters()}
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda w: torch.func.functional_call(collection, w, (batch,)).sum())(weights)
+
+
+def test_ids_that_change_before_the_backward_are_an_error():
+    """They are grouped in the backward, and an update of other rows would be silently wrong."""
+    collection = make_collection([te.TableConfig("t", 5, 4)], te.optim.SGD(lr=0.1))
+    batch = te.KeyedJaggedTensor.from_lists({"t": [[3], [1, 2]]})
+    before, pooled = collection["t"].weight.clone(), collection(batch)
+    batch.values().fill_(0)
+    with pytest.raises(RuntimeError, match="ids were changed in place between their lookup and its backward"):
+        pooled.sum().backward()
+    assert torch.equal(collection["t"].weight, before)
+    collection(batch).sum().backward()
+    assert not torch.equal(collection["t"].weight, before)

@@ -86,15 +86,16 @@ def _use_of(source, uses, key_of, batch_size, sources):
 
 
 @inlined
-def _find_gradients(order, uses, key_of, batch_size, sources, bags, pooled, grads, pitches, apart, gradients):
+def _find_gradients(order, uses, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients):
     """Address of the gradient of each of these sources, whose table has the lookups `uses`."""
     begin = end = base = pitch = np.int64(0)
     for i in range(order.size):
         source = np.int64(order[i])
         if not begin <= source < end:
             lookup, key, begin, end = _use_of(source, uses, key_of, batch_size, sources)
-            pitch = pitches[lookup]
-            base = grads[lookup] - (key * batch_size if pooled else begin if apart else 0) * pitch
+            base, pitch = grads[lookup if apart else 0]
+            first = key * batch_size if pooled else begin if apart else 0
+            base += (0 if apart else lookups[lookup, COLUMN] * 4) - first * pitch
         gradients[i] = base + (np.int64(bags[source]) if bags.size else source) * pitch
 
 
@@ -170,7 +171,7 @@ def _ask_for_row(row, table, weight, row_bytes, states, state_bytes):
 def _update_rows(
     task, check_only, bounds, parts, table_groups, found, skipped, kind, addresses, dtypes, states, per_element, tables,
     lookups, uses_of_table, uses, keys, key_of, batch_size, offsets, sources, bags, pooled, scaled, ask_for_gradients,
-    values, units, pairs, rows, starts, order, grads, pitches, apart, sample_weights, learning_rate, steps,
+    values, units, pairs, rows, starts, order, grads, apart, sample_weights, learning_rate, steps,
     hyperparameters,
 ):  # fmt: skip
     """Update [bounds[task], bounds[task + 1]) of all parts, the groups of a table or the pairs of a unit each, by cost.
@@ -218,7 +219,7 @@ def _update_rows(
         entries = order[first_entry : first_entry + num_entries]
         uses_here = uses[uses_of_table[table] : uses_of_table[table + 1]]
         _find_gradients(
-            entries, uses_here, key_of, batch_size, sources, bags, pooled, grads, pitches, apart, gradients
+            entries, uses_here, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients
         )  # fmt: skip
         if scaled:
             _find_scales(
@@ -279,7 +280,7 @@ def _groups_by_table(tables, rows, num_groups):
 @compiled
 def _update(
     num_threads, kind, places, per_element, tables, lookups, key_starts, batch_size, offsets, pooled, values, sources,
-    units, pairs, rows, starts, order, num_groups, grads, pitches, apart, width, sample_weights, learning_rate,
+    units, pairs, rows, starts, order, num_groups, grads, apart, width, sample_weights, learning_rate,
     hyperparameters,
 ):  # fmt: skip
     """Update all rows and count; or none, and return the first row whose gradient must be refused (else -1)."""
@@ -318,7 +319,7 @@ def _update(
                 check_only, bounds, parts, table_groups, found, skipped, kind, places[WEIGHT], places[DTYPE],
                 places[STATES:], per_element, tables, lookups, uses_of_table, uses, keys, key_of, batch_size, offsets,
                 sources, bags, pooled, scaled, ask_for_gradients, values, units, pairs, rows, starts, order, grads,
-                pitches, apart, sample_weights, learning_rate, steps, hyperparameters,
+                apart, sample_weights, learning_rate, steps, hyperparameters,
             ),
         )  # fmt: skip
         if found.min() != NO_ROW:
@@ -379,8 +380,7 @@ def _run(
     parts: list[Tensor] = [*grad] if apart else [grad]  # type: ignore[list-item]
     parts = [part.clamp(-most, most) for part in parts] if most < np.inf else parts
     parts = [(part if part.stride(1) == 1 else part.contiguous()).to(torch.float32) for part in parts]
-    grads = np.array([part.data_ptr() for part in parts]) + 4 * (0 if apart else arrays_of(layout)[1][:, COLUMN])
-    pitches = np.zeros_like(grads) + 4 * np.array([part.stride(0) for part in parts])
+    grads = np.array([(part.data_ptr(), 4 * part.stride(0)) for part in parts], dtype=np.int64)
     if isinstance(groups, Tensor):
         by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # else no smaller
         given = *sort_pairs(groups, offsets, layout, by_bag), _NO_IDS, *_NO_GROUPS
@@ -390,6 +390,6 @@ def _run(
     refused: int = _update(
         torch.get_num_threads(), kind, np.array(places, dtype=np.int64).reshape(-1, len(weights)), per_element,
         *arrays_of(layout), batch_size_of(offsets, layout.key_starts), bounds, layout.pooled, *given,
-        grads, pitches, apart, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
+        grads, apart, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
     )  # fmt: skip
     return refused
