@@ -91,7 +91,9 @@ def test_accuracy_shows_both_networks_and_what_the_test_rows_are_worth() -> None
 
 def test_peak_bytes_are_a_line_a_shape() -> None:
     row = {"shape": "small", "ids": 8, "result_bytes": 2**20, "torch_bytes": 0} | SHARED
-    rows = [row | {"implementation": name, "peak_bytes": size << 19} for name, size in (("tritonemb", 3), ("fbgemm", 5))]
+    rows = [
+        row | {"implementation": name, "peak_bytes": size << 19} for name, size in (("tritonemb", 3), ("fbgemm", 5))
+    ]
     section = report.memory_section({"rows": rows})
     assert "| shape | result | tritonemb | fbgemm |" in section
     assert section.endswith("| small | 1.0 | 1.5 | 2.5 |")
