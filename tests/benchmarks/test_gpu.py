@@ -203,8 +203,8 @@ def test_cases_can_be_chosen_by_name() -> None:
         "codec fp16 pack", "codec fp16 unpack", "DLRM step", "DLRM step"
     ]  # fmt: skip
     assert {case.op.removesuffix(GRAPH).split()[0] for case in everything} == {
-        "forward", "sort", "group", "step,", "DLRM", "codec", "interaction", "cross", "jagged", "block", "row",
-        "training",
+        "forward", "sort", "group", "custom", "step,", "DLRM", "codec", "interaction", "cross", "jagged", "block",
+        "row", "training",
     }  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_all_but_updates_and_tiers_are_measured_as_cuda_graphs_too() -> None:
     ops = {case.op for case in gpu_run.cases(CPU, tiny=True)}
     eager = {op for op in ops if not op.endswith(GRAPH)}
     assert {op for op in eager if op + GRAPH not in ops} == {
-        "group + update", "training from host memory", "training from disk"
+        "group + update", "custom update", "training from host memory", "training from disk"
     }  # fmt: skip
     assert {op.removesuffix(GRAPH) for op in ops} == eager
 
