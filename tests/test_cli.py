@@ -144,6 +144,7 @@ def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.few(1)
 def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
     """Strings and numbers, used by the model or not, in the order of the rows, however training reads the log."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -53,6 +53,7 @@ def test_ops_over_tables_run_beside_their_peers(family: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "fbgemm"])
+@pytest.mark.few(1)
 def test_a_peer_that_cannot_be_made_says_why_and_the_others_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no room")

@@ -123,6 +123,7 @@ def inside_nodes(rank):
     return tuple(group.traffic.by_kind()["pooled"])
 
 
+@pytest.mark.more  # `tests/sharding/test_nodes.py` counts them through a collection
 def test_bytes_that_leave_a_node_are_told_apart(ranks):
     """16 bytes a sample to each other rank; 10 samples, of which 1 to 4 are each rank's own."""
     found = ranks(4).run(inside_nodes)

@@ -184,7 +184,7 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("kind", sorted(ALONE))
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, kind, world):
     """Of whole rows, and of elements, whose columns are not exchanged."""
     shardings, local = ALONE[kind](world)

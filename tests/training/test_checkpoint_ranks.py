@@ -206,7 +206,7 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
         (0, "manifest", "disk"),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, what):
     whole, folder = values((12, 4), torch.float32), CheckpointFolder(tmp_path / "checkpoints")
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)

@@ -123,7 +123,7 @@ def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: i
     ],
     ids=str,
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_counts_of_a_given_prefetch_depth(monkeypatch, tmp_path, depth, options, placement):
     """With evaluations and checkpoints in between, and an end at which steps that were made ahead are left over."""
     runs, accumulate = [], options.get("accumulate", 1)
