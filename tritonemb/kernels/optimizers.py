@@ -176,7 +176,7 @@ def step_by_torch(
     Returns the new rows and states.
     """
     decay, mode = h.weight_decay, DECAY_MODES[int(h.weight_decay_mode)]
-    if optimizer == "ftrl" and float(lr) == 0.0:
+    if not w.shape[0] or (optimizer == "ftrl" and float(lr) == 0.0):
         return w, states
     if decay and mode == "l2" and optimizer != "lars_sgd":
         g = g + decay * w
