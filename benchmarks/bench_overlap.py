@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 import tritonemb as te
@@ -64,6 +66,10 @@ def waited_for(self: Any, values: Any, batch: Any, back: bool) -> Any:
     return (self.send_back if back else self.send)(values, batch)()
 
 
+def loss_of(model: te.HybridParallel, dense: Tensor, features: Any, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(dense, features), labels)
+
+
 class Steps:
     """Steps of a rank, of the model itself and of the model as one graph, each with its own tables."""
 
@@ -78,16 +84,24 @@ class Steps:
             te.HybridParallel(te.nn.DLRM(tables, NUM_DENSE, (*mlp, DIM), (64,), te.optim.RowWiseAdagrad(lr=0.1)), plan)
             for _ in range(2)
         ]
-        graph = torch.compile(self.models[1], fullgraph=True, backend="tritonemb")
-        self._functions = self.models[0], graph
+        losses = [partial(loss_of, model) for model in self.models]
+        self._functions = losses[0], torch.compile(losses[1], fullgraph=True, backend="tritonemb")
+
+    def prefetch(self, compiled: bool) -> Any:
+        """Exchanged ids, as a trainer has them before a step."""
+        self.models[compiled].zero_grad()
+        return self.models[compiled].prefetch(self.sparse)
+
+    def compute(self, features: Any, compiled: bool) -> None:
+        """A step from exchanged ids to the loss and back."""
+        self._functions[compiled](self.dense, features, self.labels).backward()
 
     def __call__(self, compiled: bool = False) -> float:
-        """Seconds of a step, from exchanged ids on."""
-        features = self.models[compiled].prefetch(self.sparse)
+        """Seconds of `compute`."""
+        features = self.prefetch(compiled)
         self.models[compiled].group.barrier()
         begin = time.perf_counter()
-        scores = self._functions[compiled](self.dense, features)
-        F.binary_cross_entropy_with_logits(scores, self.labels).backward()
+        self.compute(features, compiled)
         return time.perf_counter() - begin
 
 

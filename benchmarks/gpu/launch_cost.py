@@ -1,6 +1,10 @@
 """What a step of the embeddings costs the host with Triton's kernels: time, launches by kernel, values read and sent.
 
-    python benchmarks/gpu/launch_cost.py [--tables 26] [--rounds 200]
+    python benchmarks/gpu/launch_cost.py [--tables 26] [--rounds 200] [--ranks 2]
+
+`--ranks` counts instead the launches of a hybrid-parallel step of a DLRM on so many ranks, from exchanged ids to the
+loss and back: those of Triton's kernels, ours and Inductor's, and of PyTorch's operators that compute; of the model
+itself and compiled as one graph.
 
 Without a GPU, Triton compiles for sm_90 and launches into a driver that does nothing: results are garbage, but launches
 and the host's time are those of a GPU, less what its driver would take. A line says so.
@@ -15,6 +19,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,6 +29,16 @@ sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder 
 BATCH_SIZE, DIM = 8, 64
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")  # the host waits for those
 SENDS = ("aten::lift_fresh", "aten::pin_memory", "aten::_pin_memory")  # host memory, which no graph's pool has
+ONE_LAUNCH = tuple(f"aten::{name}" for name in ("mm", "addmm", "cat"))  # whatever it calls on a CPU
+NO_LAUNCH = tuple(
+    f"aten::{name}"
+    for name in (
+        "as_strided", "as_strided_", "detach", "detach_", "empty", "empty_like", "empty_strided", "expand", "flatten",
+        "item", "lift_fresh", "linear", "matmul", "narrow", "new_empty", "permute", "reshape", "resize_",
+        "resolve_conj", "resolve_neg", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "to",
+        "transpose", "unsqueeze", "view", "view_as", "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias",
+    )
+)  # fmt: skip
 NO_GPU = (
     "No GPU here: Triton compiles for sm_90 and launches into a driver that does nothing, so only the number of "
     "launches and the host's own time mean something."
@@ -117,11 +132,59 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], de
     return steps, launches, seconds, found
 
 
+def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
+    """By kernel or operator; of a step that is not compiled, and of one that is. Never on a GPU."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.runtime import driver
+
+    from benchmarks.bench_overlap import Steps
+    from tritonemb.ops.registry import forced
+
+    driver.set_active(_NoDevice())
+    step, launches, found = Steps(world, 64, (64, 64)), Counter[str](), {}
+
+    def count(kernel: Any, *_: Any, **__: Any) -> None:
+        launches[kernel.fn.__name__] += 1
+
+    with (
+        torch._inductor.config.patch(cpu_backend="triton", compile_threads=1, force_disable_caches=True),
+        mock.patch.object(CachingAutotuner, "precompile"),
+        mock.patch.object(CachingAutotuner, "run", count),
+    ):
+        for number in range(3):  # the first two compile
+            if number == 2:
+                _count_launches(launches, defaultdict(float))
+            for compiled in (False, True):
+                features = step.prefetch(compiled)  # whose sizes the host reads
+                launches.clear()
+                with forced("triton"), torch.autograd.profiler.profile() as recorded:
+                    step.compute(features, compiled)
+                operators = [event for event in recorded.function_events if event.cpu_parent is None]
+                found[compiled] = launches + Counter(name for event in operators for name in _computing(event))
+    return found
+
+
+def _computing(event: Any) -> list[str]:
+    """The operators in a profiler's event, itself or within it, that launch a kernel on a GPU."""
+    inside = [name for child in event.cpu_children for name in _computing(child)]
+    is_operator = event.name.startswith("aten::") and event.name not in NO_LAUNCH
+    return [event.name] if is_operator and (not inside or event.name in ONE_LAUNCH) else inside
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time and launches of a step of the embeddings.")
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--ranks", type=int)
     args = parser.parse_args()
+    if args.ranks:
+        from tests.ranks import Ranks
+
+        ranks = Ranks(args.ranks)
+        for compiled, found in ranks.run(launches_of_dlrm, args.ranks)[0].items():
+            print(f"{'compiled' if compiled else 'not compiled'}: {found.total()} launches, {dict(found)}")
+        ranks.close()
+        return
     try:
         from triton.runtime import driver
     except ImportError:

@@ -51,3 +51,16 @@ def test_launches_of_a_step_are_counted() -> None:
     (forward,) = (line.split() for line in lines if "_pool_kernel" in line)
     assert forward[1] == "1.0"
     assert lines[-1] == "  8.0 launches and torch.sort's; values that the host reads: 0, sends: 0"
+
+
+@pytest.mark.more
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counted by a driver without a GPU")
+def test_a_graph_launches_less_than_the_model_itself() -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    lines = run("launch_cost", "--ranks", "2").splitlines()
+    eager, compiled = (line.split(": ", 1) for line in lines if "compiled: " in line)
+    assert (eager[0], compiled[0]) == ("not compiled", "compiled")
+    assert int(compiled[1].split()[0]) < 0.8 * int(eager[1].split()[0])  # 49 and 68
+    for kernel in ("_pool_kernel': 1,", "_pack_kernel': 2,", "_unpack_kernel': 2,", "_update_kernel': 1,"):
+        assert kernel in eager[1]
+        assert kernel in compiled[1]

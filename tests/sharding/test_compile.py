@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonemb as te
@@ -142,6 +144,48 @@ def test_a_model_that_exchanges_ids_itself_is_compiled_too(ranks):
         assert loss == expected_loss
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), name
+
+
+class Normalized(nn.Module):
+    """A DLRM with a layer that has buffers, and one in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = dlrm()
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, dense, sparse):
+        return self.model(self.norm(dense) * self.scale.float(), sparse)
+
+
+def accumulated(rank, world, backend):
+    """Gradients of two steps, each of a micro-batch without reductions and two with, and the buffers after them."""
+    found = []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        parallel = te.HybridParallel(Normalized(), plan(world))
+        function = torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
+        for number in range(6):
+            if number % 3 == 0:
+                parallel.zero_grad()
+            dense, sparse, labels = part(batch(number, world), rank)
+            with parallel.no_sync() if number % 3 == 0 else nullcontext():
+                loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in parallel.named_parameters()}
+        found.append((gradients, whole_state(parallel)))
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.more)])
+def test_a_graph_averages_gradients_and_buffers_as_ddp_does(ranks, backend):
+    (compiled, eager), (other, _) = ranks(2).run(accumulated, 2, backend)
+    for name, gradient in compiled[0].items():
+        assert torch.equal(gradient, other[0][name]), name
+        torch.testing.assert_close(gradient, eager[0][name], rtol=1e-5, atol=1e-6)
+    for name, tensor in eager[1].items():
+        torch.testing.assert_close(compiled[1][name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("dynamo")

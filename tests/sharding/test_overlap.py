@@ -115,7 +115,7 @@ def graphs_of_dlrm(rank, world, backend):
     with torch._inductor.config.patch(force_disable_caches=True):
         _, programs = run_and_get_code(step)
     torch._dynamo.reset()
-    called = r"(start_exchange|finish_exchange|interaction|row_update_|\bmm|addmm)(?=(?:\.default)?\()"
+    called = r"((?:start|finish)_(?:exchange|average)|interaction|row_update_|\bmm|addmm)(?=(?:\.default)?\()"
     return [re.findall(called, program) for program in programs]
 
 
@@ -124,9 +124,11 @@ def test_a_graph_computes_its_bottom_mlp_beside_the_exchanges(ranks):
         send, wait, reads = (forward.index(name) for name in ("start_exchange", "finish_exchange", "interaction"))
         assert send < forward.index("addmm") < wait < reads
         assert "addmm" not in forward[wait:reads]
-        send, wait = backward.index("start_exchange"), backward.index("finish_exchange")
-        assert "mm" in backward[send:wait]
-        assert "mm" not in backward[wait:]
+        order = "start_exchange", "start_average", "finish_exchange", "finish_average"
+        send, average, wait, last = (backward.index(name) for name in order)
+        assert send < average < wait < last
+        assert "mm" in backward[send:average]
+        assert "mm" not in backward[average:]
 
 
 class Rows(nn.Module):

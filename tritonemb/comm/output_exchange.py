@@ -234,12 +234,11 @@ def _start_back(ctx: Any, grad: Tensor, after: Tensor) -> tuple[Any, ...]:
 
 
 _SCHEMA = "(Tensor {}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
-_start_op = define(
-    "start_exchange", _SCHEMA.format("values"), _start, lambda values, *_: (values.new_empty(1), values.new_empty(1))
-)
-_start_op.register_autograd(_finish_back, setup_context=_keep_arguments)
-_finish_op = define("finish_exchange", _SCHEMA.format("started"), _finish, _finished)
-_finish_op.register_autograd(_start_back, setup_context=_keep_arguments)
+define(
+    "start_exchange", _SCHEMA.format("values"), _start, lambda values, *_: (values.new_empty(1), values.new_empty(1)),
+    _finish_back, _keep_arguments,
+)  # fmt: skip
+define("finish_exchange", _SCHEMA.format("started"), _finish, _finished, _start_back, _keep_arguments)
 
 
 class PooledExchange(OutputExchange):
@@ -267,6 +266,15 @@ class PooledExchange(OutputExchange):
         self._sent_back = MessageCodec(columns, width, backward)
         self._received_back = MessageCodec(by_table if backward == "int8" else whole, own_width, backward)
         self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
+        self._own, self._alone = own, group.size == 1 and average == 1
+
+    def __call__(self, values: Tensor, batch: Sequence[int]) -> Tensor:
+        if not self._alone:
+            return super().__call__(values, batch)
+        if self._own == sorted(self._own):
+            return values
+        pieces = dict(zip(self._own, values.split([size for _, size in self._own], dim=1), strict=True))
+        return torch.cat([pieces[part] for part in sorted(self._own)], dim=1)
 
     def shape(self, num_rows: Sequence[int], back: bool) -> tuple[int, int]:
         if back:

@@ -4,15 +4,21 @@ Inductor computes in the order of the graph, in which an exchange is begun and e
 it; backward, layers that were called last come first.
 """
 
+from collections import defaultdict
 from heapq import heapify, heappop, heappush
 
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
-import tritonemb.comm.output_exchange  # noqa: F401  declares the ops
+import tritonemb.comm.data_parallel  # noqa: F401  declares the ops
 
-_URGENT, _ORDINARY, _LATE = range(3)
+_ops = torch.ops.tritonemb
+_URGENT, _SOON, _ORDINARY, _LATE = range(4)
+_STARTS = {_ops.start_exchange.default: _URGENT, _ops.start_average.default: _SOON}
+_FINISHES = (_ops.finish_exchange.default, _ops.finish_average.default)
 
 
 class HideExchanges(CustomGraphPass):
@@ -22,42 +28,57 @@ class HideExchanges(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
     def __call__(self, graph: Graph) -> None:
-        ops = torch.ops.tritonemb
-        urgent = set[Node]()
-        for node in reversed(graph.nodes):
-            if node.target is ops.start_exchange.default or not urgent.isdisjoint(node.users):
-                urgent.add(node)
-        late = {*graph.find_nodes(op="call_function", target=ops.finish_exchange.default)}
+        nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        late = [node for node in nodes if node.target in _FINISHES]
         if not late:
             return
-        parts: list[list[Node]] = [[]]  # nothing is moved across what changes a tensor
-        for node in graph.nodes:
-            schema = getattr(node.target, "_schema", None)
-            fixed = node.op in ("placeholder", "output") or (schema is not None and schema.is_mutable)
-            parts += [[node], []] if fixed else []
-            if not fixed:
-                parts[-1].append(node)
-        before: Node = graph._root
-        for part in parts:
-            kinds = [_LATE if node in late else _URGENT if node in urgent else _ORDINARY for node in part]
-            for node in _sorted(part, kinds):
-                before.append(node)
-                before = node
+        kinds: dict[Node, int] = {}
+        for node in reversed(nodes):  # what is sent makes urgent what it is computed from
+            kinds[node] = min([_STARTS.get(node.target, _ORDINARY), *(kinds.get(user, _LATE) for user in node.users)])
+        kinds |= dict.fromkeys(late, _LATE)
+        before = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
+        for node in _sorted(nodes, kinds):
+            before.append(node)
+            before = node
 
 
-def _sorted(nodes: list[Node], kinds: list[int]) -> list[Node]:
-    """In an order in which each comes after its inputs; else by kind, and then as they were."""
-    places = {node: (kind, place) for place, (node, kind) in enumerate(zip(nodes, kinds, strict=True))}
-    missing = {node: sum(each in places for each in node.all_input_nodes) for node in nodes}
+def _sorted(nodes: list[Node], kinds: dict[Node, int]) -> list[Node]:
+    """In an order in which each comes after what it needs; else by kind, and then as they were."""
+    places = {node: (kinds[node], place) for place, node in enumerate(nodes)}
+    missing, users = dict[Node, int](), defaultdict[Node, list[Node]](list)
+    for node, needed in _needed(nodes).items():
+        missing[node] = len(needed)
+        for each in needed:
+            users[each].append(node)
     ready, found = [places[node] for node, number in missing.items() if not number], list[Node]()
     heapify(ready)
     while ready:
         node = nodes[heappop(ready)[1]]
         found.append(node)
-        for user in node.users:
-            if user in missing:
-                missing[user] -= 1
-                if not missing[user]:
-                    heappush(ready, places[user])
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heappush(ready, places[user])
     assert len(found) == len(nodes)
+    return found
+
+
+def _needed(nodes: list[Node]) -> dict[Node, set[Node]]:
+    """What has to come before each: its inputs, and who reads or changes memory of theirs that one of them changes."""
+    found = dict[Node, set[Node]]()
+    memory, changed_by, read_by = dict[Node, set[Node]](), dict[Node, Node](), defaultdict[Node, list[Node]](list)
+    for node in nodes:
+        target = node.args[1] if node.target is with_effects else node.target
+        schema, inputs = getattr(target, "_schema", None), node.all_input_nodes
+        own = set[Node]().union(*(memory.get(each, {each}) for each in inputs))
+        needed = {*inputs, *(changed_by[each] for each in own if each in changed_by)}
+        if isinstance(target, HigherOrderOperator) or (schema is not None and schema.is_mutable):
+            for each in own:
+                needed |= {*read_by.pop(each, [])}
+                changed_by[each] = node
+        for each in own:
+            read_by[each].append(node)
+        is_view = schema is None or any(each.alias_info is not None for each in schema.returns)
+        memory[node] = own if is_view else {node}
+        found[node] = {each for each in needed if each in found}
     return found

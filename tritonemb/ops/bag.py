@@ -215,9 +215,8 @@ define(
     "(int by, Tensor? weight, Tensor? sample_weights, Tensor? grad, Tensor values, Tensor? trained, Tensor offsets, "
     "bool pooled, bool mean, bool checked, SymInt num_rows, ScalarType weight_dtype, "
     "ScalarType? sample_dtype, ScalarType dtype) -> Tensor",
-    _derive,
-    _shape,
-).register_autograd(_backward, setup_context=_save)
+    _derive, _shape, _backward, _save,
+)  # fmt: skip
 
 
 class BagTable(NamedTuple):

@@ -86,15 +86,6 @@ def _look_up(
     return _read(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
 
 
-_embedding_bag = define(
-    "embedding_bag",
-    f"(Tensor[] weights, {registry.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
-    f"{registry.LAYOUT}) -> Tensor",
-    _look_up,
-    lambda weights, values, offsets, _s, _t, _c, dtype, *layout: empty_output(values, offsets, Layout(*layout), dtype),
-)
-
-
 def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
@@ -134,7 +125,15 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return weight_grads, None, None, sample_weight_grad, None, None, None, *([None] * len(layout))
 
 
-_embedding_bag.register_autograd(_backward, setup_context=_save)
+define(
+    "embedding_bag",
+    f"(Tensor[] weights, {registry.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
+    f"{registry.LAYOUT}) -> Tensor",
+    _look_up,
+    lambda weights, values, offsets, _s, _t, _c, dtype, *layout: empty_output(values, offsets, Layout(*layout), dtype),
+    _backward,
+    _save,
+)
 
 
 Read = Callable[[], Tensor]
@@ -182,15 +181,6 @@ def pinned_lookup(
     return found
 
 
-_pinned_lookup = define(
-    "pinned_lookup",
-    "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
-    " -> Tensor",
-    lambda weight, ticket, handle, trained, *shape: tables_of(handle).read_pinned(int(ticket), trained),
-    lambda weight, ticket, handle, trained, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
-)
-
-
 def _update_pinned(grad: Tensor, ticket: Tensor, handle: int) -> Tensor:
     tables_of(handle).update_pinned(int(ticket), grad)
     return grad.new_zeros(1)
@@ -214,7 +204,15 @@ def _backward_pinned(ctx: Any, grad: Tensor) -> tuple[None, ...]:
     return (None,) * 7
 
 
-_pinned_lookup.register_autograd(_backward_pinned, setup_context=_keep_ticket)
+define(
+    "pinned_lookup",
+    "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
+    " -> Tensor",
+    lambda weight, ticket, handle, trained, *shape: tables_of(handle).read_pinned(int(ticket), trained),
+    lambda weight, ticket, handle, trained, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
+    _backward_pinned,
+    _keep_ticket,
+)
 
 
 def embedding_bag_fused(
@@ -298,16 +296,6 @@ def _shape(*args: Any) -> Tensor:
     return empty_output(inputs.values, inputs.offsets, inputs.layout, inputs.output_dtype)
 
 
-_embedding_bag_fused = define(
-    "embedding_bag_fused",
-    f"({TABLES}, {registry.BATCH}, Tensor? pending, bool shared, int accumulator, bool check_bounds, "
-    f"ScalarType output_dtype, "
-    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
-    _look_up_fused,
-    _shape,
-)
-
-
 def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.inputs = _Inputs(*unflatten(inputs, *_KINDS))
 
@@ -320,7 +308,13 @@ def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *lists, *([None] * (place - 4)), sample_weight_grad, *after
 
 
-_embedding_bag_fused.register_autograd(_backward_fused, setup_context=_save_fused)
+define(
+    "embedding_bag_fused",
+    f"({TABLES}, {registry.BATCH}, Tensor? pending, bool shared, int accumulator, bool check_bounds, "
+    f"ScalarType output_dtype, "
+    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
+    _look_up_fused, _shape, _backward_fused, _save_fused,
+)  # fmt: skip
 
 
 class BagGradient(NamedTuple):
@@ -396,11 +390,6 @@ def _shape_of_bag(*args: Any) -> Tensor:
     return empty_bags(table.weights[0], values, offsets, pooled, dtype)
 
 
-_bag_fused = define(
-    "bag_fused", f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor", _look_up_bag, _shape_of_bag
-)
-
-
 def _save_bag(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """The tensors as they are, without a version check, as in `embedding_bag_fused`."""
     ctx.inputs = inputs
@@ -417,7 +406,10 @@ def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *lists, *[None] * (place - 4), by_sample_weight, *[None] * 5
 
 
-_bag_fused.register_autograd(_backward_bag, setup_context=_save_bag)
+define(
+    "bag_fused", f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor", _look_up_bag, _shape_of_bag,
+    _backward_bag, _save_bag,
+)  # fmt: skip
 
 
 def _update_bag(*args: Any) -> None:

@@ -109,17 +109,17 @@ def _interacted(dense: Tensor, sparse: Tensor) -> Tensor:
     return dense.new_empty(dense.shape[0], dim + num_features * (num_features + 1) // 2)
 
 
-_interaction = define("interaction", "(Tensor dense, Tensor sparse) -> Tensor", _interact, _interacted)
 define(
     "interaction_gradient",
     "(Tensor grad, Tensor dense, Tensor sparse) -> (Tensor, Tensor)",
     lambda grad, *inputs: kernel("interaction_gradient", grad.device, (inputs[0].dtype,))(grad, *inputs),
     lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
 )
-_interaction.register_autograd(
+define(
+    "interaction", "(Tensor dense, Tensor sparse) -> Tensor", _interact, _interacted,
     lambda ctx, grad: torch.ops.tritonemb.interaction_gradient(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)  # fmt: skip
 
 
 def _cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
@@ -142,14 +142,14 @@ def _save_cross(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.dtype = inputs[3].dtype
 
 
-_cross_op = define("cross", "(Tensor inputs, Tensor product, Tensor bias, Tensor crossed) -> Tensor", _cross, _crossed)
 define(
     "cross_gradient",
     "(Tensor grad, Tensor inputs, Tensor product, Tensor bias) -> (Tensor, Tensor, Tensor)",
     lambda grad, *inputs: _cross_kernel("cross_gradient", grad, *inputs),
     lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
 )
-_cross_op.register_autograd(
+define(
+    "cross", "(Tensor inputs, Tensor product, Tensor bias, Tensor crossed) -> Tensor", _cross, _crossed,
     lambda ctx, grad: (*torch.ops.tritonemb.cross_gradient(grad, *ctx.saved_tensors), grad.to(ctx.dtype)),
-    setup_context=_save_cross,
-)
+    _save_cross,
+)  # fmt: skip

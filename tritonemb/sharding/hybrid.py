@@ -1,12 +1,10 @@
 """`HybridParallel`: tables sharded over ranks (model parallel), other layers data parallel, or sharded by FSDP2."""
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from tritonemb.comm.async_tensor import ordinary
+from tritonemb.comm.data_parallel import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
-from tritonemb.ops.registry import define, keep
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection, part_sizes
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
@@ -31,22 +29,6 @@ from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.lookup import PrefetchedFeatures
 
 Dense = Literal["ddp", "fsdp"]
-
-
-_handles = itertools.count()
-_made: WeakValueDictionary[int, "HybridParallel"] = WeakValueDictionary()
-
-
-@torch.enable_grad()
-def _begin_pass(some: Tensor, handle: int) -> Tensor:
-    """What `DistributedDataParallel` does in its forward, which cannot be traced, before and after the model's own."""
-    parallel: Any = _made[handle]._called[0]
-    parallel._pre_forward()
-    parallel._post_forward(some)
-    return some.clone()
-
-
-keep(define("begin_pass", "(Tensor some, int handle) -> Tensor", _begin_pass, lambda some, _: torch.empty_like(some)))
 
 
 class HybridParallel(nn.Module):
@@ -137,8 +119,7 @@ class HybridParallel(nn.Module):
         computed = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
         self._computed = (computed,)
         self._called = (_parallel(computed, dense, mesh, table_device, self.groups.world),)
-        self._handle, self._some = next(_handles), torch.zeros(1)
-        _made[self._handle] = self
+        self._in_graphs, self._some = GraphDataParallel(self.groups.world, computed), torch.zeros(1)
 
     @property
     def group(self) -> RankGroup:
@@ -155,10 +136,11 @@ class HybridParallel(nn.Module):
             whole = KeyedJaggedTensor | PrefetchedFeatures
             args, kwargs = tree_map_only(whole, self.prefetch, (args, kwargs), lambda value: isinstance(value, whole))
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
-            begins = torch.is_grad_enabled() and isinstance(self._called[0], DistributedDataParallel)
-            some = torch.ops.tritonemb.begin_pass(self._some, self._handle) if begins else self._some
-            graph_order[:] = [some, some]  # whatever a call that failed has left
-            result = self._computed[0](*args, **kwargs)
+            called, parameters = self._called[0], {}
+            graph_order[:] = [self._some.clone(), self._some.clone()]  # whatever a call that failed has left
+            if isinstance(called, DistributedDataParallel) and called.require_backward_grad_sync:
+                parameters = self._in_graphs.parameters(called.modules_buffers) if torch.is_grad_enabled() else {}
+            result = torch.func.functional_call(self._computed[0], parameters, args, kwargs)
             graph_order.clear()
             return result
         return tree_map_only(Tensor, ordinary, self._called[0](*args, **kwargs))
