@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -149,14 +149,11 @@ class OutputExchange(ABC):
         handle: its number in graphs.
     """
 
-    made: ClassVar[WeakValueDictionary[int, "OutputExchange"]] = WeakValueDictionary()
-
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
         self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
         self.average, self.kind = average, kind
         self.codecs: tuple[MessageCodec, ...] = ()
-        self.handle = next(_handles)
-        self.made[self.handle] = self
+        self.handle = handle_of(self)
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -190,6 +187,16 @@ class OutputExchange(ABC):
 
 
 _handles = itertools.count()
+exchanges: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by handle
+
+
+def handle_of(exchange: Any) -> int:
+    """A new number, by which ops of graphs find what has `shape`, `send` and `send_back`."""
+    handle = next(_handles)
+    exchanges[handle] = exchange
+    return handle
+
+
 # In a trace, what the next exchange is sent behind, forward, and in reverse, backward: all ranks run the same graph, in
 # which exchanges wait for each other, but compilers know no other order than that of data.
 graph_order: list[Tensor] = []
@@ -199,7 +206,7 @@ _started: dict[int, Receive] = {}  # by address of what `start_exchange` returne
 def _start(
     values: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    exchange, started = OutputExchange.made[handle], values.new_empty(1)
+    exchange, started = exchanges[handle], values.new_empty(1)
     _started[started.data_ptr()] = (exchange.send_back if back else exchange.send)(values, num_rows)
     return started, values.new_empty(1)
 
@@ -213,7 +220,7 @@ def _finish(
 def _finished(
     started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return started.new_empty(OutputExchange.made[handle].shape(num_rows, back)), started.new_empty(1)
+    return started.new_empty(exchanges[handle].shape(num_rows, back)), started.new_empty(1)
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -13,12 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
-import tritonemb.comm.data_parallel  # noqa: F401  declares the ops
-
-_ops = torch.ops.tritonemb
-_URGENT, _SOON, _ORDINARY, _LATE = range(4)
-_STARTS = {_ops.start_exchange.default: _URGENT, _ops.start_average.default: _SOON}
-_FINISHES = (_ops.finish_exchange.default, _ops.finish_average.default)
+import tritonemb.comm.output_exchange  # noqa: F401  declares the ops
 
 
 class HideExchanges(CustomGraphPass):
@@ -28,15 +23,18 @@ class HideExchanges(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
     def __call__(self, graph: Graph) -> None:
+        ops = torch.ops.tritonemb
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        late = [node for node in nodes if node.target in _FINISHES]
+        starts = [node for node in nodes if node.target is ops.start_exchange.default]
+        late = [node for node in nodes if node.target is ops.finish_exchange.default]
         if not late:
             return
-        kinds: dict[Node, int] = {}
-        for node in reversed(nodes):  # what is sent makes urgent what it is computed from
-            kinds[node] = min([_STARTS.get(node.target, _ORDINARY), *(kinds.get(user, _LATE) for user in node.users)])
-        kinds |= dict.fromkeys(late, _LATE)
-        before = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
+        # What is sent first comes first, with what it is computed from; ordinary nodes follow, and what waits is last.
+        kinds = dict(zip(starts, range(len(starts)), strict=True))
+        for node in reversed(nodes):
+            kinds[node] = min([kinds.get(node, len(starts)), *(kinds[user] for user in node.users if user in kinds)])
+        kinds |= dict.fromkeys(late, len(starts) + 1)
+        before = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
         for node in _sorted(nodes, kinds):
             before.append(node)
             before = node
