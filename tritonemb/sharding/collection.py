@@ -60,7 +60,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         assert collection.optimizer is not None
         nn.Module.__init__(self)
         OptimizedTables.__init__(self, collection.optimizer)
-        self.configs = collection.configs
+        self.configs, self.feature_names = collection.configs, collection.feature_names
         self.bounds_check = collection.table_set.bounds_check
         self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
@@ -94,11 +94,6 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
     def _make_lookups(self) -> list[ShardedLookup]:
         raise NotImplementedError
-
-    @functools.cached_property
-    def feature_names(self) -> tuple[str, ...]:
-        """The keys that a batch must have, each once, in the order of tables."""
-        return tuple(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
 
     @functools.cached_property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -258,19 +253,17 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         shards: defaultdict[str, defaultdict[str, list[LocalShard]]] = defaultdict(lambda: defaultdict(list))
         copies = []
         first_copy = self.groups.replicas.rank == 0
-        for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
-            for each, table in zip(shards_of, tables.tables, strict=True):
-                shard, of_table = each.shard, shards[self.configs[each.table].name]
-                tensors = table.tensors()
-                if isinstance(table, CachedTable):
-                    copies.append((table, tensors))
-                mine = first_copy and (each.scheme != "replicated" or self.groups.world.rank == 0)
-                of_table["weight"].append(LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine))
-                for state in self.optimizer.states:
-                    # Ranks with other columns of the same rows have the same values of a row.
-                    one = mine and (state.per_element or shard.first_column == 0)
-                    column = shard.first_column if state.per_element else 0
-                    of_table[state.name].append(LocalShard(tensors[state.name], shard.first_row, column, one))
+        for each, table, _ in self._local_tables():
+            shard, of_table, tensors = each.shard, shards[self.configs[each.table].name], table.tensors()
+            if isinstance(table, CachedTable):
+                copies.append((table, tensors))
+            mine = first_copy and (each.scheme != "replicated" or self.groups.world.rank == 0)
+            of_table["weight"].append(LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine))
+            for state in self.optimizer.states:
+                # Ranks with other columns of the same rows have the same values of a row.
+                one = mine and (state.per_element or shard.first_column == 0)
+                column = shard.first_column if state.per_element else 0
+                of_table[state.name].append(LocalShard(tensors[state.name], shard.first_row, column, one))
         # The number of steps is saved by the first rank with tables.
         mine = first_copy and self.groups.shards.rank == min(each.shard.rank for each in self.placement.shards)
         steps = [LocalShard(tables.counters["step"], mine=mine and not n) for n, tables in enumerate(self.locals)]

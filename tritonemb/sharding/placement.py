@@ -16,6 +16,7 @@ from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.comm.output_exchange import ColumnRange
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.sharding.plan import DataParallel, Grid, Shard, ShardingPlan, TableRowWise
+from tritonemb.sharding.sharded_tensor import cut
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
@@ -204,9 +205,7 @@ def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:
     """Fill a shard from a whole table and its states, by name."""
     tensors = own.tensors()
     for name, given in whole.items():
-        rows = given[shard.first_row :][: shard.num_rows]
-        columns = slice(shard.first_column, shard.first_column + shard.num_columns)
-        tensors[name].copy_(rows[:, columns] if rows.dim() == 2 else rows)
+        tensors[name].copy_(cut(given, shard))
     if isinstance(own, CachedTable):
         own.assign(tensors)
 

@@ -77,8 +77,39 @@ class ReplicatedUpdate(ShardUpdate):
 
         return find
 
+    @torch.no_grad()
     def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
-        _update(self, PinnedRows(tables, pins), grad, lookup)
+        """One step on the rows of the batches of all these ranks, in place, which are unpinned then; a collective."""
+        pinned, configs, optimizer = PinnedRows(tables, pins), tables.configs, tables.optimizer
+        assert optimizer is not None
+        try:
+            # The bound is of the gradient of the mean over replicas.
+            bound = None if optimizer.max_gradient is None else optimizer.max_gradient * self.average
+            sums = self._with_replicas(configs, pinned.in_rows(row_sums(grad, lookup, bound)))
+            if self.whole_rows is not None:
+                of_tables = enumerate(zip(self.blocks, configs, sums.rows, sums.sums, strict=True))
+                self.whole_rows.add([_Cut(block, n, table, pinned, *own) for n, (block, table, *own) in of_tables])
+                return
+            slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
+            with tables.memory():
+                spec = replace(optimizer, max_gradient=None)
+                _apply(configs, spec, tables.fused_tables(), slots, pinned.row_ids())
+        except BaseException:
+            pinned.release()
+            raise
+        pinned.release()
+
+    def _with_replicas(self, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+        """The gradients of the rows of all replicas' batches; a collective."""
+        if self.average == 1:
+            return sums
+        sums = self.replicas(sums)
+        for of_table in sums.sums:
+            of_table.mul_(1.0 / self.average)
+        if self.whole_rows is None:
+            return sums
+        values, offsets, grad, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
+        return row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout))
 
 
 class PinnedRows:
@@ -89,8 +120,7 @@ class PinnedRows:
     """
 
     def __init__(self, tables: TableSet, pins: Sequence[Lookup] = ()) -> None:
-        assert tables.optimizer is not None
-        self.tables, self.configs, self.optimizer, self._pins = tables, tables.configs, tables.optimizer, pins
+        self.tables, self.configs, self._pins = tables, tables.configs, pins
         for pinned in pins:
             pinned.dirty = True
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and slots
@@ -134,41 +164,6 @@ class PinnedRows:
         """Unpin the rows: this thread's stream has been given the update."""
         for pinned in self._pins:
             pinned.release()
-
-
-@torch.no_grad()
-def _update(replica_group: ReplicatedUpdate, pinned: PinnedRows, grad: Tensor, lookup: Lookup) -> None:
-    """One step on the rows of the batches of all these ranks, in place, which are unpinned then; a collective."""
-    tables, optimizer, whole_rows = pinned.configs, pinned.optimizer, replica_group.whole_rows
-    try:
-        # The bound is of the gradient of the mean over replicas.
-        bound = None if optimizer.max_gradient is None else optimizer.max_gradient * replica_group.average
-        sums = _with_replicas(replica_group, tables, pinned.in_rows(row_sums(grad, lookup, bound)))
-        optimizer = replace(optimizer, max_gradient=None)
-        if whole_rows is not None:
-            of_tables = enumerate(zip(replica_group.blocks, tables, sums.rows, sums.sums, strict=True))
-            whole_rows.add([_Cut(block, n, table, pinned, rows, own) for n, (block, table, rows, own) in of_tables])
-            return
-        slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
-        with pinned.tables.memory():
-            _apply(tables, optimizer, pinned.tables.fused_tables(), slots, pinned.row_ids())
-    except BaseException:
-        pinned.release()
-        raise
-    pinned.release()
-
-
-def _with_replicas(replica_group: ReplicatedUpdate, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
-    """The gradients of the rows of all replicas' batches; a collective."""
-    if replica_group.average == 1:
-        return sums
-    sums = replica_group.replicas(sums)
-    for of_table in sums.sums:
-        of_table.mul_(1.0 / replica_group.average)
-    if replica_group.whole_rows is None:
-        return sums
-    values, offsets, grad, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
-    return row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout))
 
 
 def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from tritonemb.comm.group import RankGroup, control_device
+from tritonemb.sharding.plan import Shard
 
 PIECE_BYTES = 1 << 27  # what is written, read and sent at once: a reader fetches whole pieces into host memory
 _INSTEAD = (
@@ -117,7 +118,7 @@ class TableShards(Tensor):
             raise ValueError(problem)
         parts = {s.rectangle: s.tensor for s in given.shards} if isinstance(given, TableShards) else {}
         for shard in self.shards:
-            found = parts[shard.rectangle] if parts else _cut(given, shard.rectangle)
+            found = parts[shard.rectangle] if parts else cut(given, shard.rectangle)
             if found.data_ptr() != shard.tensor.data_ptr():  # not its own
                 shard.tensor.copy_(found)
 
@@ -139,10 +140,10 @@ class TableShards(Tensor):
         refuse_gaps(self.shape, [rectangle for of_rank in held for rectangle in of_rank])
         whole = torch.empty(self.shape, dtype=self.dtype, device=device)
         for _, piece, tensor in self._pieces():
-            _cut(whole, piece).copy_(tensor)
+            cut(whole, piece).copy_(tensor)
         for rank, rectangles in enumerate(held if group.size > 1 else []):
             for piece in (piece for rectangle in rectangles for piece in _pieces(rectangle, self.dtype)):
-                target = _cut(whole, piece)
+                target = cut(whole, piece)
                 message = target.to(control_device(group)).contiguous()
                 group.broadcast(message, rank, "gather")
                 target.copy_(message)
@@ -260,7 +261,8 @@ def _pieces(rectangle: Rectangle, dtype: torch.dtype) -> Iterator[Rectangle]:
         yield rectangle._replace(first_row=rectangle.first_row + first, num_rows=rows)
 
 
-def _cut(whole: Tensor, rectangle: Rectangle) -> Tensor:
+def cut(whole: Tensor, rectangle: Rectangle | Shard) -> Tensor:
+    """A view of the rows, and the columns if it has several, of a table or a state of it."""
     if not whole.dim():
         return whole
     rows = whole[rectangle.first_row :][: rectangle.num_rows]

@@ -268,18 +268,15 @@ def make_queue() -> AioQueue | None:
         return None
 
 
-@functools.cache
-def _system_call() -> Any:
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    call.argtypes = (ctypes.c_long, ctypes.c_ulong, *(ctypes.c_long,) * 4)
-    return call
+_system_call: Any = ctypes.CDLL(None, use_errno=True).syscall
+_system_call.restype = ctypes.c_long
+_system_call.argtypes = (ctypes.c_long, ctypes.c_ulong, *(ctypes.c_long,) * 4)
 
 
 def _call(which: int, *arguments: int) -> int:
     number, more = _CALLS[platform.machine()][which], (0,) * (5 - len(arguments))
     while True:
-        found = int(_system_call()(number, *arguments, *more))
+        found = int(_system_call(number, *arguments, *more))
         if found >= 0:
             return found
         code = ctypes.get_errno()
