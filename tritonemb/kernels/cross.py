@@ -78,8 +78,7 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
     """
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (inputs, product, bias, crossed)))
     num_rows, width = inputs.shape
-    out = torch.empty(num_rows, width, dtype=computed(dtype), device=inputs.device)
-    size = _columns(width)
+    out, size = torch.empty(num_rows, width, dtype=computed(dtype), device=inputs.device), _columns(width)
     launch(
         _forward, (cdiv(num_rows, _ROWS), cdiv(width, size)),
         *map(readable, (inputs, product, bias, crossed)), out, num_rows, width, ROWS=_ROWS, SIZE=size,

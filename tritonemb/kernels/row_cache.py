@@ -289,12 +289,10 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
-def _describe(to: Tensor, source: Tensor) -> tuple[list[int], int]:
-    """What the kernel reads of a pair, but IS_WIDE; and the largest unit up to 16 bytes that it can be moved by."""
-    size, numbers = to.element_size() * math.prod(to.shape[1:]), []
-    for tensor in (to, source):
-        numbers += [tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), tensor.shape[0]]
-    return [*numbers, size], math.gcd(WIDE_BYTES, *numbers[:2], *numbers[3:5], size)
+def describe(to: Tensor, source: Tensor) -> list[int]:
+    """What kernels read of a pair, from TO to ROW_BYTES."""
+    places = [n for each in (to, source) for n in (each.data_ptr(), each.stride(0) * each.element_size(), len(each))]
+    return [*places, to.element_size() * math.prod(to.shape[1:])]
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
@@ -303,10 +301,12 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     Nobody waits for the kernel, so whoever frees pinned host memory it uses must. Rows that a tensor does not have are
     left out.
     """
-    described = [_describe(*pair) for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
+    pairs = [describe(*pair) for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
     num_moves = to_rows.numel()
-    if not described or num_moves == 0:
+    if not pairs or num_moves == 0:
         return
+    # Each with the largest unit up to 16 bytes that it can be moved by.
+    described = [(pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])) for pair in pairs]
     wide = [numbers[-1] for numbers, unit in described if unit == WIDE_BYTES]
     units = [unit for _, unit in described if unit < WIDE_BYTES]
     unit = math.gcd(*units)
@@ -314,9 +314,9 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     blocks = [min(MOST_COLUMNS, next_power_of_2(count)) if count else 0 for count in (most, max([0, *wide]) // 8)]
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
     num_tiles = cdiv(num_moves, rows)
-    pairs = [number for numbers, unit in described for number in (*numbers, int(unit == WIDE_BYTES))]
+    numbers = [number for pair, unit in described for number in (*pair, int(unit == WIDE_BYTES))]
     launch(
-        _move_kernel, (num_tiles * len(described),), on_device(pairs, to_rows.device), to_rows, from_rows, num_moves,
+        _move_kernel, (num_tiles * len(pairs),), on_device(numbers, to_rows.device), to_rows, from_rows, num_moves,
         num_tiles,
         UNIT=unit, BLOCK=blocks[0], WIDE_BLOCK=blocks[1], ALIGN=WIDE_BYTES if wide else 8, ROWS=rows,
     )  # fmt: skip

@@ -223,7 +223,7 @@ def row_update_(
     for check_only in (True, False) if nonfinite == RAISE else (False,):
         if nonfinite == RAISE and not check_only:
             step += found[1] == NO_ROW_FOUND
-        for dtype, addresses, align, *_ in by_dtype(weights):
+        for dtype, addresses, align, *_ in fact(weights, by_dtype):
             row_step = align // dtype.itemsize
             tile_rows, num_warps = _tile_rows(optimizer, dtype, align, block), warps_for(block)
             grid = (min(cdiv(num_entries, tile_rows), num_programs(device, num_warps)),)

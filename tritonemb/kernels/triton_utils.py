@@ -18,13 +18,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.layout import TABLE_SIZE, Layout, fact, names_in
+from tritonemb.layout import TABLE_SIZE, Layout, names_in
 
 
 def _import(name: str) -> Any:
@@ -34,14 +35,8 @@ def _import(name: str) -> Any:
         return None
 
 
-class _Names:
-    """What kernels name outside their bodies."""
-
-    constexpr = int
-
-
 triton: Any = _import("triton")
-tl: Any = _import("triton.language") or _Names
+tl: Any = _import("triton.language") or SimpleNamespace(constexpr=int)  # what kernels name outside their bodies
 
 
 def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
@@ -186,13 +181,8 @@ class TablesOfDtype(NamedTuple):
     max_dim: int
 
 
-def by_dtype(weights: Sequence[Tensor]) -> Sequence[TablesOfDtype]:
+def by_dtype(weights: Sequence[Tensor]) -> list[TablesOfDtype]:
     """The tables of each dtype."""
-    found: Sequence[TablesOfDtype] = fact(weights, _by_dtype)
-    return found
-
-
-def _by_dtype(weights: Sequence[Tensor]) -> list[TablesOfDtype]:
     assert all(weight.is_contiguous() for weight in weights)
     dims, found = [weight.shape[1] for weight in weights], []
     for dtype in dict.fromkeys(weight.dtype for weight in weights):

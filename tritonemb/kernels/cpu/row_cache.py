@@ -3,7 +3,6 @@
 A set belongs to one task, which serves its misses in ascending order, so nothing depends on how many tasks there are.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_groups import addresses_of
 from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
+from tritonemb.kernels.row_cache import describe
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
 
 CHUNK = 32  # rows whose sets are asked for together
@@ -232,7 +232,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     """
     if not destinations:
         return
-    pairs = np.array([_describe(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)
+    pairs = np.array([describe(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)
     to_limit, from_limit = int(pairs[:, TO_ROWS].min()), int(pairs[:, FROM_ROWS].min())
     few = to_rows.numel() * int(pairs[:, ROW_BYTES].sum()) // 4 < FEW_ELEMENTS
     num_tasks = 1 if few else min(torch.get_num_threads(), to_rows.numel())
@@ -242,11 +242,3 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
             f"move {bad} goes from row {int(from_rows[bad])} to row {int(to_rows[bad])}, but the shortest source has "
             f"{from_limit} rows and the shortest destination {to_limit}; rows to skip are negative"
         )
-
-
-def _describe(to: Tensor, source: Tensor) -> tuple[int, ...]:
-    size, width = to.element_size(), math.prod(to.shape[1:])
-    return (
-        to.data_ptr(), to.stride(0) * size, to.shape[0], source.data_ptr(), source.stride(0) * size, source.shape[0],
-        size * width,
-    )  # fmt: skip
