@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.types import TableConfig
+from tritonemb.types import Device, TableConfig
 
 TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
 # Columns of `tables`, a `TableRow` each.
@@ -114,9 +114,7 @@ class Layout(NamedTuple):
     pooled: bool
 
 
-def make_layout(
-    tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: torch.device | str | None = None
-) -> Layout:
+def make_layout(tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: Device = None) -> Layout:
     """Lay out `tables` over a batch with these `keys`; output columns follow the tables and their features in order.
 
     Raises:
@@ -140,7 +138,7 @@ def make_layout(
 
 def lay_out(
     tables: Sequence[TableRow], uses: Sequence[Sequence[tuple[int, int, int, int]]], table_names: Iterable[str],
-    feature_names: Iterable[str], pooled: bool, device: torch.device | str | None = None,
+    feature_names: Iterable[str], pooled: bool, device: Device = None,
 ) -> Layout:  # fmt: skip
     """The layout of `tables`, whose `first_row` is found here, and of each key's rows of `Layout.lookups`."""
     first_rows = [0, *accumulate(table.num_rows for table in tables)]

@@ -13,6 +13,7 @@ from torch import Tensor
 Pooling = Literal["sum", "mean", "none"]
 Placement = Literal["device", "host", "disk", "server"]
 TRAINABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Device = torch.device | str | None
 TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonemb.types import Device
+
 CODECS: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -66,9 +68,7 @@ class Packing(NamedTuple):
         return sum(self.part_bytes)
 
 
-def make_packing(
-    parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: str, device: torch.device | str | None = None
-) -> Packing:
+def make_packing(parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: str, device: Device = None) -> Packing:
     """Lay out a matrix of `width` columns as a message.
 
     `parts` has for each rank the columns that its part holds, in this order, as (first column, number of columns). With

@@ -17,7 +17,7 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer, States
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet, check_tables
-from tritonemb.types import TableConfig
+from tritonemb.types import Device, TableConfig
 
 
 class FusedModule(nn.Module):
@@ -89,9 +89,8 @@ class TableCollection(FusedModule):
     _pooled: ClassVar[bool]
 
     def __init__(
-        self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None, bounds_check: BoundsCheck = "raise",
-        output_dtype: torch.dtype | None = None,
+        self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None, device: Device = None,
+        bounds_check: BoundsCheck = "raise", output_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_tables(tables, optimizer)

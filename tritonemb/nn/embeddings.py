@@ -12,7 +12,7 @@ from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts, whole
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
-from tritonemb.types import TRAINABLE_DTYPES
+from tritonemb.types import TRAINABLE_DTYPES, Device
 
 
 class EmbeddingBag(SingleTable, TorchEmbeddingBag):
@@ -50,7 +50,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
-        include_last_offset: bool = False, padding_idx: int | None = None, device: torch.device | str | None = None,
+        include_last_offset: bool = False, padding_idx: int | None = None, device: Device = None,
         dtype: torch.dtype | None = None, optimizer: Optimizer | None = None,
     ) -> None:  # fmt: skip
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
@@ -196,7 +196,7 @@ class Embedding(SingleTable, TorchEmbedding):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, _weight: Tensor | None = None,
-        _freeze: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        _freeze: bool = False, device: Device = None, dtype: torch.dtype | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:  # fmt: skip
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight

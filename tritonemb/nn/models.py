@@ -10,7 +10,7 @@ from tritonemb.jagged import Features
 from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.ops.interaction import cross, interaction, is_cross_fused, is_fused
 from tritonemb.optimizers import Optimizer
-from tritonemb.types import TableConfig
+from tritonemb.types import Device, TableConfig
 
 
 class DotInteraction(nn.Module):
@@ -59,9 +59,8 @@ class MLP(nn.Sequential):
     """
 
     def __init__(
-        self, in_features: int, widths: Sequence[int], last_activation: bool = True,
-        device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+        self, in_features: int, widths: Sequence[int], last_activation: bool = True, device: Device = None
+    ) -> None:
         if not widths or any(width < 1 for width in widths) or in_features < 1:
             raise ValueError(f"an MLP needs positive widths, got {in_features} -> {list(widths)}")
         layers: list[nn.Module] = []
@@ -87,8 +86,7 @@ class DLRM(nn.Module):
 
     def __init__(
         self, tables: Sequence[TableConfig], num_dense: int, bottom_mlp: Sequence[int] = (512, 256),
-        top_mlp: Sequence[int] = (512, 256), optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None,
+        top_mlp: Sequence[int] = (512, 256), optimizer: Optimizer | None = None, device: Device = None,
     ) -> None:  # fmt: skip
         super().__init__()
         dims = {table.name: table.embedding_dim for table in tables}
@@ -123,9 +121,7 @@ class CrossNetwork(nn.Module):
         low_rank: rank of `U V`; None for one full matrix a layer (equation 1).
     """
 
-    def __init__(
-        self, width: int, num_layers: int, low_rank: int | None = None, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, width: int, num_layers: int, low_rank: int | None = None, device: Device = None) -> None:
         super().__init__()
         if num_layers < 1 or (low_rank is not None and low_rank < 1):
             raise ValueError(
@@ -164,8 +160,7 @@ class DCNv2(nn.Module):
 
     def __init__(
         self, tables: Sequence[TableConfig], num_dense: int, num_cross_layers: int = 3, low_rank: int | None = None,
-        top_mlp: Sequence[int] = (512, 256), optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None,
+        top_mlp: Sequence[int] = (512, 256), optimizer: Optimizer | None = None, device: Device = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if num_dense < 0:

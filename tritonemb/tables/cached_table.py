@@ -28,7 +28,7 @@ from tritonemb.storage import (
     snapshot_header,
 )
 from tritonemb.tables.table import Table, draw_seed
-from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 CHUNK_BYTES = 1 << 26  # of records that pass through memory at once
 
@@ -44,9 +44,7 @@ class CachedTable(Table):
     store: HostRows | DiskRows
     num_sets: int
 
-    def __init__(
-        self, config: TableConfig, states: tuple[StateSpec, ...], device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
         if config.placement == "disk" and config.init is not None:
             raise ValueError(
                 f"table {config.name!r}: an init fills a whole table in memory, and this table is on disk; leave init "
@@ -58,7 +56,7 @@ class CachedTable(Table):
         self.counted = Counts()  # by the host caches of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
 
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         try:
             super()._allocate(num_rows, states, device)
         except (RuntimeError, MemoryError) as error:
@@ -110,20 +108,17 @@ class CachedTable(Table):
             if seed is None:
                 seed = draw_seed() if self.config.init is None else 0
             with torch.device("cpu"):  # not on a device that a `with` of the user's chooses
-                self._make_store(seed)
+                self.store = self.empty_store(seed) if self.config.placement == "disk" else self._host_rows(seed)
 
-    def _make_store(self, seed: int) -> None:
-        if self.config.placement == "disk":
-            self.store = self.empty_store(seed)
-            return
-        config, device, values = self.config, self.weight.device, self._initial_values(seed)
-        gpu = device if device.type == "cuda" else None
-        self.store = HostRows(config.num_embeddings, self.record, values, gpu, table_name=config.name)
+    def _host_rows(self, seed: int) -> HostRows:
+        config, gpu = self.config, self.weight.device if self.weight.is_cuda else None
+        rows = HostRows(config.num_embeddings, self.record, self._initial_values(seed), gpu, table_name=config.name)
         if config.init is not None:
             dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
             whole = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
             config.init(whole)
-            self.store.fields()["weight"].copy_(whole)
+            rows.fields()["weight"].copy_(whole)
+        return rows
 
     def _initial_values(self, seed: int) -> InitialValues:
         config = self.config

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor
 from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
-from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 
 def draw_seed() -> int:
@@ -18,9 +18,7 @@ def draw_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
-def new_weight(
-    num_rows: int, embedding_dim: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Tensor:
+def new_weight(num_rows: int, embedding_dim: int, device: Device, dtype: torch.dtype | None) -> Tensor:
     """An empty table, in huge pages where there are any."""
     return advise_huge_pages(torch.empty(num_rows, embedding_dim, dtype=dtype, device=device))
 
@@ -54,15 +52,14 @@ class Table(nn.Module):
     """
 
     def __init__(
-        self, config: TableConfig, states: tuple[StateSpec, ...], device: torch.device | str | None = None,
-        num_rows: int | None = None,
-    ) -> None:  # fmt: skip
+        self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None, num_rows: int | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self._allocate(config.num_embeddings if num_rows is None else num_rows, states, device)
         self.reset_parameters()
 
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         config = self.config
         weight = new_weight(num_rows, config.embedding_dim, device, config.dtype)
         self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)

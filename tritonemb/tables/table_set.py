@@ -30,7 +30,7 @@ from tritonemb.tables.lookup import (
 )
 from tritonemb.tables.optimizer import OptimizedTables, States, check_optimizer
 from tritonemb.tables.table import Table
-from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
 Groups = ops.RowGroups | Lookup
@@ -92,9 +92,9 @@ class TableSet(OptimizedTables):
     """
 
     def __init__(
-        self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None, bounds_check: BoundsCheck = "raise",
-        output_dtype: torch.dtype | None = None, *, pooled: bool, update: LocalUpdate | None = None,
+        self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None, device: Device = None,
+        bounds_check: BoundsCheck = "raise", output_dtype: torch.dtype | None = None, *, pooled: bool,
+        update: LocalUpdate | None = None,
     ) -> None:  # fmt: skip
         if bounds_check not in get_args(BoundsCheck):
             raise ValueError(f"bounds_check must be one of {get_args(BoundsCheck)}, got {bounds_check!r}")

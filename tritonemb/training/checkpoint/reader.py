@@ -36,6 +36,7 @@ from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
 
 MAX_LISTED = 20
+Stored = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
 # Some rows of a whole table, ascending; their first column; and each field's values, of which some have no columns.
 _Block = tuple[Tensor, int, Mapping[str, Tensor]]
 
@@ -113,10 +114,7 @@ def load_tensors(
         table.replace_store(store)
 
 
-def _load(
-    path: Path, tensors: dict[str, Tensor], stored: Mapping[str, TensorStorageMetadata],
-    fresh: dict[CachedTable, DiskRows],
-) -> None:  # fmt: skip
+def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[CachedTable, DiskRows]) -> None:
     """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
     saved = saved_tables(path)
     in_memory, on_disk = split_tables(tensors)
@@ -146,9 +144,7 @@ def _check_files(path: Path, files: Mapping[str, Any]) -> None:
             raise ValueError(f"{path} is damaged: {name} does not have the checksum that was written; use another one")
 
 
-def _differences(
-    stored: Mapping[str, TensorStorageMetadata], every: list[dict[str, str]], ignore: tuple[str, ...]
-) -> list[str]:
+def _differences(stored: Stored, every: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
     problems = []
     wanted: dict[str, dict[str, int]] = {}  # name: what it is: the first rank that says so
     for rank, own in enumerate(every):
@@ -285,9 +281,7 @@ def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
         yield torch.cat(parts)
 
 
-def _tensor_blocks(
-    path: Path, prefix: str, entries: Mapping[str, TensorStorageMetadata], config: TableConfig
-) -> Iterator[_Block]:
+def _tensor_blocks(path: Path, prefix: str, entries: Stored, config: TableConfig) -> Iterator[_Block]:
     """The rows of a table, or of a part of one, out of tensors, as many at a time as were written at once."""
     pieces: dict[tuple[str, int], set[int]] = defaultdict(set)
     for name, entry in entries.items():
