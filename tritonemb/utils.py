@@ -1,4 +1,4 @@
-"""Optional packages, cache folders, atomic writes of files, digests of JSON, the nearest word, the end of torchrun."""
+"""Optional packages, cache folders, checks of options, whole files, digests of JSON, the nearest word, and torchrun."""
 
 import atexit
 import ctypes
@@ -15,9 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 
 class MissingExtraError(ImportError):
@@ -162,3 +163,26 @@ def read_sealed(path: Path) -> bytes:
             '"sha256" if it was changed on purpose'
         )
     return content
+
+
+def number(default: Any, *, least: int | None = None, positive: bool = False) -> Any:
+    """A field whose value is None or at least `least`, or positive, which `Options` checks."""
+    return field(default=default, metadata={"least": least, "positive": positive})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checks the numbers and the words of the fields that derived classes add."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for each in fields(self):
+            least, words = each.metadata.get("least"), get_args(hints[each.name])
+            value: Any = getattr(self, each.name, None)
+            if least is not None and value is not None and value < least:
+                bound = "not be negative" if least == 0 else f"be at least {least}"
+                raise ValueError(f"{each.name} must {bound}, got {value}")
+            if each.metadata.get("positive") and not value > 0:
+                raise ValueError(f"{each.name} must be positive, got {value}")
+            if get_origin(hints[each.name]) is Literal and value not in words:
+                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")

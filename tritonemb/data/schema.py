@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from tritonemb.utils import did_you_mean, listed
+from tritonemb.utils import Options, did_you_mean, listed, number
 
 Kind = Literal["end", "random", "files", "time"]
 
@@ -166,7 +166,7 @@ class SplitRule:
 
 
 @dataclass(frozen=True)
-class LogOptions:
+class LogOptions(Options):
     """How a log is read, cut up and numbered.
 
     Args:
@@ -183,20 +183,15 @@ class LogOptions:
 
     schema: Schema = field(default_factory=Schema)
     split: SplitRule = field(default_factory=SplitRule)
-    shuffle_rows: int = 262_144
+    shuffle_rows: int = number(262_144, least=0)
     on_bad_row: Literal["raise", "skip"] = "raise"
-    workers: int | None = None
+    workers: int | None = number(None, least=1)
     chunk_bytes: int = 8 << 20
     delimiter: str = ""
     quoted_newlines: bool = False
 
     def __post_init__(self) -> None:
-        if self.shuffle_rows < 0:
-            raise ValueError(f"shuffle_rows must not be negative, got {self.shuffle_rows}")
-        if self.on_bad_row not in ("raise", "skip"):
-            raise ValueError(f'on_bad_row must be "raise" or "skip", got {self.on_bad_row!r}')
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        super().__post_init__()
         if not 1 <= self.chunk_bytes <= LARGEST_CHUNK:
             raise ValueError(f"chunk_bytes must be from 1 to {LARGEST_CHUNK}, got {self.chunk_bytes}")
         if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):

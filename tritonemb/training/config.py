@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from tritonemb.data import LogOptions, kind_of
 from tritonemb.optimizers import OPTIMIZERS
-from tritonemb.training.schedule import Options, Schedule, ScheduleOptions, number
+from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CacheConfig, TableConfig
-from tritonemb.utils import did_you_mean, require
+from tritonemb.utils import Options, did_you_mean, number, require
 
 Config = TypeVar("Config")
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]

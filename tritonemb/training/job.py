@@ -36,10 +36,9 @@ from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import predict_logits
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
-from tritonemb.training.schedule import Options, number
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
-from tritonemb.utils import require, write_whole, written_aside
+from tritonemb.utils import Options, number, require, write_whole, written_aside
 
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores

@@ -1,33 +1,12 @@
-"""Factors that change from step to step, of learning rates (warm-up, decay) and fp16 losses; and checks of options."""
+"""Factors that change from step to step, of learning rates (warm-up, decay) and fp16 losses."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+from tritonemb.utils import Options, number
 
 Decay = Literal["constant", "polynomial", "cosine"]
-
-
-def number(default: Any, *, least: int | None = None, positive: bool = False) -> Any:
-    """A field whose value is None or at least `least`, or positive, which `Options` checks."""
-    return field(default=default, metadata={"least": least, "positive": positive})
-
-
-@dataclass(frozen=True)
-class Options:
-    """Checks the numbers and the words of the fields that derived classes add."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for each in fields(self):
-            least, words = each.metadata.get("least"), get_args(hints[each.name])
-            value: Any = getattr(self, each.name, None)
-            if least is not None and value is not None and value < least:
-                bound = "not be negative" if least == 0 else f"be at least {least}"
-                raise ValueError(f"{each.name} must {bound}, got {value}")
-            if each.metadata.get("positive") and not value > 0:
-                raise ValueError(f"{each.name} must be positive, got {value}")
-            if get_origin(hints[each.name]) is Literal and value not in words:
-                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
 
 
 @dataclass(frozen=True)
