@@ -15,7 +15,7 @@ import tritonemb as te
 from benchmarks.gpu.radix_sort import radix_sort
 from tests.strategies import problems, random_batch
 from tritonemb.kernels import row_groups as triton
-from tritonemb.kernels.cpu.row_groups import row_groups
+from tritonemb.kernels.cpu.row_groups import row_groups, sort_pairs
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.layout import NUM_ROWS, Layout, make_layout, segment_offsets
 
@@ -94,7 +94,7 @@ def large_problem(num_rows: Sequence[int], num_values: int, seed: int = 0) -> tu
         ids = torch.randint(0, rows, (num_values,), generator=generator)
         ids[::3] = torch.randint(0, min(rows, 50), (ids[::3].numel(),), generator=generator)
         ids[::101] = rows
-        ids[::103] = -1
+        ids[::103], ids[::107] = -1, rows - 1
         values.append(ids)
     layout = make_layout(configs, [config.name for config in configs], True)
     return layout, torch.cat(values), torch.arange(len(num_rows) * num_values + 1)
@@ -110,6 +110,16 @@ def test_large_batches_and_tables_group_alike_on_any_number_of_threads(num_rows,
     torch.set_num_threads(num_threads)
     found = row_groups(values, offsets, layout)
     assert all(torch.equal(*pair) for pair in zip(found, row_groups_reference(values, offsets, layout), strict=True))
+
+
+def test_pairs_of_up_to_32_bits_have_4_bytes_and_others_8():
+    """16 bits of a position, 16 and 17 of an id."""
+    layout, values, offsets = large_problem([1 << 16, (1 << 16) + 1], 45_001)
+    torch.set_num_threads(1)  # tables are not cut
+    *_, pairs = sort_pairs(values, offsets, layout, by_bag=False)
+    assert pairs.nbytes == 45_002 * (4 + 8)
+    found, expected = (function(values, offsets, layout) for function in IMPLEMENTATIONS.values())
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_a_thousand_tables():

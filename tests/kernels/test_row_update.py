@@ -164,6 +164,21 @@ def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(non
     assert any(found[0][1].values()) == (nonfinite == "skip")
 
 
+@pytest.mark.parametrize("bag_size", [1, 3])
+def test_pairs_of_32_and_33_bits_have_the_references_bits(bag_size):
+    """12 bits of a position (bags of one id) or of a bag, 20 and 21 of an id."""
+    num_bags, num_rows = 1 << 12, {"a": 1 << 20, "b": (1 << 20) + 1}
+    configs = [te.TableConfig(name, rows, 1) for name, rows in num_rows.items()]
+    ids = torch.cat([torch.randint(rows - 200, rows, (num_bags * bag_size,)) for rows in num_rows.values()])
+    batch = te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, torch.full((2 * num_bags,), bag_size))
+    collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1))
+    twin, steps = copy.deepcopy(collection), [(batch, torch.randn(num_bags, 2))]
+    train(collection, steps)
+    with forced("reference"):
+        train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
+
+
 DECAYS = {"none": 0.0, "l2": 0.1, "decoupled": 0.1}
 
 

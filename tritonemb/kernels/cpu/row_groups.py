@@ -7,6 +7,7 @@ are, it is known where the result of each begins, and it is written there. The r
 so it does not depend on how units are cut.
 
 What is sorted are *pairs*, an id and its *source*: its position or, for an update that does not ask for more, its bag.
+A unit's pairs have 4 bytes each if their bits fit, else 8; all stand in one array of uint32.
 """
 
 import functools
@@ -19,15 +20,16 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, compiled, inlined, run_tasks
+from tritonemb.kernels.cpu.simd import int64_row
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout
 
-PAIR_BITS = 63  # of a sort key: an id and, below it, a position
+NARROW_BITS, PAIR_BITS = 32, 63  # of a pair of 4 and 8 bytes: an id and, below it, a source
 FEW_PAIRS = 48  # up to here, insertion is faster
 MANY_PAIRS = 8_192  # from here on, fewer passes with larger digits are faster
 HISTOGRAM_BITS = 8
 UNIT_VALUES = 16_384  # tables with fewer values are not cut
-# Columns of `units`, behind TABLE; ROOM: values at most.
-FIRST_ID, END_ID, ROOM, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 7)
+# Columns of `units`, behind TABLE. ROOM: values at most; BEGIN: of its pairs.
+FIRST_ID, END_ID, ROOM, FIRST_SOURCE, SOURCE_BITS, ID_BITS, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 10)
 GOOD_OFFSETS = -2
 _ABSENT = np.empty(0, dtype=np.float32)
 DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -120,12 +122,8 @@ def _bit_length(value):
 
 @inlined
 def _add_unit(units, num_units, table, first_id, end_id, room):
-    """A unit of at most `room` values; its sort keys get a place behind those of the units before it."""
-    begin = 0
-    if num_units > 0:
-        begin = units[num_units - 1, BEGIN] + units[num_units - 1, ROOM] + 1  # one more: see _fill_pairs
     unit = units[num_units]
-    unit[TABLE], unit[FIRST_ID], unit[END_ID], unit[ROOM], unit[BEGIN] = table, first_id, end_id, room, begin
+    unit[TABLE], unit[FIRST_ID], unit[END_ID], unit[ROOM] = table, first_id, end_id, room
     return num_units + 1
 
 
@@ -176,21 +174,38 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
 
 
 @inlined
-def _split(unit, keys, batch_size, sources):
-    """First source of a unit's keys; bits that a source needs from there on; whether an id fits above them."""
-    first_source = sources[keys[0] * batch_size]
-    source_bits = _bit_length(sources[(keys[-1] + 1) * batch_size] - first_source - 1)
-    return first_source, source_bits, source_bits + _bit_length(unit[END_ID] - unit[FIRST_ID] - 1) <= PAIR_BITS
+def _place_pairs(unit, begin, keys, batch_size, sources):
+    """How a unit's pairs are made up and where they begin; returns where the next unit's may."""
+    unit[FIRST_SOURCE], end_source = sources[keys[0] * batch_size], sources[(keys[-1] + 1) * batch_size]
+    unit[SOURCE_BITS] = _bit_length(end_source - unit[FIRST_SOURCE] - 1)
+    unit[ID_BITS] = _bit_length(unit[END_ID] - unit[FIRST_ID] - 1)
+    unit[BEGIN], size = begin, unit[ROOM] + 2 & -2  # one more, see _fill_pairs, and even, for pairs of 8 bytes
+    return begin + (2 * size if _split(unit)[-1] else size)
+
+
+@inlined
+def _split(unit):
+    """First id and source of a unit's pairs; bits of a source; whether an id fits above them; whether in 8 bytes."""
+    bits = unit[SOURCE_BITS] + unit[ID_BITS]
+    return unit[FIRST_ID], unit[FIRST_SOURCE], unit[SOURCE_BITS], bits <= PAIR_BITS, bits > NARROW_BITS
+
+
+@inlined
+def _read_pair(pairs, i, first_id, first_source, source_bits, fits, wide, values):
+    """Row and source."""
+    pair = np.int64(pairs[2 * i]) | np.int64(pairs[2 * i + 1]) << 32 if wide else np.int64(pairs[i])
+    source = first_source + (pair & ((1 << source_bits) - 1))
+    return first_id + (pair >> source_bits) if fits else values[source], source
 
 
 @inlined
 def _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
-    """The sort keys of a unit, unsorted: id and source, or the source alone; returns how many there are.
+    """The pairs of a unit, unsorted: id and source, or the source alone; returns how many there are.
 
     Each is written first and counted then, because a branch on a random id would be mispredicted.
     """
-    first_source, source_bits, fits = _split(unit, keys, batch_size, sources)
-    first_id, end_id, count, by_bag = unit[FIRST_ID], unit[END_ID], 0, sources.ctypes.data != offsets.ctypes.data
+    first_id, first_source, source_bits, fits, _ = _split(unit)
+    end_id, count, by_bag = unit[END_ID], 0, sources.ctypes.data != offsets.ctypes.data
     for key in keys:
         bag = key * batch_size
         for position in range(offsets[bag], offsets[bag + batch_size]):
@@ -213,13 +228,6 @@ def _fill_part(bit, part_bits, first_id, first_position, position_bits, values, 
 
 
 @inlined
-def _row_of(pair, unit, first_source, source_bits, fits, values):
-    if fits:
-        return unit[FIRST_ID] + (pair >> source_bits)
-    return values[first_source + (pair & ((1 << source_bits) - 1))]
-
-
-@inlined
 def _insertion_sort(pairs):
     for i in range(1, pairs.size):
         pair, j = pairs[i], i
@@ -238,7 +246,7 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
     mask = (1 << digit_bits) - 1
     all_ends = np.zeros((passes, 1 << digit_bits), dtype=np.int32)
     for i in range(pairs.size):  # all digits now: once partly sorted, equal ones are neighbours and wait for each other
-        digits = pairs[i] >> first_bit
+        digits = np.int64(pairs[i]) >> first_bit
         for sort_pass in range(passes):
             all_ends[sort_pass, digits & mask] += 1
             digits >>= digit_bits
@@ -249,7 +257,7 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
         for digit in range(ends.size):
             total, ends[digit] = total + ends[digit], total
         for i in range(source.size):
-            digit = (source[i] >> shift) & mask
+            digit = (np.int64(source[i]) >> shift) & mask
             target[ends[digit]] = source[i]
             ends[digit] += 1
         source, target = target, source
@@ -258,83 +266,81 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
             pairs[i] = source[i]
 
 
+@inlined
+def _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
+    """Fill and sort the pairs of a unit, uint32 or int64; returns how many there are, and how many distinct ids."""
+    first_id, first_source, source_bits, fits, _ = _split(unit)
+    count, part_bits = _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs), PAIR_BITS - source_bits
+    pairs, previous, groups = pairs[:count], np.int64(-1), 0
+    if fits and count <= FEW_PAIRS:
+        _insertion_sort(pairs)
+    else:
+        spare = np.empty_like(pairs)
+        for bit in range(0, unit[ID_BITS], part_bits):
+            if not fits:
+                _fill_part(bit, part_bits, first_id, first_source, source_bits, values, pairs)
+            _radix_sort(pairs, spare, source_bits, min(unit[ID_BITS] - bit, part_bits))
+    for i in range(count):
+        row, _ = _read_pair(pairs, i, first_id, first_source, source_bits, fits, False, values)
+        groups += 1 if row != previous else 0
+        previous = row
+    return count, groups
+
+
 @called
 def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs):
     """Sort the ids of a unit with their sources; count its values and distinct ids."""
-    unit = units[number]
+    unit, pairs = units[number], all_pairs[units[number, BEGIN] :]
     keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
-    first_position, position_bits, fits = _split(unit, keys, batch_size, sources)
-    pairs = all_pairs[unit[BEGIN] : unit[BEGIN] + unit[ROOM] + 1]
-    count = _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs)
-    pairs = pairs[:count]
-    id_bits, part_bits = _bit_length(unit[END_ID] - unit[FIRST_ID] - 1), PAIR_BITS - position_bits
-    if fits and count <= FEW_PAIRS:
-        _insertion_sort(pairs)
-    elif fits:
-        _radix_sort(pairs, np.empty_like(pairs), position_bits, id_bits)
+    if _split(unit)[-1]:
+        wide_pairs = int64_row(pairs.ctypes.data, unit[ROOM] + 1)
+        found = _sort_pairs(unit, keys, batch_size, values, offsets, sources, wide_pairs)
     else:
-        spare = np.empty_like(pairs)
-        for bit in range(0, id_bits, part_bits):
-            _fill_part(bit, part_bits, unit[FIRST_ID], first_position, position_bits, values, pairs)
-            _radix_sort(pairs, spare, position_bits, min(id_bits - bit, part_bits))
-    groups = 1 if count else 0
-    for i in range(1, count):
-        row = _row_of(pairs[i], unit, first_position, position_bits, fits, values)
-        groups += 1 if row != _row_of(pairs[i - 1], unit, first_position, position_bits, fits, values) else 0
-    unit[NUM_VALUES], unit[NUM_GROUPS] = count, groups
+        found = _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs)
+    unit[NUM_VALUES], unit[NUM_GROUPS] = found
 
 
 @inlined
-def _write_groups(
-    unit, begin, end, keys, batch_size, values, sources, first_row, pairs, first_value, rows, starts, order
-):  # fmt: skip
+def _write_groups(unit, begin, end, values, first_row, pairs, first_value, rows, starts, order):
     """Write a unit's sorted values [begin, end): rows, where each one's values end, and sources; returns how many rows.
 
     Each value writes its row's group and the group's end so far: no branches.
     """
-    first_source, source_bits, fits = _split(unit, keys, batch_size, sources)
-    mask, group, previous = (1 << source_bits) - 1, -1, -1
+    split, group, previous = _split(unit), -1, -1
     for i in range(begin, end):
-        row = _row_of(pairs[i], unit, first_source, source_bits, fits, values)
+        row, order[i - begin] = _read_pair(pairs, i, *split, values)
         group += 1 if row != previous else 0
         previous = row
-        order[i - begin] = first_source + (pairs[i] & mask)
         rows[group], starts[group + 1] = first_row + row, first_value + i - begin + 1
     return group + 1
 
 
 @inlined
-def groups_of_share(unit, begin, end, whole, keys, batch_size, values, sources, first_row, all_pairs):
+def groups_of_share(unit, begin, end, whole, values, first_row, all_pairs):
     """Rows, starts and order of what begins in [begin, end) of a sorted unit's `whole`; and how many rows."""
-    split, pairs = _split(unit, keys, batch_size, sources), all_pairs[unit[BEGIN] :]
+    split, pairs = _split(unit), all_pairs[unit[BEGIN] :]
     bounds = np.array([begin * unit[NUM_VALUES] // whole, end * unit[NUM_VALUES] // whole])
     for i in range(2):
         while 0 < bounds[i] < unit[NUM_VALUES] and (
-            _row_of(pairs[bounds[i]], unit, *split, values) == _row_of(pairs[bounds[i] - 1], unit, *split, values)
+            _read_pair(pairs, bounds[i], *split, values)[0] == _read_pair(pairs, bounds[i] - 1, *split, values)[0]
         ):
             bounds[i] += 1
     count = bounds[1] - bounds[0]
     rows, starts = np.empty(count, dtype=np.int64), np.zeros(count + 1, dtype=np.int32)
     order = np.empty(count, dtype=np.int32)
-    num_groups = _write_groups(
-        unit, bounds[0], bounds[1], keys, batch_size, values, sources, first_row, pairs, 0, rows, starts, order
-    )  # fmt: skip
+    num_groups = _write_groups(unit, bounds[0], bounds[1], values, first_row, pairs, 0, rows, starts, order)
     return rows, starts, order, num_groups
 
 
 @called
-def _write(
-    task, num_tails, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets, all_pairs,
-    rows, starts, order,
-):  # fmt: skip
+def _write(task, num_tails, firsts, units, tables, values, all_pairs, rows, starts, order):
     """Write sorted unit `task`, or one of `num_tails` parts of what stands behind the last group."""
     num_units = units.shape[0]
     if task < num_units:
         unit, first_value, group = units[task], firsts[task, 0], firsts[task, 1]
-        keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
         _write_groups(
-            unit, 0, unit[NUM_VALUES], keys, batch_size, values, offsets, tables[unit[TABLE], FIRST_ROW],
-            all_pairs[unit[BEGIN] :], first_value, rows[group:], starts[group:], order[first_value:],
+            unit, 0, unit[NUM_VALUES], values, tables[unit[TABLE], FIRST_ROW], all_pairs[unit[BEGIN] :], first_value,
+            rows[group:], starts[group:], order[first_value:],
         )  # fmt: skip
         return
     num_values, num_groups = firsts[num_units]
@@ -358,24 +364,24 @@ def _sort(num_threads, batch_size, tables, lookups, key_starts, values, offsets,
     for table in range(tables.shape[0]):
         by_bag = by_bag and _bit_length(tables[table, NUM_ROWS]) + _bit_length(offsets.size) <= PAIR_BITS
     sources = np.arange(offsets.size) if by_bag else offsets
-    units, all_pairs = np.empty((0, NUM_GROUPS + 1), dtype=np.int64), np.empty(0, dtype=np.int64)
+    units, size = np.empty((0, NUM_GROUPS + 1), dtype=np.int64), np.int64(0)
     if bad == GOOD_OFFSETS:
         units = _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets)
-        if units.shape[0] > 0:
-            all_pairs = np.empty(units[-1, BEGIN] + units[-1, ROOM] + 1, dtype=np.int64)
-        run_tasks(
-            num_threads, units.shape[0], _sort_unit,
-            (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs),
-        )  # fmt: skip
+    for number in range(units.shape[0]):
+        table = units[number, TABLE]
+        keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
+        size = _place_pairs(units[number], size, keys, batch_size, sources)
+    all_pairs = np.empty(size, dtype=np.uint32)
+    run_tasks(
+        num_threads, units.shape[0], _sort_unit,
+        (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs),
+    )  # fmt: skip
     return bad, sources, units, all_pairs
 
 
 @compiled
-def _group(
-    num_threads, batch_size, tables, lookups, key_starts, values, offsets, units, all_pairs, rows, starts, order
-):  # fmt: skip
+def _group(num_threads, tables, values, units, all_pairs, rows, starts, order):
     """Fill rows, starts and order; returns the number of groups."""
-    key_starts_of_table, _, keys_of_table, _ = uses_by_table(lookups, key_starts, tables.shape[0])
     num_threads, num_units = 1 if values.size < UNIT_VALUES else num_threads, units.shape[0]
     firsts = np.zeros((num_units + 1, 2), dtype=np.int64)
     for unit in range(num_units):
@@ -384,10 +390,7 @@ def _group(
     starts[0] = 0
     run_tasks(
         num_threads, num_units + num_threads, _write,
-        (
-            num_threads, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets,
-            all_pairs, rows, starts, order,
-        ),
+        (num_threads, firsts, units, tables, values, all_pairs, rows, starts, order),
     )  # fmt: skip
     return firsts[num_units, 1]
 
@@ -395,13 +398,10 @@ def _group(
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels/row_groups.py`."""
     capacity = values.numel() * layout.multiplicity
-    ids, sources, units, pairs = sort_pairs(values, offsets, layout, by_bag=False)
+    ids, _, units, pairs = sort_pairs(values, offsets, layout, by_bag=False)
     rows, starts = np.empty(capacity, dtype=np.int64), np.empty(capacity + 1, dtype=np.int32)
     order = np.empty(capacity, dtype=np.int32)
-    num_groups = _group(
-        torch.get_num_threads(), batch_size_of(offsets, layout.key_starts), *arrays_of(layout), ids, sources, units,
-        pairs, rows, starts, order,
-    )  # fmt: skip
+    num_groups = _group(torch.get_num_threads(), arrays_of(layout)[0], ids, units, pairs, rows, starts, order)
     return torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(order), torch.tensor(num_groups)
 
 

@@ -53,7 +53,8 @@ PROPAGATE, RAISE, SKIP = range(3)
 SUMS, COMPACT_SUMS = -1, -2  # in place of an optimizer: gradients alone, in their rows or side by side
 WEIGHT, DTYPE, STEP, SKIPPED, STATES = range(5)  # rows of `places` [6, T]: addresses, but for DTYPE
 NO_ROW = np.iinfo(np.int64).max
-_NO_IDS, _NO_UNITS = np.empty(0, dtype=np.int64), np.empty((0, NUM_GROUPS + 1), dtype=np.int64)
+_NO_IDS, _NO_PAIRS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint32)
+_NO_UNITS = np.empty((0, NUM_GROUPS + 1), dtype=np.int64)
 _NO_GROUPS: Any = np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32), 0  # starts, order, their number
 _SGD_CONSTANTS = np.array(SGD().hyperparameters, dtype=np.float64)
 
@@ -170,7 +171,7 @@ def _ask_for_row(row, table, weight, row_bytes, states, state_bytes):
 @called
 def _update_rows(
     task, check_only, bounds, parts, table_groups, found, skipped, kind, addresses, dtypes, states, per_element, tables,
-    lookups, uses_of_table, uses, keys, key_of, batch_size, offsets, sources, bags, pooled, scaled, ask_for_gradients,
+    lookups, uses_of_table, uses, key_of, batch_size, offsets, sources, bags, pooled, scaled, ask_for_gradients,
     values, units, pairs, rows, starts, order, grads, apart, sample_weights, learning_rate, steps,
     hyperparameters,
 ):  # fmt: skip
@@ -194,8 +195,7 @@ def _update_rows(
         first, last = table_groups[table], table_groups[table + 1]
         if units.size:
             rows, starts, order, last = groups_of_share(
-                units[part], begin, end, whole, keys[uses_of_table[table] : uses_of_table[table + 1]], batch_size,
-                values, sources, tables[table, FIRST_ROW], pairs,
+                units[part], begin, end, whole, values, tables[table, FIRST_ROW], pairs
             )  # fmt: skip
         else:
             of_table, size = starts[first:last], starts[last] - starts[first]
@@ -303,7 +303,7 @@ def _update(
         steps[table] = int64_row(places[STEP, table], 1)[0] + 1
     for lookup in range(lookups.shape[0]):
         scaled = scaled or lookups[lookup, POOLING] == MEAN
-    uses_of_table, uses, keys, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
+    uses_of_table, uses, _, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     have_bags = pooled and not _one_value_a_bag(sources)
     bags = np.empty(sources[-1] if have_bags else 0, dtype=np.int32)  # the bag that each position of values lies in
     if have_bags:
@@ -317,7 +317,7 @@ def _update(
             num_threads, num_tasks, _update_rows,
             (
                 check_only, bounds, parts, table_groups, found, skipped, kind, places[WEIGHT], places[DTYPE],
-                places[STATES:], per_element, tables, lookups, uses_of_table, uses, keys, key_of, batch_size, offsets,
+                places[STATES:], per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets,
                 sources, bags, pooled, scaled, ask_for_gradients, values, units, pairs, rows, starts, order, grads,
                 apart, sample_weights, learning_rate, steps, hyperparameters,
             ),
@@ -385,7 +385,7 @@ def _run(
         by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # else no smaller
         given = *sort_pairs(groups, offsets, layout, by_bag), _NO_IDS, *_NO_GROUPS
     else:
-        given = _NO_IDS, bounds, _NO_UNITS, _NO_IDS, *map(Tensor.numpy, groups[:3]), int(groups[3])
+        given = _NO_IDS, bounds, _NO_UNITS, _NO_PAIRS, *map(Tensor.numpy, groups[:3]), int(groups[3])
     places = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *places]
     refused: int = _update(
         torch.get_num_threads(), kind, np.array(places, dtype=np.int64).reshape(-1, len(weights)), per_element,
