@@ -4,7 +4,7 @@ Autograd has no gradient of a graph before it has them all, so DDP would begin w
 bucket of gradients is sent as soon as the graph has computed it, behind the exchanges of its backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.comm.output_exchange import exchanges, graph_order, handle_of
+from tritonemb.comm.output_exchange import Receive, exchanges, graph_order, handle_of
 from tritonemb.ops.registry import define
 
 BUCKET_BYTES = 1 << 20  # a bucket ends when it has as many
@@ -49,15 +49,15 @@ class GraphDataParallel:
     def shape(self, bucket: Sequence[int], back: bool) -> tuple[int]:
         return (sum(parameter.numel() for parameter in self.buckets[bucket[0]].values()),)
 
-    def send_back(self, grads: Tensor, bucket: Sequence[int]) -> Callable[[], Tensor]:
+    def start(self, grads: Sequence[Tensor], bucket: Sequence[int], back: bool) -> Receive:
         """Average this pass's gradients and those that passes in `no_sync` have left, which are taken away."""
-        parameters = self.buckets[bucket[0]].values()
-        if any(parameter.grad is not None for parameter in parameters):
-            left = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-            grads = grads + torch.cat([each.reshape(-1) for each in left])
-        for parameter in parameters:
+        parameters = [*self.buckets[bucket[0]].values()]
+        sums = grads[0].new_empty(self.shape(bucket, back))
+        parts = sums.split([parameter.numel() for parameter in parameters])
+        for parameter, grad, part in zip(parameters, grads, parts, strict=True):
+            total = grad if parameter.grad is None else parameter.grad + grad
+            torch.mul(total, 1 / self.group.size, out=part.view_as(total))
             parameter.grad = None
-        sums = grads / self.group.size
         work = dist.all_reduce(sums, group=self.group.process_group, async_op=True)
 
         def wait() -> Tensor:
@@ -76,8 +76,7 @@ class _Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, after: Tensor, *grads: Tensor) -> Any:
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        started, sent = torch.ops.tritonemb.start_exchange(flat, after, *ctx.batch)
+        started, sent = torch.ops.tritonemb.start_exchange(grads, after, *ctx.batch)
         averages, _ = torch.ops.tritonemb.finish_exchange(started, None, *ctx.batch)
         parts = averages.split([shape.numel() for shape in ctx.shapes])
         return sent, None, None, *(part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))

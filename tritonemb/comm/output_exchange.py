@@ -158,7 +158,7 @@ class OutputExchange(ABC):
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
         if torch.compiler.is_compiling():
             sent_before, received_before = graph_order or (None, None)
-            started, sent = torch.ops.tritonemb.start_exchange(values, sent_before, self.handle, False, batch)
+            started, sent = torch.ops.tritonemb.start_exchange([values], sent_before, self.handle, False, batch)
             values, received = torch.ops.tritonemb.finish_exchange(started, received_before, self.handle, False, batch)
             graph_order[:] = [sent, received] if graph_order else []
             return values
@@ -178,8 +178,12 @@ class OutputExchange(ABC):
     def send_back(self, grad: Tensor, batch: Any) -> Receive:
         """Likewise their gradients."""
 
+    def start(self, values: Sequence[Tensor], batch: Any, back: bool) -> Receive:
+        """`send` or `send_back` of a graph's op, which may be given several tensors."""
+        return (self.send_back if back else self.send)(values[0], batch)
+
     def exchange(self, values: Tensor, batch: Any, back: bool) -> Tensor:
-        receive = (self.send_back if back else self.send)(values, batch)
+        receive = self.start([values], batch, back)
         if self.group.size == 1:
             return receive()
         like = torch.empty(self.shape(batch, back), dtype=values.dtype, device="meta")
@@ -191,7 +195,7 @@ exchanges: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by handle
 
 
 def handle_of(exchange: Any) -> int:
-    """A new number, by which ops of graphs find what has `shape`, `send` and `send_back`."""
+    """A new number, by which ops of graphs find what has `shape` and `start`."""
     handle = next(_handles)
     exchanges[handle] = exchange
     return handle
@@ -204,11 +208,11 @@ _started: dict[int, Receive] = {}  # by address of what `start_exchange` returne
 
 
 def _start(
-    values: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+    values: Sequence[Tensor], after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    exchange, started = exchanges[handle], values.new_empty(1)
-    _started[started.data_ptr()] = (exchange.send_back if back else exchange.send)(values, num_rows)
-    return started, values.new_empty(1)
+    started = values[0].new_empty(1)
+    _started[started.data_ptr()] = exchanges[handle].start(values, num_rows, back)
+    return started, values[0].new_empty(1)
 
 
 def _finish(
@@ -231,21 +235,21 @@ def _finish_back(ctx: Any, started: Tensor, _: Any) -> tuple[Any, ...]:
     """The backward of `start_exchange`, which what `finish_exchange` has begun in its own ends."""
     handle, back, num_rows = ctx.batch
     found, _ = torch.ops.tritonemb.finish_exchange(started, None, handle, not back, num_rows)
-    return found, None, None, None, None
+    return [found], None, None, None, None
 
 
 def _start_back(ctx: Any, grad: Tensor, after: Tensor) -> tuple[Any, ...]:
     handle, back, num_rows = ctx.batch
-    started, sent = torch.ops.tritonemb.start_exchange(grad, after, handle, not back, num_rows)
+    started, sent = torch.ops.tritonemb.start_exchange([grad], after, handle, not back, num_rows)
     return started, sent if ctx.ordered else None, None, None, None
 
 
-_SCHEMA = "(Tensor {}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
+_SCHEMA = "(Tensor{}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
 define(
-    "start_exchange", _SCHEMA.format("values"), _start, lambda values, *_: (values.new_empty(1), values.new_empty(1)),
-    _finish_back, _keep_arguments,
+    "start_exchange", _SCHEMA.format("[] values"), _start,
+    lambda values, *_: (values[0].new_empty(1), values[0].new_empty(1)), _finish_back, _keep_arguments,
 )  # fmt: skip
-define("finish_exchange", _SCHEMA.format("started"), _finish, _finished, _start_back, _keep_arguments)
+define("finish_exchange", _SCHEMA.format(" started"), _finish, _finished, _start_back, _keep_arguments)
 
 
 class PooledExchange(OutputExchange):
