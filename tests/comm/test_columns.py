@@ -58,12 +58,12 @@ def test_columns_reach_the_ranks_of_their_samples(ranks, world):
 
 
 def bytes_of(case: ColumnsCase, rank: int) -> dict[str, tuple[int, int]]:
-    """`columns · code size` for each sample and each other rank that has a share in its vector."""
+    """`columns · code size` for each sample and each other rank that has a share in its vector; one sends nothing."""
     widths = [sum(size for _, size in runs) for runs in case.runs]
     others = [other for other in range(len(widths)) if other != rank]
     there = sum(case.rows[other] * widths[rank] for other in others) * CODECS[case.forward].itemsize
     back = sum(case.rows[rank] * widths[other] for other in others) * CODECS[case.backward].itemsize
-    return {"pooled": (there, 0), "pooled gradients": (back, 0)}
+    return {"pooled": (there, 0), "pooled gradients": (back, 0)} if others else {}
 
 
 HALVES = (((0, 8),), ((8, 8),))

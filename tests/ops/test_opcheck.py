@@ -12,7 +12,8 @@ import tritonemb as te
 from tests.helpers import make_collection
 from tests.ops.test_row_cache import make_cache, serve
 from tests.strategies import random_batch, rows_of
-from tritonemb.comm import output_exchange
+from tritonemb.comm import data_parallel, output_exchange
+from tritonemb.comm.data_parallel import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, PooledExchange
 from tritonemb.kernels.packing import CODECS, make_packing
@@ -20,7 +21,6 @@ from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
 from tritonemb.ops.row_update import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.sharding.hybrid import HybridParallel  # defines an op
 
 pytestmark = pytest.mark.public
 OPS = torch.ops.tritonemb
@@ -221,15 +221,17 @@ class TestOpcheck:
         exchange = PooledExchange(RankGroup(), [[(2, 3), (0, 2)]], 5, EXACT)
         for back in (False, True):
             for after in (None, torch.zeros(1)):
-                args = torch.randn(4, 5), after, exchange.handle, back, [4]
+                values = torch.randn(4, 5)
+                given = [values] if op is OPS.start_exchange.default else values
+                args = given, after, exchange.handle, back, [4]
                 torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
-    def test_begin_pass(self):
-        parallel, called = HybridParallel(plain_model()), []
-        ddp = SimpleNamespace(_pre_forward=lambda: called.append("pre"), _post_forward=lambda _: called.append("post"))
-        parallel._called = (ddp,)
-        torch.library.opcheck(OPS.begin_pass.default, (parallel._some, parallel._handle))
-        assert called[:2] == ["pre", "post"]
+    def test_broadcast_buffers(self, monkeypatch):
+        monkeypatch.setattr(data_parallel.dist, "broadcast", lambda buffer, *_: buffer.fill_(3.0))
+        of_graphs, buffers = GraphDataParallel(RankGroup(), torch.nn.Linear(2, 3)), [torch.zeros(2), torch.zeros(())]
+        torch.library.opcheck(OPS.broadcast_buffers.default, (buffers, of_graphs.handle))
+        OPS.broadcast_buffers(buffers, of_graphs.handle)
+        assert all(bool((buffer == 3.0).all()) for buffer in buffers)
 
     def test_accumulate_(self, problem):
         accumulator = Accumulator()

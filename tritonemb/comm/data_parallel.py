@@ -24,9 +24,8 @@ class GraphDataParallel:
     def __init__(self, group: RankGroup, module: nn.Module) -> None:
         self.group, self.handle, self.buckets = group, handle_of(self), list[dict[str, Tensor]]()
         size, dtype = BUCKET_BYTES, None
-        for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
-                continue
+        trained = [each for each in module.named_parameters() if each[1].requires_grad]
+        for name, parameter in reversed(trained):  # about as their gradients become known
             if size >= BUCKET_BYTES or parameter.dtype != dtype:
                 self.buckets.append({})
                 size, dtype = 0, parameter.dtype
@@ -41,7 +40,7 @@ class GraphDataParallel:
         found: dict[str, Tensor] = {}
         if buffers:
             torch.ops.tritonemb.broadcast_buffers(buffers, self.handle)
-        for number, bucket in enumerate(self.buckets):
+        for number, bucket in reversed([*enumerate(self.buckets)]):
             graph_order[1], *tensors = _Averaged.apply(graph_order[1], self.handle, number, *bucket.values())
             found.update(zip(bucket, tensors, strict=True))
         return found
