@@ -29,7 +29,7 @@ CASES = [(page, number) for page in PAGES for number in range(len(blocks_of(page
 # What a page is about, and the tests cannot do without.
 NEEDS = {"docs/accelerate.md": "accelerate", "docs/from-torchrec.md": "torchrec", "docs/lightning.md": "lightning"}
 # Options of other commands than ours.
-FOREIGN = {"--bytes", "--extra-index-url", "--list", "--logdir"}
+FOREIGN = {"--bytes", "--extra-index-url", "--list", "--logdir", "--ranks"}
 
 
 def in_quick(page: Path, number: int) -> bool:

@@ -178,7 +178,7 @@ def define(
         return fake(*args)
 
     def no_derivative(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(f"tritonemb::{name} has no derivative")
+        raise RuntimeError(f"{op} has no autograd formula")
 
     of_call: Any = torch._disable_dynamo(call if any(is_changed) else run)  # type: ignore[attr-defined]
     _library.impl(name, of_call, "CompositeExplicitAutograd")
