@@ -119,6 +119,7 @@ def graphs_of_dlrm(rank, world, backend):
     return [re.findall(called, program) for program in programs]
 
 
+@pytest.mark.more  # 20 s, to compile C++ twice
 def test_a_graph_computes_its_bottom_mlp_beside_the_exchanges(ranks):
     for forward, backward in ranks(2).run(graphs_of_dlrm, 2, "tritonemb"):
         send, wait, reads = (forward.index(name) for name in ("start_exchange", "finish_exchange", "interaction"))
