@@ -33,13 +33,14 @@ def quantize_unpack(
 ) -> Tensor:  # fmt: skip
     """See `ops.quantize.quantize_unpack`."""
     num_message_rows = message.numel() // max(1, packing.row_bytes)
-    source = torch.arange(num_message_rows, device=message.device) if rows is None else rows.to(torch.int64)
-    inside = (source >= 0) & (source < num_message_rows)
-    matrix = torch.zeros(source.numel(), packing.width, dtype=dtype, device=message.device)
+    inside = slice(None) if rows is None else (rows >= 0) & (rows < num_message_rows)
+    source = slice(None) if rows is None else rows[inside]
+    num_rows = num_message_rows if rows is None else rows.numel()
+    matrix = torch.zeros(num_rows, packing.width, dtype=dtype, device=message.device)
     for column, width, _, codes_view, scales_view in _views(message, packing, num_message_rows):
-        codes = codes_view[source[inside]]
+        codes = codes_view[source]
         if packing.codec == INT8:
-            row_scale, row_offset = scales_view[source[inside]].contiguous().view(torch.float32).split(1, dim=1)
+            row_scale, row_offset = scales_view[source].contiguous().view(torch.float32).split(1, dim=1)
             x = codes[:, :width].float() * row_scale + row_offset
         else:
             x = codes.contiguous().view(CODECS[packing.codec]).float()
@@ -61,10 +62,9 @@ def scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tens
     """`x · factor`; what is finite in `x` but then too large for `dtype` is kept at its largest value, and counted."""
     largest, first_lost = LIMITS[dtype]
     y = x if factor is None else x * factor
-    lost = y.abs() >= first_lost
-    if not bool(lost.any()):
+    if not y.numel() or bool((torch.stack(y.aminmax()).abs() < first_lost).all()):  # false if one is NaN
         return y
-    lost &= x.isfinite()
+    lost = (y.abs() >= first_lost) & x.isfinite()
     saturated += lost.sum()
     return torch.where(lost, torch.copysign(torch.full_like(y, largest), y), y)
 
