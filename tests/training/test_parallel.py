@@ -285,7 +285,7 @@ def at_exchange(kind, number, do):
 
 def stopped(rank, who, timeout, kind):
     """Rank `who` is stopped by a signal that no process can handle, and goes on after a while."""
-    wake = f"import os, time; time.sleep({timeout + 8}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+    wake = f"import os, time; time.sleep({timeout + 15}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
 
     def stop():
         subprocess.Popen([sys.executable, "-c", wake])
@@ -312,7 +312,7 @@ def test_a_rank_that_is_stopped_is_named_in_time(ranks, kind):
     assert text.startswith("rank 1 is gone, or has not answered at step ")
     assert "imed out" in text
     assert blamed == (1,)
-    assert took < timeout + 6.0
+    assert took < timeout + 10.0  # and rank 1 is stopped for longer, however busy the machine is
 
 
 def crash():

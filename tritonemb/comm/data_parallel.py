@@ -50,13 +50,11 @@ class GraphDataParallel:
 
     def start(self, grads: Sequence[Tensor], bucket: Sequence[int], back: bool) -> Receive:
         """Average this pass's gradients and those that passes in `no_sync` have left, which are taken away."""
-        parameters = [*self.buckets[bucket[0]].values()]
-        sums = grads[0].new_empty(self.shape(bucket, back))
-        parts = sums.split([parameter.numel() for parameter in parameters])
-        for parameter, grad, part in zip(parameters, grads, parts, strict=True):
-            total = grad if parameter.grad is None else parameter.grad + grad
-            torch.mul(total, 1 / self.group.size, out=part.view_as(total))
+        parts = []
+        for parameter, grad in zip(self.buckets[bucket[0]].values(), grads, strict=True):
+            parts.append((grad if parameter.grad is None else parameter.grad + grad).reshape(-1))
             parameter.grad = None
+        sums = torch.cat(parts).mul_(1 / self.group.size)
         work = dist.all_reduce(sums, group=self.group.process_group, async_op=True)
 
         def wait() -> Tensor:
