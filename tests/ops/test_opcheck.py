@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tritonemb as te
 from tests.helpers import make_collection
@@ -313,6 +314,17 @@ class TestOpcheck:
         to, sources = [torch.zeros(4, 3), torch.zeros(4)], [torch.randn(5, 3), torch.randn(5)]
         args = (to, sources, torch.tensor([0, 3, -1]), torch.tensor([4, 4, 2]))
         torch.library.opcheck(OPS.move_rows_.default, args)
+
+
+def test_exchanges_are_ordered_by_tensors_of_one_device():
+    """They are gradients of each other, wherever what is sent is."""
+    exchange = PooledExchange(RankGroup(), [[(0, 5)]], 5, EXACT)
+    with FakeTensorMode():
+        values, after = torch.empty(4, 5, device="cuda"), torch.empty(1)
+        started, sent = OPS.start_exchange([values], after, exchange.handle, False, [4])
+        arrived, received = OPS.finish_exchange(started, after, exchange.handle, False, [4])
+    assert (started.device.type, arrived.device.type) == ("cuda", "cuda")
+    assert (sent.device.type, received.device.type) == ("cpu", "cpu")
 
 
 def test_every_op_is_checked():

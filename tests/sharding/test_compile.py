@@ -34,19 +34,24 @@ def steps(parallel, function, rank, world, number=3):
     return torch.stack(losses), whole_state(parallel)
 
 
-def both(rank, world, model, codec, backend, local):
-    """Losses and state of a model that is compiled as one graph, and of one that is not."""
-    found = []
+def compiled_and_not(backend, make):
+    """Two models, and what is called: the first one compiled as one graph, the second one itself."""
     for compiled in (True, False):
         torch._dynamo.reset()
-        exchange = ExchangePrecision(codec, codec)
-        parallel = te.HybridParallel(
-            MODELS[model](), plan(world, local), exchange=exchange, local_world_size=local or None
-        )
-        function = torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
-        found.append((*steps(parallel, function, rank, world), parallel.group.traffic.by_kind()))
+        parallel = make()
+        yield parallel, torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
     torch._dynamo.reset()
-    return found
+
+
+def both(rank, world, model, codec, backend, local):
+    """Losses and state of a model that is compiled as one graph, and of one that is not."""
+    options = {"exchange": ExchangePrecision(codec, codec), "local_world_size": local or None}
+    return [
+        (*steps(parallel, function, rank, world), parallel.group.traffic.by_kind())
+        for parallel, function in compiled_and_not(
+            backend, lambda: te.HybridParallel(MODELS[model](), plan(world, local), **options)
+        )
+    ]
 
 
 CASES = [
@@ -72,14 +77,10 @@ def test_one_graph_updates_tables_as_no_graph_does(ranks, model, codec, backend,
 
 def first_step(rank, world, backend):
     found = []
-    for compiled in (True, False):
-        torch._dynamo.reset()
-        parallel = te.HybridParallel(dlrm(), plan(world))
-        function = torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
+    for parallel, function in compiled_and_not(backend, lambda: te.HybridParallel(dlrm(), plan(world))):
         dense, sparse, labels = part(batch(0, world), rank)
         loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
         found.append({name: value for name, value in whole_state(parallel).items() if "embeddings" in name})
-    torch._dynamo.reset()
     return found
 
 
@@ -162,10 +163,7 @@ class Normalized(nn.Module):
 def accumulated(rank, world, backend):
     """Gradients of two steps, each of a micro-batch without reductions and two with, and the buffers after them."""
     found = []
-    for compiled in (True, False):
-        torch._dynamo.reset()
-        parallel = te.HybridParallel(Normalized(), plan(world))
-        function = torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
+    for parallel, function in compiled_and_not(backend, lambda: te.HybridParallel(Normalized(), plan(world))):
         for number in range(6):
             if number % 3 == 0:
                 parallel.zero_grad()
@@ -174,7 +172,6 @@ def accumulated(rank, world, backend):
                 loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
         gradients = {name: parameter.grad.clone() for name, parameter in parallel.named_parameters()}
         found.append((gradients, whole_state(parallel)))
-    torch._dynamo.reset()
     return found
 
 
@@ -188,15 +185,15 @@ def test_a_graph_averages_gradients_and_buffers_as_ddp_does(ranks, backend):
         torch.testing.assert_close(compiled[1][name], tensor, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.more)])
 def test_one_rank_has_cached_tables_in_the_graph(backend):
-    found = []
-    for compiled in (True, False):
+    def make():
         placed = [replace(config, placement=where) for config, where in zip(tables(), cycle(("host", "device")))]
         torch.manual_seed(1)
-        parallel = te.HybridParallel(te.nn.DLRM(placed, 4, (16,), (16,), te.optim.RowWiseAdagrad(lr=0.1)))
-        function = torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
+        return te.HybridParallel(te.nn.DLRM(placed, 4, (16,), (16,), te.optim.RowWiseAdagrad(lr=0.1)))
+
+    found = []
+    for parallel, function in compiled_and_not(backend, make):
         for step in range(3):
             dense, sparse, labels = batch(step, 1)
             loss_of(function, dense, parallel.prefetch(sparse), labels).backward()

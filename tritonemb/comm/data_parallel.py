@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.comm.output_exchange import Receive, exchanges, graph_order, handle_of
+from tritonemb.comm.output_exchange import Receive, exchanges, graph_order, register
 from tritonemb.ops.registry import define
 
 BUCKET_BYTES = 1 << 20  # a bucket ends when it has as many
@@ -22,7 +22,7 @@ class GraphDataParallel:
     """Averages gradients of `module` over the ranks of `group`, which all make it with the same module."""
 
     def __init__(self, group: RankGroup, module: nn.Module) -> None:
-        self.group, self.handle, self.buckets = group, handle_of(self), list[dict[str, Tensor]]()
+        self.group, self.handle, self.buckets = group, register(self), list[dict[str, Tensor]]()
         size, dtype = BUCKET_BYTES, None
         trained = [each for each in module.named_parameters() if each[1].requires_grad]
         for name, parameter in reversed(trained):  # about as their gradients become known

@@ -153,7 +153,7 @@ class OutputExchange(ABC):
         self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
         self.average, self.kind = average, kind
         self.codecs: tuple[MessageCodec, ...] = ()
-        self.handle = handle_of(self)
+        self.handle = register(self)
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
         if torch.compiler.is_compiling():
@@ -194,8 +194,8 @@ _handles = itertools.count()
 exchanges: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by handle
 
 
-def handle_of(exchange: Any) -> int:
-    """A new number, by which ops of graphs find what has `shape` and `start`."""
+def register(exchange: Any) -> int:
+    """A new handle, by which ops of graphs find what has `shape` and `start`."""
     handle = next(_handles)
     exchanges[handle] = exchange
     return handle
@@ -207,24 +207,29 @@ graph_order: list[Tensor] = []
 _started: dict[int, Receive] = {}  # by address of what `start_exchange` returned; a graph that failed has left some
 
 
+def _order(values: Tensor, after: Tensor | None) -> Tensor:
+    """What the next exchange comes after; where `after` is, as its gradient has to be."""
+    return (values if after is None else after).new_empty(1)
+
+
 def _start(
     values: Sequence[Tensor], after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     started = values[0].new_empty(1)
     _started[started.data_ptr()] = exchanges[handle].start(values, num_rows, back)
-    return started, values[0].new_empty(1)
+    return started, _order(values[0], after)
 
 
 def _finish(
     started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return _started.pop(started.data_ptr())(), started.new_empty(1)
+    return _started.pop(started.data_ptr())(), _order(started, after)
 
 
 def _finished(
     started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return started.new_empty(exchanges[handle].shape(num_rows, back)), started.new_empty(1)
+    return started.new_empty(exchanges[handle].shape(num_rows, back)), _order(started, after)
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -247,7 +252,7 @@ def _start_back(ctx: Any, grad: Tensor, after: Tensor) -> tuple[Any, ...]:
 _SCHEMA = "(Tensor{}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
 define(
     "start_exchange", _SCHEMA.format("[] values"), _start,
-    lambda values, *_: (values[0].new_empty(1), values[0].new_empty(1)), _finish_back, _keep_arguments,
+    lambda values, after, *_: (values[0].new_empty(1), _order(values[0], after)), _finish_back, _keep_arguments,
 )  # fmt: skip
 define("finish_exchange", _SCHEMA.format(" started"), _finish, _finished, _start_back, _keep_arguments)
 

@@ -138,8 +138,12 @@ class HybridParallel(nn.Module):
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
             called, parameters = self._called[0], {}
             graph_order[:] = [self._some.clone(), self._some.clone()]  # whatever a call that failed has left
-            if isinstance(called, DistributedDataParallel) and called.require_backward_grad_sync:
-                parameters = self._in_graphs.parameters(called.modules_buffers) if torch.is_grad_enabled() else {}
+            if (
+                torch.is_grad_enabled()
+                and isinstance(called, DistributedDataParallel)
+                and called.require_backward_grad_sync
+            ):
+                parameters = self._in_graphs.parameters(called.modules_buffers)
             result = torch.func.functional_call(self._computed[0], parameters, args, kwargs)
             graph_order.clear()
             return result
