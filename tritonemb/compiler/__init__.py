@@ -85,8 +85,9 @@ def tritonemb(
         ValueError: see `fuse_graph`.
         RuntimeError: for a mode or an option that Inductor does not know.
     """
+    options = {"size_asserts": False, **(options or {})}  # one for each table; guards know the sizes already
     if gm.graph.find_nodes(op="call_function", target=torch.ops.tritonemb.finish_exchange):
-        options = {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": HideExchanges(), **(options or {})}
+        options = {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": HideExchanges(), **options}
     inductor: Any = torch._TorchCompileInductorWrapper(mode, options, None)  # raises before the graph is changed
     report = fuse_graph(gm)
     if report.fused or report.left_alone:
