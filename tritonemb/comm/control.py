@@ -56,8 +56,7 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
 def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """A name that rank 0 has just made up, on all ranks, whatever the store holds of an earlier rendezvous.
 
-    Each rank calls with a word of its own; rank 0 answers all calls, with the word and the name, until each rank has
-    confirmed the name.
+    Each rank calls with a word of its own; rank 0 answers all calls, with word and name, until each has confirmed it.
     """
     last = time.monotonic() + timeout.total_seconds()
     word = uuid.uuid4().hex

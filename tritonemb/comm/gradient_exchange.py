@@ -22,9 +22,8 @@ class RowSums(NamedTuple):
 class SumsExchange:
     """Gathers every rank's sums; every rank of the group makes it with the same arguments.
 
-    Every rank has the same bits: what it sends itself has crossed the codec, too.
-    Bytes: for each distinct row of the rank that has most, to every other rank, a code a column and 4, or 8 if some
-    table has 2³¹ rows.
+    Every rank has the same bits: what it sends itself has crossed the codec, too. Bytes to every other rank: for each
+    distinct row of the rank that has most, a code a column and 4, or 8 if some table has 2³¹ rows.
 
     Args:
         shapes: rows and columns of each table.

@@ -3,11 +3,10 @@
 Pooled: every rank has looked up some columns for the samples of all ranks, `[samples of all ranks, its columns]`. One
 message a rank carries them, encoded; where several ranks looked up the same columns, each by a part of the rows, the
 parts are added in the order of ranks, in float32: bitwise identical whatever the run and the backend, by as many bytes
-as a reduce-scatter. Bytes: `columns · code size` for each sample and each rank that has a part of its vector, forward
-and backward each.
+as a reduce-scatter. Bytes each way: `columns · code size` for each sample and each rank with a part of its vector.
 
 Sequence: the rows of the ids that a rank has received go back in the order in which the ids came, and each is put where
-its id was. Bytes: `dim · code size` an id, forward and backward each.
+its id was. Bytes each way: `dim · code size` an id.
 
 Backward, gradients go the same way back. Codecs say in how many bits vectors and gradients cross (quantized
 communication). Both ways the message is sent at once, and waited for where it is first read (`AsyncTensor`).

@@ -152,8 +152,7 @@ def num_features(dense: Tensor, sparse: Tensor) -> int:
 def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
     """Vectors and elements at a time, warps and the precision of products.
 
-    Chosen by what ptxas makes of them for sm_80, sm_90 and sm_100: no spills and at most 128 registers a thread, as
-    long as products are not TF32.
+    By what ptxas makes of them for sm_80, sm_90 and sm_100: no spills, at most 128 registers a thread, if not in TF32.
     """
     rows = min(64, max(16, next_power_of_2(F + 1)))
     size = 64 if rows <= F or D > 128 or dense.dtype == torch.float32 else 128

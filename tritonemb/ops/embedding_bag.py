@@ -43,8 +43,7 @@ def embedding_bag(
 
     Raises:
         TypeError: for ids that are not int32 or int64.
-        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once; for tables on another
-            device than the batch.
+        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once; for tables elsewhere.
     """
     check_ids(values)
     check_devices(weights, values, layout)

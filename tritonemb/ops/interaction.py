@@ -62,8 +62,7 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
 
     One pass forward and one backward where `is_cross_fused`. Not twice differentiable: that raises RuntimeError.
 
-    Shapes: `[B, W]`, but for `bias [W]`; float32, float16, bfloat16 or float64, not necessarily the same; `[B, W]` of
-    the widest dtype.
+    Shapes: `[B, W]`, but for `bias [W]`; each float32, float16, bfloat16 or float64; `[B, W]` of the widest dtype.
 
     Raises:
         TypeError: for other dtypes.

@@ -21,8 +21,7 @@ def jagged_permute(
         order: int64 `[K']` on the same device; keys may be repeated or left out.
         num_keys: keys of the batch, `K`.
         weights: `[N]`, any dtype; no gradient flows to them.
-        num_values: how many values the result has room for; `N` suffices unless keys are repeated. Values that do not
-            fit are left out, though the offsets count them.
+        num_values: room in the result, by default `N`. Values that do not fit are left out; the offsets count them.
 
     Returns:
         `[num_values]` values, zeros behind the last offset; `[K' * B + 1]` offsets, in the dtype of the batch's; and

@@ -62,8 +62,7 @@ def quantize_unpack(
         dtype: of the result: float32, float16 or bfloat16.
         saturated: int64 `[]`; the number of finite elements too large for `dtype` is added to it.
         scale: float32 `[]`; the result is divided by it (multiplied with its reciprocal).
-        rows: int32 or int64 `[R]`: the row of the message that each row of the result is, any number of times. A row
-            that the message does not have is zero.
+        rows: int32 or int64 `[R]`: each row's row in the message, any number of times; zeros for one that is not there.
 
     Returns:
         `[R, packing.width]`; without `rows`, `R = M`, or 0 where a row has no columns.

@@ -33,8 +33,7 @@ def row_cache_look_up_(
         policy: "lru" or "lfu".
 
     Returns:
-        int64 `[N]`: the row's slot in its table; -1 if it is not there. A row of a table that is not cached is its own
-        slot.
+        int64 `[N]`: the row's slot in its table; -1 if it is not there; the row itself where the table is not cached.
 
     Raises:
         TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
@@ -99,8 +98,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
             `[rows, width]`. Elements of a row stand side by side; rows may stand any distance apart. A tensor may be
             both, but no row of it. Tensors lie where the indices do; with those on a GPU also in pinned host memory,
             which must not be freed or changed before the GPU has passed this call.
-        to_rows, from_rows: int64 `[n]` on one device. A move with a negative one is skipped; `to_rows` are distinct
-            otherwise.
+        to_rows, from_rows: int64 `[n]` on one device. Moves with a negative one are skipped; other `to_rows` differ.
 
     Raises:
         TypeError, ValueError: for other dtypes, shapes, strides and devices; on the CPU also for rows that a tensor

@@ -144,8 +144,7 @@ def row_gradients_(
     """Write the sum of each distinct row's gradients; no autograd.
 
     Args:
-        sums: zeros `[T]`, `[rows, dim]` each; if `compact`, `[distinct rows of the table, dim]` (with one table: at
-            least as many).
+        sums: zeros `[T]`, `[rows, dim]` each; if `compact`, `[distinct rows, dim]` (of one table: at least as many).
         grad, offsets, sample_weights, groups, layout: as in `row_update_`.
         max_gradient: each element of `grad` is clamped to ± this first.
     """
@@ -281,8 +280,7 @@ def shared_update(
 ) -> None:  # fmt: skip
     """Update tables together with other ranks, as `update_shared` of the table set `handle` does.
 
-    Of a graph all such updates are done when the backward pass ends: one that waits for another rank would hold up what
-    that rank waits for.
+    Those of a graph are done when the backward pass ends: one that waits for a rank would hold up what that waits for.
     """
     if plain_eager(grad, values):
         wait_for_groups(grad.device)

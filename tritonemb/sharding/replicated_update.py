@@ -259,8 +259,7 @@ class WholeRowUpdate:
 
     Args:
         group: the ranks with columns of the tables.
-        blocks: of all those tables on all ranks; a block's table is a number for a table, or for a run of its rows, the
-            same on every rank.
+        blocks: of all those on all ranks; a block's table numbers a table, or a run of its rows, alike on every rank.
     """
 
     def __init__(self, group: RankGroup, blocks: tuple[ColumnBlock, ...], optimizer: Optimizer) -> None:

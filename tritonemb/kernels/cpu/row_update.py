@@ -218,9 +218,7 @@ def _update_rows(
         scales = np.empty(num_entries if scaled else 0, dtype=np.float32)
         entries = order[first_entry : first_entry + num_entries]
         uses_here = uses[uses_of_table[table] : uses_of_table[table + 1]]
-        _find_gradients(
-            entries, uses_here, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients
-        )  # fmt: skip
+        _find_gradients(entries, uses_here, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients)
         if scaled:
             _find_scales(
                 entries, uses_here, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales
