@@ -41,11 +41,8 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
 
     torchrun restarts a job's processes (`--max-restarts`) beside the store that it keeps for them, which holds the
     addresses of the earlier ones: to connect to these fails (pytorch/pytorch#135712). So the ranks first agree on a new
-    name, under which the store holds nothing. `timeout`: of the job's collectives.
-
-    Raises:
-        ValueError: the environment does not say where the store is.
-        RuntimeError: a rank did not come in time.
+    name, under which the store holds nothing. `timeout`: of the job's collectives. ValueError if the environment does
+    not say where the store is, RuntimeError if a rank did not come in time.
     """
     store, rank, size = next(iter(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
     store.set_timeout(RENDEZVOUS_TIMEOUT)
@@ -96,10 +93,8 @@ class FailureReports:
     """What ranks report of themselves when a job ends early.
 
     Nothing is sent while all is well. A rank that ends with an error, or has lost contact to another one, says so in
-    the job's store; a rank that has said nothing some seconds later is the one that is gone, or hangs.
-
-    Args:
-        group: of all ranks of the job; they make it together, in the same order.
+    the job's store; a rank that has said nothing some seconds later is the one that is gone, or hangs. `group`: of all
+    ranks of the job; they make it together, in the same order.
     """
 
     def __init__(self, group: RankGroup) -> None:

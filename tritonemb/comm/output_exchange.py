@@ -83,11 +83,9 @@ EXACT = ExchangePrecision("fp32", "fp32")
 
 
 class MessageCodec:
-    """Packs matrices into messages and unpacks them, and counts what was too large for the codec.
+    """Packs matrices of `width` columns into messages and unpacks them, and counts what was too large for the codec.
 
-    Args:
-        parts: for each rank, the columns that its part of the message holds.
-        width: columns of the matrix.
+    `parts`: for each rank, the columns that its part of the message holds.
     """
 
     def __init__(self, parts: Sequence[Sequence[ColumnRange]], width: int, codec: str) -> None:
@@ -139,13 +137,7 @@ class OutputExchange(ABC):
     """Called with the values of a batch and what `send` and `send_back` need to know of it; differentiable.
 
     The result is an `AsyncTensor` if there are several ranks. Traced it is an ordinary tensor, of one op, which waits.
-
-    Args:
-        average: gradients are divided by this.
-        kind: what the bytes are counted as.
-
-    Attributes:
-        handle: its number in graphs.
+    Gradients are divided by `average`; bytes are counted as `kind`; `handle` is its number in graphs.
     """
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
@@ -259,10 +251,8 @@ define("finish_exchange", _SCHEMA.format(" started"), _finish, _finished, _start
 class PooledExchange(OutputExchange):
     """Sends columns to the ranks of their samples; every rank of the group makes it with the same arguments.
 
-    Args:
-        columns: for each rank, which columns of the result those of its matrix are, in their order. Ranges that several
-            ranks have are added; ranges do not overlap otherwise. Together they cover the result.
-        width: columns of the result.
+    `columns`: for each rank, which of the `width` columns of the result those of its matrix are, in their order. Ranges
+    that several ranks have are added; ranges do not overlap otherwise. Together they cover the result.
     """
 
     def __init__(

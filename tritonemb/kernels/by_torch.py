@@ -91,10 +91,8 @@ def row_update_(
     Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
     `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
     untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
-    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`.
-
-    Raises:
-        ValueError: for `nonfinite="raise"`, before anything is changed.
+    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`. What
+    `nonfinite="raise"` refuses is a ValueError before anything is changed.
     """
     h = Hyperparameters(*hyperparameters)
     rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)

@@ -116,7 +116,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """
     dtype = dense.dtype
     dense, sparse = readable(dense), readable(sparse)
-    F, D = num_features(dense, sparse), dense.shape[1]
+    F, D = sparse.shape[1] // dense.shape[1], dense.shape[1]
     tiles = _tiles(F, D, dense)
     out = dense.new_empty(dense.shape[0], D + F * (F + 1) // 2)
     if tiles["ROWS"] <= F:
@@ -132,7 +132,7 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     """Launch the backward: the gradients of `dense` and `sparse` from that of the output, all of one dtype."""
     dtype = dense.dtype
     grad, dense, sparse = readable(grad), readable(dense), readable(sparse)
-    F, D = num_features(dense, sparse), dense.shape[1]
+    F, D = sparse.shape[1] // dense.shape[1], dense.shape[1]
     tiles = _tiles(F, D, dense)
     rows = tiles["ROWS"]
     wide = dense.dtype == torch.float32  # exact dots hold what they read in registers: fewer rows, and x_0 apart
@@ -142,11 +142,6 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
         F=F, D=D, OTHERS=16 if wide and rows == 64 else min(rows, 32), APART=wide and rows > 16, **tiles,
     )  # fmt: skip
     return grad_dense.to(dtype), grad_sparse.to(dtype)
-
-
-def num_features(dense: Tensor, sparse: Tensor) -> int:
-    """`F`, from the widths of `dense [B, D]` and `sparse [B, F * D]`."""
-    return sparse.shape[1] // dense.shape[1]
 
 
 def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:

@@ -69,12 +69,9 @@ def hooked_where_needed(step: Callable[..., Any]) -> Callable[..., Any]:
 class FusedOptimizer(torch.optim.Optimizer):
     """One parameter group with tables. The step has been done in the backward: `step` does nothing, unless `deferred`.
 
-    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`.
-
-    Args:
-        tables: `OptimizedTables`, or a module with their `optimizer`, `accumulate` and learning rate.
-        states: each table's name, weight, and `step` and states by name: the tensors themselves, as in `state_dict`.
-        deferred: gradients that `step` is to apply.
+    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `tables` are `OptimizedTables`, or a
+    module with their `optimizer`, `accumulate` and learning rate; `states` gives each table's name, weight, and `step`
+    and states by name: the tensors themselves, as in `state_dict`; `deferred` has gradients that `step` is to apply.
     """
 
     def __init__(self, tables: Any, states: Callable[[], States], deferred: Any = None) -> None:
