@@ -211,9 +211,7 @@ def _start(
     return started, _order(values[0], after)
 
 
-def _finish(
-    started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _finish(started: Tensor, after: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return _started.pop(started.data_ptr())(), _order(started, after)
 
 

@@ -133,14 +133,11 @@ class HybridParallel(nn.Module):
             whole = KeyedJaggedTensor | PrefetchedFeatures
             args, kwargs = tree_map_only(whole, self.prefetch, (args, kwargs), lambda value: isinstance(value, whole))
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
-            called, parameters = self._called[0], {}
+            called: Any = self._called[0]
             graph_order[:] = [self._some.clone(), self._some.clone()]  # whatever a call that failed has left
-            if (
-                torch.is_grad_enabled()
-                and isinstance(called, DistributedDataParallel)
-                and called.require_backward_grad_sync
-            ):
-                parameters = self._in_graphs.parameters(called.modules_buffers)
+            syncs = isinstance(called, DistributedDataParallel) and called.require_backward_grad_sync
+            averaged = syncs and torch.is_grad_enabled()
+            parameters = self._in_graphs.parameters(called.modules_buffers) if averaged else {}
             result = torch.func.functional_call(self._computed[0], parameters, args, kwargs)
             graph_order.clear()
             return result
