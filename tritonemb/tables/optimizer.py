@@ -173,11 +173,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 class OptimizedTables:
     """Tables that backward passes update, with one learning rate.
 
-    Attributes:
-        optimizer: what is computed; None for ordinary gradients.
-        current_learning_rate: what was last set; updates read a tensor.
-        accumulator: gradients that are not applied yet.
-        by_step: gradients are applied by `apply`, instead of when their backward pass ends.
+    `optimizer` is None for ordinary gradients. `current_learning_rate` is what was last set; updates read a tensor.
+    `accumulator` has gradients that are not applied yet; if `by_step`, `apply` does so, not the end of a backward pass.
     """
 
     def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
