@@ -298,14 +298,10 @@ class KeyedJaggedTensor:
 
 
 def key_by_key(lengths: Sequence[Tensor], num_values: int) -> Tensor:
-    """Where the values of parts that lie one after the other come from when they are to lie key by key.
+    """Where the `num_values` values of parts that lie one after the other come from when they are to lie key by key.
 
-    Args:
-        lengths: of each part, `[K, B]`: values a bag; `B` may differ.
-        num_values: of all parts.
-
-    Returns:
-        int64 `[num_values]`: the place, part by part, of what is wanted here: by key, then part, then sample.
+    `lengths`: of each part, `[K, B]`: values a bag; `B` may differ. Returns int64 `[num_values]`: the place, part by
+    part, of what is wanted here: by key, then part, then sample.
     """
     # A run is one key of one part. Runs lie part by part; they are wanted key by key.
     run_lengths = torch.stack([part.sum(1, dtype=torch.int64) for part in lengths])

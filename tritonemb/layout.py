@@ -53,9 +53,7 @@ TABLE_SIZE = len(TableRow._fields)
 class TensorList(list[Tensor]):
     """Tensors by table, and facts about them that hold while none has moved: a thousand tables take long to ask.
 
-    Args:
-        tensors: of the tables.
-        known: attribute of the list of the step before, whose facts are kept if all tensors are where they were.
+    `known`: that of the list of the step before, whose facts are kept if all tensors are where they were.
     """
 
     def __init__(self, tensors: Iterable[Tensor], known: "_Known | None" = None) -> None:
@@ -117,8 +115,7 @@ class Layout(NamedTuple):
 def make_layout(tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: Device = None) -> Layout:
     """Lay out `tables` over a batch with these `keys`; output columns follow the tables and their features in order.
 
-    Raises:
-        ValueError: for a part of a 16-bit table that begins in the middle of eight columns that round together.
+    ValueError for a part of a 16-bit table that begins in the middle of eight columns that round together.
     """
     uses: dict[str, list[tuple[int, int, int, int]]] = {key: [] for key in keys}
     rows, column = [], 0

@@ -70,10 +70,8 @@ class TableConfig:
         pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
             tables that are looked up but not trained. Optimizer state is always float32.
-        placement: memory of the rows: of the device, of the host or on disk, with some rows cached on the device.
-            Training is bitwise identical.
-        init: fills the weight `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings)
-            if not given.
+        placement: where rows are: on the device, or on the host or a disk and partly cached there. Bits are the same.
+        init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) if not given.
         cache: of a host- or disk-resident table.
 
     Attributes:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests.helpers import contents, make_collection, random_steps, train
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, compiled
-from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.cpu.random import fill_philox, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.random import narrow_by_torch, narrow_stochastic_by_torch, random16_by_torch
 
 CODES = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -31,7 +31,7 @@ KNOWN_ANSWERS = [
 
 @compiled
 def _words(words, seed, row, column, step):
-    fill_random(words, seed, row, column, step)
+    fill_philox(words, seed, column // 8, row, step)
 
 
 @compiled

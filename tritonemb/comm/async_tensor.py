@@ -21,12 +21,9 @@ POSTPONED = {
 
 
 class AsyncTensor(Tensor):
-    """A tensor whose values `receive` returns when they are first read.
+    """A tensor whose values `receive` returns when they are first read; `like`, on meta, has its shape and dtype.
 
     Autograd sees an ordinary tensor. Any operator takes it; what is no operator, as `numpy()`, takes `wait()`.
-
-    Args:
-        like: of the same shape and dtype, on the meta device.
     """
 
     _receive: Callable[[], Tensor] | None

@@ -41,11 +41,8 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
 
     torchrun restarts a job's processes (`--max-restarts`) beside the store that it keeps for them, which holds the
     addresses of the earlier ones: to connect to these fails (pytorch/pytorch#135712). So the ranks first agree on a new
-    name, under which the store holds nothing. `timeout`: of the job's collectives.
-
-    Raises:
-        ValueError: the environment does not say where the store is.
-        RuntimeError: a rank did not come in time.
+    name, under which the store holds nothing. `timeout`: of the job's collectives. ValueError if the environment does
+    not say where the store is, RuntimeError if a rank did not come in time.
     """
     store, rank, size = next(iter(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
     store.set_timeout(RENDEZVOUS_TIMEOUT)
@@ -56,8 +53,7 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
 def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """A name that rank 0 has just made up, on all ranks, whatever the store holds of an earlier rendezvous.
 
-    Each rank calls with a word of its own; rank 0 answers all calls, with the word and the name, until each rank has
-    confirmed the name.
+    Each rank calls with a word of its own; rank 0 answers all calls, with word and name, until each has confirmed it.
     """
     last = time.monotonic() + timeout.total_seconds()
     word = uuid.uuid4().hex
@@ -97,10 +93,8 @@ class FailureReports:
     """What ranks report of themselves when a job ends early.
 
     Nothing is sent while all is well. A rank that ends with an error, or has lost contact to another one, says so in
-    the job's store; a rank that has said nothing some seconds later is the one that is gone, or hangs.
-
-    Args:
-        group: of all ranks of the job; they make it together, in the same order.
+    the job's store; a rank that has said nothing some seconds later is the one that is gone, or hangs. `group`: of all
+    ranks of the job; they make it together, in the same order.
     """
 
     def __init__(self, group: RankGroup) -> None:

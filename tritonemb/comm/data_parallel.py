@@ -5,13 +5,14 @@ bucket of gradients is sent as soon as the graph has computed it, behind the exc
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.group import RankGroup, wait_for
 from tritonemb.comm.output_exchange import Receive, exchanges, graph_order, register
 from tritonemb.ops.registry import define
 
@@ -62,13 +63,7 @@ class GraphDataParallel:
         else:
             sums = torch.cat(parts).mul_(scale)
         work = dist.all_reduce(sums, group=self.group.process_group, async_op=True)
-
-        def wait() -> Tensor:
-            assert work is not None
-            work.wait()
-            return sums
-
-        return wait
+        return partial(wait_for, work, sums)
 
 
 class _Averaged(torch.autograd.Function):

@@ -22,12 +22,9 @@ class RowSums(NamedTuple):
 class SumsExchange:
     """Gathers every rank's sums; every rank of the group makes it with the same arguments.
 
-    Every rank has the same bits: what it sends itself has crossed the codec, too.
-    Bytes: for each distinct row of the rank that has most, to every other rank, a code a column and 4, or 8 if some
-    table has 2³¹ rows.
-
-    Args:
-        shapes: rows and columns of each table.
+    Every rank has the same bits: what it sends itself has crossed the codec, too. Bytes to every other rank: for each
+    distinct row of the rank that has most, a code a column and 4, or 8 if some table has 2³¹ rows. `shapes`: rows and
+    columns of each table.
     """
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, shapes: Sequence[tuple[int, int]]) -> None:
@@ -87,10 +84,8 @@ def _exponent(sums: Sequence[Tensor]) -> Tensor:
 def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None = None) -> Tensor:
     """The distinct rows of all ranks, int64 `[V]`, ascending, from each rank's, int64 `[U]`, distinct, on the CPU.
 
-    Bytes: 8 for each rank, and for each distinct row of the rank that has most of them, to every other rank.
-
-    Raises:
-        ValueError: `problem`, what is wrong with this rank's batch; the other ranks get a RuntimeError that names it.
+    Bytes: 8 for each rank, and for each distinct row of the rank that has most of them, to every other rank. Raises
+    `problem`, what is wrong with this rank's batch; the other ranks get a RuntimeError that names this one.
     """
     own = rows.numel() if problem is None else _REFUSED
     counts = group.all_gather(torch.tensor([own], device=rows.device), "sizes").flatten().tolist()
@@ -124,10 +119,8 @@ def exchange_columns(
 ) -> dict[int, Tensor]:  # fmt: skip
     """Whole rows, `[U, dim]` by table, from blocks of their columns, on every rank that holds one of its blocks.
 
-    Args:
-        blocks: of all tables and ranks, the same on every rank. Those who hold a table's blocks have the same rows.
-        mine: those of this rank, in any order.
-        own: float32 `[U, num_columns]` for each of them.
+    `blocks`: of all tables and ranks, the same on every rank. Those who hold a table's blocks have the same rows.
+    `mine`: those of this rank, in any order; `own`: float32 `[U, num_columns]` for each of them.
     """
     ordered = sorted(zip(mine, own, strict=True), key=lambda pair: blocks.index(pair[0]))
     num_rows = {block.table: values.shape[0] for block, values in ordered}

@@ -138,13 +138,7 @@ class RankGroup:
             return lambda: message
         received, sizes = message.new_empty(sum(receive)), (list(receive), list(send))
         work = dist.all_to_all_single(received, message, *sizes, group=self.process_group, async_op=True)
-
-        def wait() -> Tensor:
-            assert work is not None
-            work.wait()
-            return received
-
-        return wait
+        return functools.partial(wait_for, work, received)
 
     def all_gather(self, message: Tensor, kind: str) -> Tensor:
         """Every rank's tensor, all of one shape: `[size, *shape]`."""
@@ -182,6 +176,12 @@ class RankGroup:
         self.traffic.add(kind, sum(sizes) - sizes[self.rank], across)
 
 
+def wait_for(work: Any, result: Tensor) -> Tensor:
+    """The result of a collective, when it has ended."""
+    work.wait()
+    return result
+
+
 class RankFailed(RuntimeError):
     """The `ranks` of the job have failed or do not answer, so this one cannot continue."""
 
@@ -206,11 +206,8 @@ class Round:
 class Consensus:
     """Rounds in which the ranks tell each other what they are about to do, before any does it.
 
-    A round is one small message on the CPU, over connections of its own, so that a thread may run it.
-
-    Args:
-        group: the ranks; all of them make this object together.
-        timeout: how long to wait for a rank; torch's default if not given.
+    A round is one small message on the CPU, over connections of its own, so that a thread may run it. All ranks of
+    `group` make this object together. `timeout`: how long to wait for a rank; torch's default if not given.
     """
 
     def __init__(self, group: RankGroup, timeout: timedelta | None = None) -> None:

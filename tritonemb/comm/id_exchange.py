@@ -73,8 +73,7 @@ class IdExchange:
         deduplicate: send an id that comes several times in a route once, without its samples and weights.
         means: routes whose ids' weights are multiplied with one over the length of their bag.
         returns_rows: whether rows go back, instead of pooled vectors.
-        network: the same ranks, for the ids themselves, which arrive on `device`. Sizes, which the host waits for, are
-            exchanged by `group`, on the CPU.
+        network: the same ranks, for ids, which arrive on `device`. The host waits for sizes, by `group`, on the CPU.
     """
 
     def __init__(

@@ -3,11 +3,10 @@
 Pooled: every rank has looked up some columns for the samples of all ranks, `[samples of all ranks, its columns]`. One
 message a rank carries them, encoded; where several ranks looked up the same columns, each by a part of the rows, the
 parts are added in the order of ranks, in float32: bitwise identical whatever the run and the backend, by as many bytes
-as a reduce-scatter. Bytes: `columns · code size` for each sample and each rank that has a part of its vector, forward
-and backward each.
+as a reduce-scatter. Bytes each way: `columns · code size` for each sample and each rank with a part of its vector.
 
 Sequence: the rows of the ids that a rank has received go back in the order in which the ids came, and each is put where
-its id was. Bytes: `dim · code size` an id, forward and backward each.
+its id was. Bytes each way: `dim · code size` an id.
 
 Backward, gradients go the same way back. Codecs say in how many bits vectors and gradients cross (quantized
 communication). Both ways the message is sent at once, and waited for where it is first read (`AsyncTensor`).
@@ -84,11 +83,9 @@ EXACT = ExchangePrecision("fp32", "fp32")
 
 
 class MessageCodec:
-    """Packs matrices into messages and unpacks them, and counts what was too large for the codec.
+    """Packs matrices of `width` columns into messages and unpacks them, and counts what was too large for the codec.
 
-    Args:
-        parts: for each rank, the columns that its part of the message holds.
-        width: columns of the matrix.
+    `parts`: for each rank, the columns that its part of the message holds.
     """
 
     def __init__(self, parts: Sequence[Sequence[ColumnRange]], width: int, codec: str) -> None:
@@ -140,13 +137,7 @@ class OutputExchange(ABC):
     """Called with the values of a batch and what `send` and `send_back` need to know of it; differentiable.
 
     The result is an `AsyncTensor` if there are several ranks. Traced it is an ordinary tensor, of one op, which waits.
-
-    Args:
-        average: gradients are divided by this.
-        kind: what the bytes are counted as.
-
-    Attributes:
-        handle: its number in graphs.
+    Gradients are divided by `average`; bytes are counted as `kind`; `handle` is its number in graphs.
     """
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
@@ -220,9 +211,7 @@ def _start(
     return started, _order(values[0], after)
 
 
-def _finish(
-    started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def _finish(started: Tensor, after: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return _started.pop(started.data_ptr())(), _order(started, after)
 
 
@@ -260,10 +249,8 @@ define("finish_exchange", _SCHEMA.format(" started"), _finish, _finished, _start
 class PooledExchange(OutputExchange):
     """Sends columns to the ranks of their samples; every rank of the group makes it with the same arguments.
 
-    Args:
-        columns: for each rank, which columns of the result those of its matrix are, in their order. Ranges that several
-            ranks have are added; ranges do not overlap otherwise. Together they cover the result.
-        width: columns of the result.
+    `columns`: for each rank, which of the `width` columns of the result those of its matrix are, in their order. Ranges
+    that several ranks have are added; ranges do not overlap otherwise. Together they cover the result.
     """
 
     def __init__(

@@ -117,8 +117,7 @@ def register() -> None:
 def fuse_graph(gm: GraphModule) -> Report:
     """Merge a graph's independent lookups and map its interactions, in place; say what was done.
 
-    `gm` is a graph as Dynamo hands it to a backend: torch functions, before autograd. Without anything to do it stays
-    as it is.
+    `gm` is a graph as Dynamo hands it to a backend: torch functions, before autograd. With nothing to do it stays so.
 
     Raises:
         ValueError: for a table with a fused optimizer that is looked up in two places that cannot be merged.

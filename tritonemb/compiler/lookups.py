@@ -1,7 +1,6 @@
 """The lookups of a graph, by PyTorch's functions or our modules, and which of them become one.
 
-Merged are independent lookups of a region, with one batch size and one kind of result; others are left alone, with a
-reason.
+Merged are independent lookups of a region, with one batch size and kind of result; others are left alone for a reason.
 """
 
 from collections import Counter, defaultdict

@@ -1,8 +1,8 @@
 """What has no kernel of our own, by PyTorch's operators on any device: float64 tables and vectors, for gradient checks
 and comparisons, and lookups of float8 tables on the CPU.
 
-They are the references of their ops, too. Sums are float64 if a table is, else
-float32, in the order of positions. On a GPU the host waits.
+They are the references of their ops, too. Sums are float64 if a table is, else float32, in the order of positions. On a
+GPU the host waits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,10 +91,8 @@ def row_update_(
     Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
     `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
     untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
-    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`.
-
-    Raises:
-        ValueError: for `nonfinite="raise"`, before anything is changed.
+    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`. What
+    `nonfinite="raise"` refuses is a ValueError before anything is changed.
     """
     h = Hyperparameters(*hyperparameters)
     rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
@@ -110,9 +108,7 @@ def row_update_(
         noise = random16_by_torch(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
         return narrow_stochastic_by_torch(row, weight.dtype, noise)
 
-    apply_sums_(
-        weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout, narrow
-    )  # fmt: skip
+    apply_sums_(weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout, narrow)
 
 
 def row_gradients_(

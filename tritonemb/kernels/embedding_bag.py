@@ -3,8 +3,7 @@
 Pooled: `out[b, column(l) : column(l) + dim(l)] = scale · Σ_p s_p · W_l[values_p]` over the positions `p` of bag
 `(key(l), b)`, for every lookup `l`; `s` are the per-sample weights (1 if absent), `scale` is 1 (sum) or 1 / bag length
 (mean); an empty bag is zero. Not pooled: `out[p, : dim] = s_p · W[values_p]`, zeros to the right of narrower tables.
-A row that an id out of range asks for is zero. Sums are float32 in the order of positions, whatever the tile: a bag has
-the same bits on every device.
+Ids out of range read as zero. Sums are float32 in the order of positions, whatever the tile: bits are alike anywhere.
 Bytes: `B · width · output size` written, `N · dim · element size` of rows and `8 · N` of ids read.
 """
 

@@ -5,8 +5,7 @@ gradient that position `p`'s row went into, `scale_p` its per-sample weight, ove
 
 A row that is used more than PIECE times is summed in spans of SPAN positions, counted from its first. A span is summed
 in pieces of PIECE positions, side by side; pieces are added in pairs of neighbours, then pairs of sums; spans are added
-in order. A hot row's spans are summed at once, by programs of their own. Shorter rows are summed where they are used,
-by `add_gradients`.
+in order. A hot row's spans are summed at once, by programs of their own; shorter rows where they are used.
 
 Bytes: `4 · dim` of gradient read for each position; ids' places and scales, 28 bytes, written and read.
 """

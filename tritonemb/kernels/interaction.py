@@ -116,7 +116,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """
     dtype = dense.dtype
     dense, sparse = readable(dense), readable(sparse)
-    F, D = num_features(dense, sparse), dense.shape[1]
+    F, D = sparse.shape[1] // dense.shape[1], dense.shape[1]
     tiles = _tiles(F, D, dense)
     out = dense.new_empty(dense.shape[0], D + F * (F + 1) // 2)
     if tiles["ROWS"] <= F:
@@ -132,7 +132,7 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     """Launch the backward: the gradients of `dense` and `sparse` from that of the output, all of one dtype."""
     dtype = dense.dtype
     grad, dense, sparse = readable(grad), readable(dense), readable(sparse)
-    F, D = num_features(dense, sparse), dense.shape[1]
+    F, D = sparse.shape[1] // dense.shape[1], dense.shape[1]
     tiles = _tiles(F, D, dense)
     rows = tiles["ROWS"]
     wide = dense.dtype == torch.float32  # exact dots hold what they read in registers: fewer rows, and x_0 apart
@@ -144,16 +144,10 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     return grad_dense.to(dtype), grad_sparse.to(dtype)
 
 
-def num_features(dense: Tensor, sparse: Tensor) -> int:
-    """`F`, from the widths of `dense [B, D]` and `sparse [B, F * D]`."""
-    return sparse.shape[1] // dense.shape[1]
-
-
 def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
     """Vectors and elements at a time, warps and the precision of products.
 
-    Chosen by what ptxas makes of them for sm_80, sm_90 and sm_100: no spills and at most 128 registers a thread, as
-    long as products are not TF32.
+    By what ptxas makes of them for sm_80, sm_90 and sm_100: no spills, at most 128 registers a thread, if not in TF32.
     """
     rows = min(64, max(16, next_power_of_2(F + 1)))
     size = 64 if rows <= F or D > 128 or dense.dtype == torch.float32 else 128

@@ -69,13 +69,10 @@ class Packing(NamedTuple):
 
 
 def make_packing(parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: str, device: Device = None) -> Packing:
-    """Lay out a matrix of `width` columns as a message.
+    """Lay out a matrix of `width` columns as a message. ValueError for an unknown codec, or columns outside of it.
 
     `parts` has for each rank the columns that its part holds, in this order, as (first column, number of columns). With
     codec "int8" each of these is quantized by itself (`PIECE` columns at a time); give one for each table.
-
-    Raises:
-        ValueError: for an unknown codec, or columns that the matrix does not have.
     """
     if codec not in CODECS:
         raise ValueError(f"no codec is called {codec!r}; there are {sorted(CODECS)}")

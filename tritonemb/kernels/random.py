@@ -12,8 +12,7 @@ Initial values, uniform in ±bound:
     value = (word >> 8) · bound / 2^23
 
 One product of a 24-bit integer and a float32, so every device rounds alike.
-Bytes: `4 · R · D` written, `8 · R` read where rows are named. The floor on CPUs is the generator: ten rounds for 16
-bytes.
+Bytes: `4 · R · D` written, `8 · R` read where rows are named. CPUs are bound by the generator: ten rounds for 16 bytes.
 """
 
 import numpy as np

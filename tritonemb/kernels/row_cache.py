@@ -1,7 +1,6 @@
 """The directory of a row cache: which rows of a table lie on the device, in which slots, and which to evict.
 
-A table with `S` sets has three tensors with an entry for each of its `S · WAYS` slots; what they hold beyond those is
-left alone:
+A table with `S` sets has three tensors with an entry for each of its `S · WAYS` slots; more entries are left alone:
 
     tags  int64  row of the table that the slot holds, -1: none
     used  int64  when it was last used (policy "lru"), or how often (policy "lfu")
@@ -298,8 +297,7 @@ def describe(to: Tensor, source: Tensor) -> list[int]:
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
     """One launch for all pairs. Arguments as in the reference.
 
-    Nobody waits for the kernel, so whoever frees pinned host memory it uses must. Rows that a tensor does not have are
-    left out.
+    Nobody waits for it, so whoever frees pinned host memory that it uses must. Rows that are not there are left out.
     """
     pairs = [describe(*pair) for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
     num_moves = to_rows.numel()

@@ -166,18 +166,12 @@ def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
 
 
 class TablesOfDtype(NamedTuple):
-    """The tables of one dtype.
-
-    Attributes:
-        addresses: by table; 0 for those of other dtypes.
-        row_alignment: of all their rows, in bytes; `alignment`: of any columns of an output of all tables, too.
-        max_dim: of theirs.
-    """
+    """The tables of one dtype."""
 
     dtype: torch.dtype
-    addresses: tuple[int, ...]
-    row_alignment: int
-    alignment: int
+    addresses: tuple[int, ...]  # by table; 0 for those of other dtypes
+    row_alignment: int  # of all their rows, in bytes
+    alignment: int  # of any columns of an output of all tables, too
     max_dim: int
 
 

@@ -197,8 +197,7 @@ class EmbeddingBagCollection(TableCollection):
         optimizer: with one of `tritonemb.optim`, the backward updates the tables exactly, deterministically and in
             place, and their `.grad` stays None. Without, they are ordinary parameters with ordinary (dense) gradients.
         device: of the tables.
-        bounds_check: an id out of range raises ("raise"); "ignore" skips the report: such an id reads as zero and is
-            not updated, whatever is chosen.
+        bounds_check: an id out of range raises ("raise") or not ("ignore"); either way it reads as zero, not updated.
         output_dtype: of the result; by default the tables' own, float32 if they differ.
 
     Shapes:
@@ -234,8 +233,7 @@ class EmbeddingCollection(TableCollection):
     """A row for each id, for sequence models; arguments as for `EmbeddingBagCollection`.
 
     All tables have one embedding dim, and a feature feeds one table. Returns a `KeyedJaggedTensor` with the batch's
-    keys, offsets and the rows as values, `[N, dim]`; per-sample weights multiply rows. Values of keys that no table
-    knows are zero.
+    keys, offsets and the rows as values, `[N, dim]`: zeros for keys that no table knows, multiplied by sample weights.
 
     Raises:
         ValueError: for tables with pooling "mean" or of different dims; for a feature that feeds two tables.

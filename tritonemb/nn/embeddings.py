@@ -175,8 +175,7 @@ class Embedding(SingleTable, TorchEmbedding):
 
     It is a `torch.nn.Embedding`: one can stand in the other's place, and loads its `state_dict`. Its gradients are
     tritonemb's kernels', but for small calls on the CPU, as in `EmbeddingBag`: deterministic, summed in float32 for
-    16-bit rows. `scale_grad_by_freq`, `sparse=True` without an optimizer, and what else those do not serve is left to
-    PyTorch, checks and errors too.
+    16-bit rows. What those do not serve is left to PyTorch as there.
 
     Args:
         padding_idx: an id whose row gets no gradient; from the end if negative.

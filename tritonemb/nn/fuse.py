@@ -292,8 +292,7 @@ def fused(
 
     Raises:
         ValueError: for another `update`; if `model` has no embedding to fuse, with the reasons; if there is no
-            counterpart and `dense` is not given. Whatever is raised, `dense`'s own errors too, the model is as it was
-            then.
+            counterpart and `dense` is not given. After any error, `dense`'s own too, the model is as it was.
     """
     if update not in get_args(UpdateTime):
         raise ValueError(f"update must be one of {get_args(UpdateTime)}, got {update!r}")

@@ -28,8 +28,7 @@ FEW_ELEMENTS = 1 << 18  # that are looked up: from here on our backward is the f
 class SingleTable(FusedModule):
     """Beside `torch.nn.EmbeddingBag` or `torch.nn.Embedding`, which own `weight` and the options.
 
-    With an optimizer it has the buffers `step` (updates so far) and the optimizer's states by their names, and, not in
-    `state_dict`, `skipped`.
+    With an optimizer it has buffers: `step` (updates so far), its states by name and, not in `state_dict`, `skipped`.
     """
 
     weight: Tensor

@@ -52,12 +52,10 @@ def bag(
         trained: ids `[N]` that the gradient goes to, if others than `values`; -1 for none.
         dtype: of the result; the weight's if None.
 
-    Returns:
-        `[B, dim]`, or `[N, dim]` if not pooled. Sums are float32, or float64 for a float64 table.
+    Returns `[B, dim]`, or `[N, dim]` if not pooled. Sums are float32, or float64 for a float64 table.
 
-    Raises:
-        RuntimeError: for an id out of range or offsets that do not fit; IndexError if not pooled. On the CPU at once;
-            on a GPU as a ValueError by the next lookup, or by `te.check_errors`.
+    RuntimeError for an id out of range or offsets that do not fit; IndexError if not pooled. On the CPU at once; on a
+    GPU as a ValueError by the next lookup, or by `te.check_errors`.
     """
     trained = None if trained is values else trained
     dtypes = weight.dtype, None if sample_weights is None else sample_weights.dtype, dtype or weight.dtype
@@ -96,11 +94,7 @@ def ascend(offsets: Tensor) -> bool:
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    """`values` `[N]` with -1 for those that equal `padding_idx`; offsets as in `Bags`.
-
-    Raises:
-        RuntimeError: for an id out of range, as `bag` does.
-    """
+    """`values` `[N]`, -1 where they are `padding_idx`; offsets as in `Bags`. RuntimeError for an id out of range."""
     if plain_eager(values, offsets) and not values.is_meta:
         return _drop_padding(values, offsets, padding_idx, num_rows)
     return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)

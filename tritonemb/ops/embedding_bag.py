@@ -39,12 +39,9 @@ def embedding_bag(
 ) -> Tensor:  # fmt: skip
     """Look `values` `[N]` up in `weights` `[T]`; `[B, width]`, or `[N, width]` if the layout is not pooled.
 
-    `trained` `[N]` are the ids that gradients go to, if others than `values`; -1 for none.
-
-    Raises:
-        TypeError: for ids that are not int32 or int64.
-        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once; for tables on another
-            device than the batch.
+    `trained` `[N]` are the ids that gradients go to, if others than `values`; -1 for none. TypeError for ids that are
+    not int32 or int64; ValueError for tables on another device than the batch; and, on the CPU at once, for an id out
+    of range or offsets that do not ascend.
     """
     check_ids(values)
     check_devices(weights, values, layout)
@@ -143,10 +140,9 @@ TakeGradient = Callable[[Tensor, bool], Tensor | None]
 def fused_lookup(weight: Tensor, sample_weights: Tensor | None, read: Read, take_gradient: TakeGradient) -> Tensor:
     """A lookup whose backward is Python code, which may update rows, keep the gradient or exchange it.
 
-    Args:
-        weight: stands for all tables in the autograd graph; it gets no gradient.
-        read: returns `[B, width]` if pooled, else `[N, width]`.
-        take_gradient: called with the gradient of that, and whether the per-sample weights want one, to be returned.
+    `weight` stands for all tables in the autograd graph, and gets no gradient; `read` returns `[B, width]` if pooled,
+    else `[N, width]`; `take_gradient` is called with the gradient of that, and whether the per-sample weights want one,
+    to be returned.
     """
     return _FusedLookup.apply(weight, sample_weights, read, take_gradient)
 
@@ -163,22 +159,6 @@ class _FusedLookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, ctx.take_gradient(grad, ctx.needs_input_grad[1]), None, None
-
-
-def pinned_lookup(
-    weight: Tensor, ticket: Tensor, handle: int, trained: bool, num_rows: int, width: int, dtype: torch.dtype
-) -> Tensor:
-    """The lookup `[num_rows, width]` of a batch whose rows a cache has pinned, as a graph has it: `read_pinned` and,
-    backward, `update_pinned` of a table set, which use the cache's present slots.
-
-    Args:
-        weight: stands for all tables in the autograd graph; it gets no gradient.
-        ticket: int64 `[]` on the CPU, the batch's number.
-        handle: of the table set's accumulator.
-        trained: whether gradients are recorded.
-    """
-    found: Tensor = torch.ops.tritonemb.pinned_lookup(weight, ticket, handle, trained, num_rows, width, dtype)
-    return found
 
 
 def _update_pinned(grad: Tensor, ticket: Tensor, handle: int) -> Tensor:
@@ -204,7 +184,11 @@ def _backward_pinned(ctx: Any, grad: Tensor) -> tuple[None, ...]:
     return (None,) * 7
 
 
-define(
+# The lookup `[num_rows, width]` of a batch whose rows a cache has pinned, as a graph has it: `read_pinned` and,
+# backward, `update_pinned` of a table set, which use the cache's present slots. `weight` stands for all tables in the
+# autograd graph and gets no gradient; `ticket`, int64 `[]` on the CPU, is the batch's number; `handle`, of the table
+# set's accumulator; `trained`: whether gradients are recorded.
+pinned_lookup = define(
     "pinned_lookup",
     "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
     " -> Tensor",
@@ -320,9 +304,7 @@ define(
 class BagGradient(NamedTuple):
     """The gradient of one lookup's result: `[B, dim]`, or `[N, dim]` if not pooled, for the ids `values` `[N]`.
 
-    Attributes:
-        table: one, in lists of one.
-        name: as in `BagTable`.
+    `table` is one, in lists of one; `name` is as in `BagTable`.
     """
 
     table: FusedTables

@@ -22,11 +22,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     One kernel forward and one backward where `is_fused`. Not twice differentiable: that raises RuntimeError.
 
     Shapes: `dense [B, D]`, `sparse [B, F * D]`, of one dtype, float32, float16, bfloat16 or float64; sums are float32
-    (float64); `[B, D + F * (F + 1) / 2]` of that dtype.
-
-    Raises:
-        TypeError: for other dtypes, or two.
-        ValueError: for other shapes, or two devices.
+    (float64); `[B, D + F * (F + 1) / 2]` of that dtype. TypeError, ValueError for other dtypes, shapes, or two devices.
     """
     eager = not torch.is_grad_enabled() and plain_eager(dense, sparse) and not dense.is_meta
     return _interact(dense, sparse) if eager else torch.ops.tritonemb.interaction(dense, sparse)
@@ -62,12 +58,8 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
 
     One pass forward and one backward where `is_cross_fused`. Not twice differentiable: that raises RuntimeError.
 
-    Shapes: `[B, W]`, but for `bias [W]`; float32, float16, bfloat16 or float64, not necessarily the same; `[B, W]` of
-    the widest dtype.
-
-    Raises:
-        TypeError: for other dtypes.
-        ValueError: for other shapes, or several devices.
+    Shapes: `[B, W]`, but for `bias [W]`; each float32, float16, bfloat16 or float64; `[B, W]` of the widest dtype.
+    TypeError, ValueError for other dtypes, shapes, or several devices.
     """
     operands = inputs, product, bias, crossed
     eager = not torch.is_grad_enabled() and plain_eager(*operands) and not inputs.is_meta

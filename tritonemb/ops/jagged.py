@@ -13,7 +13,7 @@ def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, num_keys: int, weights: Tensor | None = None,
     num_values: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Take the keys `order` of a batch, in that order.
+    """Take the keys `order` of a batch, in that order. TypeError, ValueError for other dtypes and shapes than these.
 
     Args:
         values: `[N]` ids, int32 or int64.
@@ -21,15 +21,10 @@ def jagged_permute(
         order: int64 `[K']` on the same device; keys may be repeated or left out.
         num_keys: keys of the batch, `K`.
         weights: `[N]`, any dtype; no gradient flows to them.
-        num_values: how many values the result has room for; `N` suffices unless keys are repeated. Values that do not
-            fit are left out, though the offsets count them.
+        num_values: room in the result, by default `N`. Values that do not fit are left out; the offsets count them.
 
-    Returns:
-        `[num_values]` values, zeros behind the last offset; `[K' * B + 1]` offsets, in the dtype of the batch's; and
-        `[num_values]` weights, or None.
-
-    Raises:
-        TypeError, ValueError: for other dtypes and shapes.
+    Returns `[num_values]` values, zeros behind the last offset; `[K' * B + 1]` offsets, in the dtype of the batch's;
+    and `[num_values]` weights, or None.
     """
     num_values = values.shape[0] if num_values is None else num_values
     if num_values < 0:
@@ -44,6 +39,8 @@ def block_bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Sort a batch's ids by the rank that owns their row: `id // block_sizes[key]`, its row `id % block_sizes[key]`.
 
+    TypeError, ValueError for other dtypes and shapes than these, or no owners.
+
     Args:
         values: `[N]` ids, int32 or int64.
         offsets: `[K * B + 1]` int32 or int64, ascending from 0. Values behind the last one stay behind, as they are.
@@ -57,9 +54,6 @@ def block_bucketize(
         lengths: `[W * K * B]` values a bag, for each owner, in the dtype of the batch's offsets.
         unbucketize: int32 `[N]`: `values[unbucketize[i]]` came from position `i`, and so with anything computed for it.
         weights: `[N]`, or None.
-
-    Raises:
-        TypeError, ValueError: for other dtypes and shapes, or no owners.
     """
     if num_owners < 1:
         raise ValueError(f"num_owners must be at least 1, got {num_owners}")

@@ -22,7 +22,8 @@ def quantize_pack(
 ) -> Tensor:
     """Write a matrix as the message that `packing` describes: permuted, multiplied with `scale`, and encoded.
 
-    No gradient flows through it: the backward of an exchange is another exchange.
+    No gradient flows through it: the backward of an exchange is another exchange. TypeError, ValueError for dtypes,
+    shapes and devices other than these.
 
     Args:
         matrix: `[R, packing.width]` float32, float16 or bfloat16.
@@ -31,11 +32,7 @@ def quantize_pack(
         scale: float32 `[]`, a loss scale.
         rows: int32 or int64 `[R]`, a permutation: the row of the message that each row of the matrix becomes.
 
-    Returns:
-        uint8 `[R * packing.row_bytes]`; part `p` takes `R * packing.part_bytes[p]` of it.
-
-    Raises:
-        TypeError, ValueError: for dtypes, shapes and devices other than these.
+    Returns uint8 `[R * packing.row_bytes]`; part `p` takes `R * packing.part_bytes[p]` of it.
     """
     matrix = matrix.detach()
     _check(matrix, "matrix", MATRIX_DTYPES, packing, saturated, scale, rows)
@@ -62,14 +59,10 @@ def quantize_unpack(
         dtype: of the result: float32, float16 or bfloat16.
         saturated: int64 `[]`; the number of finite elements too large for `dtype` is added to it.
         scale: float32 `[]`; the result is divided by it (multiplied with its reciprocal).
-        rows: int32 or int64 `[R]`: the row of the message that each row of the result is, any number of times. A row
-            that the message does not have is zero.
+        rows: int32 or int64 `[R]`: each row's row in the message, any number of times; zeros for one that is not there.
 
-    Returns:
-        `[R, packing.width]`; without `rows`, `R = M`, or 0 where a row has no columns.
-
-    Raises:
-        TypeError, ValueError: for dtypes, shapes and devices other than these, for columns that are missing or twice.
+    Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 where a row has no columns. TypeError, ValueError for
+    dtypes, shapes and devices other than these, for columns that are missing or twice.
     """
     _check(message, "message", (torch.uint8,), packing, saturated, scale, rows)
     if dtype not in MATRIX_DTYPES:

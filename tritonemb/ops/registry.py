@@ -93,11 +93,7 @@ chosen = functools.cache(choose)  # not for what Dynamo traces, which looks thro
 
 @functools.cache
 def kernel(op: str, device: torch.device, dtypes: Hashable = ()) -> Callable[..., Any]:
-    """The function that serves `op` on `device` for tables of `dtypes`, a tuple or a frozenset.
-
-    Raises:
-        TypeError: if there is no kernel.
-    """
+    """The function that serves `op` on `device` for tables of `dtypes`, a tuple or frozenset; TypeError without one."""
     name = choose(op, device, dtypes)  # type: ignore[arg-type]
     if name is None:
         raise TypeError(
@@ -149,6 +145,7 @@ assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)
 
 
 _library = torch.library.Library("tritonemb", "FRAGMENT")
+eager: dict[str, Callable[..., Any]] = {}  # by op: what it calls, for who needs no dispatcher
 
 
 def define(
@@ -157,10 +154,8 @@ def define(
 ) -> Any:  # fmt: skip
     """Declare `tritonemb::name`. `torch.library.custom_op` would do, but a call of a long schema costs it 140 µs.
 
-    Args:
-        schema: marks what the op changes.
-        fake: makes the shapes of the result, for tracing.
-        backward: `(ctx, *grads)`, after `save(ctx, inputs, output)`; without them the op has no derivative.
+    `schema` marks what the op changes; `fake` makes the shapes of the result, for tracing; `backward` is called with
+    `(ctx, *grads)`, after `save(ctx, inputs, output)`: without them the op has no derivative.
     """
     _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     op = getattr(torch.ops.tritonemb, name).default
@@ -180,7 +175,8 @@ def define(
     def no_derivative(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(f"{op} has no autograd formula")
 
-    of_call: Any = torch._disable_dynamo(call if any(is_changed) else run)  # type: ignore[attr-defined]
+    eager[name] = call if any(is_changed) else run
+    of_call: Any = torch._disable_dynamo(eager[name])  # type: ignore[attr-defined]
     _library.impl(name, of_call, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake if torch.__version__ >= "2.13" else traced, lib=_library)
     if not any(is_changed):

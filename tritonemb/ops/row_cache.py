@@ -1,5 +1,8 @@
-"""`tritonemb::row_cache_*` and `move_rows_`: a cache on the device for rows in host memory or on disk; see
-`kernels/row_cache.py`."""
+"""`tritonemb::row_cache_*` and `move_rows_`: a cache on the device for rows in host memory or on disk.
+
+See `kernels/row_cache.py`. All raise TypeError or ValueError for other dtypes, shapes, strides and devices than these,
+or a policy that there is not.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS
-from tritonemb.ops.registry import define, kernel
+from tritonemb.ops.registry import define, eager, kernel
 from tritonemb.ops.row_groups import plain_eager
 
 _PARTS = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
@@ -32,15 +35,10 @@ def row_cache_look_up_(
         now: int64 `[]`: what policy "lru" notes as the time of use; it should ascend.
         policy: "lru" or "lfu".
 
-    Returns:
-        int64 `[N]`: the row's slot in its table; -1 if it is not there. A row of a table that is not cached is its own
-        slot.
-
-    Raises:
-        TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
+    Returns int64 `[N]`: the row's slot in its table; -1 if it is not there; the row itself if the table is not cached.
     """
     _check(tags, used, pins, rows, tables, num_sets, now, policy)
-    return _call("row_cache_look_up_", [used, pins], tags, used, pins, rows, tables, num_sets, now, policy)
+    return _call("row_cache_look_up_", tags, used, pins, rows, tables, num_sets, now, policy)
 
 
 def row_cache_allocate_(
@@ -52,43 +50,28 @@ def row_cache_allocate_(
     A row takes the first empty way of its set, else that of the unpinned row with the least (use, way). If all rows of
     the set are pinned it stays without one. A slot given by this call is pinned, so it is not given twice.
 
-    Args:
-        slots: int64 `[N]`, from `row_cache_look_up_`; written where a slot is given.
-        tags, used, pins: as there; all change in place.
-        rows, tables, num_sets, now, policy: as there.
-
-    Returns:
-        int64 `[N]`: the row, counted from its table's first, that was in the slot; -1 if none was, or none was given.
-
-    Raises:
-        TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
+    Arguments are those of `row_cache_look_up_`, but that `tags` change, too, and `slots` int64 `[N]`, from there, are
+    written where a slot is given. Returns int64 `[N]`: the row, counted from its table's first, that was in the slot;
+    -1 if none was, or none was given.
     """
     _check(tags, used, pins, rows, tables, num_sets, now, policy)
     _check_tensor("slots", slots, torch.int64, tuple(rows.shape), rows.device)
-    rest = rows, slots, tables, num_sets, now, policy
-    return _call("row_cache_allocate_", [tags, used, pins, [slots]], tags, used, pins, *rest)
+    return _call("row_cache_allocate_", tags, used, pins, rows, slots, tables, num_sets, now, policy)
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """The ids of a batch as slots: each position gets the slot of the group that it belongs to.
 
-    Args:
-        slots: int64 `[N]`, one for each group.
-        starts, order, num_groups: of `RowGroups`, int32 `[N + 1]`, int32 `[N]` and int64 `[]`, of a batch in which no
-            key feeds several tables (`Layout.multiplicity` 1), so that a position belongs to one group at most.
-
-    Returns:
-        int64 `[N]`; -1 for a position of no group, such as an id out of range.
-
-    Raises:
-        TypeError, ValueError: for other dtypes, shapes and devices.
+    `slots`, int64 `[N]`, are one for each group; `starts`, int32 `[N + 1]`, `order`, int32 `[N]`, and `num_groups`,
+    int64 `[]`, are of `RowGroups` of a batch in which no key feeds several tables (`Layout.multiplicity` 1), so that a
+    position belongs to one group at most. Returns int64 `[N]`; -1 for one of no group, such as an id out of range.
     """
     num_entries, device = order.shape[0] if order.dim() else 0, slots.device
     _check_tensor("slots", slots, torch.int64, (num_entries,), device)
     _check_tensor("starts", starts, torch.int32, (num_entries + 1,), device)
     _check_tensor("order", order, torch.int32, (num_entries,), device)
     _check_tensor("num_groups", num_groups, torch.int64, (), device)
-    return _call("row_cache_translate", [], slots, starts, order, num_groups)
+    return _call("row_cache_translate", slots, starts, order, num_groups)
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
@@ -98,29 +81,22 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
         destinations, sources: in pairs of one dtype, of 1, 2, 4 or 8 bytes, and one row width: `[rows]` or
             `[rows, width]`. Elements of a row stand side by side; rows may stand any distance apart. A tensor may be
             both, but no row of it. Tensors lie where the indices do; with those on a GPU also in pinned host memory,
-            which must not be freed or changed before the GPU has passed this call.
-        to_rows, from_rows: int64 `[n]` on one device. A move with a negative one is skipped; `to_rows` are distinct
-            otherwise.
-
-    Raises:
-        TypeError, ValueError: for other dtypes, shapes, strides and devices; on the CPU also for rows that a tensor
-            does not have. On a GPU, which nobody waits for, such moves are skipped.
+            which must not be freed or changed before the GPU has passed this call. On the CPU rows that a tensor does
+            not have are a ValueError; on a GPU, which nobody waits for, such moves are skipped.
+        to_rows, from_rows: int64 `[n]` on one device. Moves with a negative one are skipped; other `to_rows` differ.
     """
     _check_moves(destinations, sources, to_rows, from_rows)
-    _call("move_rows_", [destinations], destinations, sources, to_rows, from_rows)
+    _call("move_rows_", destinations, sources, to_rows, from_rows)
 
 
-def _call(op: str, changed: Sequence[Sequence[Tensor]], *args: Any) -> Any:
-    """Call an op's kernel, without the dispatcher where that may be; `changed` are the tensors that it changes."""
+def _call(op: str, *args: Any) -> Any:
+    """Call an op, without the dispatcher where that may be."""
     flat = [
         tensor for arg in args if not isinstance(arg, str) for tensor in ([arg] if isinstance(arg, Tensor) else arg)
     ]
-    if not plain_eager(*flat):
-        return getattr(torch.ops.tritonemb, op)(*[arg if isinstance(arg, Tensor | str) else list(arg) for arg in args])
-    found = _run(op, *args)
-    # Tensors made in inference mode keep no count of changes.
-    torch.autograd.graph.increment_version([tensor for part in changed for tensor in part if not tensor.is_inference()])
-    return found
+    if plain_eager(*flat):
+        return eager[op](*args)
+    return getattr(torch.ops.tritonemb, op)(*[arg if isinstance(arg, Tensor | str) else list(arg) for arg in args])
 
 
 def _run(op: str, *args: Any) -> Any:

@@ -33,8 +33,7 @@ class RowGroups(NamedTuple):
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     """Group a batch's ids `[N]` by row. Ids out of range are left out; the lookup is what reports them.
 
-    Raises:
-        TypeError, ValueError: for ids of another dtype than int32 or int64, or of another shape.
+    TypeError, ValueError for ids of another dtype than int32 or int64, or of another shape.
     """
     check_ids(values, layout.multiplicity)
     if plain_eager(values, offsets):

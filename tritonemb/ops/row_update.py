@@ -69,13 +69,12 @@ def row_update_(
 ) -> None:  # fmt: skip
     """Sum each row's gradients in order and apply the optimizer once a row.
 
+    What `nonfinite="raise"` refuses is a ValueError, before anything is changed.
+
     Args:
         grad: gradient of the output, `[B, width]` or `[N, width]`; or those of each lookup, where nothing is traced.
         offsets, sample_weights: of the batch.
         groups: its distinct rows, or its ids `[N]`, which are grouped first.
-
-    Raises:
-        ValueError: for `nonfinite="raise"`, before anything is changed.
     """
     if isinstance(grad, Tensor) and not plain_eager(grad, tables=tables.weights):
         groups = row_groups(groups, offsets, layout) if isinstance(groups, Tensor) else groups
@@ -143,11 +142,8 @@ def row_gradients_(
 ) -> None:  # fmt: skip
     """Write the sum of each distinct row's gradients; no autograd.
 
-    Args:
-        sums: zeros `[T]`, `[rows, dim]` each; if `compact`, `[distinct rows of the table, dim]` (with one table: at
-            least as many).
-        grad, offsets, sample_weights, groups, layout: as in `row_update_`.
-        max_gradient: each element of `grad` is clamped to ± this first.
+    `sums` are zeros `[T]`, `[rows, dim]` each; if `compact`, `[distinct rows, dim]` (of one table: at least as many).
+    Each element of `grad` is clamped to ±`max_gradient` first. All else as in `row_update_`.
     """
     kernel("row_gradients_", grad.device, dtypes_of(sums))(
         sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient
@@ -187,10 +183,7 @@ class MicroBatch(NamedTuple):
 
 
 class Accumulator:
-    """Gradients that are kept while it is open. A copy of it is another one, and empty.
-
-    Args:
-        always_open: keep gradients from the start.
+    """Gradients that are kept while it is open, or always. A copy of it is another one, and empty.
 
     Attributes:
         handle: its number in graphs.
@@ -222,13 +215,9 @@ class Accumulator:
     def open(
         self, apply: Callable[[list[Any]], None], learning_rates: Iterable[Tensor] = ()
     ) -> AbstractContextManager[None]:
-        """Keep gradients in the block, then apply them; an exception discards them.
+        """Keep gradients in the block, then apply them; an exception discards them. RuntimeError if it is open already.
 
-        Args:
-            learning_rates: of tables that a compiled graph must not update meanwhile; see `check_not_accumulating`.
-
-        Raises:
-            RuntimeError: it is open already.
+        `learning_rates`: of tables that a compiled graph must not update meanwhile; see `check_not_accumulating`.
         """
         if self.is_open:
             raise RuntimeError("accumulate() is already active")
@@ -254,11 +243,7 @@ class Accumulator:
 def _accumulate(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
-    """Keep one micro-batch's gradient in the accumulator `handle` and count it in `pending` (int64 `[]`).
-
-    Raises:
-        RuntimeError: that accumulator is closed.
-    """
+    """Keep a micro-batch's gradient in the accumulator `handle`, counted in `pending`; RuntimeError if it is closed."""
     accumulator = Accumulator._made.get(handle)
     if accumulator is None or not accumulator.is_open:
         raise RuntimeError(
@@ -281,8 +266,7 @@ def shared_update(
 ) -> None:  # fmt: skip
     """Update tables together with other ranks, as `update_shared` of the table set `handle` does.
 
-    Of a graph all such updates are done when the backward pass ends: one that waits for another rank would hold up what
-    that rank waits for.
+    Those of a graph are done when the backward pass ends: one that waits for a rank would hold up what that waits for.
     """
     if plain_eager(grad, values):
         wait_for_groups(grad.device)

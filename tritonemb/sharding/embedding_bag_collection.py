@@ -20,9 +20,8 @@ Exchange = Callable[[Tensor, Sequence[int]], Tensor]
 class ShardedEmbeddingBagCollection(ShardedCollection):
     """An `EmbeddingBagCollection` whose tables are sharded as a plan says: same batches, same results.
 
-    The ID exchange gives the ids of every rank's batch to the ranks with their rows; those look them up for all ranks'
-    samples, and an output exchange returns pooled vectors: from rank to rank, or, for tables sharded by rows inside a
-    node, summed inside the node first.
+    The ID exchange gives the ids of every rank's batch to the ranks with their rows; they look them up for all samples,
+    and an output exchange returns pooled vectors, summed inside a node first for tables sharded by rows there.
 
     Shapes: as of `EmbeddingBagCollection`, for this rank's samples. Ranks may have different numbers of samples, none
     too, but all call forward, and backward, together and in the same order.

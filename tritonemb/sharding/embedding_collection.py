@@ -20,11 +20,8 @@ from tritonemb.tables.table_set import Groups, TableSet
 class ShardedEmbeddingCollection(ShardedCollection):
     """An `EmbeddingCollection` whose tables are sharded as a plan says: same batches, same results.
 
-    The ID exchange gives the ids of every rank's batch to the ranks with their rows, and an output exchange returns a
-    row for each. For row-wise sharded tables the ids of a rank's batch are deduplicated before, and the sum of an id's
-    gradients is sent back.
-
-    All else as for `ShardedEmbeddingBagCollection`.
+    All else is as for `ShardedEmbeddingBagCollection`, but that the output exchange returns a row for each id. For
+    row-wise sharded tables a rank's ids are deduplicated before, and the sum of an id's gradients is sent back.
     """
 
     pooled = False

@@ -35,8 +35,7 @@ class HybridParallel(nn.Module):
     """A model whose fused embedding collections are sharded over the ranks of a job; other layers are on each rank.
 
     Every rank calls it with its own samples, in step with the others. Gradients of tables and other layers are averaged
-    over ranks. So with a loss that is the mean over a rank's samples, and as many samples on each rank, it trains as
-    the model itself does on the samples of all ranks.
+    over ranks: with a loss that is a mean over as many samples on each rank, it trains as the model itself does on all.
 
     Args:
         model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer; changed in
@@ -58,8 +57,7 @@ class HybridParallel(nn.Module):
             once, by the whole batch; other layers add the gradients of sub-batches, so their last bits differ. For
             pooled collections, and not with "fsdp".
         ids_over: the network that ids cross: that of the "cpu", or of the tables' "device". NCCL is not safe in two
-            threads at once, so with "device" on GPUs call `prefetch` in the thread that trains, and `Trainer` with
-            `pipeline=False`.
+            threads at once: then, on GPUs, `prefetch` in the thread that trains, and use `Trainer(pipeline=False)`.
 
     `module` is the model, `plan` says how its tables are sharded, `groups` has the process groups.
 
@@ -129,21 +127,17 @@ class HybridParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for this rank's samples. Features may be given as `prefetch` returns them.
 
-        Compiled with prefetched features it is one graph, unless `dense` is "fsdp"; with others the exchange of ids
-        stands before it.
+        Compiled with prefetched features it is one graph, unless `dense` is "fsdp"; else ids are exchanged before it.
         """
         if self.pipeline > 1:
             whole = KeyedJaggedTensor | PrefetchedFeatures
             args, kwargs = tree_map_only(whole, self.prefetch, (args, kwargs), lambda value: isinstance(value, whole))
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
-            called, parameters = self._called[0], {}
+            called: Any = self._called[0]
             graph_order[:] = [self._some.clone(), self._some.clone()]  # whatever a call that failed has left
-            if (
-                torch.is_grad_enabled()
-                and isinstance(called, DistributedDataParallel)
-                and called.require_backward_grad_sync
-            ):
-                parameters = self._in_graphs.parameters(called.modules_buffers)
+            syncs = isinstance(called, DistributedDataParallel) and called.require_backward_grad_sync
+            averaged = syncs and torch.is_grad_enabled()
+            parameters = self._in_graphs.parameters(called.modules_buffers) if averaged else {}
             result = torch.func.functional_call(self._computed[0], parameters, args, kwargs)
             graph_order.clear()
             return result

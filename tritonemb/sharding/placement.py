@@ -43,12 +43,8 @@ class PlacedShard(NamedTuple):
 class Placement:
     """The shards of a collection's tables under a plan; `whole_rows`: whether the optimizer needs them.
 
-    Attributes:
-        routes: of the ID exchange, in its order.
-        shards: of all ranks, by table.
-
-    Raises:
-        ValueError: for tables that the plan lacks, or shardings that do not fit them.
+    `routes` are those of the ID exchange, in its order; `shards` those of all ranks, by table. ValueError for tables
+    that the plan lacks, or shardings that do not fit them.
     """
 
     def __init__(self, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool, whole_rows: bool) -> None:

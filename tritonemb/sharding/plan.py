@@ -107,8 +107,7 @@ class ColumnWise(Sharding):
 
     Args:
         ranks: of the blocks, in order; all if not given.
-        columns: widths of the blocks; as equal as multiples of 8 (or, where there are too few columns, any widths) can
-            be if not given.
+        columns: widths of the blocks; if not given, as equal as multiples of 8 (or, of few columns, any widths) can be.
     """
 
     ranks: Ranks | None = None

@@ -256,11 +256,8 @@ class WholeRowUpdate:
     """Updates blocks of columns by whole rows, or their means of squares, when a backward pass ends.
 
     Another rank may wait for gradients that this one has yet to send, so nothing is exchanged before the pass ends.
-
-    Args:
-        group: the ranks with columns of the tables.
-        blocks: of all those tables on all ranks; a block's table is a number for a table, or for a run of its rows, the
-            same on every rank.
+    `group` are the ranks with columns of the tables, `blocks` those of all of them; a block's table is a number for a
+    table, or for a run of its rows, the same on every rank.
     """
 
     def __init__(self, group: RankGroup, blocks: tuple[ColumnBlock, ...], optimizer: Optimizer) -> None:

@@ -123,17 +123,11 @@ class TableShards(Tensor):
                 shard.tensor.copy_(found)
 
     @torch.no_grad()
-    def gather(  # type: ignore[override]
-        self, group: RankGroup | None = None, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        """The whole tensor, on every rank; all ranks call it together.
+    def gather(self, group: RankGroup | None = None, device: torch.device | str = "cpu") -> Tensor:  # type: ignore[override]
+        """The whole tensor, on every rank and on `device`; all ranks call it together.
 
-        Args:
-            group: the ranks that have the table; None if this one has all of it.
-            device: of the result.
-
-        Raises:
-            ValueError: on every rank, if their shards do not make up the whole.
+        `group`: the ranks that have the table; None if this one has all of it. ValueError on every rank if their shards
+        do not make up the whole.
         """
         group = RankGroup() if group is None else group
         held: list[list[Rectangle]] = group.all_gather_object(self.rectangles())
@@ -188,9 +182,7 @@ class TableShards(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0].map(lambda tensor: tensor)
         if func is torch.ops.aten.clone.default:

@@ -35,11 +35,9 @@ LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # what is counted
 class RowCache:
     """The cache of a collection's tables, of which at least one is in host memory or on disk.
 
-    Any thread may prefetch batches; one does at a time. `policy` says which row is evicted.
-
-    Attributes:
-        tables: by number, those that are cached; None for one on the device.
-        stall: seconds of lookups that waited for rows, as their batch had not been prefetched.
+    Any thread may prefetch batches; one does at a time. `policy` says which row is evicted. `tables` has, by number,
+    those that are cached, None for one on the device; `stall` the seconds in which lookups waited for rows, as their
+    batch had not been prefetched.
     """
 
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
@@ -76,13 +74,12 @@ class RowCache:
     def pin(self, lookup: Lookup, bad: Tensor | None, before: int | None) -> bool:
         """Pin the rows of a batch and its replica rows in slots, which take the place of the rows in `lookup`.
 
+        StorageError if rows cannot be read or written; the cache is in an undefined state then.
+
         Args:
             lookup: a batch of whole tables, with one key for each lookup; its layout is that of the slots already.
             bad: bool `[]`, on the device. If true, or no row is cached, only releases take effect; returns False.
             before: rows whose pins are released from this sequence number on are not evicted; None: all may be.
-
-        Raises:
-            StorageError: rows cannot be read or written. The cache is in an undefined state.
         """
         groups, first_rows = lookup.groups, self._first_rows
         own = groups.rows[: int(groups.num_groups) if jagged.readable(groups.num_groups) else None]
@@ -290,11 +287,7 @@ class RowCache:
 
 
 def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> Compacted:
-    """Where each of some flags bool `[n]` is set, as ascending positions. Waits for the device once.
-
-    Args:
-        tables: int64 `[n]`, ascending.
-    """
+    """Where each of some flags bool `[n]` is set, as ascending positions; `tables`, int64 `[n]`, ascend. Waits once."""
     masks = torch.stack(tuple(flags))
     size, num_rows = masks.numel(), masks.shape[1]
     ends = torch.searchsorted(tables, torch.arange(num_tables, device=tables.device), right=True)

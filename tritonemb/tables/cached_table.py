@@ -218,10 +218,8 @@ class CachedTable(Table):
         for name, tensor in self.tensors().items():
             destination[prefix + name] = tensor
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        _, strict, missing_keys, unexpected_keys, error_msgs = args
         rows, given, problems = self.config.num_embeddings, dict[str, Tensor](), list[str]()
         known = {prefix + field.name: field for field in self.record.fields}
         for key, field in known.items():
@@ -317,9 +315,7 @@ class DiskTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             own = args[0]
             return DiskTensor(own.table, own.field, tuple(own.shape), own.dtype)

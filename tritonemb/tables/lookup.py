@@ -1,8 +1,7 @@
 """A batch as kernels see it, and `prefetch`, which pins the rows of cached tables in slots ahead.
 
-Releases of pins have sequence numbers. A thread that prefetches comes to a batch sooner or later, so which pins have
-been released by then, and which rows may be evicted, is a matter of luck; which had been released when the batch was
-submitted is not.
+Releases of pins have sequence numbers. Which pins have been released when a thread comes to prefetch a batch, and so
+which rows may be evicted, is a matter of luck; which had been released when the batch was submitted is not.
 """
 
 import itertools

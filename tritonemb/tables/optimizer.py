@@ -69,12 +69,9 @@ def hooked_where_needed(step: Callable[..., Any]) -> Callable[..., Any]:
 class FusedOptimizer(torch.optim.Optimizer):
     """One parameter group with tables. The step has been done in the backward: `step` does nothing, unless `deferred`.
 
-    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`.
-
-    Args:
-        tables: `OptimizedTables`, or a module with their `optimizer`, `accumulate` and learning rate.
-        states: each table's name, weight, and `step` and states by name: the tensors themselves, as in `state_dict`.
-        deferred: gradients that `step` is to apply.
+    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `tables` are `OptimizedTables`, or a
+    module with their `optimizer`, `accumulate` and learning rate; `states` gives each table's name, weight, and `step`
+    and states by name: the tensors themselves, as in `state_dict`; `deferred` has gradients that `step` is to apply.
     """
 
     def __init__(self, tables: Any, states: Callable[[], States], deferred: Any = None) -> None:
@@ -176,11 +173,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 class OptimizedTables:
     """Tables that backward passes update, with one learning rate.
 
-    Attributes:
-        optimizer: what is computed; None for ordinary gradients.
-        current_learning_rate: what was last set; updates read a tensor.
-        accumulator: gradients that are not applied yet.
-        by_step: gradients are applied by `apply`, instead of when their backward pass ends.
+    `optimizer` is None for ordinary gradients. `current_learning_rate` is what was last set; updates read a tensor.
+    `accumulator` has gradients that are not applied yet; if `by_step`, `apply` does so, not the end of a backward pass.
     """
 
     def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:

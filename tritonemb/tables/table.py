@@ -47,8 +47,7 @@ def keep_dtypes(buffers: dict[str, Tensor | None], before: Mapping[str, Tensor |
 class Table(nn.Module):
     """Weight `[num_rows, embedding_dim]` and float32 states `[num_rows]` or of the weight's shape.
 
-    Args:
-        num_rows: on the device; all `num_embeddings` if not given.
+    `num_rows`: on the device; all `num_embeddings` if not given.
     """
 
     def __init__(

@@ -83,12 +83,8 @@ class TableSet(OptimizedTables):
     It is no module: one that owns it registers `tables`, and makes `counters` its buffers. Tables may be whole, or
     parts of tables (`TableConfig.part`). `update` is what a backward pass does with the gradients of rows.
 
-    Attributes:
-        tables: in the order they were given.
-        counters: with an optimizer, `learning_rate`, float32 `[]`; `step`, updates so far, and `pending`, micro-batches
-            that are accumulated, int64 `[]`; `skipped`, int64 `[T]`.
-        feature_names: the keys that a batch must have, each once, in the order of tables.
-        cache: of those tables that are in host memory or on disk; None if there are none.
+    With an optimizer `counters` are `learning_rate`, float32 `[]`; `step`, updates so far, and `pending`, micro-batches
+    that are accumulated, int64 `[]`; `skipped`, int64 `[T]`. Other attributes are as of `TableCollection`.
     """
 
     def __init__(

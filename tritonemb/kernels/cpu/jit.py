@@ -103,9 +103,8 @@ class _Files(caching.IndexDataCacheFile):
 class _Library(codegen.JITCodeLibrary):
     """The code of a function that is compiled for a kernel.
 
-    Numba optimizes every function by itself and again inside each of its callers, and makes machine code of all of
-    them. Here the kernel is, which holds all that it calls, and its tasks, twice: once leaves some of their loops
-    over 16-bit rows unvectorized.
+    Numba optimizes every function by itself and again inside each of its callers, and makes machine code of all. Here
+    the kernel is, with all that it calls, and its tasks, twice: once leaves some loops over 16-bit rows unvectorized.
     """
 
     kernel: ClassVar[str] = ""

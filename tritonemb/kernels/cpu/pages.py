@@ -159,8 +159,7 @@ def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, recor
 def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block, record_bytes, records):
     """Check blocks, copy records into them, mark those as written, and seal the blocks.
 
-    Other arguments and what it returns as of `copy_out`; every block has a slot. Where `clear`, bool `[b]`, whatever
-    stands in the slot is cleared, not checked.
+    All else as of `copy_out`; every block has a slot, which is cleared instead of checked where `clear`, bool `[b]`.
     """
     i = 0
     for block in range(blocks.size):

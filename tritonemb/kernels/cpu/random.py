@@ -14,19 +14,12 @@ from tritonemb.kernels.cpu.simd import (
     float32_to_float16,
 )
 from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT
-from tritonemb.layout import ELEMENTS_PER_COUNTER
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 _MAX_FLOAT16 = np.float32(65504.0)
 _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
-
-
-@inlined
-def fill_random(words, seed, row, column, step):
-    """Philox words for the elements of one row from `column` on, a multiple of 8; `words` uint32 [4 * counters]."""
-    fill_philox(words, seed, column // ELEMENTS_PER_COUNTER, row, step)
 
 
 @inlined

@@ -225,11 +225,7 @@ def _move_all(num_threads, num_tasks, pairs, to_rows, from_rows, to_limit, from_
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    """See `kernels/row_cache.py`.
-
-    Raises:
-        ValueError: for a row that a tensor does not have, before anything is moved.
-    """
+    """See `kernels/row_cache.py`; ValueError for a row that a tensor does not have, before anything is moved."""
     if not destinations:
         return
     pairs = np.array([describe(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)

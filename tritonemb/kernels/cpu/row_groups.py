@@ -3,8 +3,7 @@
 Offsets are checked before anything is read through them.
 
 A *unit* is a table and a range of its ids. Units are sorted independently, each by the bits that its ids need; when all
-are, it is known where the result of each begins, and it is written there. The result is the one sorted order there is,
-so it does not depend on how units are cut.
+are, each is written where it is known to begin. The result is the one sorted order there is, however units are cut.
 
 What is sorted are *pairs*, an id and its *source*: its position or, for an update that does not ask for more, its bag.
 A unit's pairs have 4 bytes each if their bits fit, else 8; all stand in one array of uint32.
@@ -165,9 +164,7 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
         pieces = 1 if num_threads == 1 else min(2 * num_threads, (count + share - 1) // share)
         if pieces > 1:
             keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
-            num_units = _cut_table(
-                table, num_rows, pieces, count, keys, batch_size, values, offsets, units, num_units
-            )  # fmt: skip
+            num_units = _cut_table(table, num_rows, pieces, count, keys, batch_size, values, offsets, units, num_units)
         elif count > 0:
             num_units = _add_unit(units, num_units, table, first, num_rows, count)
     return units[:num_units]

@@ -12,7 +12,7 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, PLACE, STOCHASTIC_ROUNDING, apply
-from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.cpu.random import fill_philox, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.row_groups import (
     DTYPE_CODES,
     NUM_GROUPS,
@@ -218,9 +218,7 @@ def _update_rows(
         scales = np.empty(num_entries if scaled else 0, dtype=np.float32)
         entries = order[first_entry : first_entry + num_entries]
         uses_here = uses[uses_of_table[table] : uses_of_table[table + 1]]
-        _find_gradients(
-            entries, uses_here, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients
-        )  # fmt: skip
+        _find_gradients(entries, uses_here, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients)
         if scaled:
             _find_scales(
                 entries, uses_here, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales
@@ -261,7 +259,8 @@ def _update_rows(
             if dtype != FLOAT32 and stochastic:
                 words = words_room[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
                 whole_row = tables[table, ROW_ORIGIN] + (row_ids[row] if row_ids.size else row)
-                fill_random(words, tables[table, SEED], whole_row, tables[table, COLUMN_ORIGIN], step)
+                counter = tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
+                fill_philox(words, tables[table, SEED], counter, whole_row, step)
                 narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
             elif dtype != FLOAT32:
                 narrow_row(weight, dtype, uint16_row(address, dim))
@@ -387,9 +386,8 @@ def _run(
     else:
         given = _NO_IDS, bounds, _NO_UNITS, _NO_PAIRS, *map(Tensor.numpy, groups[:3]), int(groups[3])
     places = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *places]
-    refused: int = _update(
+    return _update(
         torch.get_num_threads(), kind, np.array(places, dtype=np.int64).reshape(-1, len(weights)), per_element,
         *arrays_of(layout), batch_size_of(offsets, layout.key_starts), bounds, layout.pooled, *given,
         grads, apart, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
     )  # fmt: skip
-    return refused
