@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -54,6 +54,16 @@ class LazyModule:
         found = getattr(require(self._name), attribute)
         setattr(self, attribute, found)
         return found
+
+
+@contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if the block raises anything."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 class Closing:

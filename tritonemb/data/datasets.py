@@ -15,23 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from tritonemb.data import protocol
 from tritonemb.data.arrow import pa, parquet
 from tritonemb.data.batch import Array, Column, Rows, cut, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.pipeline import permutation
-from tritonemb.data.protocol import (
-    SPLITS,
-    Feature,
-    OpenOptions,
-    PositionedBatch,
-    ReadReport,
-    Split,
-    Stream,
-    Tables,
-    check_position,
-    digest,
-    fingerprint,
-)
+from tritonemb.data.protocol import SPLITS, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream
 from tritonemb.utils import cache_dir as user_cache_dir
 from tritonemb.utils import require, written_aside
 
@@ -70,7 +59,7 @@ NUM_DENSE = 4
 
 
 @dataclass(frozen=True)
-class Dataset(Tables):
+class Dataset(protocol.Tables):
     """Train, test and (where the data set has them) validation rows of a binary classification problem.
 
     Args:
@@ -119,7 +108,7 @@ class Dataset(Tables):
     @property
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
-        return digest("in memory", self.num_dense, self.features)
+        return protocol.digest("in memory", self.num_dense, self.features)
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
@@ -143,10 +132,10 @@ class Dataset(Tables):
         options = OpenOptions(split, batch_size, **how)
         (index, count), rows = options.shard, self.rows(split)
         order_of = ((options.seed, options.epoch) if options.shuffle else ()) + (options.shard if count > 1 else ())
-        belongs_to = fingerprint(self.name, len(rows), split, batch_size, *order_of)
+        belongs_to = protocol.fingerprint(self.name, len(rows), split, batch_size, *order_of)
         num_rows, first = len(range(index, len(rows), count)), 0
         if options.position is not None:
-            check_position(options.position, ("row",), belongs_to, self.name)
+            protocol.check_position(options.position, ("row",), belongs_to, self.name)
             first = options.position["row"]
             if first > num_rows or (first % batch_size and first != num_rows):
                 raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, Data, Position, PositionedBatch, ReadReport, Split
+from tritonemb.utils import on_error
 
 # JSON-able. Of an epoch in one shard: that of its stream. Else {"shares": S, "at": {shard: its position}}.
 ShardsPosition = dict[str, Any]
@@ -74,8 +75,7 @@ def open_shards(
         raise ValueError(f"shards must be at least 1, got {count}")
     mine = [ShardState(index, count) for index in range(rank, count, world)]
     for shard in mine if at is not None else ():
-        entry = (at or {}).get(str(shard.index))
-        if entry is None:
+        if (entry := (at or {}).get(str(shard.index))) is None:
             raise ValueError(f"the position lacks shard {shard.index} of {count}; merge the positions of all ranks")
         shard.batches, shard.ended, shard.position = entry["batches"], entry["ended"], entry["position"]
         shard.report = ReadReport(entry["rows"], entry["skipped"])
@@ -120,10 +120,8 @@ class ShardedStream(Batches):
 
     def __next__(self) -> Batch:
         try:
-            return next(batch for _, batch in self._turns if batch is not None)
-        except BaseException:
-            self.close()
-            raise
+            with on_error(self.close):
+                return next(batch for _, batch in self._turns if batch is not None)
         finally:
             self._look()
 

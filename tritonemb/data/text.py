@@ -11,20 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from tritonemb.data import delimited
 from tritonemb.data import files as cuts
 from tritonemb.data.arrow import pa
-from tritonemb.data.delimited import (
-    LONGEST_LINE,
-    CriteoFormat,
-    CsvFormat,
-    Parsed,
-    check_criteo,
-    count_lines,
-    encoding_hint,
-    parse,
-    read_line,
-    whole_lines,
-)
+from tritonemb.data.delimited import LONGEST_LINE, CriteoFormat, CsvFormat, count_lines, encoding_hint, read_line
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions
@@ -48,7 +38,7 @@ class TextSource:
     ) -> None:
         delimiter, where = delimiter_of(files[0], options), str(files[0].path)
         if not delimiter:
-            check_criteo(options.schema, where)
+            delimited.check_criteo(options.schema, where)
         headers = [header_of(file, delimiter) if delimiter else (FIELDS[not labelled :], 0) for file in files]
         columns = headers[0][0]
         for file, (found, _) in zip(files, headers, strict=True):
@@ -110,8 +100,8 @@ class TextSource:
                 line += count_lines(data)
                 offset = source.tell()
 
-    def parse(self, chunk: Chunk) -> Parsed:
-        return parse(self.form, chunk.rows)
+    def parse(self, chunk: Chunk) -> delimited.Parsed:
+        return delimited.parse(self.form, chunk.rows)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
@@ -147,7 +137,7 @@ class TextSource:
             number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
             while line in (b"\n", b"\r\n"):
                 number, line = number + 1, read_line(source, self.form.quoted)
-        checked = parse(self.form, line)
+        checked = delimited.parse(self.form, line)
         if len(checked.bad_rows) and not lenient:
             criteo = isinstance(self.form, CriteoFormat)
             hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
@@ -240,7 +230,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
     if quoted:
         data, stop = bytearray(), source.tell() + num_bytes
         while (left := stop - source.tell()) > 0:
-            whole = whole_lines(source.peek()[:left])
+            whole = delimited.whole_lines(source.peek()[:left])
             lines = source.read(whole) if whole else read_line(source, quoted)
             if not lines:
                 break

@@ -15,22 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.storage import store
 from tritonemb.storage.io import ROWS, TableIdentity, allocated, check_identity, new_file, open_file, write_page
 from tritonemb.storage.memory import HostCache, Policy
 from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTable
 from tritonemb.storage.snapshot import take_snapshot
-from tritonemb.storage.store import (
-    Counts,
-    Initializer,
-    IoFuture,
-    OperationQueue,
-    StorageError,
-    check_request,
-    fill_unwritten,
-    storage_errors,
-)
+from tritonemb.storage.store import Counts, Initializer, IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.storage.threads import shielded
-from tritonemb.utils import Closing
+from tritonemb.utils import Closing, on_error
 
 T = TypeVar("T")
 
@@ -57,7 +49,7 @@ class RowFile:
 
     def read(self, rows: Tensor, records: Tensor) -> None:
         """Fill `records` with the records of the rows."""
-        fill_unwritten(self.blocks.read(rows.numpy(), records.data_ptr()), rows, records, self._initializer)
+        store.fill_unwritten(self.blocks.read(rows.numpy(), records.data_ptr()), rows, records, self._initializer)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """Write the records of the rows; an error is the table's failure."""
@@ -179,22 +171,19 @@ class DiskRows(Closing):
 
         def opened() -> tuple[RowFile, HostCache | None]:
             file = RowFile(Path(path), identity, initializer)
-            try:
+            with on_error(file.file.close):
                 return file, None if host_rows is None else HostCache(file, host_rows, policy)
-            except BaseException:
-                file.file.close()
-                raise
 
         return cls(*shielded(opened))
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Fill `records` with the records of the rows."""
-        check_request(self.table_name, self.num_rows, self.record, rows, records)
+        store.check_request(self.table_name, self.num_rows, self.record, rows, records)
         return self._submit(lambda: self._rows.read(rows, records))
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Write the records of the rows."""
-        check_request(self.table_name, self.num_rows, self.record, rows, records)
+        store.check_request(self.table_name, self.num_rows, self.record, rows, records)
         return self._submit(lambda: self._rows.write(rows, records))
 
     def flush(self) -> IoFuture:
@@ -282,8 +271,7 @@ class DiskRows(Closing):
             return self._operations.submit(checked)
 
     def _check_failure(self) -> None:
-        failure = self._file.failure
-        if failure is not None:
+        if (failure := self._file.failure) is not None:
             failure.raised = True
             raise StorageError(
                 f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: {failure}"
@@ -352,8 +340,8 @@ _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """At exit: wait for what was submitted, and print failures that no caller has seen."""
-    for store in list(_OPEN):
-        _print_error(store.close)
+    for rows in list(_OPEN):
+        _print_error(rows.close)
 
 
 def _print_error(work: Callable[[], None]) -> None:

@@ -1,7 +1,4 @@
-"""A file of rows: its header page, which says whose rows they are, and its name, which it gets durably.
-
-The header says of which table the rows are and what a record looks like.
-"""
+"""A file of rows: its header page, which says whose they are and what a record looks like, and its durable name."""
 
 import errno
 import hashlib
@@ -17,6 +14,7 @@ from typing import Any
 from tritonemb.storage.aio import PAGE_BYTES, IoBuffer, PageFile
 from tritonemb.storage.page_table import FileLayout
 from tritonemb.storage.store import Record, StorageError, storage_errors
+from tritonemb.utils import on_error
 
 FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
@@ -31,17 +29,13 @@ def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
     OSError if there is a file of that name that it must not `replace`.
     """
     temporary = path.with_name(f".writing-{path.name}")
-    try:
-        with closing(create_file(temporary)) as file:
-            yield file
-            file.sync()
-            if not replace and path.exists():
-                raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
-            os.replace(temporary, path)
-            sync(path.parent)  # or a power failure may take the name
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with on_error(lambda: temporary.unlink(missing_ok=True)), closing(create_file(temporary)) as file:
+        yield file
+        file.sync()
+        if not replace and path.exists():
+            raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
+        os.replace(temporary, path)
+        sync(path.parent)  # or a power failure may take the name
 
 
 def sync(path: Path) -> None:
@@ -119,7 +113,7 @@ def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> t
     """
     with storage_errors(f"{what} cannot be opened", "name a file that is there, and that you may use"):
         file = PageFile(path, writable)
-    try:
+    with on_error(file.close):
         buffer = IoBuffer(PAGE_BYTES)
         try:
             file.read(buffer.view, 0)
@@ -136,9 +130,6 @@ def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> t
                     f"{what} has {found:,} bytes instead of {expected:,}, it was cut or appended to; restore it from "
                     "a snapshot, or use another one"
                 )
-    except BaseException:
-        file.close()
-        raise
     return file, header
 
 

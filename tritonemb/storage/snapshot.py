@@ -15,22 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.storage import store
 from tritonemb.storage.aio import PAGE_BYTES, PageFile, io_context
 from tritonemb.storage.io import CHANGES, ROWS, TableIdentity, encode_header, new_file, open_file, write_page
 from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile, FileLayout, runs
 from tritonemb.storage.sparse import reflink_or_copy
-from tritonemb.storage.store import (
-    Field,
-    Initializer,
-    Record,
-    StorageError,
-    check_request,
-    cpu_kernels,
-    fill_unwritten,
-    storage_errors,
-)
+from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
-from tritonemb.utils import Closing
+from tritonemb.utils import Closing, on_error
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, after their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which the group's number is added: no block has such a number
@@ -177,13 +169,13 @@ class SnapshotReader(Closing):
 
         `initializer` gives rows that were never written their values. StorageError if the file is damaged.
         """
-        check_request(self.header["table"], self.num_rows, self.record, rows, records)
+        store.check_request(self.header["table"], self.num_rows, self.record, rows, records)
 
         def read() -> np.ndarray:
             with self._in_use:
                 return self._blocks.read(rows.numpy(), records.data_ptr())
 
-        fill_unwritten(shielded(read), rows, records, initializer)
+        store.fill_unwritten(shielded(read), rows, records, initializer)
 
     def written(self) -> Iterator[tuple[int, int]]:
         """Bounds of ranges of rows, ascending, outside of which no row was ever written."""
@@ -200,8 +192,5 @@ class SnapshotReader(Closing):
 
 def _open_snapshot(path: Path) -> tuple[dict[str, Any], BlockFile]:
     file, header = open_file(f"snapshot {path}", path, ROWS)
-    try:
+    with on_error(file.close):
         return header, BlockFile(header["table"], file, FileLayout.of(header))
-    except BaseException:
-        file.close()
-        raise

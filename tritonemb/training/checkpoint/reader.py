@@ -34,6 +34,7 @@ from tritonemb.training.checkpoint.files import (
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
+from tritonemb.utils import on_error
 
 MAX_LISTED = 20
 Stored = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
@@ -97,8 +98,7 @@ def load_tensors(
     ignore_single_process_warning()
     stored = stored_tensors(path, group)
     own = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    problems = _differences(stored, on_all_ranks(group, lambda: own), ignore)
-    if problems:
+    if problems := _differences(stored, on_all_ranks(group, lambda: own), ignore):
         more = len(problems) - MAX_LISTED
         listed = "\n  ".join(problems[:MAX_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
@@ -124,8 +124,7 @@ def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[Ca
         else:
             entries = {field.name: stored[f"{prefix}.{field.name}"] for field in part.record.fields}
             fresh[part] = _write_rows(part, _tensor_blocks(path, prefix, entries, part.config))
-    plain = {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}
-    if plain:
+    if plain := {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}:
         load(plain, checkpoint_id=path, no_dist=True)  # each rank reads for itself
     for prefix, entry in saved.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
@@ -184,7 +183,7 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
     """A store with the rows of blocks, and the initial values of a seed where there are none."""
     store = table.empty_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
-    try:
+    with on_error(store.close):
         for rows, first_column, values in blocks:
             records = torch.zeros(rows.numel(), table.record.num_bytes, dtype=torch.uint8)
             end = first_column + values["weight"].shape[1]
@@ -193,9 +192,6 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
             for name, view in table.record.views(records).items():
                 _copy_columns(view, column, values[name], first_column)
             store.write(rows - row, records).wait()
-    except BaseException:
-        store.close()
-        raise
     return store
 
 
