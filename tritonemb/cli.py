@@ -163,8 +163,7 @@ def _run(name: str, arguments: list[str]) -> int:
         text = re.sub(r"^ {4}(\w+):", lambda name: f"  --{name[1].replace('_', '-')}:", text, flags=re.MULTILINE)
         print(text.rstrip())
         return 0
-    result = getattr(module, function)(_parse(kind, arguments, f"tritonemb {name}"))
-    if result is not None:
+    if (result := getattr(module, function)(_parse(kind, arguments, f"tritonemb {name}"))) is not None:
         print(result)
     return 0
 

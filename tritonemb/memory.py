@@ -65,9 +65,8 @@ def empty_result(size: Sequence[int], dtype: torch.dtype, device: torch.device |
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes < KEPT_BYTES or (device is not None and device.type != "cpu"):
         return torch.empty(size, dtype=dtype, device=device)
-    fitting = [
-        address for address, block in reversed([*_idle.items()]) if num_bytes <= block.nbytes <= num_bytes * 5 // 4
-    ]
+    most = num_bytes * 5 // 4
+    fitting = [address for address, block in reversed([*_idle.items()]) if num_bytes <= block.nbytes <= most]
     found = (_idle.pop(address, None) for address in fitting)  # another thread may have been faster
     block = next((block for block in found if block is not None), None)
     if block is None:

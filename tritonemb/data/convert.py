@@ -118,8 +118,7 @@ def _write(
             for block in blocks:
                 report += block.report
                 waiting = pa.concat_tables([waiting, block.rows])
-                whole = waiting.num_rows // row_group_rows * row_group_rows
-                if whole:
+                if whole := waiting.num_rows // row_group_rows * row_group_rows:
                     writer.write_table(waiting.slice(0, whole), row_group_rows)
                     waiting = waiting.slice(whole)
                 if progress is not None:

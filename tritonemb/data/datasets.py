@@ -89,8 +89,7 @@ class Dataset(protocol.Tables):
             raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
         if rows.dense.shape[1] != self.num_dense:
             raise ValueError(f"{where}: {rows.dense.shape[1]} dense values a row, the train rows have {self.num_dense}")
-        wrong = torch.nonzero((rows.labels != 0) & (rows.labels != 1))
-        if len(wrong):
+        if len(wrong := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
             row = int(wrong[0, 0])
             raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
         for feature, column in zip(self.features, rows.columns, strict=True):
@@ -120,8 +119,7 @@ class Dataset(protocol.Tables):
 
     def rows(self, split: Split) -> Rows:
         """ValueError if the data set has no such split."""
-        rows = {"train": self.train, "validation": self.validation, "test": self.test}.get(split)
-        if rows is None:
+        if (rows := {"train": self.train, "validation": self.validation, "test": self.test}.get(split)) is None:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows")
         return rows
 
@@ -292,9 +290,8 @@ def read_movielens_100k(folder: Path) -> Dataset:
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
         columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
-    seen = (
-        np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
-    )
+    rated = (ratings["user_id"], ratings["movie_id"])
+    seen = (np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in rated)
     dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, seen)], axis=1).astype(np.float64)
     labels = torch.from_numpy(liked.astype(np.float32))
     rows = Rows(torch.from_numpy(_standardised(dense, num_train)), tuple(columns), labels)

@@ -61,8 +61,7 @@ class LogFile:
         """Its file system and the path there; ValueError if the number of stored bytes is not the one found."""
         assert self.stored is not None
         system, path = self.stored
-        size = system.get_file_info(path).size
-        if size != self.size:
+        if (size := system.get_file_info(path).size) != self.size:
             raise self.changed(f"it had {self.size} bytes and now has {size}")
         return system, path
 
@@ -82,8 +81,7 @@ def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
         FileNotFoundError, ValueError: naming the file that is missing, empty, unreadable, not a regular file or of
             another format than the others.
     """
-    given = [source] if isinstance(source, str | Path) else list(source)
-    if not given:
+    if not (given := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files are given; name a file, several files or a folder")
     files = [file for entry in given for file in _found(entry)]
     by_format = {file.format: file.path for file in files}

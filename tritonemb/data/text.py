@@ -88,11 +88,9 @@ class TextSource:
                 source.seek(offset)
             while offset < stop:
                 stripe = offset // width
-                data = _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)
-                if not data:
+                if not (data := _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)):
                     file.check_size()
-                    least = max(part.stop or 0, file.size if file.codec is None else 0)
-                    if offset < least:
+                    if offset < (least := max(part.stop or 0, file.size if file.codec is None else 0)):
                         raise file.changed(f"its text ends at byte {offset} and had at least {least}")
                     return
                 if stripe % count == index:
@@ -125,8 +123,7 @@ class TextSource:
 
     def _check_beginning(self, file: LogFile, header_bytes: int, lenient: bool) -> None:
         with opened(file) as source:
-            beginning = source.peek(2)
-            if not beginning:
+            if not (beginning := source.peek(2)):
                 raise ValueError(f"{file.path} is empty")
             if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise ValueError(

@@ -303,10 +303,8 @@ class DiskRows(Closing):
                 "or before there was any; take a whole one before one of changes only"
             )
         self._flush()
-        file = self._file
-        file.last_snapshot = take_snapshot(
-            file.blocks, file.identity, path, file.last_snapshot if changes_only else None
-        )
+        file, after = self._file, self.last_snapshot if changes_only else None
+        file.last_snapshot = take_snapshot(file.blocks, file.identity, path, after)
         file.blocks.changed.clear()
 
 

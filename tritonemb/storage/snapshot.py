@@ -105,33 +105,29 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
 def _apply(path: Path, blocks: BlockFile, before: dict[str, Any]) -> dict[str, Any]:
     """Write the blocks of a file of changes to the file of the snapshot with header `before`; the changes' header."""
     layout, (file, header) = blocks.layout, open_file(f"snapshot {path}", path, CHANGES)
+    what = f"the changes {path}"
     with closing(file):
         identities = [{key: value for key, value in h.items() if key not in _OF_FILE} for h in (before, header)]
         if identities[0] != identities[1]:
-            raise StorageError(f"the changes {path} are of another table than their base, or of another optimizer")
+            raise StorageError(f"{what} are of another table than their base, or of another optimizer")
         if header["after"] != before["snapshot"]:
-            raise StorageError(
-                f"the changes {path} do not follow the snapshot before them; give all of them, in their order"
-            )
+            raise StorageError(f"{what} do not follow the snapshot before them; give all of them, in their order")
         changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
-        expected = _group_offset(layout, changed)
-        if file.size() != expected:
+        if file.size() != (expected := _group_offset(layout, changed)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes instead of {expected:,}; use another one")
         with io_context() as context:
             for group, first in enumerate(range(0, changed, size)):
                 count = min(size, changed - first)
                 end = PAGE_BYTES + count * layout.block_bytes
                 buffer = context.reserve(end)
-                with storage_errors(f"the changes {path} cannot be read", "use others"):
+                with storage_errors(f"{what} cannot be read", "use others"):
                     file.read(buffer.view[:end], _group_offset(layout, first))
                 numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
                 num_good = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
                 if num_good:
                     num_good += pages.check(buffer.address + PAGE_BYTES, numbers, layout.pages_per_block)
                 if num_good <= count:
-                    raise StorageError(
-                        f"the changes {path} are damaged: a checksum is not that of its page; use others"
-                    )
+                    raise StorageError(f"{what} are damaged: a checksum is not that of its page; use others")
                 blocks.store(context, numbers, PAGE_BYTES)
         return header
 

@@ -344,9 +344,8 @@ class CacheDirectory:
         tags, used, pins = (list(each.split(self.num_slots)) for each in (self.tags, self.used, self.pins))
         self.parts = tags, used, pins
         slots = torch.arange(sum(self.num_slots), device=self.device)
-        self.overflow = torch.cat(
-            [slots[begin + sets : end] for begin, sets, end in zip(self.starts, self.in_sets, ends, strict=True)]
-        )
+        bounds = zip(self.starts, self.in_sets, ends, strict=True)
+        self.overflow = torch.cat([slots[begin + sets : end] for begin, sets, end in bounds])
 
 
 _EMPTY = ("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)  # what a slot without a row has

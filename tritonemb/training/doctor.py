@@ -61,9 +61,8 @@ def clear_kernels() -> str:
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return ["  " + "  ".join(cells).rstrip() for cells in padded]
 
 
 def check_step(device: torch.device) -> float:
@@ -76,9 +75,8 @@ def check_step(device: torch.device) -> float:
     served = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
     reference = copy.deepcopy(served)
     lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2])
-    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], torch.randint(7, (int(lengths.sum()),)), lengths).to(
-        device
-    )
+    ids = torch.randint(7, (int(lengths.sum()),))
+    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], ids, lengths).to(device)
     gradient = torch.randn(4, 32, device=device)
     outputs = []
     for module, kernels in ((served, nullcontext()), (reference, forced(REFERENCE))):

@@ -90,9 +90,8 @@ def train(
         result, best = trainer.fit(test="test" in data.splits()), on_rank_zero(group, folder.checkpoints.best)
         if best is not None and result.test is not None and trainer.progress.best_step != result.steps:
             trainer.resume(best)
-            found = Evaluation(
-                trainer.progress.step, trainer.progress.epoch, "test", trainer.evaluate("test"), best=True
-            )
+            progress = trainer.progress
+            found = Evaluation(progress.step, progress.epoch, "test", trainer.evaluate("test"), best=True)
             result = replace(result, best=found.metrics)
             if verbose and group.rank == 0:
                 Lines(sys.stdout).on_evaluation(found)

@@ -22,14 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated, sync
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.files import (
-    FORMAT,
-    MANIFEST,
-    ignore_single_process_warning,
-    link_or_copy,
-    read_manifest_text,
-    size_of,
-)
+from tritonemb.training.checkpoint import files
+from tritonemb.training.checkpoint.files import FORMAT, MANIFEST
 from tritonemb.training.checkpoint.writer import CheckpointWriter, RankFiles
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 from tritonemb.utils import sealed, write_whole
@@ -119,11 +113,9 @@ class CheckpointFolder:
             writer.snapshots.begin(aside, self._earlier(step) if writer.snapshots.tables else [])
 
         def publish(written: RankFiles) -> None:
-            for name, (size, _) in written.files.items():
-                if (found := size_of(aside / name)) != size:
-                    raise OSError(
-                        f"{aside / name} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?"
-                    )
+            for path, (size, _) in ((aside / name, entry) for name, entry in written.files.items()):
+                if (found := files.size_of(path)) != size:
+                    raise OSError(f"{path} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?")
             tables = {"tables": written.tables} if written.tables else {}
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
             write_whole(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
@@ -131,7 +123,7 @@ class CheckpointFolder:
             if best:
                 self._mark_best(step)
 
-        ignore_single_process_warning()
+        files.ignore_single_process_warning()
         writer = CheckpointWriter(aside, step, tensors, manifest, group, publish)
         with self.reporting(writer):
             on_rank_zero(group, make, OSError)
@@ -161,7 +153,7 @@ class CheckpointFolder:
         self._remove_leftovers()
         aside.mkdir()
         for entry in source.iterdir():
-            link_or_copy(entry, aside / entry.name)
+            files.link_or_copy(entry, aside / entry.name)
         others = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
         self._publish(aside, self.folder / f"best-{step}", others)
 
@@ -169,7 +161,7 @@ class CheckpointFolder:
         found: list[tuple[Path, Mapping[str, Any]]] = []
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # nothing follows a damaged one
-                found.append((path, read_manifest_text(path)[1]))
+                found.append((path, files.read_manifest_text(path)[1]))
         return found
 
     def _obsolete(self, step: int) -> list[Path]:
@@ -224,8 +216,7 @@ class CheckpointFolder:
     def _restore_replaced(self) -> None:
         """Where a checkpoint has lost its name and the new one has not got it, the old one has it again."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
-            final = self.folder / replaced.name.removeprefix(REPLACED)
-            if not final.exists():
+            if not (final := self.folder / replaced.name.removeprefix(REPLACED)).exists():
                 os.rename(replaced, final)
 
     def _failure(self, step: int, needed: int, error: BaseException, group: RankGroup | None) -> CheckpointError:

@@ -23,14 +23,8 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.training.checkpoint.files import (
-    MANIFEST,
-    ROWS,
-    checksum,
-    ignore_single_process_warning,
-    read_manifest_text,
-    size_of,
-)
+from tritonemb.training.checkpoint import files
+from tritonemb.training.checkpoint.files import MANIFEST, ROWS, read_manifest_text
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
@@ -55,8 +49,8 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
     if group.rank == 0 and "sha256" not in found:
         warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
-    files = sorted(found["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
-    on_all_ranks(group, lambda: _check_files(path, dict(files[group.rank :: group.size])))
+    entries = sorted(found["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
+    on_all_ranks(group, lambda: _check_files(path, dict(entries[group.rank :: group.size])))
     return found
 
 
@@ -95,7 +89,7 @@ def load_tensors(
             no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
     """
     path = Path(path)
-    ignore_single_process_warning()
+    files.ignore_single_process_warning()
     stored = stored_tensors(path, group)
     own = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if problems := _differences(stored, on_all_ranks(group, lambda: own), ignore):
@@ -132,14 +126,14 @@ def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[Ca
             _fill_tensors(path, _parts_of(path, entry), targets)
 
 
-def _check_files(path: Path, files: Mapping[str, Any]) -> None:
-    for name, (size, crc) in files.items():
-        if (there := size_of(path / name)) != size:
+def _check_files(path: Path, entries: Mapping[str, Any]) -> None:
+    for name, (size, crc) in entries.items():
+        if (there := files.size_of(path / name)) != size:
             raise ValueError(
                 f"{path} is damaged: {name} has {'vanished' if there is None else f'{there:,} bytes'} "
                 f"instead of {size:,} bytes; use another checkpoint"
             )
-        if checksum(path / name) != crc:
+        if files.checksum(path / name) != crc:
             raise ValueError(f"{path} is damaged: {name} does not have the checksum that was written; use another one")
 
 

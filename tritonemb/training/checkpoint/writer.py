@@ -113,8 +113,7 @@ def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
     """Raise ValueError unless the ranks' shards make up each sharded table."""
     for name in dict.fromkeys(name for shards in ranks for name in shards):
         found = [shards[name] for shards in ranks if name in shards]
-        kinds = sorted({described(dtype, shape) for shape, dtype, _ in found})
-        if len(kinds) > 1:
+        if len(kinds := sorted({described(dtype, shape) for shape, dtype, _ in found})) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(kinds)}")
         try:
             refuse_gaps(found[0][0], [rectangle for *_, rectangles in found for rectangle in rectangles])
