@@ -66,6 +66,14 @@ def on_error(undo: Callable[[], object]) -> Iterator[None]:
         raise
 
 
+def print_error(work: Callable[[], object]) -> None:
+    """Do what the end of the process, or of an object, asks for; its exception, which nobody catches, is printed."""
+    try:
+        work()
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)
+
+
 class Closing:
     """Closed at the end of a `with` block."""
 

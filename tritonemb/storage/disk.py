@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTab
 from tritonemb.storage.snapshot import take_snapshot
 from tritonemb.storage.store import Counts, Initializer, IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.storage.threads import shielded
-from tritonemb.utils import Closing, on_error
+from tritonemb.utils import Closing, on_error, print_error
 
 T = TypeVar("T")
 
@@ -326,7 +325,7 @@ def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cach
     if os.getpid() != process:  # without the thread; it must leave the file alone
         return
     if cache is not None and cache.needs_write_back():
-        operations.close(partial(_print_error, partial(_close, file, cache)))
+        operations.close(partial(print_error, partial(_close, file, cache)))
     else:
         file.file.close()
         operations.close(lambda: None)
@@ -339,11 +338,4 @@ _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 def _close_all() -> None:
     """At exit: wait for what was submitted, and print failures that no caller has seen."""
     for rows in list(_OPEN):
-        _print_error(rows.close)
-
-
-def _print_error(work: Callable[[], None]) -> None:
-    try:
-        work()
-    except Exception as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(rows.close)

@@ -156,12 +156,8 @@ def _decode_header(page: bytes, path: Path, kinds: Sequence[bytes]) -> dict[str,
 def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Path) -> None:
     """Raise a StorageError that lists each difference between a file's table and the expected one."""
     there, here = _describe(header), _describe(identity.as_json())
-    problems = [
-        f"{name}: {there.get(name, 'none')} in the file, {here.get(name, 'none')} here"
-        for name in there | here
-        if there.get(name) != here.get(name)
-    ]
-    if problems:
+    pairs = ((name, there.get(name, "none"), here.get(name, "none")) for name in there | here)
+    if problems := [f"{name}: {old} in the file, {new} here" for name, old, new in pairs if old != new]:
         listed = "\n  ".join(problems)
         raise StorageError(f"table {identity.table!r}: file {path} is of another table or optimizer:\n  {listed}")
 

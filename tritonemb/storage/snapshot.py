@@ -154,7 +154,13 @@ class SnapshotReader(Closing):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.header, self._blocks = shielded(lambda: _open_snapshot(self.path))
+
+        def opened() -> tuple[dict[str, Any], BlockFile]:
+            file, header = open_file(f"snapshot {path}", self.path, ROWS)
+            with on_error(file.close):
+                return header, BlockFile(header["table"], file, FileLayout.of(header))
+
+        self.header, self._blocks = shielded(opened)
         self.num_rows: int = self.header["num_rows"]
         fields = [Field(name, getattr(torch, dtype), *rest) for name, dtype, *rest in self.header["fields"]]
         self.record = Record(tuple(fields), self.header["record_bytes"])
@@ -184,9 +190,3 @@ class SnapshotReader(Closing):
     def close(self) -> None:
         with self._in_use:
             self._blocks.file.close()
-
-
-def _open_snapshot(path: Path) -> tuple[dict[str, Any], BlockFile]:
-    file, header = open_file(f"snapshot {path}", path, ROWS)
-    with on_error(file.close):
-        return header, BlockFile(header["table"], file, FileLayout.of(header))

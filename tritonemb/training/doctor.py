@@ -101,10 +101,8 @@ def check_device(name: str) -> torch.device:
 
 def versions(device: torch.device | None = None) -> dict[str, str]:
     """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
-    found = {
-        "python": platform.python_version(), **{name: _version(name) for name in PACKAGES},
-        "platform": platform.platform(),
-    }  # fmt: skip
+    packages = {name: _version(name) for name in PACKAGES}
+    found = {"python": platform.python_version(), **packages, "platform": platform.platform()}
     if device is not None:
         found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
         found["threads"] = str(torch.get_num_threads())

@@ -241,10 +241,8 @@ class Loop:
         except UndefinedMetricsError as error:
             self.callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
             return None
-        self._report_skipped(
-            metrics.num_skipped, split,
-            f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out",
-        )  # fmt: skip
+        text = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out"
+        self._report_skipped(metrics.num_skipped, split, text)
         return metrics
 
     def _checkpoint_due(self) -> bool:

@@ -4,7 +4,6 @@ Checkpoints may be written while training goes on, by `torch.distributed.checkpo
 """
 
 import atexit
-import sys
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -27,6 +26,7 @@ from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, st
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
 from tritonemb.training.config import plain
 from tritonemb.training.doctor import versions
+from tritonemb.utils import print_error
 
 
 class AsyncSave:
@@ -89,11 +89,8 @@ class AsyncSave:
 
 def _finish(save: weakref.ref[AsyncSave]) -> None:
     """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
-    try:
-        if (found := save()) is not None:
-            found.wait()
-    except Exception as error:
-        print(f"error: {error}", file=sys.stderr)
+    if (found := save()) is not None:
+        print_error(found.wait)
 
 
 class CheckpointManager:
