@@ -156,9 +156,8 @@ class ClickLog(protocol.Tables):
         buffer_rows = -(-(self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS) // batch_size) * batch_size
         extra = shard if shard != WHOLE else ()
         order = (opened.seed, opened.epoch, *extra)
-        belongs_to = protocol.fingerprint(
-            self._identity, self.options.split, split, batch_size, buffer_rows, *(order if shuffle else extra)
-        )
+        rows = (batch_size, buffer_rows, *(order if shuffle else extra))
+        belongs_to = protocol.fingerprint(self._identity, self.options.split, split, *rows)
         log = self._shard(split, shard)
         parts = log._parts[split]
         if position is None:

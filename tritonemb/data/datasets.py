@@ -163,10 +163,9 @@ def load_adult(folder: str | Path) -> Dataset:
     numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
     numbers |= {name: np.log1p(numbers[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardised(values, num_train) for values in numbers.values()], axis=1)
-    categories = {name: fields[name] for name in ADULT_FIELDS[:-1] if name not in NUMBERS}
-    features, columns = _encoded(
-        {name: [None if value == "?" else value for value in values] for name, values in categories.items()}, num_train
-    )
+    names = [name for name in ADULT_FIELDS[:-1] if name not in NUMBERS]
+    categories = {name: [None if value == "?" else value for value in fields[name]] for name in names}
+    features, columns = _encoded(categories, num_train)
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
 

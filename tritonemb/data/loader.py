@@ -181,14 +181,10 @@ def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         raise ValueError(f"{position!r} is not a position")
     if "shares" not in position:  # of a stream of all rows
         return 1, {"0": ShardState(0, 1, position=dict(position)).entry()}
-    count, at = position["shares"], position.get("at")
-    if (
-        set(position) != {"shares", "at"}
-        or not isinstance(count, int)
-        or not isinstance(at, Mapping)
-        or count < 1
-        or not set(at) <= {str(index) for index in range(count)}
-        or any(set(entry) != set(_ENTRY) for entry in at.values())
-    ):
+    count: Any = position["shares"]
+    at: Any = position.get("at")
+    good = set(position) == {"shares", "at"} and isinstance(count, int) and count >= 1 and isinstance(at, Mapping)
+    good = good and set(at) <= {str(index) for index in range(count)}
+    if not good or any(set(entry) != set(_ENTRY) for entry in at.values()):
         raise ValueError(f"{position!r} is not a position of shards; use what `position` or `merge_positions` returned")
     return count, dict(at)

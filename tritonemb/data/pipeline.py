@@ -119,8 +119,7 @@ def batches_of(
             if first * size >= num_rows:
                 raise ValueError(f"data set {name!r}: there are fewer rows than the position says")
             for index in range(first, -(-num_rows // size)):
-                run = slice(index * size, min((index + 1) * size, num_rows))
-                batch = cut(buffer, keys, run, options.pin_memory)
+                batch = cut(buffer, keys, slice(index * size, min((index + 1) * size, num_rows)), options.pin_memory)
                 rows += len(batch)
                 place, window, following = begin, number, index + 1
                 if following * size >= num_rows:

@@ -89,9 +89,8 @@ class RowFile:
             self.failure = failure
             raise
         except BaseException as error:
-            self.failure = StorageError(
-                f"table {self.identity.table!r}, file {self.file.path}: {what}: {error}; {RESTORE}"
-            )
+            where = f"table {self.identity.table!r}, file {self.file.path}"
+            self.failure = StorageError(f"{where}: {what}: {error}; {RESTORE}")
             raise self.failure from error
 
     def _write_header(self, num_blocks: int | None) -> None:

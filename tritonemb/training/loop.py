@@ -110,9 +110,8 @@ class Loop:
             raise self._failed
         if signum := self.ranks.max(self._stopped or self.request.signum or 0):  # some rank's may have come late
             raise Interrupted(signum)
-        return FitResult(
-            tuple(progress.losses), progress.samples - before, seconds, speed, reason, progress.step, metrics
-        )
+        trained = progress.samples - before
+        return FitResult(tuple(progress.losses), trained, seconds, speed, reason, progress.step, metrics)
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""

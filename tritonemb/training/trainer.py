@@ -91,9 +91,8 @@ class Trainer(TrainerOptions):
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
-        state = TrainState(
-            model, device, self.data, self, dict(self.config or {}), step, Progress(), ranks, self.pipeline
-        )
+        config = dict(self.config or {})
+        state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))

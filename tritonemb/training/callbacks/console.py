@@ -84,9 +84,8 @@ class LiveView(Lines):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(stream)
-        self._console = require("rich.console").Console(
-            file=stream, highlight=False, force_terminal=True, force_jupyter=False
-        )
+        console = require("rich.console").Console
+        self._console = console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)
         self._clock = clock
 
     def on_start(self, start: FitStart) -> None:
@@ -97,9 +96,8 @@ class LiveView(Lines):
             rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True, auto_refresh=False,
             redirect_stdout=shared and sys.stdout.isatty(), redirect_stderr=shared and sys.stderr.isatty(),
         )  # fmt: skip
-        self._task = self._progress.add_task(
-            _step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
-        )
+        first = _step_field(start.first_step, start)
+        self._task = self._progress.add_task(first, total=start.total_samples, completed=start.samples_done)
         self._drawn = -math.inf
         super().on_start(start)
         self._progress.start()
