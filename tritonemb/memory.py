@@ -26,8 +26,7 @@ _most_used = 0  # bytes
 def advise_huge_pages(tensor: Tensor) -> Tensor:
     """Ask for huge pages behind a new CPU tensor that has not been written to yet; returns it.
 
-    With pages of 4 KiB, a row that is read at random also misses the address translation. Linux only; the kernel may
-    grant none.
+    With pages of 4 KiB, a random row also misses the address translation. Linux only; the kernel may grant none.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.device.type != "cpu" or tensor.nbytes < 2 * HUGE_PAGE:
         return tensor

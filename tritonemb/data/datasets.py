@@ -80,25 +80,21 @@ class Dataset(protocol.Tables):
 
     def __post_init__(self) -> None:
         for split in self.splits():
-            self._check(self.rows(split), f"data set {self.name!r}, {split} rows")
-
-    def _check(self, rows: Rows, where: str) -> None:
-        if len(rows) == 0:
-            raise ValueError(f"{where}: there are none")
-        if len(rows.columns) != len(self.features):
-            raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
-        if rows.dense.shape[1] != self.num_dense:
-            raise ValueError(f"{where}: {rows.dense.shape[1]} dense values a row, the train rows have {self.num_dense}")
-        if len(wrong := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
-            row = int(wrong[0, 0])
-            raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
-        for feature, column in zip(self.features, rows.columns, strict=True):
-            low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
-            if low < 0 or high >= feature.num_embeddings:
-                raise ValueError(
-                    f"{where}: feature {feature.name!r} has ids from {low} to {high}, "
-                    f"they must lie in [0, {feature.num_embeddings})"
-                )
+            rows, where = self.rows(split), f"data set {self.name!r}, {split} rows"
+            if len(rows) == 0:
+                raise ValueError(f"{where}: there are none")
+            if len(rows.columns) != len(self.features):
+                raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
+            if (found := rows.dense.shape[1]) != self.num_dense:
+                raise ValueError(f"{where}: {found} dense values a row, the train rows have {self.num_dense}")
+            if len(wrong := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
+                row = int(wrong[0, 0])
+                raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
+            for feature, column in zip(self.features, rows.columns, strict=True):
+                low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
+                if low < 0 or high >= feature.num_embeddings:
+                    text = f"{where}: feature {feature.name!r} has ids from {low} to {high}"
+                    raise ValueError(f"{text}, they must lie in [0, {feature.num_embeddings})")
 
     @property
     def num_dense(self) -> int:
@@ -155,8 +151,7 @@ class Dataset(protocol.Tables):
 def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
     person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
-    `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value.
-    """
+    `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value."""
     train, test = (_read(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)

@@ -159,8 +159,7 @@ def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
         decoded = line.removesuffix(b"\r").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.path}, line 1: a header is text in UTF-8{encoding_hint(line)}") from error
-    names = next(csv.reader([decoded], delimiter=delimiter), [])
-    if len(names) < 2:
+    if len(names := next(csv.reader([decoded], delimiter=delimiter), [])) < 2:
         raise ValueError(f"{file.path}, line 1: expected names with {delimiter!r} between them, found {decoded[:60]!r}")
     return tuple(names), len(line + end)
 
@@ -180,7 +179,7 @@ def opened(file: LogFile) -> Iterator[Any]:
 
 
 class _Unpacked(io.RawIOBase):
-    """A compressed stream that knows its place, and goes forward by reading."""
+    """A compressed stream that knows its place, which `seek` returns too, and goes forward by reading."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._place = stream, 0
@@ -190,9 +189,6 @@ class _Unpacked(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._place
 
     def readinto(self, buffer: Any) -> int:
         num_read: int = self._stream.readinto(buffer)
@@ -228,8 +224,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
         data, stop = bytearray(), source.tell() + num_bytes
         while (left := stop - source.tell()) > 0:
             whole = delimited.whole_lines(source.peek()[:left])
-            lines = source.read(whole) if whole else read_line(source, quoted)
-            if not lines:
+            if not (lines := source.read(whole) if whole else read_line(source, quoted)):
                 break
             data += lines
         return data

@@ -276,11 +276,9 @@ _system_call.argtypes = (ctypes.c_long, ctypes.c_ulong, *(ctypes.c_long,) * 4)
 def _call(which: int, *arguments: int) -> int:
     number, more = _CALLS[platform.machine()][which], (0,) * (5 - len(arguments))
     while True:
-        found = int(_system_call(number, *arguments, *more))
-        if found >= 0:
+        if (found := int(_system_call(number, *arguments, *more))) >= 0:
             return found
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
+        if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
 
@@ -292,8 +290,7 @@ class ExtentError(Exception):
         self.extent, self.reason = extent, reason
 
 
-# Waits for extents that were submitted; raises the ExtentError of the first that failed.
-Transfer = Callable[[], None]
+Transfer = Callable[[], None]  # waits for extents that were submitted; raises the ExtentError of the first that failed
 
 
 class IoContext:
@@ -317,7 +314,6 @@ class IoContext:
         """Read or write extents, whose addresses are counted from the buffer's start, in any order.
 
         Asynchronous I/O does it for a file that is open for direct I/O, if the system has it, else the shared threads.
-        Their part of the buffer must be left alone meanwhile.
         """
         raise_if_cancelled()
         buffer, count = self.buffer, extents.sizes.size

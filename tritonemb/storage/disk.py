@@ -100,8 +100,7 @@ class RowFile:
 
 
 class DiskRows(Closing):
-    """Records of rows 0 to `num_rows` - 1 in one file: rows that were never written take no room, and read as their
-    initial values.
+    """Records of rows 0 to `num_rows` - 1 in one file; rows never written take no room, and read as initial values.
 
     Operations take effect in the order in which they are submitted, by any thread: a read after a write of the same row
     returns what was written. Rows are int64 `[n]` on the CPU, ascending and distinct, records uint8 `[n, num_bytes]`,
@@ -235,8 +234,7 @@ class DiskRows(Closing):
 
     def close(self) -> None:
         """Wait for what was submitted, flush it and close the file; StorageError if that or an earlier write has failed
-        that nobody has waited for. A second call waits only for what an interrupted one has begun.
-        """
+        that nobody has waited for. A second call waits only for what an interrupted one has begun."""
         if os.getpid() != self._process:
             return
         with self._lock:

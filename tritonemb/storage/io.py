@@ -81,16 +81,10 @@ class TableIdentity:
             raise ValueError(f"table {self.table!r}: num_rows must be at least 1, got {self.num_rows}")
 
     def as_json(self) -> dict[str, Any]:
-        fields = self.record.fields
-        return {
-            "table": self.table,
-            "num_rows": self.num_rows,
-            "record_bytes": self.record.num_bytes,
-            "fields": [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.one_a_row] for f in fields],
-            "seed": self.seed,
-            "row_origin": self.row_origin,
-            "column_origin": self.column_origin,
-        }
+        record = self.record
+        own = {name: getattr(self, name) for name in ("table", "num_rows", "seed", "row_origin", "column_origin")}
+        fields = [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.one_a_row] for f in record.fields]
+        return own | {"record_bytes": record.num_bytes, "fields": fields}
 
     def header(self, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
         """The header page of a file of rows, or of its snapshot of this name; None blocks while it is written to."""

@@ -203,8 +203,7 @@ class Record:
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
 
-        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. ValueError for records of
-        another shape or dtype.
+        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. ValueError for other records.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
             raise ValueError(f"records must be uint8 [n, {self.num_bytes}], got {records.dtype} {list(records.shape)}")
@@ -229,8 +228,7 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
             f"got {list(rows.shape)} and {list(records.shape)}"
         )
     numbers = rows.numpy()
-    wrong_order = numbers[1:] <= numbers[:-1]
-    if wrong_order.any():
+    if (wrong_order := numbers[1:] <= numbers[:-1]).any():
         at = int(wrong_order.argmax())
         raise ValueError(
             f"table {table!r}: rows must be ascending and distinct, but rows[{at}] is {numbers[at]} and rows[{at + 1}] "

@@ -35,10 +35,9 @@ def examine(device: str | None = None) -> tuple[str, bool]:
         try:
             difference = check_step(each)
             good = difference <= TOLERANCE
-            verdict = (
-                f"a training step agrees with the reference (largest difference {difference:.1e})"
-                if good else f"a training step is WRONG: it differs from the reference by {difference:.1e}"
-            )  # fmt: skip
+            verdict = f"a training step agrees with the reference (largest difference {difference:.1e})"
+            if not good:
+                verdict = f"a training step is WRONG: it differs from the reference by {difference:.1e}"
         except Exception as error:  # whatever is broken is reported
             good, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
         healthy &= good

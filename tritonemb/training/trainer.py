@@ -53,8 +53,7 @@ class Trainer(TrainerOptions):
         callbacks: see `Callback`.
         config: shown in the report, kept in the log.
         verbose: show progress.
-        pipeline: prepare the next steps while one computes; False for a model that changes the features that it is
-            given before it looks them up.
+        pipeline: prepare the next steps while one computes; False for a model that changes features before its lookups.
 
     All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
 

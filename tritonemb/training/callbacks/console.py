@@ -104,8 +104,7 @@ class LiveView(Lines):
 
     def on_step(self, step: StepEnd) -> None:
         self._progress.update(self._task, completed=step.samples, description=_step_field(step.step, self._start))
-        now = self._clock()
-        if now - self._drawn >= REFRESH_SECONDS:
+        if (now := self._clock()) - self._drawn >= REFRESH_SECONDS:
             self._drawn = now
             self._progress.refresh()
 

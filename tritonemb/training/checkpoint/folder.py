@@ -9,13 +9,11 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -24,7 +22,7 @@ from tritonemb.storage.io import allocated, sync
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import files
 from tritonemb.training.checkpoint.files import FORMAT, MANIFEST
-from tritonemb.training.checkpoint.writer import CheckpointWriter, RankFiles
+from tritonemb.training.checkpoint.writer import CheckpointWriter, Manifest, RankFiles, Tensors
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 from tritonemb.utils import sealed, write_whole
 
@@ -67,9 +65,8 @@ class CheckpointFolder:
         return self._path(f"best-{steps[-1]}") if steps else None
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
-        best: bool = False,
-    ) -> CheckpointSaved:  # fmt: skip
+        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False
+    ) -> CheckpointSaved:
         """Write the checkpoint of a step.
 
         Args:
@@ -93,9 +90,8 @@ class CheckpointFolder:
             ))  # fmt: skip
 
     def begin(
-        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
-        best: bool = False,
-    ) -> CheckpointWriter:  # fmt: skip
+        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False
+    ) -> CheckpointWriter:
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 
         Arguments and errors as of `save`.
@@ -157,8 +153,8 @@ class CheckpointFolder:
         others = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
         self._publish(aside, self.folder / f"best-{step}", others)
 
-    def _earlier(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
-        found: list[tuple[Path, Mapping[str, Any]]] = []
+    def _earlier(self, step: int) -> list[tuple[Path, Manifest]]:
+        found: list[tuple[Path, Manifest]] = []
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # nothing follows a damaged one
                 found.append((path, files.read_manifest_text(path)[1]))
@@ -166,8 +162,7 @@ class CheckpointFolder:
 
     def _obsolete(self, step: int) -> list[Path]:
         """What goes when this step has its checkpoint: the later ones, as the run has gone back behind them and now
-        goes another way, and those that are not among the newest `keep` any more.
-        """
+        goes another way, and those that are not among the newest `keep` any more."""
         later = [(kind, number) for kind in ("step", "best") for number in self._numbers(kind) if number > step]
         earlier = [("step", number) for number in self.steps() if number < step]
         old = earlier[: max(0, len(earlier) + 1 - self.keep)]

@@ -39,7 +39,9 @@ MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is res
 
 # Shape and dtype of each sharded table or state, and the parts that a rank saves.
 Shards = Mapping[str, tuple[torch.Size, torch.dtype, list[Rectangle]]]
-Earlier = Sequence[tuple[Path, Mapping[str, Any]]]  # checkpoints and their manifests, newest first
+Tensors = Mapping[str, Tensor]
+Manifest = Mapping[str, Any]
+Earlier = Sequence[tuple[Path, Manifest]]  # checkpoints and their manifests, newest first
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -52,7 +54,7 @@ class CheckpointWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, folder: Path, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup,
+        self, folder: Path, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup,
         publish: Callable[["RankFiles"], None],  # for rank 0, when all ranks' files are on the disk
     ) -> None:  # fmt: skip
         self._began = time.perf_counter()
