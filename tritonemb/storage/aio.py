@@ -25,6 +25,7 @@ import numpy as np
 
 from tritonemb.storage.store import raise_if_cancelled
 from tritonemb.storage.threads import shared_threads
+from tritonemb.utils import on_error
 
 PAGE_BYTES = 4096
 HUGE_PAGE = 2 << 20  # bytes
@@ -162,14 +163,12 @@ def _release(handle: int, process: int) -> None:
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     """A handle, and whether it is for direct I/O, which a file system may refuse at `open` or at the first read."""
-    handle = -1
     try:
         handle = os.open(path, flags | os.O_DIRECT)
-        os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
+        with on_error(lambda: os.close(handle)):
+            os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
         return handle, True
     except OSError as error:
-        if handle >= 0:
-            os.close(handle)
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     return os.open(path, flags), False

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from tritonemb.storage.store import is_cancelled, raise_if_cancelled
+from tritonemb.utils import on_error
 
 T = TypeVar("T")
 # Random pages of a virtual disk on 2 cores: 12, 41, 54, 61, 63 thousand a second by 1, 4, 8, 16, 32 threads.
@@ -114,12 +115,9 @@ class IoThreads:
         """
         raise_if_cancelled()
         job = Job(work, num_tasks)
-        try:
+        with on_error(job.cancel):
             self._start(job)
             job.wait()
-        except BaseException:
-            job.cancel()
-            raise
 
     def submit(self, work: Callable[[int], object], num_tasks: int) -> Job:
         """As `run`, without waiting."""

@@ -76,10 +76,10 @@ def train(
                 data = on_each_rank(group, functools.partial(cached_as_parquet, data, folder.path / "cache", show))
         kept = {"features": plain(data.features), "num_dense": data.num_dense, "converted": converted}
         torch.manual_seed(config.seed)
-        own = _callbacks(config, folder) if group.rank == 0 else []
         trainer = Trainer(
-            _model(config, data, group, device), data, folder=folder.path, callbacks=[*own, *callbacks],
-            config=plain(config) | kept, verbose=verbose, **config.trainer_options(),
+            _model(config, data, group, device), data, folder=folder.path, config=plain(config) | kept, verbose=verbose,
+            callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
+            **config.trainer_options(),
         )  # fmt: skip
         if checkpoint is not None:
             trainer.resume(checkpoint)

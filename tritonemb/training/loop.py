@@ -373,11 +373,8 @@ class CacheMeter:
         """Means per step since the last call, see `Log.cache`."""
         before, self._before = self._before, self._now()
         since = {name: number - before.get(name, 0) for name, number in self._before.items()}
-        rows = since["lookups"]
-        return {
-            "rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0,
-            **{name: since[name] / steps for name in self._names},
-        }  # fmt: skip
+        rows, means = since["lookups"], {name: since[name] / steps for name in self._names}
+        return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
 
     def _now(self) -> dict[str, float]:
         stall = self._stall + sum(cache.stall for cache in self._caches)
