@@ -108,8 +108,7 @@ class PageFile:
         """Write all of `view` at `offset`."""
         done, size = 0, len(view)
         while done < size:
-            count = os.pwritev(self.handle, [view[done:]], offset + done)
-            if count == 0:
+            if (count := os.pwritev(self.handle, [view[done:]], offset + done)) == 0:
                 raise OSError(errno.EIO, "nothing more could be written")
             done += count
         if not self.direct:

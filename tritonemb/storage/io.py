@@ -93,8 +93,7 @@ class TableIdentity:
 
 def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
     """A header page for `open_file`; ValueError if the table's name is so long that it does not fit."""
-    text = json.dumps(header).encode()
-    if _HEAD.size + len(text) + _CHECKSUM_BYTES > PAGE_BYTES:
+    if _HEAD.size + len(text := json.dumps(header).encode()) + _CHECKSUM_BYTES > PAGE_BYTES:
         raise ValueError(f"table {header['table'][:40]!r}...: its name is too long for the header of a file")
     body = (_HEAD.pack(kind, FORMAT, len(text)) + text).ljust(PAGE_BYTES - _CHECKSUM_BYTES, b"\0")
     return body + _checksum(body)

@@ -120,8 +120,7 @@ class PageTable:
             return
         above = blocks >> _BITS
         new = np.unique(above[self._leaf_of[above] == 0])
-        num_leaves = self._num_leaves + new.size
-        if num_leaves > self._leaves.shape[0]:
+        if (num_leaves := self._num_leaves + new.size) > self._leaves.shape[0]:
             larger = _zeros(max(num_leaves, 2 * self._leaves.shape[0]) * LEAF).reshape(-1, LEAF)
             larger[: self._num_leaves] = self._leaves[: self._num_leaves]
             self._leaves = larger
