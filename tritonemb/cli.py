@@ -89,10 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
-        mistake = not isinstance(error, OSError) or any(
-            isinstance(each, USER_ERRORS) or getattr(each, "errno", None) == errno.EROFS
-            for each in (error, error.__cause__)
-        )
+        causes = (error, error.__cause__)
+        read_only = errno.EROFS in (getattr(each, "errno", None) for each in causes)
+        mistake = not isinstance(error, OSError) or read_only or any(isinstance(each, USER_ERRORS) for each in causes)
         return _end(2 if mistake else 1)
     except KeyboardInterrupt:
         return _end(130)
@@ -163,8 +162,7 @@ def _run(name: str, arguments: list[str]) -> int:
         text = re.sub(r"^ {4}(\w+):", lambda name: f"  --{name[1].replace('_', '-')}:", text, flags=re.MULTILINE)
         print(text.rstrip())
         return 0
-    result = getattr(module, function)(_parse(kind, arguments, f"tritonemb {name}"))
-    if result is not None:
+    if (result := getattr(module, function)(_parse(kind, arguments, f"tritonemb {name}"))) is not None:
         print(result)
     return 0
 

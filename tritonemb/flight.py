@@ -160,8 +160,7 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         for args in (values["args"], [values["message"]]):
             with suppress(TypeError):
-                candidate = kind(*args)
-                if str(candidate) == values["message"]:
+                if str(candidate := kind(*args)) == values["message"]:
                     error = candidate
                     break
     error.add_note(f"In {origin}:\n{values['trace']}")

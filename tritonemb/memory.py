@@ -26,8 +26,7 @@ _most_used = 0  # bytes
 def advise_huge_pages(tensor: Tensor) -> Tensor:
     """Ask for huge pages behind a new CPU tensor that has not been written to yet; returns it.
 
-    With pages of 4 KiB, a row that is read at random also misses the address translation. Linux only; the kernel may
-    grant none.
+    With pages of 4 KiB, a random row also misses the address translation. Linux only; the kernel may grant none.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.device.type != "cpu" or tensor.nbytes < 2 * HUGE_PAGE:
         return tensor
@@ -65,9 +64,8 @@ def empty_result(size: Sequence[int], dtype: torch.dtype, device: torch.device |
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes < KEPT_BYTES or (device is not None and device.type != "cpu"):
         return torch.empty(size, dtype=dtype, device=device)
-    fitting = [
-        address for address, block in reversed([*_idle.items()]) if num_bytes <= block.nbytes <= num_bytes * 5 // 4
-    ]
+    most = num_bytes * 5 // 4
+    fitting = [address for address, block in reversed([*_idle.items()]) if num_bytes <= block.nbytes <= most]
     found = (_idle.pop(address, None) for address in fitting)  # another thread may have been faster
     block = next((block for block in found if block is not None), None)
     if block is None:

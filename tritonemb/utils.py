@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -54,6 +54,24 @@ class LazyModule:
         found = getattr(require(self._name), attribute)
         setattr(self, attribute, found)
         return found
+
+
+@contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if the block raises anything."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+def print_error(work: Callable[[], object]) -> None:
+    """Do what the end of the process, or of an object, asks for; its exception, which nobody catches, is printed."""
+    try:
+        work()
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)
 
 
 class Closing:

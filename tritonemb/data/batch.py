@@ -80,8 +80,7 @@ class Batch:
 class BatchLayout:
     """Positions of a batch's tensors in its buffer of bytes, each at a multiple of 64:
     dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, values int32, or int64 if `wide`,
-    `[num_values]`, lengths int32 `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`.
-    """
+    `[num_values]`, lengths int32 `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`."""
 
     keys: tuple[str, ...]
     batch_size: int

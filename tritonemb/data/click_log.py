@@ -12,28 +12,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from tritonemb.data import protocol
 from tritonemb.data.arrow import pa
 from tritonemb.data.batch import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, head_of, time_mask
 from tritonemb.data.pipeline import FIELDS, Place, batches_of, in_order, permutation
-from tritonemb.data.protocol import (
-    MAX_PROBLEMS,
-    SPLITS,
-    WHOLE,
-    Feature,
-    OpenOptions,
-    Position,
-    ReadReport,
-    Shard,
-    Split,
-    Stream,
-    Tables,
-    check_position,
-    digest,
-    fingerprint,
-)
+from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, Position, ReadReport, Shard, Split, Stream
 from tritonemb.data.schema import CATEGORIES, INTEGERS, LABEL, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
 
@@ -42,7 +28,7 @@ _log = logging.getLogger(__name__)
 UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 
 
-class ClickLog(Tables):
+class ClickLog(protocol.Tables):
     """A log of clicks in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
     Memory holds `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to, about `8 * workers` times
@@ -100,10 +86,8 @@ class ClickLog(Tables):
         known = numberings(self.schema)
         vocabulary = self.schema.vocabulary
         self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
-        self.features = tuple(
-            Feature(column, known[column].num_embeddings, column in self._source.multi_hot)
-            for column in self.schema.sparse
-        )
+        lists, names = self._source.multi_hot, self.schema.sparse
+        self.features = tuple(Feature(name, known[name].num_embeddings, name in lists) for name in names)
         self.encode = partial(encode, schema=self.schema, features=self.features, numberings=known)
         self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}
@@ -132,7 +116,7 @@ class ClickLog(Tables):
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the schema, and the bytes of the vocabulary file if any."""
         dense = tuple((name, self.schema.is_logarithmic(name)) for name in self.schema.dense)
-        return digest("log", self.schema.label, dense, self.features, self._vocabulary)
+        return protocol.digest("log", self.schema.label, dense, self.features, self._vocabulary)
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
@@ -170,15 +154,14 @@ class ClickLog(Tables):
         buffer_rows = -(-(self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS) // batch_size) * batch_size
         extra = shard if shard != WHOLE else ()
         order = (opened.seed, opened.epoch, *extra)
-        belongs_to = fingerprint(
-            self._identity, self.options.split, split, batch_size, buffer_rows, *(order if shuffle else extra)
-        )
+        rows = (batch_size, buffer_rows, *(order if shuffle else extra))
+        belongs_to = protocol.fingerprint(self._identity, self.options.split, split, *rows)
         log = self._shard(split, shard)
         parts = log._parts[split]
         if position is None:
             position = dict.fromkeys(FIELDS, 0) | {"of": belongs_to, "offset": parts[0].start if parts else 0}
         else:
-            check_position(position, FIELDS, belongs_to, self.name)
+            protocol.check_position(position, FIELDS, belongs_to, self.name)
             self._check_position(position, parts, split, buffer_rows // batch_size)
         left_out = self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport()
         before = replace(left_out, rows=position["rows"], skipped=left_out.skipped + position["skipped"])
@@ -250,7 +233,7 @@ class ClickLog(Tables):
         """A digest of what decides the values of a text log's rows: its files, how they are parsed, and the splits."""
         options = (self.options.split, self.options.on_bad_row, self.options.delimiter, self.options.quoted_newlines)
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
-        return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
+        return protocol.digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
 
     def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]], **more: Any) -> Self:
         log = copy.copy(self)
@@ -272,7 +255,7 @@ class ClickLog(Tables):
         for number in np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows)).tolist():
             reason, message = parsed.describe(number)
             counts[f"{self.files[part.file]}: {reason}"] += 1
-            if len(problems) < MAX_PROBLEMS:
+            if len(problems) < protocol.MAX_PROBLEMS:
                 problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
             if self.options.on_bad_row == "raise":
                 raise ValueError(problems[0])

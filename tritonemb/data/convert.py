@@ -118,8 +118,7 @@ def _write(
             for block in blocks:
                 report += block.report
                 waiting = pa.concat_tables([waiting, block.rows])
-                whole = waiting.num_rows // row_group_rows * row_group_rows
-                if whole:
+                if whole := waiting.num_rows // row_group_rows * row_group_rows:
                     writer.write_table(waiting.slice(0, whole), row_group_rows)
                     waiting = waiting.slice(whole)
                 if progress is not None:
@@ -204,10 +203,8 @@ def _summed(table: Any, capacity: int) -> tuple[Any, int]:
 
 def _save(path: Path, tables: Mapping[str, Any]) -> None:
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
-    kinds = {
-        name: "integer" if kept is None or not is_text(kept["value"].type) else "string"
-        for name, kept in tables.items()
-    }
+    texts = {name for name, kept in tables.items() if kept is not None and is_text(kept["value"].type)}
+    kinds = {name: "string" if name in texts else "integer" for name in tables}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
     with write_parquet(path, schema, "zstd") as writer:
         for name, kept in tables.items():

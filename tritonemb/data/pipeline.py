@@ -115,12 +115,10 @@ def batches_of(
     with closing(blocks(start)) as found:
         buffers = shuffle_buffers(counted(found), buffer_rows, order, start, position["window"])
         for number, buffer, begin, end in buffers:
-            num_rows = len(buffer)
-            if first * size >= num_rows:
+            if first * size >= (num_rows := len(buffer)):
                 raise ValueError(f"data set {name!r}: there are fewer rows than the position says")
             for index in range(first, -(-num_rows // size)):
-                run = slice(index * size, min((index + 1) * size, num_rows))
-                batch = cut(buffer, keys, run, options.pin_memory)
+                batch = cut(buffer, keys, slice(index * size, min((index + 1) * size, num_rows)), options.pin_memory)
                 rows += len(batch)
                 place, window, following = begin, number, index + 1
                 if following * size >= num_rows:

@@ -61,11 +61,9 @@ class ReadReport:
     def __add__(self, other: "ReadReport") -> "ReadReport":
         if not other.skipped:
             return replace(self, rows=self.rows + other.rows)
-        reasons = Counter(dict(self.reasons)) + Counter(dict(other.reasons))
+        reasons = sorted((Counter(dict(self.reasons)) + Counter(dict(other.reasons))).items())
         problems = (*self.problems, *other.problems)[:MAX_PROBLEMS]
-        return ReadReport(
-            self.rows + other.rows, self.skipped + other.skipped, problems, tuple(sorted(reasons.items()))
-        )
+        return ReadReport(self.rows + other.rows, self.skipped + other.skipped, problems, tuple(reasons))
 
     def __str__(self) -> str:
         text = f"{self.rows:,} rows were read, {self.skipped:,} bad ones left out"
@@ -117,8 +115,7 @@ class Stream(Batches):
         self._batches = Prefetcher(batches, depth, "tritonemb-batches", on_stop)
 
     def __next__(self) -> Batch:
-        item = next(self._batches, None)
-        if item is not None:
+        if (item := next(self._batches, None)) is not None:
             self.report = item.report
             if item.batch is not None:
                 self.position = item.position

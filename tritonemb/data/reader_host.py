@@ -65,8 +65,7 @@ class ReaderHost(Closing):
 
 
 def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
-    action = request.pop("action")
-    if action == "describe":
+    if (action := request.pop("action")) == "describe":
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
         yield values | {"features": [astuple(feature) for feature in data.features], "splits": data.splits()}, b""
     elif action == "rows":

@@ -11,20 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from tritonemb.data import delimited
 from tritonemb.data import files as cuts
 from tritonemb.data.arrow import pa
-from tritonemb.data.delimited import (
-    LONGEST_LINE,
-    CriteoFormat,
-    CsvFormat,
-    Parsed,
-    check_criteo,
-    count_lines,
-    encoding_hint,
-    parse,
-    read_line,
-    whole_lines,
-)
+from tritonemb.data.delimited import LONGEST_LINE, CriteoFormat, CsvFormat, count_lines, encoding_hint, read_line
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions
@@ -48,7 +38,7 @@ class TextSource:
     ) -> None:
         delimiter, where = delimiter_of(files[0], options), str(files[0].path)
         if not delimiter:
-            check_criteo(options.schema, where)
+            delimited.check_criteo(options.schema, where)
         headers = [header_of(file, delimiter) if delimiter else (FIELDS[not labelled :], 0) for file in files]
         columns = headers[0][0]
         for file, (found, _) in zip(files, headers, strict=True):
@@ -98,11 +88,9 @@ class TextSource:
                 source.seek(offset)
             while offset < stop:
                 stripe = offset // width
-                data = _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)
-                if not data:
+                if not (data := _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)):
                     file.check_size()
-                    least = max(part.stop or 0, file.size if file.codec is None else 0)
-                    if offset < least:
+                    if offset < (least := max(part.stop or 0, file.size if file.codec is None else 0)):
                         raise file.changed(f"its text ends at byte {offset} and had at least {least}")
                     return
                 if stripe % count == index:
@@ -110,8 +98,8 @@ class TextSource:
                 line += count_lines(data)
                 offset = source.tell()
 
-    def parse(self, chunk: Chunk) -> Parsed:
-        return parse(self.form, chunk.rows)
+    def parse(self, chunk: Chunk) -> delimited.Parsed:
+        return delimited.parse(self.form, chunk.rows)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
@@ -135,8 +123,7 @@ class TextSource:
 
     def _check_beginning(self, file: LogFile, header_bytes: int, lenient: bool) -> None:
         with opened(file) as source:
-            beginning = source.peek(2)
-            if not beginning:
+            if not (beginning := source.peek(2)):
                 raise ValueError(f"{file.path} is empty")
             if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise ValueError(
@@ -147,7 +134,7 @@ class TextSource:
             number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
             while line in (b"\n", b"\r\n"):
                 number, line = number + 1, read_line(source, self.form.quoted)
-        checked = parse(self.form, line)
+        checked = delimited.parse(self.form, line)
         if len(checked.bad_rows) and not lenient:
             criteo = isinstance(self.form, CriteoFormat)
             hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
@@ -172,8 +159,7 @@ def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
         decoded = line.removesuffix(b"\r").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.path}, line 1: a header is text in UTF-8{encoding_hint(line)}") from error
-    names = next(csv.reader([decoded], delimiter=delimiter), [])
-    if len(names) < 2:
+    if len(names := next(csv.reader([decoded], delimiter=delimiter), [])) < 2:
         raise ValueError(f"{file.path}, line 1: expected names with {delimiter!r} between them, found {decoded[:60]!r}")
     return tuple(names), len(line + end)
 
@@ -193,7 +179,7 @@ def opened(file: LogFile) -> Iterator[Any]:
 
 
 class _Unpacked(io.RawIOBase):
-    """A compressed stream that knows its place, and goes forward by reading."""
+    """A compressed stream that knows its place, which `seek` returns too, and goes forward by reading."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._place = stream, 0
@@ -203,9 +189,6 @@ class _Unpacked(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._place
 
     def readinto(self, buffer: Any) -> int:
         num_read: int = self._stream.readinto(buffer)
@@ -240,9 +223,8 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
     if quoted:
         data, stop = bytearray(), source.tell() + num_bytes
         while (left := stop - source.tell()) > 0:
-            whole = whole_lines(source.peek()[:left])
-            lines = source.read(whole) if whole else read_line(source, quoted)
-            if not lines:
+            whole = delimited.whole_lines(source.peek()[:left])
+            if not (lines := source.read(whole) if whole else read_line(source, quoted)):
                 break
             data += lines
         return data

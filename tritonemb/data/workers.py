@@ -152,11 +152,9 @@ class _Worker:
         try:
             self._start()
             while self._shared[SERIAL] == serial:
-                answer = self._answer()
-                if answer is None or answer[0] != serial:  # of an earlier request
+                if (answer := self._answer()) is None or answer[0] != serial:  # of an earlier request
                     continue
-                item = answer[1]
-                if item is None:
+                if (item := answer[1]) is None:
                     break
                 if isinstance(item, dict):
                     raise decode_error(item, self.name)

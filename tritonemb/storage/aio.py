@@ -25,6 +25,7 @@ import numpy as np
 
 from tritonemb.storage.store import raise_if_cancelled
 from tritonemb.storage.threads import shared_threads
+from tritonemb.utils import on_error
 
 PAGE_BYTES = 4096
 HUGE_PAGE = 2 << 20  # bytes
@@ -107,8 +108,7 @@ class PageFile:
         """Write all of `view` at `offset`."""
         done, size = 0, len(view)
         while done < size:
-            count = os.pwritev(self.handle, [view[done:]], offset + done)
-            if count == 0:
+            if (count := os.pwritev(self.handle, [view[done:]], offset + done)) == 0:
                 raise OSError(errno.EIO, "nothing more could be written")
             done += count
         if not self.direct:
@@ -162,14 +162,12 @@ def _release(handle: int, process: int) -> None:
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     """A handle, and whether it is for direct I/O, which a file system may refuse at `open` or at the first read."""
-    handle = -1
     try:
         handle = os.open(path, flags | os.O_DIRECT)
-        os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
+        with on_error(lambda: os.close(handle)):
+            os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
         return handle, True
     except OSError as error:
-        if handle >= 0:
-            os.close(handle)
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     return os.open(path, flags), False
@@ -276,11 +274,9 @@ _system_call.argtypes = (ctypes.c_long, ctypes.c_ulong, *(ctypes.c_long,) * 4)
 def _call(which: int, *arguments: int) -> int:
     number, more = _CALLS[platform.machine()][which], (0,) * (5 - len(arguments))
     while True:
-        found = int(_system_call(number, *arguments, *more))
-        if found >= 0:
+        if (found := int(_system_call(number, *arguments, *more))) >= 0:
             return found
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
+        if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
 
@@ -292,8 +288,7 @@ class ExtentError(Exception):
         self.extent, self.reason = extent, reason
 
 
-# Waits for extents that were submitted; raises the ExtentError of the first that failed.
-Transfer = Callable[[], None]
+Transfer = Callable[[], None]  # waits for extents that were submitted; raises the ExtentError of the first that failed
 
 
 class IoContext:
@@ -317,7 +312,6 @@ class IoContext:
         """Read or write extents, whose addresses are counted from the buffer's start, in any order.
 
         Asynchronous I/O does it for a file that is open for direct I/O, if the system has it, else the shared threads.
-        Their part of the buffer must be left alone meanwhile.
         """
         raise_if_cancelled()
         buffer, count = self.buffer, extents.sizes.size

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,22 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.storage import store
 from tritonemb.storage.io import ROWS, TableIdentity, allocated, check_identity, new_file, open_file, write_page
 from tritonemb.storage.memory import HostCache, Policy
 from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTable
 from tritonemb.storage.snapshot import take_snapshot
-from tritonemb.storage.store import (
-    Counts,
-    Initializer,
-    IoFuture,
-    OperationQueue,
-    StorageError,
-    check_request,
-    fill_unwritten,
-    storage_errors,
-)
+from tritonemb.storage.store import Counts, Initializer, IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.storage.threads import shielded
-from tritonemb.utils import Closing
+from tritonemb.utils import Closing, on_error, print_error
 
 T = TypeVar("T")
 
@@ -57,7 +48,7 @@ class RowFile:
 
     def read(self, rows: Tensor, records: Tensor) -> None:
         """Fill `records` with the records of the rows."""
-        fill_unwritten(self.blocks.read(rows.numpy(), records.data_ptr()), rows, records, self._initializer)
+        store.fill_unwritten(self.blocks.read(rows.numpy(), records.data_ptr()), rows, records, self._initializer)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """Write the records of the rows; an error is the table's failure."""
@@ -98,9 +89,8 @@ class RowFile:
             self.failure = failure
             raise
         except BaseException as error:
-            self.failure = StorageError(
-                f"table {self.identity.table!r}, file {self.file.path}: {what}: {error}; {RESTORE}"
-            )
+            where = f"table {self.identity.table!r}, file {self.file.path}"
+            self.failure = StorageError(f"{where}: {what}: {error}; {RESTORE}")
             raise self.failure from error
 
     def _write_header(self, num_blocks: int | None) -> None:
@@ -110,8 +100,7 @@ class RowFile:
 
 
 class DiskRows(Closing):
-    """Records of rows 0 to `num_rows` - 1 in one file: rows that were never written take no room, and read as their
-    initial values.
+    """Records of rows 0 to `num_rows` - 1 in one file; rows never written take no room, and read as initial values.
 
     Operations take effect in the order in which they are submitted, by any thread: a read after a write of the same row
     returns what was written. Rows are int64 `[n]` on the CPU, ascending and distinct, records uint8 `[n, num_bytes]`,
@@ -179,22 +168,19 @@ class DiskRows(Closing):
 
         def opened() -> tuple[RowFile, HostCache | None]:
             file = RowFile(Path(path), identity, initializer)
-            try:
+            with on_error(file.file.close):
                 return file, None if host_rows is None else HostCache(file, host_rows, policy)
-            except BaseException:
-                file.file.close()
-                raise
 
         return cls(*shielded(opened))
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Fill `records` with the records of the rows."""
-        check_request(self.table_name, self.num_rows, self.record, rows, records)
+        store.check_request(self.table_name, self.num_rows, self.record, rows, records)
         return self._submit(lambda: self._rows.read(rows, records))
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Write the records of the rows."""
-        check_request(self.table_name, self.num_rows, self.record, rows, records)
+        store.check_request(self.table_name, self.num_rows, self.record, rows, records)
         return self._submit(lambda: self._rows.write(rows, records))
 
     def flush(self) -> IoFuture:
@@ -248,8 +234,7 @@ class DiskRows(Closing):
 
     def close(self) -> None:
         """Wait for what was submitted, flush it and close the file; StorageError if that or an earlier write has failed
-        that nobody has waited for. A second call waits only for what an interrupted one has begun.
-        """
+        that nobody has waited for. A second call waits only for what an interrupted one has begun."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -282,8 +267,7 @@ class DiskRows(Closing):
             return self._operations.submit(checked)
 
     def _check_failure(self) -> None:
-        failure = self._file.failure
-        if failure is not None:
+        if (failure := self._file.failure) is not None:
             failure.raised = True
             raise StorageError(
                 f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: {failure}"
@@ -315,10 +299,8 @@ class DiskRows(Closing):
                 "or before there was any; take a whole one before one of changes only"
             )
         self._flush()
-        file = self._file
-        file.last_snapshot = take_snapshot(
-            file.blocks, file.identity, path, file.last_snapshot if changes_only else None
-        )
+        file, after = self._file, self.last_snapshot if changes_only else None
+        file.last_snapshot = take_snapshot(file.blocks, file.identity, path, after)
         file.blocks.changed.clear()
 
 
@@ -340,7 +322,7 @@ def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cach
     if os.getpid() != process:  # without the thread; it must leave the file alone
         return
     if cache is not None and cache.needs_write_back():
-        operations.close(partial(_print_error, partial(_close, file, cache)))
+        operations.close(partial(print_error, partial(_close, file, cache)))
     else:
         file.file.close()
         operations.close(lambda: None)
@@ -352,12 +334,5 @@ _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """At exit: wait for what was submitted, and print failures that no caller has seen."""
-    for store in list(_OPEN):
-        _print_error(store.close)
-
-
-def _print_error(work: Callable[[], None]) -> None:
-    try:
-        work()
-    except Exception as error:
-        print(f"error: {error}", file=sys.stderr)
+    for rows in list(_OPEN):
+        print_error(rows.close)

@@ -1,7 +1,4 @@
-"""A file of rows: its header page, which says whose rows they are, and its name, which it gets durably.
-
-The header says of which table the rows are and what a record looks like.
-"""
+"""A file of rows: its header page, which says whose they are and what a record looks like, and its durable name."""
 
 import errno
 import hashlib
@@ -17,6 +14,7 @@ from typing import Any
 from tritonemb.storage.aio import PAGE_BYTES, IoBuffer, PageFile
 from tritonemb.storage.page_table import FileLayout
 from tritonemb.storage.store import Record, StorageError, storage_errors
+from tritonemb.utils import on_error
 
 FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
@@ -31,17 +29,13 @@ def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
     OSError if there is a file of that name that it must not `replace`.
     """
     temporary = path.with_name(f".writing-{path.name}")
-    try:
-        with closing(create_file(temporary)) as file:
-            yield file
-            file.sync()
-            if not replace and path.exists():
-                raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
-            os.replace(temporary, path)
-            sync(path.parent)  # or a power failure may take the name
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with on_error(lambda: temporary.unlink(missing_ok=True)), closing(create_file(temporary)) as file:
+        yield file
+        file.sync()
+        if not replace and path.exists():
+            raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
+        os.replace(temporary, path)
+        sync(path.parent)  # or a power failure may take the name
 
 
 def sync(path: Path) -> None:
@@ -87,16 +81,10 @@ class TableIdentity:
             raise ValueError(f"table {self.table!r}: num_rows must be at least 1, got {self.num_rows}")
 
     def as_json(self) -> dict[str, Any]:
-        fields = self.record.fields
-        return {
-            "table": self.table,
-            "num_rows": self.num_rows,
-            "record_bytes": self.record.num_bytes,
-            "fields": [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.one_a_row] for f in fields],
-            "seed": self.seed,
-            "row_origin": self.row_origin,
-            "column_origin": self.column_origin,
-        }
+        record = self.record
+        own = {name: getattr(self, name) for name in ("table", "num_rows", "seed", "row_origin", "column_origin")}
+        fields = [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.one_a_row] for f in record.fields]
+        return own | {"record_bytes": record.num_bytes, "fields": fields}
 
     def header(self, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
         """The header page of a file of rows, or of its snapshot of this name; None blocks while it is written to."""
@@ -105,8 +93,7 @@ class TableIdentity:
 
 def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
     """A header page for `open_file`; ValueError if the table's name is so long that it does not fit."""
-    text = json.dumps(header).encode()
-    if _HEAD.size + len(text) + _CHECKSUM_BYTES > PAGE_BYTES:
+    if _HEAD.size + len(text := json.dumps(header).encode()) + _CHECKSUM_BYTES > PAGE_BYTES:
         raise ValueError(f"table {header['table'][:40]!r}...: its name is too long for the header of a file")
     body = (_HEAD.pack(kind, FORMAT, len(text)) + text).ljust(PAGE_BYTES - _CHECKSUM_BYTES, b"\0")
     return body + _checksum(body)
@@ -119,7 +106,7 @@ def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> t
     """
     with storage_errors(f"{what} cannot be opened", "name a file that is there, and that you may use"):
         file = PageFile(path, writable)
-    try:
+    with on_error(file.close):
         buffer = IoBuffer(PAGE_BYTES)
         try:
             file.read(buffer.view, 0)
@@ -136,9 +123,6 @@ def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> t
                     f"{what} has {found:,} bytes instead of {expected:,}, it was cut or appended to; restore it from "
                     "a snapshot, or use another one"
                 )
-    except BaseException:
-        file.close()
-        raise
     return file, header
 
 
@@ -165,12 +149,8 @@ def _decode_header(page: bytes, path: Path, kinds: Sequence[bytes]) -> dict[str,
 def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Path) -> None:
     """Raise a StorageError that lists each difference between a file's table and the expected one."""
     there, here = _describe(header), _describe(identity.as_json())
-    problems = [
-        f"{name}: {there.get(name, 'none')} in the file, {here.get(name, 'none')} here"
-        for name in there | here
-        if there.get(name) != here.get(name)
-    ]
-    if problems:
+    pairs = ((name, there.get(name, "none"), here.get(name, "none")) for name in there | here)
+    if problems := [f"{name}: {old} in the file, {new} here" for name, old, new in pairs if old != new]:
         listed = "\n  ".join(problems)
         raise StorageError(f"table {identity.table!r}: file {path} is of another table or optimizer:\n  {listed}")
 

@@ -29,10 +29,7 @@ class HostRows:
     ) -> None:  # fmt: skip
         self.record, num_bytes = record, num_rows * record.num_bytes
         try:
-            if gpu is None:
-                rows = advise_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
-            else:
-                rows = empty_pinned(num_bytes, gpu)
+            rows = empty_pinned(num_bytes, gpu) if gpu else advise_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
         except (RuntimeError, MemoryError, OSError) as error:
             raise StorageError(
                 f"table {table_name!r}: cannot allocate {num_bytes:,} bytes of {'' if gpu is None else 'pinned '}host "

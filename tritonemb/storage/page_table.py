@@ -1,7 +1,6 @@
 """A file's blocks of pages that hold rows: where each block stands, and how many are read or written at once.
 
-Blocks are checked when they are read, and sealed when they are written: each page ends with a checksum. The page table
-says at which position of the file a block stands.
+Blocks are checked when they are read, and sealed when they are written: each page ends with a checksum.
 """
 
 import mmap
@@ -92,10 +91,9 @@ def runs(*numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class PageTable:
     """The position of each block in the file, in two levels; they are in the order in which they were first written.
 
-    So a file grows at its end alone, whatever rows are written: it has no holes, however large the table is, and blocks
-    that were first written together stand together. A block takes 4 bytes of memory, as does every group of `LEAF`
-    blocks of the table; where single blocks are far apart, each takes 4 `LEAF` bytes. Positions 0 to `count` - 1 are
-    allocated.
+    So a file grows at its end alone: it has no holes, however large the table is, and blocks that were first written
+    together stand together. A block takes 4 bytes of memory, as does every group of `LEAF` blocks of the table; where
+    single blocks are far apart, each takes 4 `LEAF` bytes. Positions 0 to `count` - 1 are allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -122,8 +120,7 @@ class PageTable:
             return
         above = blocks >> _BITS
         new = np.unique(above[self._leaf_of[above] == 0])
-        num_leaves = self._num_leaves + new.size
-        if num_leaves > self._leaves.shape[0]:
+        if (num_leaves := self._num_leaves + new.size) > self._leaves.shape[0]:
             larger = _zeros(max(num_leaves, 2 * self._leaves.shape[0]) * LEAF).reshape(-1, LEAF)
             larger[: self._num_leaves] = self._leaves[: self._num_leaves]
             self._leaves = larger
@@ -328,8 +325,7 @@ class BlockFile:
                 )
             written = np.flatnonzero(blocks != kernels.NEVER_WRITTEN)
             found, counts = np.unique(blocks[written], return_counts=True)
-            twice = found[(counts > 1) | (self.page_table.find(found) >= 0)]
-            if twice.size:
+            if (twice := found[(counts > 1) | (self.page_table.find(found) >= 0)]).size:
                 rows = layout.describe_rows(int(twice[0]), int(twice[0]))
                 raise StorageError(f"{where}it is damaged: the part with {rows} is there twice; {RESTORE}")
             self.page_table.insert(blocks[written], first + written)

@@ -15,22 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.storage import store
 from tritonemb.storage.aio import PAGE_BYTES, PageFile, io_context
 from tritonemb.storage.io import CHANGES, ROWS, TableIdentity, encode_header, new_file, open_file, write_page
 from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile, FileLayout, runs
 from tritonemb.storage.sparse import reflink_or_copy
-from tritonemb.storage.store import (
-    Field,
-    Initializer,
-    Record,
-    StorageError,
-    check_request,
-    cpu_kernels,
-    fill_unwritten,
-    storage_errors,
-)
+from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
-from tritonemb.utils import Closing
+from tritonemb.utils import Closing, on_error
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, after their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which the group's number is added: no block has such a number
@@ -113,33 +105,29 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
 def _apply(path: Path, blocks: BlockFile, before: dict[str, Any]) -> dict[str, Any]:
     """Write the blocks of a file of changes to the file of the snapshot with header `before`; the changes' header."""
     layout, (file, header) = blocks.layout, open_file(f"snapshot {path}", path, CHANGES)
+    what = f"the changes {path}"
     with closing(file):
         identities = [{key: value for key, value in h.items() if key not in _OF_FILE} for h in (before, header)]
         if identities[0] != identities[1]:
-            raise StorageError(f"the changes {path} are of another table than their base, or of another optimizer")
+            raise StorageError(f"{what} are of another table than their base, or of another optimizer")
         if header["after"] != before["snapshot"]:
-            raise StorageError(
-                f"the changes {path} do not follow the snapshot before them; give all of them, in their order"
-            )
+            raise StorageError(f"{what} do not follow the snapshot before them; give all of them, in their order")
         changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
-        expected = _group_offset(layout, changed)
-        if file.size() != expected:
+        if file.size() != (expected := _group_offset(layout, changed)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes instead of {expected:,}; use another one")
         with io_context() as context:
             for group, first in enumerate(range(0, changed, size)):
                 count = min(size, changed - first)
                 end = PAGE_BYTES + count * layout.block_bytes
                 buffer = context.reserve(end)
-                with storage_errors(f"the changes {path} cannot be read", "use others"):
+                with storage_errors(f"{what} cannot be read", "use others"):
                     file.read(buffer.view[:end], _group_offset(layout, first))
                 numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
                 num_good = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
                 if num_good:
                     num_good += pages.check(buffer.address + PAGE_BYTES, numbers, layout.pages_per_block)
                 if num_good <= count:
-                    raise StorageError(
-                        f"the changes {path} are damaged: a checksum is not that of its page; use others"
-                    )
+                    raise StorageError(f"{what} are damaged: a checksum is not that of its page; use others")
                 blocks.store(context, numbers, PAGE_BYTES)
         return header
 
@@ -166,7 +154,13 @@ class SnapshotReader(Closing):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.header, self._blocks = shielded(lambda: _open_snapshot(self.path))
+
+        def opened() -> tuple[dict[str, Any], BlockFile]:
+            file, header = open_file(f"snapshot {path}", self.path, ROWS)
+            with on_error(file.close):
+                return header, BlockFile(header["table"], file, FileLayout.of(header))
+
+        self.header, self._blocks = shielded(opened)
         self.num_rows: int = self.header["num_rows"]
         fields = [Field(name, getattr(torch, dtype), *rest) for name, dtype, *rest in self.header["fields"]]
         self.record = Record(tuple(fields), self.header["record_bytes"])
@@ -177,13 +171,13 @@ class SnapshotReader(Closing):
 
         `initializer` gives rows that were never written their values. StorageError if the file is damaged.
         """
-        check_request(self.header["table"], self.num_rows, self.record, rows, records)
+        store.check_request(self.header["table"], self.num_rows, self.record, rows, records)
 
         def read() -> np.ndarray:
             with self._in_use:
                 return self._blocks.read(rows.numpy(), records.data_ptr())
 
-        fill_unwritten(shielded(read), rows, records, initializer)
+        store.fill_unwritten(shielded(read), rows, records, initializer)
 
     def written(self) -> Iterator[tuple[int, int]]:
         """Bounds of ranges of rows, ascending, outside of which no row was ever written."""
@@ -196,12 +190,3 @@ class SnapshotReader(Closing):
     def close(self) -> None:
         with self._in_use:
             self._blocks.file.close()
-
-
-def _open_snapshot(path: Path) -> tuple[dict[str, Any], BlockFile]:
-    file, header = open_file(f"snapshot {path}", path, ROWS)
-    try:
-        return header, BlockFile(header["table"], file, FileLayout.of(header))
-    except BaseException:
-        file.close()
-        raise

@@ -29,8 +29,7 @@ _NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.
 
 def reflink_or_copy(source: PageFile, target: PageFile) -> None:
     """Copy a file, whose size is a multiple of a page's, into an empty one; holes stay holes. OSError and EOFError say
-    what could not be read or written; the target is useless then.
-    """
+    what could not be read or written; the target is useless then."""
     if _reflink(source, target):
         return
     size = source.size()

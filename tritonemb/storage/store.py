@@ -203,8 +203,7 @@ class Record:
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
 
-        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. ValueError for records of
-        another shape or dtype.
+        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. ValueError for other records.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
             raise ValueError(f"records must be uint8 [n, {self.num_bytes}], got {records.dtype} {list(records.shape)}")
@@ -229,8 +228,7 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
             f"got {list(rows.shape)} and {list(records.shape)}"
         )
     numbers = rows.numpy()
-    wrong_order = numbers[1:] <= numbers[:-1]
-    if wrong_order.any():
+    if (wrong_order := numbers[1:] <= numbers[:-1]).any():
         at = int(wrong_order.argmax())
         raise ValueError(
             f"table {table!r}: rows must be ascending and distinct, but rows[{at}] is {numbers[at]} and rows[{at + 1}] "
@@ -344,9 +342,8 @@ class CacheDirectory:
         tags, used, pins = (list(each.split(self.num_slots)) for each in (self.tags, self.used, self.pins))
         self.parts = tags, used, pins
         slots = torch.arange(sum(self.num_slots), device=self.device)
-        self.overflow = torch.cat(
-            [slots[begin + sets : end] for begin, sets, end in zip(self.starts, self.in_sets, ends, strict=True)]
-        )
+        bounds = zip(self.starts, self.in_sets, ends, strict=True)
+        self.overflow = torch.cat([slots[begin + sets : end] for begin, sets, end in bounds])
 
 
 _EMPTY = ("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)  # what a slot without a row has

@@ -9,9 +9,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import TypeVar
 
 from tritonemb.storage.store import is_cancelled, raise_if_cancelled
+from tritonemb.utils import on_error
 
 T = TypeVar("T")
 # Random pages of a virtual disk on 2 cores: 12, 41, 54, 61, 63 thousand a second by 1, 4, 8, 16, 32 threads.
@@ -66,8 +68,7 @@ class Job:
     def run_next(self) -> bool:
         """Run a task, if one is left; whether there may be more."""
         with self._changed:
-            task = self._next
-            if task >= self.num_tasks:
+            if (task := self._next) >= self.num_tasks:
                 return False
             self._next, self._running = task + 1, self._running + 1
         try:
@@ -110,17 +111,13 @@ class IoThreads:
     def run(self, work: Callable[[int], object], num_tasks: int) -> None:
         """Call `work(0) … work(num_tasks - 1)`, each once; returns when all are done. Many threads may call it.
 
-        What the first task that failed has raised, or a signal handler, is raised when the running tasks are done; the
-        others are left out.
+        What the first failed task or a signal handler has raised is raised when running tasks are done; no others run.
         """
         raise_if_cancelled()
         job = Job(work, num_tasks)
-        try:
+        with on_error(job.cancel):
             self._start(job)
             job.wait()
-        except BaseException:
-            job.cancel()
-            raise
 
     def submit(self, work: Callable[[int], object], num_tasks: int) -> Job:
         """As `run`, without waiting."""
@@ -131,13 +128,11 @@ class IoThreads:
     def _start(self, job: Job) -> None:
         wanted = min(job.num_tasks, self.num_threads)
         with self._lock:
-            while self._started < wanted:
-                name = f"tritonemb-disk-{self._started}"
-                try:
+            with suppress(RuntimeError):  # at interpreter exit no thread can be started
+                while self._started < wanted:
+                    name = f"tritonemb-disk-{self._started}"
                     threading.Thread(target=_run_tasks, args=(self._jobs,), name=name, daemon=True).start()
-                except RuntimeError:  # at interpreter exit no thread can be started
-                    break
-                self._started += 1
+                    self._started += 1
             num_threads = min(wanted, self._started)
         for _ in range(num_threads):
             self._jobs.put(job)

@@ -5,6 +5,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -137,10 +138,8 @@ class TableOptions(Options):
         cache = CacheConfig(
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
-        return [
-            replace(table, placement=self.placement, cache=cache) if table.num_embeddings >= self.placed_rows else table
-            for table in tables
-        ]
+        placed = partial(replace, placement=self.placement, cache=cache)
+        return [placed(table) if table.num_embeddings >= self.placed_rows else table for table in tables]
 
 
 @dataclass(frozen=True)
@@ -245,9 +244,8 @@ class TrainConfig(RunOptions):
         """The keyword arguments of a `Trainer`, each from the section that has it."""
         sections = (self, self.schedule, self.evaluation)
         names = [each.name for each in fields(TrainerOptions)]
-        return {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)} | {
-            "checkpoints": self.checkpoint
-        }
+        given = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
+        return given | {"checkpoints": self.checkpoint}
 
 
 PRESETS = {

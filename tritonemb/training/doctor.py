@@ -35,10 +35,9 @@ def examine(device: str | None = None) -> tuple[str, bool]:
         try:
             difference = check_step(each)
             good = difference <= TOLERANCE
-            verdict = (
-                f"a training step agrees with the reference (largest difference {difference:.1e})"
-                if good else f"a training step is WRONG: it differs from the reference by {difference:.1e}"
-            )  # fmt: skip
+            verdict = f"a training step agrees with the reference (largest difference {difference:.1e})"
+            if not good:
+                verdict = f"a training step is WRONG: it differs from the reference by {difference:.1e}"
         except Exception as error:  # whatever is broken is reported
             good, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
         healthy &= good
@@ -61,9 +60,8 @@ def clear_kernels() -> str:
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return ["  " + "  ".join(cells).rstrip() for cells in padded]
 
 
 def check_step(device: torch.device) -> float:
@@ -76,9 +74,8 @@ def check_step(device: torch.device) -> float:
     served = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
     reference = copy.deepcopy(served)
     lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2])
-    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], torch.randint(7, (int(lengths.sum()),)), lengths).to(
-        device
-    )
+    ids = torch.randint(7, (int(lengths.sum()),))
+    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], ids, lengths).to(device)
     gradient = torch.randn(4, 32, device=device)
     outputs = []
     for module, kernels in ((served, nullcontext()), (reference, forced(REFERENCE))):
@@ -103,10 +100,8 @@ def check_device(name: str) -> torch.device:
 
 def versions(device: torch.device | None = None) -> dict[str, str]:
     """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
-    found = {
-        "python": platform.python_version(), **{name: _version(name) for name in PACKAGES},
-        "platform": platform.platform(),
-    }  # fmt: skip
+    packages = {name: _version(name) for name in PACKAGES}
+    found = {"python": platform.python_version(), **packages, "platform": platform.platform()}
     if device is not None:
         found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
         found["threads"] = str(torch.get_num_threads())

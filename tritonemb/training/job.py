@@ -77,22 +77,17 @@ def train(
         kept = {"features": plain(data.features), "num_dense": data.num_dense, "converted": converted}
         torch.manual_seed(config.seed)
         trainer = Trainer(
-            _model(config, data, group, device),
-            data,
-            folder=folder.path,
+            _model(config, data, group, device), data, folder=folder.path, config=plain(config) | kept, verbose=verbose,
             callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
-            config=plain(config) | kept,
-            verbose=verbose,
             **config.trainer_options(),
-        )
+        )  # fmt: skip
         if checkpoint is not None:
             trainer.resume(checkpoint)
         result, best = trainer.fit(test="test" in data.splits()), on_rank_zero(group, folder.checkpoints.best)
         if best is not None and result.test is not None and trainer.progress.best_step != result.steps:
             trainer.resume(best)
-            found = Evaluation(
-                trainer.progress.step, trainer.progress.epoch, "test", trainer.evaluate("test"), best=True
-            )
+            progress = trainer.progress
+            found = Evaluation(progress.step, progress.epoch, "test", trainer.evaluate("test"), best=True)
             result = replace(result, best=found.metrics)
             if verbose and group.rank == 0:
                 Lines(sys.stdout).on_evaluation(found)

@@ -110,9 +110,8 @@ class Loop:
             raise self._failed
         if signum := self.ranks.max(self._stopped or self.request.signum or 0):  # some rank's may have come late
             raise Interrupted(signum)
-        return FitResult(
-            tuple(progress.losses), progress.samples - before, seconds, speed, reason, progress.step, metrics
-        )
+        trained = progress.samples - before
+        return FitResult(tuple(progress.losses), trained, seconds, speed, reason, progress.step, metrics)
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""
@@ -241,10 +240,8 @@ class Loop:
         except UndefinedMetricsError as error:
             self.callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
             return None
-        self._report_skipped(
-            metrics.num_skipped, split,
-            f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out",
-        )  # fmt: skip
+        text = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out"
+        self._report_skipped(metrics.num_skipped, split, text)
         return metrics
 
     def _checkpoint_due(self) -> bool:
@@ -376,11 +373,8 @@ class CacheMeter:
         """Means per step since the last call, see `Log.cache`."""
         before, self._before = self._before, self._now()
         since = {name: number - before.get(name, 0) for name, number in self._before.items()}
-        rows = since["lookups"]
-        return {
-            "rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0,
-            **{name: since[name] / steps for name in self._names},
-        }  # fmt: skip
+        rows, means = since["lookups"], {name: since[name] / steps for name in self._names}
+        return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
 
     def _now(self) -> dict[str, float]:
         stall = self._stall + sum(cache.stall for cache in self._caches)

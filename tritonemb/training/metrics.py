@@ -70,8 +70,7 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
             logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
             skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
         logits, labels = ranks.to_first(logits), ranks.to_first(labels)
-        seconds = time.perf_counter() - start
-        metrics = on_rank_zero(ranks.control, lambda: binary_metrics(logits, labels, seconds))
+        metrics = on_rank_zero(ranks.control, lambda: binary_metrics(logits, labels, time.perf_counter() - start))
     return replace(metrics, num_skipped=skipped)
 
 

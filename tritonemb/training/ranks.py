@@ -199,8 +199,7 @@ def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type
 
 def raise_failures(outcomes: Sequence[Any], own: BaseException | None, error: type[Exception] | None = None) -> None:
     """Raise for the `Failure`s among all ranks' outcomes, if there are any; `own` is this rank's exception."""
-    failures = {rank: found for rank, found in enumerate(outcomes) if isinstance(found, Failure)}
-    if not failures:
+    if not (failures := {rank: found for rank, found in enumerate(outcomes) if isinstance(found, Failure)}):
         return
     if own is not None and not isinstance(own, Exception):
         raise own

@@ -324,11 +324,8 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
 
 def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollection]:
     """The collections of a model that update their tables by themselves."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, TableCollection | ShardedCollection) and module.fused_optimizer is not None
-    ]
+    collections = (each for each in model.modules() if isinstance(each, TableCollection | ShardedCollection))
+    return [each for each in collections if each.fused_optimizer is not None]
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:

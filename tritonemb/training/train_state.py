@@ -108,10 +108,9 @@ class TrainState:
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         caches = caches_of(self.model)
         # Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards.
-        cached = needs_prefetch(self.model) or any(
-            config.placement != "device"
-            for module in self.model.modules() if isinstance(module, ShardedCollection) for config in module.configs
-        )  # fmt: skip
+        sharded = [module for module in self.model.modules() if isinstance(module, ShardedCollection)]
+        placements = {config.placement for module in sharded for config in module.configs}
+        cached = needs_prefetch(self.model) or bool(placements - {"device"})
         steps = prepare(
             stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
             accumulate=options.accumulate if training else 1,

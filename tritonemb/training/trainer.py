@@ -53,8 +53,7 @@ class Trainer(TrainerOptions):
         callbacks: see `Callback`.
         config: shown in the report, kept in the log.
         verbose: show progress.
-        pipeline: prepare the next steps while one computes; False for a model that changes the features that it is
-            given before it looks them up.
+        pipeline: prepare the next steps while one computes; False for a model that changes features before its lookups.
 
     All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
 
@@ -91,9 +90,8 @@ class Trainer(TrainerOptions):
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
-        state = TrainState(
-            model, device, self.data, self, dict(self.config or {}), step, Progress(), ranks, self.pipeline
-        )
+        config = dict(self.config or {})
+        state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))

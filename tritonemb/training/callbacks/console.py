@@ -84,9 +84,8 @@ class LiveView(Lines):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(stream)
-        self._console = require("rich.console").Console(
-            file=stream, highlight=False, force_terminal=True, force_jupyter=False
-        )
+        console = require("rich.console").Console
+        self._console = console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)
         self._clock = clock
 
     def on_start(self, start: FitStart) -> None:
@@ -97,17 +96,15 @@ class LiveView(Lines):
             rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True, auto_refresh=False,
             redirect_stdout=shared and sys.stdout.isatty(), redirect_stderr=shared and sys.stderr.isatty(),
         )  # fmt: skip
-        self._task = self._progress.add_task(
-            _step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
-        )
+        first = _step_field(start.first_step, start)
+        self._task = self._progress.add_task(first, total=start.total_samples, completed=start.samples_done)
         self._drawn = -math.inf
         super().on_start(start)
         self._progress.start()
 
     def on_step(self, step: StepEnd) -> None:
         self._progress.update(self._task, completed=step.samples, description=_step_field(step.step, self._start))
-        now = self._clock()
-        if now - self._drawn >= REFRESH_SECONDS:
+        if (now := self._clock()) - self._drawn >= REFRESH_SECONDS:
             self._drawn = now
             self._progress.refresh()
 

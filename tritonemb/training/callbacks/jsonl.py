@@ -117,9 +117,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines):  # nothing after the last line's end, or a line that was not finished
                 break
-            raise ValueError(
-                f"{path}, line {number}: damaged ({error}): {line[:80].decode(errors='replace')}"
-            ) from error
+            beginning = line[:80].decode(errors="replace")
+            raise ValueError(f"{path}, line {number}: damaged ({error}): {beginning}") from error
         events.append(event)
     return events
 

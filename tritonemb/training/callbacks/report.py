@@ -99,8 +99,7 @@ def _charts(
         ("Learning rate, dense", "rates", logs, "dense_lr", RATE),
         ("Learning rate, tables", "rates", logs, "table_lr", RATE),
     ):
-        points = [(event["step"], float(event[key])) for event in events if event[key] is not None]
-        if points:
+        if points := [(event["step"], float(event[key])) for event in events if event[key] is not None]:
             level = best if key == "auc" else None
             drawn = chart(points, unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
             yield {"title": title, "name": title[0].lower() + title[1:], "colour": colour, **drawn}
@@ -113,8 +112,7 @@ def chart(
     """The places of a curve over the steps up to `last_step`, for the template; values that are not finite are gaps."""
     show, show_tick = unit
     last, points = points[-1][1], thin(points)
-    finite = [point for point in points if is_finite(point[1])]
-    if not finite:
+    if not (finite := [point for point in points if is_finite(point[1])]):
         return {"last": str(last)}
     level = level if level is not None and is_finite(level) else None
     values = [y for _, y in finite] + ([] if level is None else [level]) + ([0.0] if from_zero else [])

@@ -65,10 +65,9 @@ class Profiler(Callback):
 
     def on_start(self, start: FitStart) -> None:
         warmup = min(1, self.options.profile_start)
+        wait, active = self.options.profile_start - warmup, self.options.profile_steps
         self._profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(
-                wait=self.options.profile_start - warmup, warmup=warmup, active=self.options.profile_steps, repeat=1
-            ),
+            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self.path)),
             record_shapes=True,
         )

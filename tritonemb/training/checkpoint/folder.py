@@ -9,28 +9,20 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated, sync
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.files import (
-    FORMAT,
-    MANIFEST,
-    ignore_single_process_warning,
-    link_or_copy,
-    read_manifest_text,
-    size_of,
-)
-from tritonemb.training.checkpoint.writer import CheckpointWriter, RankFiles
+from tritonemb.training.checkpoint import files
+from tritonemb.training.checkpoint.files import FORMAT, MANIFEST
+from tritonemb.training.checkpoint.writer import CheckpointWriter, Manifest, RankFiles, Tensors
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 from tritonemb.utils import sealed, write_whole
 
@@ -73,9 +65,8 @@ class CheckpointFolder:
         return self._path(f"best-{steps[-1]}") if steps else None
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
-        best: bool = False,
-    ) -> CheckpointSaved:  # fmt: skip
+        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False
+    ) -> CheckpointSaved:
         """Write the checkpoint of a step.
 
         Args:
@@ -99,9 +90,8 @@ class CheckpointFolder:
             ))  # fmt: skip
 
     def begin(
-        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
-        best: bool = False,
-    ) -> CheckpointWriter:  # fmt: skip
+        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False
+    ) -> CheckpointWriter:
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 
         Arguments and errors as of `save`.
@@ -119,11 +109,9 @@ class CheckpointFolder:
             writer.snapshots.begin(aside, self._earlier(step) if writer.snapshots.tables else [])
 
         def publish(written: RankFiles) -> None:
-            for name, (size, _) in written.files.items():
-                if (found := size_of(aside / name)) != size:
-                    raise OSError(
-                        f"{aside / name} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?"
-                    )
+            for path, (size, _) in ((aside / name, entry) for name, entry in written.files.items()):
+                if (found := files.size_of(path)) != size:
+                    raise OSError(f"{path} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?")
             tables = {"tables": written.tables} if written.tables else {}
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
             write_whole(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
@@ -131,7 +119,7 @@ class CheckpointFolder:
             if best:
                 self._mark_best(step)
 
-        ignore_single_process_warning()
+        files.ignore_single_process_warning()
         writer = CheckpointWriter(aside, step, tensors, manifest, group, publish)
         with self.reporting(writer):
             on_rank_zero(group, make, OSError)
@@ -161,21 +149,20 @@ class CheckpointFolder:
         self._remove_leftovers()
         aside.mkdir()
         for entry in source.iterdir():
-            link_or_copy(entry, aside / entry.name)
+            files.link_or_copy(entry, aside / entry.name)
         others = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
         self._publish(aside, self.folder / f"best-{step}", others)
 
-    def _earlier(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
-        found: list[tuple[Path, Mapping[str, Any]]] = []
+    def _earlier(self, step: int) -> list[tuple[Path, Manifest]]:
+        found: list[tuple[Path, Manifest]] = []
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # nothing follows a damaged one
-                found.append((path, read_manifest_text(path)[1]))
+                found.append((path, files.read_manifest_text(path)[1]))
         return found
 
     def _obsolete(self, step: int) -> list[Path]:
         """What goes when this step has its checkpoint: the later ones, as the run has gone back behind them and now
-        goes another way, and those that are not among the newest `keep` any more.
-        """
+        goes another way, and those that are not among the newest `keep` any more."""
         later = [(kind, number) for kind in ("step", "best") for number in self._numbers(kind) if number > step]
         earlier = [("step", number) for number in self.steps() if number < step]
         old = earlier[: max(0, len(earlier) + 1 - self.keep)]
@@ -224,8 +211,7 @@ class CheckpointFolder:
     def _restore_replaced(self) -> None:
         """Where a checkpoint has lost its name and the new one has not got it, the old one has it again."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
-            final = self.folder / replaced.name.removeprefix(REPLACED)
-            if not final.exists():
+            if not (final := self.folder / replaced.name.removeprefix(REPLACED)).exists():
                 os.rename(replaced, final)
 
     def _failure(self, step: int, needed: int, error: BaseException, group: RankGroup | None) -> CheckpointError:

@@ -4,9 +4,7 @@ Checkpoints may be written while training goes on, by `torch.distributed.checkpo
 """
 
 import atexit
-import sys
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,9 +22,10 @@ from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
-from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
+from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, Manifest, Tensors
 from tritonemb.training.config import plain
 from tritonemb.training.doctor import versions
+from tritonemb.utils import print_error
 
 
 class AsyncSave:
@@ -51,9 +50,7 @@ class AsyncSave:
         self._running: tuple[CheckpointWriter, Future[Metadata]] | None = None
         atexit.register(_finish, weakref.ref(self))
 
-    def start(
-        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], best: bool = False
-    ) -> CheckpointSaved | None:
+    def start(self, step: int, tensors: Tensors, manifest: Manifest, best: bool = False) -> CheckpointSaved | None:
         """Begin to write a checkpoint, see `CheckpointFolder.save`; wait for the one before, return it if nobody has.
 
         Raises:
@@ -89,11 +86,8 @@ class AsyncSave:
 
 def _finish(save: weakref.ref[AsyncSave]) -> None:
     """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
-    try:
-        if (found := save()) is not None:
-            found.wait()
-    except Exception as error:
-        print(f"error: {error}", file=sys.stderr)
+    if (found := save()) is not None:
+        print_error(found.wait)
 
 
 class CheckpointManager:

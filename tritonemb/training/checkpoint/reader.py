@@ -23,17 +23,12 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.training.checkpoint.files import (
-    MANIFEST,
-    ROWS,
-    checksum,
-    ignore_single_process_warning,
-    read_manifest_text,
-    size_of,
-)
+from tritonemb.training.checkpoint import files
+from tritonemb.training.checkpoint.files import MANIFEST, ROWS, read_manifest_text
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
+from tritonemb.utils import on_error
 
 MAX_LISTED = 20
 Stored = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
@@ -54,8 +49,8 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
     if group.rank == 0 and "sha256" not in found:
         warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
-    files = sorted(found["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
-    on_all_ranks(group, lambda: _check_files(path, dict(files[group.rank :: group.size])))
+    entries = sorted(found["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
+    on_all_ranks(group, lambda: _check_files(path, dict(entries[group.rank :: group.size])))
     return found
 
 
@@ -94,11 +89,10 @@ def load_tensors(
             no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
     """
     path = Path(path)
-    ignore_single_process_warning()
+    files.ignore_single_process_warning()
     stored = stored_tensors(path, group)
     own = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    problems = _differences(stored, on_all_ranks(group, lambda: own), ignore)
-    if problems:
+    if problems := _differences(stored, on_all_ranks(group, lambda: own), ignore):
         more = len(problems) - MAX_LISTED
         listed = "\n  ".join(problems[:MAX_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
@@ -124,8 +118,7 @@ def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[Ca
         else:
             entries = {field.name: stored[f"{prefix}.{field.name}"] for field in part.record.fields}
             fresh[part] = _write_rows(part, _tensor_blocks(path, prefix, entries, part.config))
-    plain = {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}
-    if plain:
+    if plain := {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}:
         load(plain, checkpoint_id=path, no_dist=True)  # each rank reads for itself
     for prefix, entry in saved.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
@@ -133,14 +126,14 @@ def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[Ca
             _fill_tensors(path, _parts_of(path, entry), targets)
 
 
-def _check_files(path: Path, files: Mapping[str, Any]) -> None:
-    for name, (size, crc) in files.items():
-        if (there := size_of(path / name)) != size:
+def _check_files(path: Path, entries: Mapping[str, Any]) -> None:
+    for name, (size, crc) in entries.items():
+        if (there := files.size_of(path / name)) != size:
             raise ValueError(
                 f"{path} is damaged: {name} has {'vanished' if there is None else f'{there:,} bytes'} "
                 f"instead of {size:,} bytes; use another checkpoint"
             )
-        if checksum(path / name) != crc:
+        if files.checksum(path / name) != crc:
             raise ValueError(f"{path} is damaged: {name} does not have the checksum that was written; use another one")
 
 
@@ -184,7 +177,7 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
     """A store with the rows of blocks, and the initial values of a seed where there are none."""
     store = table.empty_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
-    try:
+    with on_error(store.close):
         for rows, first_column, values in blocks:
             records = torch.zeros(rows.numel(), table.record.num_bytes, dtype=torch.uint8)
             end = first_column + values["weight"].shape[1]
@@ -193,9 +186,6 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
             for name, view in table.record.views(records).items():
                 _copy_columns(view, column, values[name], first_column)
             store.write(rows - row, records).wait()
-    except BaseException:
-        store.close()
-        raise
     return store
 
 

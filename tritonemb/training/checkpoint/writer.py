@@ -39,7 +39,10 @@ MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is res
 
 # Shape and dtype of each sharded table or state, and the parts that a rank saves.
 Shards = Mapping[str, tuple[torch.Size, torch.dtype, list[Rectangle]]]
-Earlier = Sequence[tuple[Path, Mapping[str, Any]]]  # checkpoints and their manifests, newest first
+Tensors = Mapping[str, Tensor]
+Manifest = Mapping[str, Any]
+Files = dict[str, list[int]]  # size and checksum of each, by name
+Earlier = Sequence[tuple[Path, Manifest]]  # checkpoints and their manifests, newest first
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -52,7 +55,7 @@ class CheckpointWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, folder: Path, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup,
+        self, folder: Path, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup,
         publish: Callable[["RankFiles"], None],  # for rank 0, when all ranks' files are on the disk
     ) -> None:  # fmt: skip
         self._began = time.perf_counter()
@@ -113,8 +116,7 @@ def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
     """Raise ValueError unless the ranks' shards make up each sharded table."""
     for name in dict.fromkeys(name for shards in ranks for name in shards):
         found = [shards[name] for shards in ranks if name in shards]
-        kinds = sorted({described(dtype, shape) for shape, dtype, _ in found})
-        if len(kinds) > 1:
+        if len(kinds := sorted({described(dtype, shape) for shape, dtype, _ in found})) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(kinds)}")
         try:
             refuse_gaps(found[0][0], [rectangle for *_, rectangles in found for rectangle in rectangles])
@@ -153,7 +155,7 @@ class DiskTable(NamedTuple):
 class RankFiles(NamedTuple):
     """What a rank has written."""
 
-    files: dict[str, list[int]]  # size and checksum
+    files: Files
     tables: dict[str, dict[str, Any]]  # of the manifest, as far as this rank knows them, by the prefix of their names
     num_bytes: int  # that are new
 
@@ -179,7 +181,7 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 class _Snapshot(NamedTuple):
     prefixes: list[str]  # of the names of weight and states, one for each path to the table in the model
     config: TableConfig
-    linked: dict[str, list[int]]  # size and checksum of the files that changes follow, which are in the folder already
+    linked: Files  # the files that changes follow, which are in the folder already
     follows: str | None  # the name of the last one's snapshot
     path: Path
     future: IoFuture
@@ -211,7 +213,7 @@ class TableSnapshots:
             future = store.snapshot(path, changes_only=bool(linked))
             self._snapshots.append(_Snapshot(prefixes, part.config, linked, follows, path, future))
 
-    def finish(self, files: dict[str, list[int]]) -> RankFiles:
+    def finish(self, files: Files) -> RankFiles:
         """Wait until the snapshots are on the disk; returns all that this rank has written, with these other files.
 
         OSError if one could not be written, or does not follow those before.
@@ -272,9 +274,7 @@ def _store(table: CachedTable) -> DiskRows:
     return table.store
 
 
-def _link_chain(
-    folder: Path, prefix: str, store: DiskRows, snapshot: str | None, earlier: Earlier
-) -> dict[str, list[int]]:
+def _link_chain(folder: Path, prefix: str, store: DiskRows, snapshot: str | None, earlier: Earlier) -> Files:
     for source, manifest in earlier:
         for part in manifest.get("tables", {}).get(prefix, {"parts": []})["parts"]:
             if part["snapshot"] == snapshot:
