@@ -24,6 +24,9 @@ SPAN = 32 * PIECE  # gradients of a row, in pieces, that are summed before they 
 WAYS = 32  # slots in a set of a row cache
 NO_ROW = -1  # tag of an empty slot
 POLICIES = ("lru", "lfu")  # the unpinned row to evict: the one used longest ago, or the fewest times
+GROWN_ROWS = WAYS * 3 // 4  # of each set of a partition of a dynamic table; with more, the partition gets another set
+MOST_USES = 2**31 - 1  # that are counted of a row of a dynamic table
+DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
 
 
 class TableRow(NamedTuple):
@@ -48,6 +51,29 @@ class TableRow(NamedTuple):
 
 
 TABLE_SIZE = len(TableRow._fields)
+
+
+class DynamicIndex(NamedTuple):
+    """The index of a dynamic table: `P` partitions of at most `M` sets, and `B` sets each for overflow rows.
+
+    Attributes:
+        ids, used: int64 `[P · (M + B) · WAYS]`, by slot: the row's id, and the step in which it was last used.
+        counts: int32, by slot: how often it was used.
+        digests: uint8, by slot: 1 … 255, or 0 where the slot is empty; the parts above then mean nothing.
+        overflowed: int32 `[P · M]`, by place of a set: how many of its rows are in the overflow list.
+        num_sets, num_rows, num_overflow: int32 `[P]`: sets now, rows, and those of them in the overflow list.
+        has_room: bool `[P]`: false if no row of the overflow list has an empty way in its set.
+    """
+
+    ids: Tensor
+    used: Tensor
+    counts: Tensor
+    digests: Tensor
+    overflowed: Tensor
+    num_sets: Tensor
+    num_rows: Tensor
+    num_overflow: Tensor
+    has_room: Tensor
 
 
 class TensorList(list[Tensor]):

@@ -320,13 +320,17 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     )  # fmt: skip
 
 
-def set_of(rows: Tensor, num_sets: int) -> Tensor:
-    """int64 `[N]`: the set of each of a table's rows int64 `[N]`; `num_sets` in [1, 2^62)."""
+def mix64(rows: Tensor) -> np.ndarray:
+    """uint64 `[N]` of int64 `[N]`."""
     mixed = rows.cpu().numpy().astype(np.uint64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed = (mixed ^ (mixed >> np.uint64(31))) % np.uint64(num_sets)
-    return torch.from_numpy(mixed.astype(np.int64)).to(rows.device)
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+
+
+def set_of(rows: Tensor, num_sets: int) -> Tensor:
+    """int64 `[N]`: the set of each of a table's rows int64 `[N]`; `num_sets` in [1, 2^62)."""
+    return torch.from_numpy((mix64(rows) % np.uint64(num_sets)).astype(np.int64)).to(rows.device)
 
 
 def _table_rows(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:

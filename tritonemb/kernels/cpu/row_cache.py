@@ -158,7 +158,7 @@ def _directory(tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Te
     return addresses_of([*tags, *used, *pins]).reshape(3, -1)
 
 
-def _tasks(num_rows: int) -> int:
+def tasks_for(num_rows: int) -> int:
     return 1 if num_rows < FEW_ROWS else torch.get_num_threads()
 
 
@@ -167,7 +167,7 @@ def row_cache_look_up_(
     num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """See `kernels/row_cache.py`."""
-    slots, num_tasks = torch.empty_like(rows), _tasks(rows.numel())
+    slots, num_tasks = torch.empty_like(rows), tasks_for(rows.numel())
     _look_up(
         num_tasks, num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
         rows.numpy(), int(now), policy == "lfu", slots.numpy(),
@@ -180,7 +180,7 @@ def row_cache_allocate_(
     tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """See `kernels/row_cache.py`."""
-    evicted, num_tasks = torch.full_like(rows, -1), _tasks(rows.numel())
+    evicted, num_tasks = torch.full_like(rows, -1), tasks_for(rows.numel())
     _allocate_all(
         num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
         rows.numpy(), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
@@ -190,7 +190,7 @@ def row_cache_allocate_(
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """See `kernels/row_cache.py`."""
-    values, num_tasks = torch.full((order.numel(),), -1, dtype=torch.int64), _tasks(order.numel())
+    values, num_tasks = torch.full((order.numel(),), -1, dtype=torch.int64), tasks_for(order.numel())
     _translate(
         num_tasks, num_tasks, num_tasks, slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()
     )

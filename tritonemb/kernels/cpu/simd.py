@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, inlined
+from tritonemb.layout import WAYS
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of, and that it stores
@@ -101,6 +102,24 @@ def copy_bytes(typing_context: Any, to: types.Type, source: types.Type, num_byte
     return types.void(types.int64, types.int64, types.int64), generate
 
 
+@intrinsic
+def equal_ways(typing_context: Any, address: types.Type, byte: types.Type) -> Any:
+    """int64: bit `w` says whether byte `w` of the `WAYS` at an address is `byte`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = ir.PointerType(ir.VectorType(ir.IntType(8), WAYS))
+        line = builder.load(builder.inttoptr(args[0], pointer), align=1)
+        wanted = _splat(builder, builder.trunc(args[1], ir.IntType(8)), WAYS)
+        equal = builder.icmp_unsigned("==", line, wanted)
+        return builder.zext(builder.bitcast(equal, ir.IntType(WAYS)), _LONG)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+lowest_bit = _cast(types.int64, types.int64, lambda builder, bits: builder.cttz(bits, ir.IntType(1)(1)))
+count_bits = _cast(types.int64, types.int64, lambda builder, bits: builder.ctpop(bits))
+
+
 @inlined
 def bfloat16_to_float32(bits):
     """Exact: a bfloat16 is the upper half of a float32."""
@@ -139,7 +158,7 @@ def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    undefined = ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     one = builder.insert_element(undefined, value, _INT(0))
     return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
 
