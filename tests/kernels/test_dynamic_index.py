@@ -255,7 +255,8 @@ def check(
     # Rows that are moved one after the other, in place, and then new ones, are where they should be.
     contents = {slot: id for id, (slot, _) in before.items()}
     moves = list(zip(done.from_slots.tolist(), done.to_slots.tolist(), strict=True))
-    assert [to for _, to in moves] == sorted(to for _, to in moves)
+    elsewhere = [id for id in sorted(before) if id in held and held[id][0] != before[id][0]]
+    assert moves == [(before[id][0], held[id][0]) for id in elsewhere]
     assert {to for _, to in moves}.isdisjoint(start for start, _ in moves)
     for start, to in moves:
         assert contents[start] in held

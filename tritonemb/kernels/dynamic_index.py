@@ -51,7 +51,7 @@ class DynamicInsertion(NamedTuple):
         slots: int64 `[N]`, of the batch's ids; all -1 if the batch was refused.
         is_new: bool `[N]`: the id was inserted.
         evicted_ids, evicted_slots: int64 `[E]`, by ascending id; the slots are those before the call.
-        from_slots, to_slots: int64 `[K]`, by ascending `to_slots`: rows that are elsewhere than before the call.
+        from_slots, to_slots: int64 `[K]`, by ascending id: where rows were that are elsewhere now, and where these are.
         totals: int64 `[3]`: new rows that the batch needs, those of them that there is room for, and rows in overflow
             lists now. The batch was refused, and nothing changed, if fewer are available than needed.
     """
@@ -127,13 +127,14 @@ def dynamic_insert_reference_(
     if unplaced:
         rows = _Rows(index)
     rows.store(index)
-    after, new = rows.slots(), [id for id in batch if id not in before]
-    moves = sorted((after[id], slot) for id, slot in before.items() if after.get(id, slot) != slot)
-    evicted = sorted((id, slot) for id, slot in before.items() if id not in after)
-    columns = [after.get(id, -1) if not unplaced else -1 for id in batch], [id in new and not unplaced for id in batch]
-    pairs = [*zip(*evicted, strict=True)] or [(), ()], [*zip(*moves, strict=True)] or [(), ()]
-    totals = len(new), len(new) - unplaced, int(index.num_overflow.sum())
-    numbers = *columns, *pairs[0], *reversed(pairs[1]), totals
+    after, num_new = rows.slots(), sum(id not in before for id in batch)
+    gone = [id for id in sorted(before) if id not in after]
+    moved = [id for id in sorted(before) if after.get(id, before[id]) != before[id]]
+    numbers = (
+        [-1 if unplaced else after[id] for id in batch], [not unplaced and id not in before for id in batch],
+        gone, [before[id] for id in gone], [before[id] for id in moved], [after[id] for id in moved],
+        [num_new, num_new - unplaced, int(index.num_overflow.sum())],
+    )  # fmt: skip
     tensors = [torch.tensor(each, dtype=torch.int64, device=ids.device) for each in numbers]
     return DynamicInsertion(tensors[0], tensors[1].bool(), *tensors[2:])
 

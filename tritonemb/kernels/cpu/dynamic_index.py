@@ -4,7 +4,7 @@ An insertion first finds all ids. If a partition then has more new ones than its
 served once on a copy, to see whether they find room; only when all do is anything changed.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,26 +17,8 @@ from tritonemb.kernels.cpu.simd import count_bits, equal_ways, lowest_bit, mix, 
 from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_rows_reference
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
 
-UNTOUCHED, NEW = -2, -1  # in `_Log.origins`
-TOUCHED, CHANGED = range(2)  # elements of `_Log.sizes`
 TASKS_A_THREAD = 4
 dynamic_rows = dynamic_rows_reference
-
-
-class _Log(NamedTuple):
-    """What becomes of a partition's rows in a call.
-
-    Attributes:
-        origins: by slot, counted within the partition: where its row was before the call, or NEW, or UNTOUCHED: here.
-        touched: slots whose origin was written.
-        changes: rows `[id, slot before, slot after or -1]` that were evicted or moved.
-        sizes: of `touched` and `changes`.
-    """
-
-    origins: np.ndarray
-    touched: np.ndarray
-    changes: np.ndarray
-    sizes: np.ndarray
 
 
 @inlined
@@ -128,54 +110,28 @@ def _find(task, num_tasks, index, ids, slots):
 
 
 @inlined
-def _local(index, slot):
-    """A slot counted within its partition."""
-    return slot // (WAYS * index.num_sets.size) * WAYS + slot % WAYS
-
-
-@inlined
-def _global(index, partition, slot):
-    return (slot // WAYS * index.num_sets.size + partition) * WAYS + slot % WAYS
-
-
-@inlined
-def _origin(index, log, slot):
-    origin = log.origins[_local(index, slot)]
-    return slot if origin == UNTOUCHED else origin
-
-
-@inlined
 def _note(log, id, slot, to):
-    size = log.sizes[CHANGED]
-    log.changes[size, 0], log.changes[size, 1], log.changes[size, 2] = id, slot, to
-    log.sizes[CHANGED] += 1
+    """An event, behind those noted before: a row was moved, inserted (from -1) or evicted (to -1)."""
+    log[0, 0] += 1
+    event = log[log[0, 0]]
+    event[0], event[1], event[2] = id, slot, to
 
 
 @inlined
-def _put(index, log, slot, origin, id, used, count, digest):
-    index.ids[slot], index.used[slot], index.counts[slot], index.digests[slot] = id, used, count, digest
-    local = _local(index, slot)
-    if log.origins[local] == UNTOUCHED:
-        log.touched[log.sizes[TOUCHED]] = local
-        log.sizes[TOUCHED] += 1
-    log.origins[local] = origin
+def _put(index, log, slot, to, id, used, count):
+    _note(log, id, slot, to)
+    index.ids[to], index.used[to], index.counts[to], index.digests[to] = id, used, count, _digest_of(mix(id))
 
 
 @called
 def _move(index, log, slot, to):
-    origin, digest = _origin(index, log, slot), index.digests[slot]
     index.digests[slot] = 0
-    _put(index, log, to, origin, index.ids[slot], index.used[slot], index.counts[slot], digest)
+    _put(index, log, slot, to, index.ids[slot], index.used[slot], index.counts[slot])
 
 
 @inlined
 def _is_grown(index, partition):
     return index.num_sets[partition] * index.num_sets.size == index.overflowed.size
-
-
-@inlined
-def _must_grow(index, partition):
-    return index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition] and not _is_grown(index, partition)
 
 
 @called
@@ -197,7 +153,7 @@ def _way_to_take(index, place, last, lfu):
 def _evict(index, log, partition, slot):
     """The row of a slot, if it has one."""
     if index.digests[slot] != 0:
-        _note(log, index.ids[slot], _origin(index, log, slot), -1)
+        _note(log, index.ids[slot], slot, -1)
         index.digests[slot] = 0
         index.num_rows[partition] -= 1
 
@@ -242,22 +198,26 @@ def _leave_overflow(index, log, partition, last, lfu):
 
 
 @called
-def _split(index, log, partition):
-    sets = np.int64(index.num_sets[partition])
-    mask = _mask(sets)
-    old, new = (sets & (mask >> 1)) * index.num_sets.size + partition, sets * index.num_sets.size + partition
-    to = new * WAYS
-    for slot in range(old * WAYS, old * WAYS + WAYS):
-        if index.digests[slot] != 0 and mix(index.ids[slot]) & mask == sets:
-            _move(index, log, slot, to)
-            to += 1
-    if index.overflowed[old] > 0:
-        for slot in _overflow_rows(index, partition):
-            if mix(index.ids[slot]) & mask == sets:
-                index.overflowed[old] -= 1
-                index.overflowed[new] += 1
-        index.has_room[partition] = True
-    index.num_sets[partition] += 1
+def _grow(index, log, partition):
+    """Split sets until the partition has enough; whether any was split."""
+    before, partitions = np.int64(index.num_sets[partition]), index.num_sets.size
+    while index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition] and not _is_grown(index, partition):
+        sets = np.int64(index.num_sets[partition])
+        mask = _mask(sets)
+        old, new = (sets & (mask >> 1)) * partitions + partition, sets * partitions + partition
+        to = new * WAYS
+        for slot in range(old * WAYS, old * WAYS + WAYS):
+            if index.digests[slot] != 0 and mix(index.ids[slot]) & mask == sets:
+                _move(index, log, slot, to)
+                to += 1
+        if index.overflowed[old] > 0:
+            for slot in _overflow_rows(index, partition):
+                if mix(index.ids[slot]) & mask == sets:
+                    index.overflowed[old] -= 1
+                    index.overflowed[new] += 1
+            index.has_room[partition] = True
+        index.num_sets[partition] += 1
+    return index.num_sets[partition] > before
 
 
 @inlined
@@ -272,8 +232,7 @@ def _first_empty_overflow(index, partition):
 @called
 def _insert(index, log, partition, id, occurrences, step, last, lfu):
     """The slot of a new id, -1 if there is no room."""
-    mixed = mix(id)
-    place = _place_of(index, mixed)
+    place = _place_of(index, mix(id))
     slot = _way_to_take(index, place, last, lfu)
     if slot < 0:
         slot = _first_empty_overflow(index, partition)
@@ -282,15 +241,15 @@ def _insert(index, log, partition, id, occurrences, step, last, lfu):
         index.overflowed[place] += 1
         index.num_overflow[partition] += 1
     _evict(index, log, partition, slot)
-    _put(index, log, slot, NEW, id, step, min(MOST_USES, occurrences), _digest_of(mixed))
+    _put(index, log, -1, slot, id, step, min(MOST_USES, occurrences))
     index.num_rows[partition] += 1
     return slot
 
 
 @called
 def _serve(index, log, partition, members, ids, occurrences, slots, step, last, lfu):
-    """Steps 1 to 3 for `members` of a batch, whose `slots` have been found; how many of them there is no room for."""
-    log.sizes[:] = 0
+    """Steps 1 to 3 for the `members` of a batch, whose `slots` have been found; how many find no room."""
+    log[0, 0] = 0
     used, counts = np.int64(index.used.ctypes.data), np.int64(index.counts.ctypes.data)
     for i in members:
         prefetch(used + slots[i] * 8, 1)
@@ -306,17 +265,10 @@ def _serve(index, log, partition, members, ids, occurrences, slots, step, last, 
         if slots[i] < 0:
             slots[i] = _insert(index, log, partition, ids[i], occurrences[i], step, last, lfu)
             unplaced += 1 if slots[i] < 0 else 0
-            while _must_grow(index, partition):
-                _split(index, log, partition)
-                moved = True
+            moved |= _grow(index, log, partition)
     if moved:
         for i in members:
             slots[i] = _slot_of(index, ids[i])
-    for local in log.touched[: log.sizes[TOUCHED]]:
-        slot, origin = _global(index, partition, local), log.origins[local]
-        log.origins[local] = UNTOUCHED
-        if index.digests[slot] != 0 and origin >= 0:
-            _note(log, index.ids[slot], origin, slot)
     return unplaced
 
 
@@ -339,60 +291,59 @@ def _copy_of(index, partition):
 
 @called
 def _serve_share(
-    task, num_tasks, index, starts, order, firsts, ids, occurrences, slots, step, last, lfu, tight, unplaced, changes,
-    sizes,
+    task, num_tasks, index, starts, order, firsts, ids, occurrences, slots, step, last, lfu, tight, unplaced, logs
 ):  # fmt: skip
     """A share of the partitions; where there are `tight` ones, only those, on copies."""
-    partitions, size = index.num_sets.size, index.digests.size // index.num_sets.size
-    origins, touched = np.full(size, UNTOUCHED, dtype=np.int64), np.empty(size, dtype=np.int64)
+    partitions, found = index.num_sets.size, np.empty(ids.size if tight.size > 0 else 0, dtype=np.int64)
     for partition in range(partitions * task // num_tasks, partitions * (task + 1) // num_tasks):
-        members = order[starts[partition] : starts[partition + 1]]
-        log = _Log(origins, touched, changes[firsts[partition] : firsts[partition + 1]], sizes[partition])
+        members, log = order[starts[partition] : starts[partition + 1]], logs[firsts[partition] :]
         if tight.size > 0 and tight[partition]:
-            copy, mine = _copy_of(index, partition), ids[members]
-            found = np.array([_slot_of(copy, id) for id in mine])
-            unplaced[partition] = _serve(
-                copy, log, 0, np.arange(mine.size), mine, occurrences[members], found, step, last, lfu
-            )  # fmt: skip
+            copy = _copy_of(index, partition)
+            for i in members:
+                found[i] = _slot_of(copy, ids[i])
+            unplaced[partition] = _serve(copy, log, 0, members, ids, occurrences, found, step, last, lfu)
         elif tight.size == 0 and members.size > 0:
             _serve(index, log, partition, members, ids, occurrences, slots, step, last, lfu)
 
 
 @compiled
 def _insert_all(num_threads, num_tasks, index, ids, occurrences, step, last, lfu, slots):
-    """`_Log.changes` of all partitions, and how many ids there is no room for."""
-    partitions = index.num_sets.size
+    """Events, those of an id in their order; and how many ids there is no room for."""
+    partitions, most_sets = index.num_sets.size, index.overflowed.size // index.num_sets.size
     partition_of, starts = np.empty(ids.size, dtype=np.int64), np.zeros(partitions + 1, dtype=np.int64)
     needed, unplaced = np.zeros(partitions, dtype=np.int64), np.zeros(partitions, dtype=np.int64)
     for i in range(ids.size):
         partition_of[i] = _partition_of(mix(ids[i]), partitions)
         starts[partition_of[i] + 1] += 1
         needed[partition_of[i]] += 1 if slots[i] < 0 else 0
-    firsts, most_sets = np.zeros(partitions + 1, dtype=np.int64), index.overflowed.size // partitions
-    tight = (index.digests.size // partitions - most_sets * WAYS) - index.num_overflow < needed
+    firsts, tight = np.zeros(partitions + 1, dtype=np.int64), np.zeros(partitions, dtype=np.bool_)
     for partition in range(partitions):
-        changes = 2 * index.num_overflow[partition] + needed[partition]
-        changes += WAYS * min(-(-needed[partition] // GROWN_ROWS), most_sets - index.num_sets[partition])  # of splits
-        firsts[partition + 1] = firsts[partition] + (changes if starts[partition + 1] > 0 else 0)
+        waiting, splits = index.num_overflow[partition], -(-needed[partition] // GROWN_ROWS)
+        tight[partition] = index.digests.size // partitions - most_sets * WAYS - waiting < needed[partition]
+        most = 2 * (waiting + needed[partition]) + min(splits, most_sets - index.num_sets[partition]) * WAYS
+        firsts[partition + 1] = firsts[partition] + 1 + (most if starts[partition + 1] > 0 else 0)
         starts[partition + 1] += starts[partition]
     order, ends = np.empty(ids.size, dtype=np.int64), starts[:-1].copy()
     for i in range(ids.size):
         order[ends[partition_of[i]]] = i
         ends[partition_of[i]] += 1
-    changes, sizes = np.empty((firsts[partitions], 3), dtype=np.int64), np.zeros((partitions, 2), dtype=np.int64)
-    for attempt in range(2):
-        if unplaced.sum() == 0 and (attempt == 1 or tight.any()):
+    logs = np.empty((firsts[partitions], 3), dtype=np.int64)
+    for first in firsts[:-1]:
+        logs[first, 0] = 0
+    for rehearsed in range(2):
+        if unplaced.sum() == 0 and (rehearsed or tight.any()):
             run_tasks(
                 num_threads, num_tasks, _serve_share,
                 (num_tasks, index, starts, order, firsts, ids, occurrences, slots, step, last, lfu,
-                 tight[: partitions * (1 - attempt)], unplaced, changes, sizes),
+                 tight[: 0 if rehearsed else partitions], unplaced, logs),
             )  # fmt: skip
     size = 0
     for partition in range(0 if unplaced.sum() > 0 else partitions):
-        for i in range(firsts[partition], firsts[partition] + sizes[partition, CHANGED]):
-            changes[size] = changes[i]
+        first = firsts[partition] + 1
+        for event in range(first, first + logs[first - 1, 0]):
+            logs[size] = logs[event]
             size += 1
-    return changes[:size], unplaced.sum()
+    return logs[:size], unplaced.sum()
 
 
 @compiled
@@ -429,18 +380,21 @@ def dynamic_insert_(
     slots, num_threads = dynamic_find(index, ids), tasks_for(ids.numel())
     is_new, num_tasks = slots < 0, num_threads if num_threads == 1 else TASKS_A_THREAD * num_threads
     needed = int(is_new.sum())
-    changes, unplaced = _insert_all(
+    events, unplaced = _insert_all(
         num_threads, num_tasks, _arrays(index), ids.numpy(), as_int64(occurrences), step, step - max(1, protect),
         policy == "lfu", slots.numpy(),
     )  # fmt: skip
     if unplaced:
         slots.fill_(-1)
         is_new.zero_()
-    evicted, moved = (torch.from_numpy(changes[(changes[:, 2] < 0) == gone]) for gone in (True, False))
-    evicted_ids, evicted_slots, _ = evicted[evicted[:, 0].argsort()].T.contiguous()
-    _, from_slots, to_slots = moved[moved[:, 2].argsort()].T.contiguous()
+    changed, before, after = torch.from_numpy(events).T
+    changed, order = changed.sort(stable=True)
+    changed, counts = changed.unique_consecutive(return_counts=True)
+    ends = counts.cumsum(0)
+    before, after = before[order[ends - counts]], after[order[ends - 1]]  # of an id's first event, and of its last
+    gone, moved = after < 0, (before >= 0) & (after >= 0)
     totals = torch.tensor([needed, needed - unplaced, int(index.num_overflow.sum())])
-    return DynamicInsertion(slots, is_new, evicted_ids, evicted_slots, from_slots, to_slots, totals)
+    return DynamicInsertion(slots, is_new, changed[gone], before[gone], before[moved], after[moved], totals)
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
