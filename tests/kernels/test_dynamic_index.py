@@ -400,6 +400,33 @@ def test_a_partition_grows_in_the_middle_of_a_batch():
     assert int(index.num_sets[0]) == 8
 
 
+def same_set(count: int) -> list[int]:
+    """Ids with the same lowest bits, so in one set however often it is split; ascending."""
+    return sorted(id_of(index << 20) for index in range(count))
+
+
+def test_overflow_rows_are_found_behind_holes_of_their_list():
+    index, ids = make_index(32 * 9, 64, most_partitions=1), same_set(90)
+    slots = insert(index, ids, 1).slots.tolist()
+    listed = [id for id, slot in zip(ids, slots, strict=True) if slot >= 32 * 9]
+    assert len(listed) == 58
+    cpu.dynamic_remove_(index, torch.tensor(listed[:40]))
+    assert cpu.dynamic_find(index, torch.tensor(listed[40:])).tolist() == [*range(32 * 9 + 40, 32 * 9 + 58)]
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_overflow_rows_take_the_ways_of_removed_rows(kernels):
+    """In a partition that has not all its sets."""
+    index, ids = make_index(32 * 9, 64, most_partitions=1), same_set(40)
+    slots = insert(index, ids, 1).slots.tolist()
+    removed = [id for id, slot in zip(ids, slots, strict=True) if slot < 32 * 9][3:5]
+    served(kernels, "dynamic_remove_")(index, torch.tensor(removed))
+    done = insert(index, ids[:1], 2)
+    assert done.from_slots.tolist() == [32 * 9, 32 * 9 + 1]
+    assert done.to_slots.tolist() == [slots[ids.index(id)] for id in removed]
+    assert done.totals.tolist() == [0, 0, 6]
+
+
 @pytest.mark.usefixtures("poisoned")
 def test_large_batches_are_inserted_alike_on_any_number_of_threads():
     def results(num_threads: int) -> list[torch.Tensor]:

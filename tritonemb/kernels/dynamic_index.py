@@ -96,11 +96,18 @@ def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
     return memory[first : first + size * dtype.itemsize].view(dtype)
 
 
-def dynamic_rows_reference(index: DynamicIndex) -> tuple[Tensor, Tensor]:
-    """All ids, ascending, and their slots; int64 `[rows]` both."""
+def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:
+    """All ids, ascending, and their slots; int64 `[rows]` both. On any device."""
     slots = index.digests.nonzero()[:, 0]
     ids, order = torch.sort(index.ids[slots])
     return ids, slots[order]
+
+
+def dynamic_rows_reference(index: DynamicIndex) -> tuple[Tensor, Tensor]:
+    """As `dynamic_rows`."""
+    rows = torch.tensor(sorted(_Rows(index).slots().items()), dtype=torch.int64, device=index.ids.device)
+    ids, slots = rows.reshape(-1, 2).T.contiguous()
+    return ids, slots
 
 
 def dynamic_find_reference(index: DynamicIndex, ids: Tensor) -> Tensor:

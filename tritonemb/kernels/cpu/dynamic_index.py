@@ -14,11 +14,11 @@ from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel, run_t
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
 from tritonemb.kernels.cpu.row_groups import as_int64
 from tritonemb.kernels.cpu.simd import count_bits, equal_ways, lowest_bit, mix, prefetch
-from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_rows_reference
+from tritonemb.kernels.dynamic_index import DynamicInsertion
+from tritonemb.kernels.dynamic_index import dynamic_rows as dynamic_rows
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
 
 TASKS_A_THREAD = 4
-dynamic_rows = dynamic_rows_reference
 
 
 @inlined
