@@ -24,8 +24,8 @@ SPAN = 32 * PIECE  # gradients of a row, in pieces, that are summed before they 
 WAYS = 32  # slots in a set of a row cache
 NO_ROW = -1  # tag of an empty slot
 POLICIES = ("lru", "lfu")  # the unpinned row to evict: the one used longest ago, or the fewest times
-GROWN_ROWS = WAYS * 3 // 4  # of each set of a partition of a dynamic table; with more, the partition gets another set
-MOST_USES = 2**31 - 1  # that are counted of a row of a dynamic table
+GROWN_ROWS = 14  # of each set of a partition of a dynamic table; with more, the partition gets another set
+MOST_USES = 2**31 - 1  # that are counted of a row of a dynamic table, and its last step
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
 
 
@@ -54,26 +54,30 @@ TABLE_SIZE = len(TableRow._fields)
 
 
 class DynamicIndex(NamedTuple):
-    """The index of a dynamic table: `P` partitions of at most `M` sets, and `B` sets each for overflow rows.
+    """The index of a dynamic table: `P` partitions of `C` rows, each with `M` sets, and `O` sets of overflow slots.
 
     Attributes:
-        ids, used: int64 `[P · (M + B) · WAYS]`, by slot: the row's id, and the step in which it was last used.
-        counts: int32, by slot: how often it was used.
-        digests: uint8, by slot: 1 … 255, or 0 where the slot is empty; the parts above then mean nothing.
-        overflowed: int32 `[P · M]`, by place of a set: how many of its rows are in the overflow list.
-        num_sets, num_rows, num_overflow: int32 `[P]`: sets now, rows, and those of them in the overflow list.
-        has_room: bool `[P]`: false if no row of the overflow list has an empty way in its set.
+        ids: int64 `[P · C]`, by row.
+        used, counts: int32 `[P · C]`, by row: the step in which it was last used, and how often it was.
+        digests: uint8 `[P · (M + O) · WAYS]`, by slot: 1 … 255, or 0 where it is empty.
+        rows: int32, by slot: the row of its id.
+        free: int32 `[P · C]`: number `k · P + p` is row `k` of those of partition `p` that were freed.
+        overflowed: int32 `[P · M]`, by place of a set: how many of its rows have overflow slots.
+        num_sets, num_rows: int32 `[P]`: sets and rows now.
+        num_made, num_overflow: int32 `[P]`: rows so far, freed ones included, and rows in overflow slots.
     """
 
     ids: Tensor
     used: Tensor
     counts: Tensor
     digests: Tensor
+    rows: Tensor
+    free: Tensor
     overflowed: Tensor
     num_sets: Tensor
     num_rows: Tensor
+    num_made: Tensor
     num_overflow: Tensor
-    has_room: Tensor
 
 
 class TensorList(list[Tensor]):

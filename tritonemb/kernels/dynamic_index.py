@@ -1,35 +1,31 @@
-"""The index of a dynamic table: which slot holds the row of an id, for any int64 id.
+"""The index of a dynamic table: which row an id has, for any int64 id, and which row a new one gets.
 
-A `DynamicIndex` has `P` partitions: the largest power of two up to `capacity / WAYS`, from 1 to `MOST_PARTITIONS`. Each
-has up to `M = ceil(capacity / (P · WAYS))` sets of `WAYS` slots, and begins with one. The bits of `mix64(id)`, see
-`kernels/row_cache.py`, decide: the highest an id's partition, those from `DIGEST_SHIFT` on its digest, the lowest its
-set. Of `n` sets, `2^L ≤ n < 2^(L + 1)`, that is `h = mix64(id) mod 2^(L + 1)`, or `h mod 2^L` if there is no set `h`
-(linear hashing; Litwin, VLDB 1980). Set `s` of partition `p` is at place `s · P + p`, slot = place · WAYS + way. All
-partitions together fill memory from its beginning on, and what they have not reached need not be there. Sets from
-`M` on are the partition's overflow list, for rows of any of its sets.
+A `DynamicIndex` has `P` partitions of `C = ceil(capacity / P)` rows; row `k` of partition `p` is row `k · P + p` of the
+table, so memory fills from its beginning. An id's row never moves. Bits of `mix64(id)`, see `kernels/row_cache.py`,
+decide: the high word times `P`, divided by 2^32, is the partition; from `DIGEST_SHIFT` on stands the digest; the lowest
+are the set's. Of a partition's `n` sets, `2^L ≤ n < 2^(L + 1)`, that is set `h = mix64(id) mod 2^(L + 1)`, or
+`h mod 2^L` if there is no set `h` (linear hashing; Litwin, VLDB 1980). A partition begins with one set, and has `M`, a
+power of two, in the end, so that all sets are the same size then; `P` is what gives capacity between. `P` and `M` are
+the fewest sets for which `P ≤ MOST_PARTITIONS` and a full table has at most 4/5 of `WAYS` rows a set.
 
-**insert** serves each partition of which the batch has ids, in this order:
+Set `s` of partition `p` is at place `s · P + p`; slot = place · WAYS + way. A row whose set has no empty way is in an
+overflow slot of its partition, at places from `M · P` on, until one is empty. Where a row's slot is has no effect on
+anything but time.
 
-1. An id that is known is used: `used = step`, `count += occurrences`, up to 2^31 - 1.
-2. Rows of the overflow list, by ascending id, move into their sets where these give a way (see 3).
-3. A new id, by ascending id, gets the first empty way of its set. If there is none and the partition has all `M` sets,
-   the row of the set with the least (used, id) ("lru") or (count, used, id) ("lfu") is evicted, of those with
-   `used ≤ step - max(1, protect)`. Else it gets the first empty slot of the overflow list.
-   Then, while the partition has more than `GROWN_ROWS` rows a set and less than `M` sets, set `n - 2^L` is split: rows
-   that belong to set `n` from now on move there, in the order of their ways. Those in the overflow list stay there
-   until the partition's next batch.
+**insert** of distinct new ids, ascending, in each partition: if it has `C` rows, the victim is freed: of the id's set,
+the row with the least (used, id) ("lru") or (aged count, used, id) ("lfu") among those with `used ≤ last`; if there is
+none, of the next set that has one. The id gets the row that was freed last, or one that was never used. Then, while the
+partition has more than `GROWN_ROWS` rows a set and less than `M` sets, set `n - 2^L` is split. If a partition has too
+few rows and victims nothing is changed. A partition belongs to one task, so the result depends on the sequence of calls
+alone.
 
-If an overflow list has too few slots, nothing is changed. A partition belongs to one task, so the result depends on the
-sequence of calls alone. What is reported are differences between before the call and after it, so no slot is both one
-that a row moved from and one that a row moved to: rows may be moved in any order, in place, after evicted ones are read
-and before new ones are written.
+**Aged count**: `counts >> (step - used) / half_life`, at most by 31: a row that is not used loses half.
 
-**find**: 16 bytes an id; if it is known, 32 of digests and 8 of id. An insertion has these for each of its ids, and 24
-to sort it by partition, 24 for each use, 21 for each new row and 42 for each move. An index: 21 a slot, 4 a set.
+**find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id. A row takes 16 bytes
+beside its values, and at most 6.25 of slots where all sets are.
 """
 
 import functools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,42 +44,36 @@ class DynamicInsertion(NamedTuple):
     """What an insertion did.
 
     Attributes:
-        slots: int64 `[N]`, of the batch's ids; all -1 if the batch was refused.
-        is_new: bool `[N]`: the id was inserted.
-        evicted_ids, evicted_slots: int64 `[E]`, by ascending id; the slots are those before the call.
-        from_slots, to_slots: int64 `[K]`, by ascending id: where rows were that are elsewhere now, and where these are.
-        totals: int64 `[3]`: new rows that the batch needs, those of them that there is room for, and rows in overflow
-            lists now. The batch was refused, and nothing changed, if fewer are available than needed.
+        rows: int64 `[N]`, of the ids; all -1 if there were too few.
+        evicted_ids, evicted_rows: int64 `[E]`, by ascending id.
+        missing: new rows that there is no room for; if it is not 0, nothing has changed.
     """
 
-    slots: Tensor
-    is_new: Tensor
+    rows: Tensor
     evicted_ids: Tensor
-    evicted_slots: Tensor
-    from_slots: Tensor
-    to_slots: Tensor
-    totals: Tensor
+    evicted_rows: Tensor
+    missing: int
 
 
-def make_index(
-    capacity: int, overflow: int, device: Device = None, most_partitions: int = MOST_PARTITIONS
-) -> DynamicIndex:
-    """An empty index.
-
-    Args:
-        capacity: rows that the sets have room for, at least 1; rounded up to whole sets of each partition.
-        overflow: rows that all overflow lists have room for; rounded up likewise.
-        most_partitions: a power of two.
-    """
-    partitions = min(most_partitions, 1 << (max(1, capacity // WAYS).bit_length() - 1))
-    sets, overflow_sets = (-(-rows // (WAYS * partitions)) for rows in (capacity, overflow))
-    size = partitions * (sets + overflow_sets) * WAYS
-    parts = ((size, torch.int64), (size, torch.int64), (size, torch.int32))
-    ids, used, counts = (torch.empty(length, dtype=dtype, device=device) for length, dtype in parts)
+def make_index(capacity: int, device: Device = None, most_partitions: int = MOST_PARTITIONS) -> DynamicIndex:
+    """An empty index for at least `capacity` rows."""
+    sets, most_sets = -(-capacity * 5 // (4 * WAYS)), 1
+    while -(-sets // most_sets) > most_partitions:
+        most_sets *= 2
+    partitions = -(-sets // most_sets)
+    num_rows = -(-capacity // partitions)
+    slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
+    ids, used, counts, rows, free = (
+        torch.empty(length, dtype=dtype, device=device)
+        for length, dtype in (
+            (num_rows * partitions, torch.int64), *[(num_rows * partitions, torch.int32)] * 2, (slots, torch.int32),
+            (num_rows * partitions, torch.int32),
+        )
+    )  # fmt: skip
+    numbers = [torch.zeros(partitions, dtype=torch.int32, device=device) for _ in range(4)]
     return DynamicIndex(
-        ids, used, counts, _zeros(size, torch.uint8, device), _zeros(partitions * sets, torch.int32, device),
-        torch.ones(partitions, dtype=torch.int32, device=device),
-        *(torch.zeros(partitions, dtype=dtype, device=device) for dtype in (torch.int32, torch.int32, torch.bool)),
+        ids, used, counts, _zeros(slots, torch.uint8, device), rows, free,
+        _zeros(partitions * most_sets, torch.int32, device), numbers[0] + 1, *numbers[1:],
     )  # fmt: skip
 
 
@@ -97,154 +87,157 @@ def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:
-    """All ids, ascending, and their slots; int64 `[rows]` both. On any device."""
-    slots = index.digests.nonzero()[:, 0]
-    ids, order = torch.sort(index.ids[slots])
-    return ids, slots[order]
-
-
-def dynamic_rows_reference(index: DynamicIndex) -> tuple[Tensor, Tensor]:
-    """As `dynamic_rows`."""
-    rows = torch.tensor(sorted(_Rows(index).slots().items()), dtype=torch.int64, device=index.ids.device)
-    ids, slots = rows.reshape(-1, 2).T.contiguous()
-    return ids, slots
+    """All ids, ascending, and their rows; int64 `[num_rows]` both. On any device."""
+    rows = index.rows[index.digests.nonzero()[:, 0]].long()
+    ids, order = torch.sort(index.ids[rows])
+    return ids, rows[order]
 
 
 def dynamic_find_reference(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """Slots int64 `[N]` of ids int64 `[N]` in any order, -1 of those that are unknown."""
-    known = _Rows(index).slots()
+    """Rows int64 `[N]` of ids int64 `[N]` in any order, -1 of those that are unknown."""
+    known = _Rows(index).by_id
     return torch.tensor([known.get(id, -1) for id in ids.tolist()], dtype=torch.int64, device=ids.device)
 
 
+def dynamic_mark_reference_(index: DynamicIndex, rows: Tensor, step: int) -> Tensor:
+    """Note that rows int64 `[N]` are used in a step, once for each position; -1 is skipped.
+
+    Returns:
+        int32 `[N]`: the step before, for `dynamic_unmark_`.
+    """
+    before = torch.zeros(rows.numel(), dtype=torch.int32, device=rows.device)
+    for position, row in enumerate(rows.tolist()):
+        if row >= 0:
+            before[position], index.used[row] = index.used[row], step
+            index.counts[row] = min(MOST_USES, int(index.counts[row]) + 1)
+    return before
+
+
+def dynamic_unmark_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
+    """Undo `dynamic_mark_`, of a batch that is refused. A count that had reached `MOST_USES` is one less."""
+    for row, step in zip(reversed(rows.tolist()), reversed(before.tolist()), strict=True):
+        if row >= 0:
+            index.used[row] = step
+            index.counts[row] -= 1
+
+
 def dynamic_insert_reference_(
-    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, protect: int, policy: str
+    index: DynamicIndex, ids: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
-    """Find a batch's ids, mark them as used, and insert those that are unknown.
+    """Give rows to new ids; none of them was counted as a use.
 
     Args:
-        ids: int64 `[N]`, distinct and ascending.
-        occurrences: int32 or int64 `[N]`, of each id in the batch.
-        step: of the batch; greater than those before.
-        protect: rows of so many last batches, this one included, are never evicted.
-        policy: "lru" or "lfu".
+        ids: int64 `[N]`, distinct, ascending, and unknown.
+        step: of the batch.
+        last: rows that were used after this step are not evicted.
+        half_life: in steps, of counts for "lfu", at least 1; 0 for "lru".
     """
     rows, batch = _Rows(index), ids.tolist()
-    before, uses = rows.slots(), dict(zip(batch, occurrences.tolist(), strict=True))
-    unplaced = rows.insert(uses, step, step - max(1, protect), policy)
-    if unplaced:
-        rows = _Rows(index)
+    missing = sum(max(0, needed - room) for needed, room in rows.room_for(batch, last))
+    evicted = [] if missing else [victim for id in batch for victim in rows.insert(id, step, last, half_life)]
     rows.store(index)
-    after, num_new = rows.slots(), sum(id not in before for id in batch)
-    gone = [id for id in sorted(before) if id not in after]
-    moved = [id for id in sorted(before) if after.get(id, before[id]) != before[id]]
-    numbers = (
-        [-1 if unplaced else after[id] for id in batch], [not unplaced and id not in before for id in batch],
-        gone, [before[id] for id in gone], [before[id] for id in moved], [after[id] for id in moved],
-        [num_new, num_new - unplaced, int(index.num_overflow.sum())],
-    )  # fmt: skip
+    found = [-1 if missing else rows.by_id[id] for id in batch]
+    numbers = found, sorted(id for id, _ in evicted), [row for _, row in sorted(evicted)]
     tensors = [torch.tensor(each, dtype=torch.int64, device=ids.device) for each in numbers]
-    return DynamicInsertion(tensors[0], tensors[1].bool(), *tensors[2:])
+    return DynamicInsertion(*tensors, missing)
 
 
 def dynamic_remove_reference_(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """Remove distinct ids int64 `[N]`. Slots int64 `[N]` that their rows had, -1 of those that are unknown."""
-    slots, rows = dynamic_find_reference(index, ids), _Rows(index)
-    for slot in slots[slots >= 0].tolist():
-        del rows.held[slot]
+    """Remove distinct ids int64 `[N]`. Rows int64 `[N]` that they had, -1 of those that are unknown."""
+    rows = _Rows(index)
+    found = [rows.remove(id) if id in rows.by_id else -1 for id in ids.tolist()]
     rows.store(index)
-    return slots
+    return torch.tensor(found, dtype=torch.int64, device=ids.device)
+
+
+def dynamic_expired_reference(index: DynamicIndex, partition: int, last: int) -> Tensor:
+    """int64 `[n]`, ascending: ids of a partition whose rows were not used after the step `last`."""
+    rows = _Rows(index)
+    old = [id for id, row in rows.by_id.items() if rows.partition(id) == partition and index.used[row] <= last]
+    return torch.tensor(sorted(old), dtype=torch.int64, device=index.ids.device)
 
 
 class _Rows:
-    """The rows of an index, (id, used, count) by slot; and how many sets each partition has."""
+    """The rows of an index: by id; and each partition's sets, free rows, and rows so far."""
 
     def __init__(self, index: DynamicIndex) -> None:
-        self.num_sets = index.num_sets.tolist()
-        self.most_sets = index.overflowed.numel() // len(self.num_sets)
-        self.all_sets = index.digests.numel() // len(self.num_sets) // WAYS
-        slots = index.digests.nonzero()[:, 0]
-        rows = zip(*(part[slots].tolist() for part in (index.ids, index.used, index.counts)), strict=True)
-        self.held = dict(zip(slots.tolist(), rows, strict=True))
+        self.index, self.num_sets, self.num_made = index, index.num_sets.tolist(), index.num_made.tolist()
+        self.partitions = len(self.num_sets)
+        self.most_rows, self.most_sets = index.ids.numel() // self.partitions, index.overflowed.numel() // self.partitions
+        self.by_id = dict(zip(*(each.tolist() for each in dynamic_rows(index)), strict=True))
+        held = index.num_rows.tolist()
+        self.free = [index.free[p :: self.partitions][: self.num_made[p] - held[p]].tolist() for p in range(self.partitions)]
 
     def store(self, index: DynamicIndex) -> None:
-        for part in index[3:]:
+        for part in (index.digests, index.overflowed, index.num_rows, index.num_overflow):
             part.zero_()
         index.num_sets.copy_(torch.tensor(self.num_sets))
-        for slot, (id, used, count) in self.held.items():
-            index.ids[slot], index.used[slot], index.counts[slot] = id, used, count
-            index.digests[slot] = max(1, _mixed(id) >> DIGEST_SHIFT & 255)
-            index.num_rows[self.partition(id)] += 1
-            if slot in self.overflow(self.partition(id)):
-                index.num_overflow[self.partition(id)] += 1
-                index.overflowed[self.home(id)[0] // WAYS] += 1
-                index.has_room[self.partition(id)] |= self.first_empty(self.home(id)) is not None
-
-    def slots(self) -> dict[int, int]:
-        return {id: slot for slot, (id, _, _) in self.held.items()}
+        index.num_made.copy_(torch.tensor(self.num_made))
+        for partition, free in enumerate(self.free):
+            index.free[partition :: self.partitions][: len(free)] = torch.tensor(free, dtype=torch.int32)
+        for id, row in sorted(self.by_id.items()):
+            partition, place = self.partition(id), self.place(id)
+            lists = place, *range(self.most_sets * self.partitions + partition, index.digests.numel() // WAYS, self.partitions)
+            slot = next(s for at in lists for s in range(at * WAYS, at * WAYS + WAYS) if index.digests[s] == 0)
+            index.digests[slot], index.rows[slot] = max(1, _mixed(id) >> DIGEST_SHIFT & 255), row
+            index.num_rows[partition] += 1
+            if slot // WAYS != place:
+                index.overflowed[place] += 1
+                index.num_overflow[partition] += 1
 
     def partition(self, id: int) -> int:
-        return _mixed(id) * len(self.num_sets) >> 64
+        return (_mixed(id) >> 32) * self.partitions >> 32
 
-    def ways(self, partition: int, number: int) -> range:
-        """Slots of a set."""
-        first = (number * len(self.num_sets) + partition) * WAYS
-        return range(first, first + WAYS)
-
-    def overflow(self, partition: int) -> list[int]:
-        """Slots of an overflow list."""
-        return [slot for number in range(self.most_sets, self.all_sets) for slot in self.ways(partition, number)]
-
-    def home(self, id: int) -> range:
-        """Slots of an id's set."""
+    def place(self, id: int) -> int:
+        """Of an id's set."""
         sets = self.num_sets[self.partition(id)]
         power = 1 << (sets.bit_length() - 1)
         number = _mixed(id) % (2 * power)
-        return self.ways(self.partition(id), number if number < sets else number % power)
+        return (number if number < sets else number % power) * self.partitions + self.partition(id)
 
-    def first_empty(self, slots: Iterable[int]) -> int | None:
-        return next((slot for slot in slots if slot not in self.held), None)
+    def of(self, partition: int) -> list[int]:
+        return [id for id in self.by_id if self.partition(id) == partition]
 
-    def way_to_take(self, id: int, last: int, policy: str) -> int | None:
-        """The first empty way of an id's set, or its victim's."""
-        slot = self.first_empty(self.home(id))
-        if slot is not None or self.num_sets[self.partition(id)] < self.most_sets:
-            return slot
-        rows = [(*self.held[slot], slot) for slot in self.home(id)]
-        keys = [(count * (policy == "lfu"), used, id, slot) for id, used, count, slot in rows if used <= last]
-        return min(keys)[-1] if keys else None
+    def room_for(self, batch: list[int], last: int) -> list[tuple[int, int]]:
+        """For each partition of some ids, how many these are, and how many rows are free or may be evicted."""
+        wanted = [self.partition(id) for id in batch]
+        return [
+            (wanted.count(p), self.most_rows - len(held) + sum(int(self.index.used[self.by_id[id]]) <= last for id in held))
+            for p in set(wanted)
+            for held in [self.of(p)]
+        ]
 
-    def insert(self, batch: dict[int, int], step: int, last: int, policy: str) -> int:
-        """Steps 1 to 3 above, for the ids and their occurrences; how many found no room."""
-        unplaced, known = 0, self.slots()
-        for id in batch.keys() & known.keys():
-            self.held[known[id]] = id, step, min(MOST_USES, self.held[known[id]][2] + batch[id])
-        for partition in {self.partition(id) for id in batch}:
-            waiting = {self.held[slot]: slot for slot in self.overflow(partition) if slot in self.held}
-            for row in sorted(waiting):
-                to = self.way_to_take(row[0], last, policy)
-                if to is not None:
-                    self.held[to] = self.held.pop(waiting[row])
-        for id in sorted(batch.keys() - known.keys()):
-            partition, to = self.partition(id), self.way_to_take(id, last, policy)
-            to = self.first_empty(self.overflow(partition)) if to is None else to
-            if to is None:
-                unplaced += 1
-                continue
-            self.held[to] = id, step, min(MOST_USES, batch[id])
-            while self.size(partition) > GROWN_ROWS * self.num_sets[partition] < GROWN_ROWS * self.most_sets:
-                self.split(partition)
-        return unplaced
+    def insert(self, id: int, step: int, last: int, half_life: int) -> list[tuple[int, int]]:
+        """The victim and its row, if there is one."""
+        partition, evicted = self.partition(id), []
+        if len(self.of(partition)) == self.most_rows:
+            victim = self.victim(id, step, last, half_life)
+            evicted.append((victim, self.remove(victim)))
+        if not self.free[partition]:
+            self.free[partition].append(self.num_made[partition] * self.partitions + partition)
+            self.num_made[partition] += 1
+        row = self.by_id[id] = self.free[partition].pop()
+        self.index.ids[row], self.index.used[row], self.index.counts[row] = id, step, 0
+        while self.num_sets[partition] < min(self.most_sets, -(-len(self.of(partition)) // GROWN_ROWS)):
+            self.num_sets[partition] += 1
+        return evicted
 
-    def size(self, partition: int) -> int:
-        return sum(self.partition(id) == partition for id, _, _ in self.held.values())
+    def victim(self, id: int, step: int, last: int, half_life: int) -> int:
+        partition, sets = self.partition(id), self.num_sets[self.partition(id)]
 
-    def split(self, partition: int) -> None:
-        number = self.num_sets[partition]
-        old = self.ways(partition, number - (1 << (number.bit_length() - 1)))
-        self.num_sets[partition] += 1
-        moving = [slot for slot in old if slot in self.held and slot not in self.home(self.held[slot][0])]
-        for slot, to in zip(moving, self.ways(partition, number), strict=False):
-            self.held[to] = self.held.pop(slot)
+        def key(id: int) -> tuple[int, int, int, int]:
+            row = self.by_id[id]
+            used, count = int(self.index.used[row]), int(self.index.counts[row])
+            distance = (self.place(id) - first) // self.partitions % sets
+            return distance, count >> min(31, (step - used) // half_life) if half_life else 0, used, id
+
+        first = self.place(id)
+        return min((id for id in self.of(partition) if self.index.used[self.by_id[id]] <= last), key=key)
+
+    def remove(self, id: int) -> int:
+        row = self.by_id.pop(id)
+        self.free[self.partition(id)].append(row)
+        return row
 
 
 @functools.cache

@@ -1,8 +1,4 @@
-"""CPU twin of `kernels/dynamic_index.py`: finds in parallel over ids, insertions over partitions.
-
-An insertion first finds all ids. If a partition then has more new ones than its overflow list has empty slots, it is
-served once on a copy, to see whether they find room; only when all do is anything changed.
-"""
+"""CPU twin of `kernels/dynamic_index.py`: finds in parallel over ids, insertions over partitions."""
 
 from typing import Any
 
@@ -12,10 +8,8 @@ from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
-from tritonemb.kernels.cpu.row_groups import as_int64
 from tritonemb.kernels.cpu.simd import count_bits, equal_ways, lowest_bit, mix, prefetch
 from tritonemb.kernels.dynamic_index import DynamicInsertion
-from tritonemb.kernels.dynamic_index import dynamic_rows as dynamic_rows
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
 
 TASKS_A_THREAD = 4
@@ -55,12 +49,17 @@ def _ways_with(index, place, digest):
 
 
 @inlined
+def _id_at(index, slot):
+    return index.ids[index.rows[slot]]
+
+
+@inlined
 def _slot_at(index, place, digest, id):
     """The slot of an id at a place, -1 if it is not there."""
     ways = _ways_with(index, place, digest)
     while ways != 0:
         slot = place * WAYS + lowest_bit(ways)
-        if index.ids[slot] == id:
+        if _id_at(index, slot) == id:
             return slot
         ways &= ways - 1
     return np.int64(-1)
@@ -79,287 +78,239 @@ def _overflow_slot(index, partition, digest, id):
 
 
 @called
-def _slot_of(index, id):
+def _slot_of(index, place, id):
     mixed = mix(id)
-    place, digest = _place_of(index, mixed), _digest_of(mixed)
-    slot = _slot_at(index, place, digest, id)
+    slot = _slot_at(index, place, _digest_of(mixed), id)
     if slot < 0 and index.overflowed[place] > 0:
-        return _overflow_slot(index, place % index.num_sets.size, digest, id)
+        return _overflow_slot(index, place % index.num_sets.size, _digest_of(mixed), id)
     return slot
 
 
 @parallel
-def _find(task, num_tasks, index, ids, slots):
+def _find(task, num_tasks, index, ids, rows):
     """Each step of a chunk asks for what the next reads."""
-    places, digests = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
-    digest_address, id_address = np.int64(index.digests.ctypes.data), np.int64(index.ids.ctypes.data)
+    places, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+    digest_address, row_address = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
+    id_address = np.int64(index.ids.ctypes.data)
     begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
-            mixed = mix(ids[start + i])
-            places[i], digests[i] = _place_of(index, mixed), _digest_of(mixed)
+            places[i] = _place_of(index, mix(ids[start + i]))
             prefetch(digest_address + places[i] * WAYS, 1)
         for i in range(size):
-            way = lowest_bit(_ways_with(index, places[i], digests[i])) & (WAYS - 1)  # 0 if there is none
-            prefetch(id_address + (places[i] * WAYS + way) * 8, 1)
+            ways = _ways_with(index, places[i], _digest_of(mix(ids[start + i])))
+            slots[i] = places[i] * WAYS + lowest_bit(ways) if ways != 0 else -1
+            prefetch(row_address + slots[i] * 4, 1)
         for i in range(size):
-            slots[start + i] = _slot_at(index, places[i], digests[i], ids[start + i])
-            if slots[start + i] < 0 and index.overflowed[places[i]] > 0:
-                slots[start + i] = _overflow_slot(index, places[i] % index.num_sets.size, digests[i], ids[start + i])
+            if slots[i] >= 0:
+                prefetch(id_address + np.int64(index.rows[slots[i]]) * 8, 1)
+        for i in range(size):
+            slot = slots[i]
+            if slot < 0 or _id_at(index, slot) != ids[start + i]:  # not there, or behind another of its digest
+                slot = _slot_of(index, places[i], ids[start + i])
+            rows[start + i] = np.int64(index.rows[slot]) if slot >= 0 else -1
 
 
-@inlined
-def _note(log, id, slot, to):
-    """An event, behind those noted before: a row was moved, inserted (from -1) or evicted (to -1)."""
-    log[0, 0] += 1
-    event = log[log[0, 0]]
-    event[0], event[1], event[2] = id, slot, to
+@parallel
+def _mark(task, num_tasks, index, rows, step, before):
+    """A task has the rows of which it is the remainder."""
+    for i in range(rows.size):
+        row = rows[i]
+        if row >= 0 and row % num_tasks == task:
+            before[i], index.used[row] = index.used[row], step
+            index.counts[row] = min(MOST_USES, np.int64(index.counts[row]) + 1)
 
 
-@inlined
-def _put(index, log, slot, to, id, used, count):
-    _note(log, id, slot, to)
-    index.ids[to], index.used[to], index.counts[to], index.digests[to] = id, used, count, _digest_of(mix(id))
-
-
-@called
-def _move(index, log, slot, to):
-    index.digests[slot] = 0
-    _put(index, log, slot, to, index.ids[slot], index.used[slot], index.counts[slot])
-
-
-@inlined
-def _is_grown(index, partition):
-    return index.num_sets[partition] * index.num_sets.size == index.overflowed.size
+@compiled
+def _unmark(index, rows, before):
+    for i in range(rows.size - 1, -1, -1):
+        if rows[i] >= 0:
+            index.used[rows[i]] = before[i]
+            index.counts[rows[i]] -= 1
 
 
 @called
-def _way_to_take(index, place, last, lfu):
-    """The first empty way of a set, or its victim's; -1 if there is none."""
-    first, empty = place * WAYS, _ways_with(index, place, 0)
-    if empty != 0:
-        return first + lowest_bit(empty)
-    victim, least = -1, (np.int64(0), np.int64(0), np.int64(0))
-    if _is_grown(index, place % index.num_sets.size):
-        for slot in range(first, first + WAYS):
-            key = np.int64(index.counts[slot] if lfu else 0), index.used[slot], index.ids[slot]
-            if index.used[slot] <= last and (victim < 0 or key < least):
+def _victim(index, place, step, last, half_life):
+    """The slot of the row of a set that is evicted first, -1 if none may be."""
+    victim, least = np.int64(-1), (np.int64(0), np.int64(0), np.int64(0))
+    partitions = index.num_sets.size
+    at, left = place, WAYS + np.int64(index.overflowed[place])  # in ways, then in overflow slots
+    while left > 0:
+        for slot in range(at * WAYS, at * WAYS + WAYS):
+            if at == place:
+                left -= 1
+            if index.digests[slot] == 0 or (at != place and _place_of(index, mix(_id_at(index, slot))) != place):
+                continue
+            if at != place:
+                left -= 1
+            row = index.rows[slot]
+            used, count = np.int64(index.used[row]), np.int64(index.counts[row])
+            key = count >> min(31, (step - used) // half_life) if half_life > 0 else np.int64(0), used, index.ids[row]
+            if used <= last and (victim < 0 or key < least):
                 victim, least = slot, key
+        at = at + partitions if at != place else index.overflowed.size + place % partitions
     return victim
 
 
 @inlined
-def _evict(index, log, partition, slot):
-    """The row of a slot, if it has one."""
-    if index.digests[slot] != 0:
-        _note(log, index.ids[slot], slot, -1)
-        index.digests[slot] = 0
-        index.num_rows[partition] -= 1
+def _come_home(index, partition, place, to):
+    """Move a row of a set from its overflow slot to a way."""
+    at = index.overflowed.size + partition
+    while True:
+        for slot in range(at * WAYS, at * WAYS + WAYS):
+            if index.digests[slot] != 0 and _place_of(index, mix(_id_at(index, slot))) == place:
+                index.digests[to], index.rows[to] = index.digests[slot], index.rows[slot]
+                index.digests[slot] = 0
+                index.overflowed[place] -= 1
+                index.num_overflow[partition] -= 1
+                return
+        at += index.num_sets.size
 
 
 @called
-def _overflow_rows(index, partition):
-    """Slots of the overflow list that have rows."""
-    slots, found, place = np.empty(index.num_overflow[partition], dtype=np.int64), 0, index.overflowed.size + partition
-    while found < slots.size:
-        for slot in range(place * WAYS, place * WAYS + WAYS):
+def _free(index, slot):
+    """Take the row of a slot out of the index."""
+    row = index.rows[slot]
+    place = _place_of(index, mix(index.ids[row]))
+    partition = place % index.num_sets.size
+    index.free[(index.num_made[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
+    index.used[row] = MOST_USES  # so that it is never counted as one that may be evicted
+    index.num_rows[partition] -= 1
+    index.digests[slot] = 0
+    if slot >= index.overflowed.size * WAYS:
+        index.overflowed[place] -= 1
+        index.num_overflow[partition] -= 1
+    elif index.overflowed[place] > 0:
+        _come_home(index, partition, place, slot)
+
+
+@called
+def _split(index, partition):
+    """Give a partition another set."""
+    partitions, sets = index.num_sets.size, np.int64(index.num_sets[partition])
+    mask = _mask(sets)
+    old, new = (sets & (mask >> 1)) * partitions + partition, sets * partitions + partition
+    to = new * WAYS
+    for slot in range(old * WAYS, old * WAYS + WAYS):
+        if index.digests[slot] != 0 and mix(_id_at(index, slot)) & mask == sets:
+            index.digests[to], index.rows[to] = index.digests[slot], index.rows[slot]
+            index.digests[slot] = 0
+            to += 1
+    index.num_sets[partition] += 1
+    left, at = np.int64(index.overflowed[old]), index.overflowed.size + partition
+    while left > 0:
+        for slot in range(at * WAYS, at * WAYS + WAYS):
             if index.digests[slot] != 0:
-                slots[found] = slot
-                found += 1
-        place += index.num_sets.size
-    return slots
-
-
-@called
-def _leave_overflow(index, log, partition, last, lfu):
-    """Move rows of the overflow list into sets that give them a way; whether any moved."""
-    slots, found = _overflow_rows(index, partition), 0
-    for slot in slots:
-        if _way_to_take(index, _place_of(index, mix(index.ids[slot])), last, lfu) >= 0:
-            i = found  # among those before, by id
-            while i > 0 and index.ids[slots[i - 1]] > index.ids[slot]:
-                slots[i] = slots[i - 1]
-                i -= 1
-            slots[i] = slot
-            found += 1
-    moved = False
-    for slot in slots[:found]:
-        place = _place_of(index, mix(index.ids[slot]))
-        to = _way_to_take(index, place, last, lfu)
-        if to >= 0:
-            _evict(index, log, partition, to)
-            _move(index, log, slot, to)
-            index.overflowed[place] -= 1
-            index.num_overflow[partition] -= 1
-            moved = True
-    index.has_room[partition] = False
-    return moved
-
-
-@called
-def _grow(index, log, partition):
-    """Split sets until the partition has enough; whether any was split."""
-    before, partitions = np.int64(index.num_sets[partition]), index.num_sets.size
-    while index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition] and not _is_grown(index, partition):
-        sets = np.int64(index.num_sets[partition])
-        mask = _mask(sets)
-        old, new = (sets & (mask >> 1)) * partitions + partition, sets * partitions + partition
-        to = new * WAYS
-        for slot in range(old * WAYS, old * WAYS + WAYS):
-            if index.digests[slot] != 0 and mix(index.ids[slot]) & mask == sets:
-                _move(index, log, slot, to)
-                to += 1
-        if index.overflowed[old] > 0:
-            for slot in _overflow_rows(index, partition):
-                if mix(index.ids[slot]) & mask == sets:
+                place = _place_of(index, mix(_id_at(index, slot)))
+                if place == new:
                     index.overflowed[old] -= 1
                     index.overflowed[new] += 1
-            index.has_room[partition] = True
-        index.num_sets[partition] += 1
-    return index.num_sets[partition] > before
+                left -= 1 if place == old or place == new else 0
+        at += partitions
+    for place in (old, new):
+        empty = _ways_with(index, place, 0)
+        while empty != 0 and index.overflowed[place] > 0:
+            _come_home(index, partition, place, place * WAYS + lowest_bit(empty))
+            empty &= empty - 1
 
 
 @inlined
-def _first_empty_overflow(index, partition):
-    for place in range(index.overflowed.size + partition, index.digests.size // WAYS, index.num_sets.size):
-        empty = _ways_with(index, place, 0)
-        if empty != 0:
-            return place * WAYS + lowest_bit(empty)
-    return np.int64(-1)
-
-
-@called
-def _insert(index, log, partition, id, occurrences, step, last, lfu):
-    """The slot of a new id, -1 if there is no room."""
-    place = _place_of(index, mix(id))
-    slot = _way_to_take(index, place, last, lfu)
-    if slot < 0:
-        slot = _first_empty_overflow(index, partition)
-        if slot < 0:
-            return slot
+def _empty_slot(index, partition, place):
+    empty, at = _ways_with(index, place, 0), place
+    if empty == 0:
         index.overflowed[place] += 1
         index.num_overflow[partition] += 1
-    _evict(index, log, partition, slot)
-    _put(index, log, -1, slot, id, step, min(MOST_USES, occurrences))
-    index.num_rows[partition] += 1
-    return slot
+        at = index.overflowed.size + partition
+        empty = _ways_with(index, at, 0)
+        while empty == 0:
+            at += index.num_sets.size
+            empty = _ways_with(index, at, 0)
+    return at * WAYS + lowest_bit(empty)
 
 
 @called
-def _serve(index, log, partition, members, ids, occurrences, slots, step, last, lfu):
-    """Steps 1 to 3 for the `members` of a batch, whose `slots` have been found; how many find no room."""
-    log[0, 0] = 0
-    used, counts = np.int64(index.used.ctypes.data), np.int64(index.counts.ctypes.data)
-    for i in members:
-        prefetch(used + slots[i] * 8, 1)
-        prefetch(counts + slots[i] * 4, 1)
-    for i in members:
-        if slots[i] >= 0:
-            index.used[slots[i]] = step
-            index.counts[slots[i]] = min(MOST_USES, index.counts[slots[i]] + occurrences[i])
-    moved, unplaced = False, 0
-    if index.num_overflow[partition] > 0 and (index.has_room[partition] or _is_grown(index, partition)):
-        moved = _leave_overflow(index, log, partition, last, lfu)
-    for i in members:
-        if slots[i] < 0:
-            slots[i] = _insert(index, log, partition, ids[i], occurrences[i], step, last, lfu)
-            unplaced += 1 if slots[i] < 0 else 0
-            moved |= _grow(index, log, partition)
-    if moved:
-        for i in members:
-            slots[i] = _slot_of(index, ids[i])
-    return unplaced
+def _insert(index, partition, id, step, last, half_life, evicted):
+    """The row of a new id; `evicted` gets its victim, `(id, row)`."""
+    partitions, place = index.num_sets.size, _place_of(index, mix(id))
+    evicted[1] = -1
+    if index.num_rows[partition] == index.ids.size // partitions:
+        at, victim = place, _victim(index, place, step, last, half_life)
+        while victim < 0:
+            at += partitions
+            at = at if at < index.num_sets[partition] * partitions else partition
+            victim = _victim(index, at, step, last, half_life)
+        evicted[0], evicted[1] = _id_at(index, victim), index.rows[victim]
+        _free(index, victim)
+    num_free = np.int64(index.num_made[partition] - index.num_rows[partition])
+    if num_free > 0:
+        row = np.int64(index.free[(num_free - 1) * partitions + partition])
+    else:
+        row = np.int64(index.num_made[partition]) * partitions + partition
+        index.num_made[partition] += 1
+    index.num_rows[partition] += 1
+    index.ids[row], index.used[row], index.counts[row] = id, step, 0
+    slot = _empty_slot(index, partition, place)
+    index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
+    most_sets = index.overflowed.size // partitions
+    while index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition] and index.num_sets[partition] < most_sets:
+        _split(index, partition)
+    return row
 
 
 @inlined
-def _part(array, partition, partitions):
-    """A copy of what an array by slot has of a partition."""
-    return array.reshape(-1, partitions, WAYS)[:, partition].copy().reshape(-1)
+def _room(index, partition, needed, last):
+    """How many new rows a partition has room for, as far as they are needed."""
+    partitions = index.num_sets.size
+    room, row = index.ids.size // partitions - np.int64(index.num_rows[partition]), np.int64(partition)
+    while room < needed and row < index.num_made[partition] * partitions:
+        room += 1 if index.used[row] <= last else 0
+        row += partitions
+    return min(room, needed)
 
 
 @called
-def _copy_of(index, partition):
-    """An index of one partition alone."""
-    size, one = index.num_sets.size, slice(partition, partition + 1)
-    return DynamicIndex(
-        _part(index.ids, partition, size), _part(index.used, partition, size), _part(index.counts, partition, size),
-        _part(index.digests, partition, size), index.overflowed[partition::size].copy(), index.num_sets[one].copy(),
-        index.num_rows[one].copy(), index.num_overflow[one].copy(), index.has_room[one].copy(),
-    )  # fmt: skip
-
-
-@called
-def _serve_share(
-    task, num_tasks, index, starts, order, firsts, ids, occurrences, slots, step, last, lfu, tight, unplaced, logs
-):  # fmt: skip
-    """A share of the partitions; where there are `tight` ones, only those, on copies."""
-    partitions, found = index.num_sets.size, np.empty(ids.size if tight.size > 0 else 0, dtype=np.int64)
+def _insert_share(task, num_tasks, index, starts, order, ids, step, last, half_life, rows, evicted):
+    partitions = index.num_sets.size
     for partition in range(partitions * task // num_tasks, partitions * (task + 1) // num_tasks):
-        members, log = order[starts[partition] : starts[partition + 1]], logs[firsts[partition] :]
-        if tight.size > 0 and tight[partition]:
-            copy = _copy_of(index, partition)
-            for i in members:
-                found[i] = _slot_of(copy, ids[i])
-            unplaced[partition] = _serve(copy, log, 0, members, ids, occurrences, found, step, last, lfu)
-        elif tight.size == 0 and members.size > 0:
-            _serve(index, log, partition, members, ids, occurrences, slots, step, last, lfu)
+        for i in range(starts[partition], starts[partition + 1]):
+            rows[order[i]] = _insert(index, partition, ids[order[i]], step, last, half_life, evicted[i])
 
 
 @compiled
-def _insert_all(num_threads, num_tasks, index, ids, occurrences, step, last, lfu, slots):
-    """Events, those of an id in their order; and how many ids there is no room for."""
-    partitions, most_sets = index.num_sets.size, index.overflowed.size // index.num_sets.size
+def _insert_all(num_threads, num_tasks, index, ids, step, last, half_life, rows, evicted):
+    """How many ids there is no room for."""
+    partitions = index.num_sets.size
     partition_of, starts = np.empty(ids.size, dtype=np.int64), np.zeros(partitions + 1, dtype=np.int64)
-    needed, unplaced = np.zeros(partitions, dtype=np.int64), np.zeros(partitions, dtype=np.int64)
     for i in range(ids.size):
         partition_of[i] = _partition_of(mix(ids[i]), partitions)
         starts[partition_of[i] + 1] += 1
-        needed[partition_of[i]] += 1 if slots[i] < 0 else 0
-    firsts, tight = np.zeros(partitions + 1, dtype=np.int64), np.zeros(partitions, dtype=np.bool_)
+    missing = np.int64(0)
     for partition in range(partitions):
-        waiting, splits = index.num_overflow[partition], -(-needed[partition] // GROWN_ROWS)
-        tight[partition] = index.digests.size // partitions - most_sets * WAYS - waiting < needed[partition]
-        most = 2 * (waiting + needed[partition]) + min(splits, most_sets - index.num_sets[partition]) * WAYS
-        firsts[partition + 1] = firsts[partition] + 1 + (most if starts[partition + 1] > 0 else 0)
+        needed = starts[partition + 1]
+        missing += needed - _room(index, partition, needed, last)
         starts[partition + 1] += starts[partition]
+    if missing > 0:
+        return missing
     order, ends = np.empty(ids.size, dtype=np.int64), starts[:-1].copy()
     for i in range(ids.size):
         order[ends[partition_of[i]]] = i
         ends[partition_of[i]] += 1
-    logs = np.empty((firsts[partitions], 3), dtype=np.int64)
-    for first in firsts[:-1]:
-        logs[first, 0] = 0
-    for rehearsed in range(2):
-        if unplaced.sum() == 0 and (rehearsed or tight.any()):
-            run_tasks(
-                num_threads, num_tasks, _serve_share,
-                (num_tasks, index, starts, order, firsts, ids, occurrences, slots, step, last, lfu,
-                 tight[: 0 if rehearsed else partitions], unplaced, logs),
-            )  # fmt: skip
-    size = 0
-    for partition in range(0 if unplaced.sum() > 0 else partitions):
-        first = firsts[partition] + 1
-        for event in range(first, first + logs[first - 1, 0]):
-            logs[size] = logs[event]
-            size += 1
-    return logs[:size], unplaced.sum()
+    run_tasks(
+        num_threads, num_tasks, _insert_share,
+        (num_tasks, index, starts, order, ids, step, last, half_life, rows, evicted),
+    )  # fmt: skip
+    return missing
 
 
 @compiled
-def _remove(index, ids, slots):
+def _remove(index, ids, rows):
     for i in range(ids.size):
-        slots[i] = _slot_of(index, ids[i])
-        if slots[i] >= 0:
-            place = _place_of(index, mix(ids[i]))
-            partition = place % index.num_sets.size
-            index.digests[slots[i]] = 0
-            index.num_rows[partition] -= 1
-            if slots[i] >= index.overflowed.size * WAYS:
-                index.overflowed[place] -= 1
-                index.num_overflow[partition] -= 1
-            elif index.overflowed[place] > 0:
-                index.has_room[partition] = True
+        slot = _slot_of(index, _place_of(index, mix(ids[i])), ids[i])
+        rows[i] = -1
+        if slot >= 0:
+            rows[i] = index.rows[slot]
+            _free(index, slot)
 
 
 def _arrays(index: DynamicIndex) -> Any:
@@ -368,37 +319,45 @@ def _arrays(index: DynamicIndex) -> Any:
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    slots, num_tasks = torch.empty_like(ids), tasks_for(ids.numel())
-    _find(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), slots.numpy())
-    return slots
+    rows, num_tasks = torch.empty_like(ids), tasks_for(ids.numel())
+    _find(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), rows.numpy())
+    return rows
 
 
-def dynamic_insert_(
-    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, protect: int, policy: str
-) -> DynamicInsertion:
+def dynamic_mark_(index: DynamicIndex, rows: Tensor, step: int) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    slots, num_threads = dynamic_find(index, ids), tasks_for(ids.numel())
-    is_new, num_tasks = slots < 0, num_threads if num_threads == 1 else TASKS_A_THREAD * num_threads
-    needed = int(is_new.sum())
-    events, unplaced = _insert_all(
-        num_threads, num_tasks, _arrays(index), ids.numpy(), as_int64(occurrences), step, step - max(1, protect),
-        policy == "lfu", slots.numpy(),
-    )  # fmt: skip
-    if unplaced:
-        slots.fill_(-1)
-        is_new.zero_()
-    changed, before, after = torch.from_numpy(events).T
-    changed, order = changed.sort(stable=True)
-    changed, counts = changed.unique_consecutive(return_counts=True)
-    ends = counts.cumsum(0)
-    before, after = before[order[ends - counts]], after[order[ends - 1]]  # of an id's first event, and of its last
-    gone, moved = after < 0, (before >= 0) & (after >= 0)
-    totals = torch.tensor([needed, needed - unplaced, int(index.num_overflow.sum())])
-    return DynamicInsertion(slots, is_new, changed[gone], before[gone], before[moved], after[moved], totals)
+    before, num_tasks = torch.zeros(rows.numel(), dtype=torch.int32), tasks_for(rows.numel())
+    _mark(num_tasks, num_tasks, num_tasks, _arrays(index), rows.numpy(), step, before.numpy())
+    return before
+
+
+def dynamic_unmark_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
+    """See `kernels/dynamic_index.py`."""
+    _unmark(_arrays(index), rows.numpy(), before.numpy())
+
+
+def dynamic_insert_(index: DynamicIndex, ids: Tensor, step: int, last: int, half_life: int) -> DynamicInsertion:
+    """See `kernels/dynamic_index.py`."""
+    num_threads = tasks_for(ids.numel())
+    num_tasks = num_threads if num_threads == 1 else TASKS_A_THREAD * num_threads
+    rows, evicted = torch.full_like(ids, -1), torch.full((ids.numel(), 2), -1)
+    missing = _insert_all(
+        num_threads, num_tasks, _arrays(index), ids.numpy(), step, last, half_life, rows.numpy(), evicted.numpy()
+    )
+    evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
+    evicted_ids, order = evicted_ids.sort()
+    return DynamicInsertion(rows, evicted_ids, evicted_rows[order], missing)
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    slots = torch.empty_like(ids)
-    _remove(_arrays(index), ids.numpy(), slots.numpy())
-    return slots
+    rows = torch.empty_like(ids)
+    _remove(_arrays(index), ids.numpy(), rows.numpy())
+    return rows
+
+
+def dynamic_expired(index: DynamicIndex, partition: int, last: int) -> Tensor:
+    """See `kernels/dynamic_index.py`. A freed row counts as used."""
+    partitions = index.num_sets.numel()
+    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
+    return index.ids[rows][index.used[rows] <= last].sort().values
