@@ -17,6 +17,21 @@ Device = torch.device | str | None
 TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def _size(title: str, value: Any) -> int:
+    """An integer of any kind, say NumPy's, as an `int`."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():
+        raise TypeError(f"{title} must be an int, got {value!r}")
+    if value.__index__() < 1:
+        raise ValueError(f"{title} must be at least 1, got {value}")
+    return value.__index__()
+
+
+def _number(title: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{title} must be a number, got {value!r}")
+    return value
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """How many rows of a host- or disk-resident table are cached, and which.
@@ -44,9 +59,7 @@ class CacheConfig:
         for name in ("rows", "host_rows"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _size(f"a cache's {name}", getattr(self, name)))
-        if not isinstance(self.share, (int, float)) or isinstance(self.share, bool):
-            raise TypeError(f"a cache's share must be a number, got {self.share!r}")
-        if not 0 < self.share <= 1:
+        if not 0 < _number("a cache's share", self.share) <= 1:
             raise ValueError(f"a cache's share must lie in (0, 1], got {self.share}")
         if self.policy not in ("lru", "lfu"):
             raise ValueError(f"a cache's policy must be 'lru' or 'lfu', got {self.policy!r}")
@@ -59,12 +72,68 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class EvictionConfig:
+    """Which row of a dynamic table that is full makes room for a new id.
+
+    Args:
+        policy: the least recently ("lru") or least frequently ("lfu") used one of the new id's set of rows.
+        protect: rows that were used in so many last training batches stay. So many batches may be prefetched, and
+            as many micro-batches accumulated; what is trained does not depend on how many are.
+        half_life: steps without use after which a row's count is worth half, for "lfu".
+        ttl: rows that were not used in so many last steps go, full or not; never if not given. In each step a share of
+            the table is looked through, the whole of it in at most 1,024 steps.
+
+    Raises:
+        TypeError, ValueError: naming the field.
+    """
+
+    policy: Literal["lru", "lfu"] = "lru"
+    protect: int = 8
+    half_life: int = 1_000
+    ttl: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("lru", "lfu"):
+            raise ValueError(f"an eviction's policy must be 'lru' or 'lfu', got {self.policy!r}")
+        for name in ("protect", "half_life", "ttl"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _size(f"an eviction's {name}", value))
+        if self.ttl is not None and self.ttl <= self.protect:
+            raise ValueError(f"an eviction's ttl must be more than protect, {self.protect}, got {self.ttl}")
+
+
+@dataclass(frozen=True)
+class AdmissionConfig:
+    """Which new ids get a row of a dynamic table; the others read their initial values, and get no gradient.
+
+    Args:
+        probability: of an id; it is drawn from the table's seed and the id, so it stays the same.
+        appearances: how often an id must have occurred, this batch included. They are counted by a count-min sketch,
+            which may count too many, and whose counts are halved now and then.
+
+    Raises:
+        TypeError, ValueError: naming the field.
+    """
+
+    probability: float = 1.0
+    appearances: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < _number("an admission's probability", self.probability) <= 1:
+            raise ValueError(f"an admission's probability must lie in (0, 1], got {self.probability}")
+        object.__setattr__(self, "appearances", _size("an admission's appearances", self.appearances))
+
+
+@dataclass(frozen=True)
 class TableConfig:
     """One embedding table.
 
+    A *dynamic* table has no number of rows: `num_embeddings` is None, and any int64 is an id. An id gets a row when it
+    is first trained; docs/dynamic-tables.md says more.
+
     Args:
         name: unique among the tables of a module; the first part of its `state_dict` keys. No dots.
-        num_embeddings: rows, at least 1.
+        num_embeddings: rows, at least 1; None for a dynamic table.
         embedding_dim: columns, at least 1; fastest when a row is a multiple of 16 bytes.
         features: the batch's keys that look this table up; the table's own name if not given.
         pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
@@ -73,6 +142,11 @@ class TableConfig:
         placement: where rows are: on the device, or on the host or a disk and partly cached there. Bits are the same.
         init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) if not given.
         cache: of a host- or disk-resident table.
+        capacity: rows of a dynamic table, at most; it is rounded up a little.
+        capacity_bytes: as many rows as take so much memory, with their optimizer states and their index, instead.
+        init_bound: initial values are uniform in ± this; 1/sqrt(num_embeddings) if not given, or 1/sqrt(embedding_dim)
+            of a dynamic table, whose values follow from its seed and the id.
+        eviction, admission: of a dynamic table.
 
     Attributes:
         seed: of the table's random numbers, 63 bits from its name: the same on every tier.
@@ -85,7 +159,7 @@ class TableConfig:
     """
 
     name: str
-    num_embeddings: int
+    num_embeddings: Any  # an int, or None
     embedding_dim: int
     features: Sequence[str] | None = None
     pooling: Pooling = "sum"
@@ -93,6 +167,11 @@ class TableConfig:
     placement: Placement = "device"
     init: Callable[[Tensor], object] | None = None
     cache: CacheConfig = CacheConfig()
+    capacity: int | None = None
+    capacity_bytes: int | None = None
+    init_bound: float | None = None
+    eviction: EvictionConfig = EvictionConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     seed: int = field(init=False, compare=False, repr=False)
     row_origin: int = field(default=0, init=False, compare=False, repr=False)
     column_origin: int = field(default=0, init=False, compare=False, repr=False)
@@ -104,8 +183,10 @@ class TableConfig:
             raise TypeError(f"a table's name must be a str, got {type(self.name).__name__}")
         if not self.name or "." in self.name or "\n" in self.name:
             raise ValueError(f"table {self.name!r}: a name must be non-empty, without dots or line breaks")
-        for size in ("num_embeddings", "embedding_dim"):
-            object.__setattr__(self, size, _size(f"table {self.name!r}: {size}", getattr(self, size)))
+        for size in ("num_embeddings", "embedding_dim", "capacity", "capacity_bytes"):
+            if size == "embedding_dim" or getattr(self, size) is not None:
+                object.__setattr__(self, size, _size(f"table {self.name!r}: {size}", getattr(self, size)))
+        self._check_dynamic()
         choices = {"pooling": get_args(Pooling), "placement": get_args(Placement), "dtype": TABLE_DTYPES}
         for part, known in choices.items():
             if getattr(self, part) not in known:
@@ -121,8 +202,41 @@ class TableConfig:
             )
         features = self._checked_features()
         derived = {"features": features, "feature_names": features, "seed": seed_of(self.name)}
-        for part, value in {**derived, "whole_rows": self.num_embeddings}.items():
+        for part, value in {**derived, "whole_rows": self.num_embeddings or 0}.items():
             object.__setattr__(self, part, value)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether any int64 is an id."""
+        return self.num_embeddings is None
+
+    def _check_dynamic(self) -> None:
+        title, given = f"table {self.name!r}", [self.capacity, self.capacity_bytes].count(None)
+        if self.init_bound is not None and not 0 <= _number(f"{title}: init_bound", self.init_bound) < math.inf:
+            raise ValueError(f"{title}: init_bound must lie in [0, inf), got {self.init_bound}")
+        for name, kind in (("eviction", EvictionConfig), ("admission", AdmissionConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{title}: {name} must be an {kind.__name__}, got {getattr(self, name)!r}")
+        if not self.is_dynamic:
+            dynamic = given < 2 or (self.eviction, self.admission) != (EvictionConfig(), AdmissionConfig())
+            if dynamic:
+                raise ValueError(
+                    f"{title}: capacity, eviction and admission are a dynamic table's; leave them out, or give "
+                    "num_embeddings=None"
+                )
+            return
+        if given != 1:
+            raise ValueError(f"{title}: a dynamic table needs one of capacity, in rows, and capacity_bytes")
+        if self.init is not None:
+            raise ValueError(
+                f"{title}: an init fills all rows, and those of a dynamic table come with their ids; use init_bound, "
+                "or insert rows"
+            )
+        if self.placement != "device" or self.dtype not in TRAINABLE_DTYPES:
+            raise ValueError(
+                f"{title}: a dynamic table is placed on the device and has one of the dtypes {TRAINABLE_DTYPES}, got "
+                f"{self.placement!r} and {self.dtype}"
+            )
 
     def _checked_features(self) -> tuple[str, ...]:
         if self.features is None:
@@ -161,8 +275,9 @@ class TableConfig:
                     f"table {self.name!r} has {what} 0 to {whole - 1}; {count} {what} from {first} on are no part of it"
                 )
         part = TableConfig(
-            name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement, cache=self.cache
-        )
+            name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement, cache=self.cache,
+            init_bound=self.init_bound,
+        )  # fmt: skip
         origin = {"row_origin": self.row_origin + rows[0], "column_origin": self.column_origin + columns[0]}
         for field_name, value in {"seed": self.seed, "whole_rows": self.whole_rows, **origin}.items():
             object.__setattr__(part, field_name, value)
@@ -171,16 +286,9 @@ class TableConfig:
     @property
     def bound(self) -> float:
         """Initial values are uniform in ± this, where there is no `init`."""
-        return float(self.whole_rows**-0.5)
-
-
-def _size(title: str, value: Any) -> int:
-    """An integer of any kind, say NumPy's, as an `int`."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():
-        raise TypeError(f"{title} must be an int, got {value!r}")
-    if value.__index__() < 1:
-        raise ValueError(f"{title} must be at least 1, got {value}")
-    return value.__index__()
+        if self.init_bound is not None:
+            return float(self.init_bound)
+        return float((self.embedding_dim if self.is_dynamic else self.whole_rows) ** -0.5)
 
 
 def seed_of(name: str) -> int:

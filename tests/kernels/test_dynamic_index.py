@@ -215,12 +215,9 @@ def use(
     found = model.rows()
     model.mark(known, step)
     victims, missing = model.insert(new, *rule)
-    done = served(kernels, "dynamic_insert_")(index, torch.tensor(new, dtype=torch.int64), *rule)
-    assert done.missing == missing
-    assert done.evicted_ids.tolist() == sorted(victims)
-    assert done.evicted_rows.tolist() == [row_of.pop(id) for id in sorted(victims)]
+    new_ids = torch.tensor(new, dtype=torch.int64)
+    assert served(kernels, "dynamic_missing")(index, new_ids, rule[1]) == missing
     if missing:
-        assert done.rows.tolist() == [-1] * len(new)
         served(kernels, "dynamic_unmark_")(index, rows, before)
         for id in known:
             partition = model.of(id)
@@ -228,6 +225,9 @@ def use(
         if not any(row.count == MOST_USES for row in model.rows().values()):
             assert all(torch.equal(part, copy) for part, copy in zip(index, copies, strict=True))
         return
+    done = served(kernels, "dynamic_insert_")(index, new_ids, *rule)
+    assert done.evicted_ids.tolist() == sorted(victims)
+    assert done.evicted_rows.tolist() == [row_of.pop(id) for id in sorted(victims)]
     row_of.update(zip(new, done.rows.tolist(), strict=True))
     mark(index, torch.tensor([-1 if id in known else row_of[id] for id in ids], dtype=torch.int64), step)
     model.mark([id for id in ids if id not in known], step)
@@ -296,6 +296,7 @@ def insert(index: DynamicIndex, ids: list[int], step: int, protect: int = 0, hal
     wanted = torch.tensor(sorted(ids))
     rows = cpu.dynamic_find(index, wanted)
     cpu.dynamic_mark_(index, rows, step)
+    assert cpu.dynamic_missing(index, wanted[rows < 0], step - 1 - protect) == 0
     done = cpu.dynamic_insert_(index, wanted[rows < 0], step, step - 1 - protect, half_life)
     cpu.dynamic_mark_(index, done.rows, step)
     return done
@@ -303,7 +304,7 @@ def insert(index: DynamicIndex, ids: list[int], step: int, protect: int = 0, hal
 
 def test_the_number_of_partitions_and_sets():
     for capacity, partitions, sets, rows in (
-        (1, 1, 1, 1), (25, 1, 1, 25), (26, 2, 1, 13), (26_214, 1024, 1, 26), (26_215, 513, 2, 52), (10**7, 763, 512, 13107),
+        (1, 1, 1, 1), (25, 1, 1, 25), (26, 1, 2, 26), (1_024, 2, 32, 512), (100_000, 123, 32, 814), (10**7, 763, 512, 13107),
     ):  # fmt: skip
         index = make_index(capacity)
         assert index.num_sets.tolist() == [1] * partitions
@@ -316,9 +317,7 @@ def test_the_number_of_partitions_and_sets():
 def test_rows_of_the_last_batches_stay_and_go_when_they_may():
     index = make_index(25)
     assert insert(index, [*range(25)], 1, protect=2).rows.tolist() == [*range(25)]
-    assert insert(index, [100], 2, protect=2).missing == 1
-    assert insert(index, [0, 1, 100], 3, protect=2).missing == 1
-    cpu.dynamic_unmark_(index, torch.tensor([0, 1]), torch.tensor([1, 1], dtype=torch.int32))
+    assert [cpu.dynamic_missing(index, torch.tensor([100, 101]), step - 3) for step in (2, 3, 4)] == [2, 2, 0]
     done = insert(index, [0, 100, 101], 4, protect=2)
     assert (done.evicted_ids.tolist(), done.evicted_rows.tolist()) == ([1, 2], [1, 2])
     assert done.rows.tolist() == [1, 2]

@@ -6,7 +6,8 @@ decide: the high word times `P`, divided by 2^32, is the partition; from `DIGEST
 are the set's. Of a partition's `n` sets, `2^L ≤ n < 2^(L + 1)`, that is set `h = mix64(id) mod 2^(L + 1)`, or
 `h mod 2^L` if there is no set `h` (linear hashing; Litwin, VLDB 1980). A partition begins with one set, and has `M`, a
 power of two, in the end, so that all sets are the same size then; `P` is what gives capacity between. `P` and `M` are
-the fewest sets for which `P ≤ MOST_PARTITIONS` and a full table has at most 4/5 of `WAYS` rows a set.
+the fewest sets for which a full table has at most 4/5 of `WAYS` rows a set, `P` is at most `MOST_PARTITIONS`, and
+partitions have `LEAST_ROWS` rows.
 
 Set `s` of partition `p` is at place `s · P + p`; slot = place · WAYS + way. A row whose set has no empty way is in an
 overflow slot of its partition, at places from `M · P` on, until one is empty. Where a row's slot is has no effect on
@@ -15,9 +16,8 @@ anything but time.
 **insert** of distinct new ids, ascending, in each partition: if it has `C` rows, the victim is freed: of the id's set,
 the row with the least (used, id) ("lru") or (aged count, used, id) ("lfu") among those with `used ≤ last`; if there is
 none, of the next set that has one. The id gets the row that was freed last, or one that was never used. Then, while the
-partition has more than `GROWN_ROWS` rows a set and less than `M` sets, set `n - 2^L` is split. If a partition has too
-few rows and victims nothing is changed. A partition belongs to one task, so the result depends on the sequence of calls
-alone.
+partition has more than `GROWN_ROWS` rows a set and less than `M` sets, set `n - 2^L` is split. A partition belongs to
+one task, so the result depends on the sequence of calls alone.
 
 **Aged count**: `counts >> (step - used) / half_life`, at most by 31: a row that is not used loses half.
 
@@ -37,6 +37,7 @@ from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicI
 from tritonemb.types import Device
 
 MOST_PARTITIONS = 1_024
+LEAST_ROWS = 512  # of a partition, where there are several: one that is full refuses a batch while others have room
 ALIGNMENT = 64  # bytes, so that the digests of a set lie in one cache line
 
 
@@ -44,19 +45,19 @@ class DynamicInsertion(NamedTuple):
     """What an insertion did.
 
     Attributes:
-        rows: int64 `[N]`, of the ids; all -1 if there were too few.
+        rows: int64 `[N]`, of the ids.
         evicted_ids, evicted_rows: int64 `[E]`, by ascending id.
-        missing: new rows that there is no room for; if it is not 0, nothing has changed.
     """
 
     rows: Tensor
     evicted_ids: Tensor
     evicted_rows: Tensor
-    missing: int
 
 
-def make_index(capacity: int, device: Device = None, most_partitions: int = MOST_PARTITIONS) -> DynamicIndex:
+def make_index(capacity: int, device: Device = None, most_partitions: int | None = None) -> DynamicIndex:
     """An empty index for at least `capacity` rows."""
+    if most_partitions is None:
+        most_partitions = min(MOST_PARTITIONS, max(1, capacity // LEAST_ROWS))
     sets, most_sets = -(-capacity * 5 // (4 * WAYS)), 1
     while -(-sets // most_sets) > most_partitions:
         most_sets *= 2
@@ -121,10 +122,15 @@ def dynamic_unmark_reference_(index: DynamicIndex, rows: Tensor, before: Tensor)
             index.counts[row] -= 1
 
 
+def dynamic_missing_reference(index: DynamicIndex, ids: Tensor, last: int) -> int:
+    """For how many of new ids there is no row, where those used after the step `last` are not evicted."""
+    return sum(max(0, needed - room) for needed, room in _Rows(index).room_for(ids.tolist(), last))
+
+
 def dynamic_insert_reference_(
     index: DynamicIndex, ids: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
-    """Give rows to new ids; none of them was counted as a use.
+    """Give rows to new ids, of which none is `dynamic_missing`; they are not marked.
 
     Args:
         ids: int64 `[N]`, distinct, ascending, and unknown.
@@ -133,13 +139,10 @@ def dynamic_insert_reference_(
         half_life: in steps, of counts for "lfu", at least 1; 0 for "lru".
     """
     rows, batch = _Rows(index), ids.tolist()
-    missing = sum(max(0, needed - room) for needed, room in rows.room_for(batch, last))
-    evicted = [] if missing else [victim for id in batch for victim in rows.insert(id, step, last, half_life)]
+    evicted = [victim for id in batch for victim in rows.insert(id, step, last, half_life)]
     rows.store(index)
-    found = [-1 if missing else rows.by_id[id] for id in batch]
-    numbers = found, sorted(id for id, _ in evicted), [row for _, row in sorted(evicted)]
-    tensors = [torch.tensor(each, dtype=torch.int64, device=ids.device) for each in numbers]
-    return DynamicInsertion(*tensors, missing)
+    numbers = [rows.by_id[id] for id in batch], sorted(id for id, _ in evicted), [row for _, row in sorted(evicted)]
+    return DynamicInsertion(*(torch.tensor(each, dtype=torch.int64, device=ids.device) for each in numbers))
 
 
 def dynamic_remove_reference_(index: DynamicIndex, ids: Tensor) -> Tensor:

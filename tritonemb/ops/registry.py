@@ -32,6 +32,10 @@ _FILES = {  # op -> file
         "row_update": ("row_update_", "row_gradients_"),
         "random": ("initial_rows",),
         "row_cache": ("row_cache_look_up_", "row_cache_allocate_", "row_cache_translate", "move_rows_"),
+        "dynamic_index": (
+            "dynamic_find", "dynamic_mark_", "dynamic_unmark_", "dynamic_missing", "dynamic_insert_", "dynamic_remove_",
+            "dynamic_expired",
+        ),
         "interaction": ("interaction", "interaction_gradient"),
         "cross": ("cross", "cross_gradient"),
         "jagged": ("jagged_permute", "block_bucketize", "drop_padding"),
@@ -43,6 +47,7 @@ _BY_TORCH = (
     "embedding_bag", "sample_weight_gradient", "row_update_", "row_gradients_", "interaction", "interaction_gradient",
     "cross", "cross_gradient",
 )  # fmt: skip
+_CPU_ONLY = ("dynamic_index",)  # files without Triton kernels
 _CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels are PyTorch's operators, and the references
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -58,6 +63,8 @@ def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) 
         return _forced if _forced in kernels_of(op) else REFERENCE
     if device.type not in (CPU, "cuda"):
         return None
+    if _FILES[op] in _CPU_ONLY:
+        return CPU if device.type == CPU else None
     name = TRITON if _HAS_TRITON and (device.type == "cuda" or _INTERPRETING) else CPU
     if all(dtype in _DTYPES[name] for dtype in dtypes):
         return name if name == TRITON or device.type == CPU else None
@@ -85,6 +92,8 @@ def ops() -> tuple[str, ...]:
 
 def kernels_of(op: str) -> tuple[str, ...]:
     """The kernels that there are for an op."""
+    if _FILES[op] in _CPU_ONLY:
+        return REFERENCE, CPU
     return (REFERENCE, CPU, TRITON, TORCH) if op in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 

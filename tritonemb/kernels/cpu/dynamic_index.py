@@ -278,20 +278,24 @@ def _insert_share(task, num_tasks, index, starts, order, ids, step, last, half_l
 
 
 @compiled
+def _missing(index, ids, last):
+    needed, missing = np.zeros(index.num_sets.size, dtype=np.int64), np.int64(0)
+    for id in ids:
+        needed[_partition_of(mix(id), needed.size)] += 1
+    for partition in range(needed.size):
+        missing += needed[partition] - _room(index, partition, needed[partition], last)
+    return missing
+
+
+@compiled
 def _insert_all(num_threads, num_tasks, index, ids, step, last, half_life, rows, evicted):
-    """How many ids there is no room for."""
     partitions = index.num_sets.size
     partition_of, starts = np.empty(ids.size, dtype=np.int64), np.zeros(partitions + 1, dtype=np.int64)
     for i in range(ids.size):
         partition_of[i] = _partition_of(mix(ids[i]), partitions)
         starts[partition_of[i] + 1] += 1
-    missing = np.int64(0)
     for partition in range(partitions):
-        needed = starts[partition + 1]
-        missing += needed - _room(index, partition, needed, last)
         starts[partition + 1] += starts[partition]
-    if missing > 0:
-        return missing
     order, ends = np.empty(ids.size, dtype=np.int64), starts[:-1].copy()
     for i in range(ids.size):
         order[ends[partition_of[i]]] = i
@@ -300,7 +304,6 @@ def _insert_all(num_threads, num_tasks, index, ids, step, last, half_life, rows,
         num_threads, num_tasks, _insert_share,
         (num_tasks, index, starts, order, ids, step, last, half_life, rows, evicted),
     )  # fmt: skip
-    return missing
 
 
 @compiled
@@ -336,17 +339,22 @@ def dynamic_unmark_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
     _unmark(_arrays(index), rows.numpy(), before.numpy())
 
 
+def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
+    """See `kernels/dynamic_index.py`."""
+    return int(_missing(_arrays(index), ids.numpy(), last))
+
+
 def dynamic_insert_(index: DynamicIndex, ids: Tensor, step: int, last: int, half_life: int) -> DynamicInsertion:
     """See `kernels/dynamic_index.py`."""
     num_threads = tasks_for(ids.numel())
     num_tasks = num_threads if num_threads == 1 else TASKS_A_THREAD * num_threads
     rows, evicted = torch.full_like(ids, -1), torch.full((ids.numel(), 2), -1)
-    missing = _insert_all(
+    _insert_all(
         num_threads, num_tasks, _arrays(index), ids.numpy(), step, last, half_life, rows.numpy(), evicted.numpy()
     )
     evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
     evicted_ids, order = evicted_ids.sort()
-    return DynamicInsertion(rows, evicted_ids, evicted_rows[order], missing)
+    return DynamicInsertion(rows, evicted_ids, evicted_rows[order])
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
