@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from tritonemb.ops.registry import check_errors
     from tritonemb.sharding import HybridParallel
     from tritonemb.training import Trainer
-    from tritonemb.types import CacheConfig, TableConfig
+    from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
 __version__ = "0.1.0"
 __all__ = [
+    "AdmissionConfig",
     "CacheConfig",
+    "EvictionConfig",
     "HybridParallel",
     "KeyedJaggedTensor",
     "TableConfig",
@@ -30,8 +32,8 @@ __all__ = [
     "unfuse",
 ]
 _MODULES = {
-    "CacheConfig": "types", "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types",
-    "Trainer": "training", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
+    "AdmissionConfig": "types", "CacheConfig": "types", "EvictionConfig": "types", "HybridParallel": "sharding",
+    "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
 }  # fmt: skip
 
 

@@ -91,8 +91,6 @@ class DynamicTable(Table):
     index: DynamicIndex
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
-        if device is not None and torch.device(device).type not in ("cpu", "meta"):
-            raise ValueError(f"table {config.name!r}: a dynamic table is on the CPU, got device {str(device)!r}")
         capacity = config.capacity
         if capacity is None:
             elements = config.embedding_dim * sum(spec.per_element for spec in states)
@@ -107,6 +105,8 @@ class DynamicTable(Table):
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         config = self.config
+        if (there := torch.empty(0, device=device).device).type not in ("cpu", "meta"):
+            raise ValueError(f"table {config.name!r}: a dynamic table is on the CPU, got device {str(there)!r}")
         self.weight = nn.Parameter(new_weight(num_rows, config.embedding_dim, device, config.dtype))
         for spec in states:
             shape = self.weight.shape if spec.per_element else self.weight.shape[:1]

@@ -11,7 +11,8 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Self
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
-from tritonemb.layout import Layout, make_layout
+from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -89,6 +90,25 @@ class Lookup:
 
     def __del__(self) -> None:
         self.release()
+
+
+class AssignedRows(NamedTuple):
+    """A batch whose ids of dynamic tables have become rows.
+
+    Attributes:
+        features: with rows in place of ids, and a key of its own for each lookup where one feature feeds several
+            tables; -1 for ids that have no row.
+        groups: the distinct rows.
+        unknown: where there are such ids, the tables' weights, values and layout to read them from.
+        training: whether new ids were given rows.
+        step: int64 `[]`, of the tables.
+    """
+
+    features: KeyedJaggedTensor
+    groups: ops.RowGroups
+    unknown: tuple[list[Tensor], Tensor, Layout] | None
+    training: bool
+    step: Tensor
 
 
 _clock = itertools.count(1)
@@ -245,6 +265,108 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
     return tables.look_up_trained(lookup)
 
 
+@_disable_dynamo
+def assign_rows(tables: Tables, features: Features) -> AssignedRows:
+    """Find the rows of a batch's ids in dynamic tables. New ids of a batch that is to be trained are given rows.
+
+    ValueError if they find no room in some table, before anything changes, or the tables have no optimizer to train
+    them.
+    """
+    keys, values, offsets, weights = parts_of(features)
+    given = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    batch = _one_key_a_lookup(tables, given, tables.layout(keys, values.device))
+    layout, dynamic = tables.layout(batch.keys(), values.device), tables.dynamic
+    training = torch.is_grad_enabled() and _trains(tables)
+    if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
+        raise ValueError(_no_gradient(tables))
+    with torch.no_grad(), torch.inference_mode(False):
+        values, positions = batch.values().long(), _positions(batch, layout, dynamic)
+        rows, begun = values.clone(), dict[int, Any]()
+        ids = {number: values[at].contiguous() for number, at in positions.items()}
+        try:
+            begun.update((number, dynamic[number].begin(ids[number])) for number in (dynamic if training else ()))
+        except ValueError:
+            for number, found in begun.items():
+                dynamic[number].undo(found)
+            raise
+        for number, at in positions.items():
+            table = dynamic[number]
+            rows[at] = table.finish(begun[number]) if training else table.find(ids[number])
+        assigned = KeyedJaggedTensor(batch.keys(), rows, batch.weights_or_none(), offsets=batch.offsets())
+        groups = ops.row_groups(rows, batch.offsets(), layout)
+        unknown, step = _rows_to_read(tables, rows, positions, ids, layout), torch.tensor(table.clock)
+        return AssignedRows(assigned, groups, unknown, training, step)
+
+
+@_disable_dynamo
+def check_protected(tables: Tables, step: int, what: str) -> None:
+    """ValueError if rows of a batch of an earlier step may have been evicted, or might be by the next one."""
+    table = min(tables.dynamic.values(), key=lambda table: table.config.eviction.protect)
+    protect = table.config.eviction.protect
+    if table.clock - step > protect:
+        raise ValueError(
+            f"table {table.config.name!r}: {what} {table.clock - step} batches ago, and only rows of the last {protect} "
+            f"stay; use EvictionConfig(protect=...) of more than {protect}"
+        )
+
+
+def _positions(batch: KeyedJaggedTensor, layout: Layout, dynamic: Mapping[int, Any]) -> dict[int, Any]:
+    """Where the values of each dynamic table are: a slice, or of several keys int64 `[n]`."""
+    size, starts, tables = batch.stride(), layout.key_starts.tolist(), layout.lookups[:, TABLE].tolist()
+    ends = batch.offsets()[::size].tolist() if size else [0] * len(starts)
+    found: dict[int, list[slice]] = {number: [] for number in dynamic}
+    for key, (first, last) in enumerate(pairwise(starts)):
+        if first < last and tables[first] in found:
+            found[tables[first]].append(slice(ends[key], ends[key + 1]))
+    return {
+        number: of[0] if len(of) == 1 else torch.cat([torch.arange(each.start, each.stop) for each in of])
+        for number, of in found.items()
+    }
+
+
+def _rows_to_read(
+    tables: Tables, rows: Tensor, positions: Mapping[int, Any], ids: Mapping[int, Tensor], layout: Layout
+) -> tuple[list[Tensor], Tensor, Layout] | None:
+    """Tables of a batch's rows alone, and of initial values of ids that have none; None if all have."""
+    unknown = [number for number, at in positions.items() if (rows[at] < 0).any()]
+    if not unknown:
+        return None
+    values, weights = rows.clone(), [table.weight.detach() for table in tables.tables]
+    own = layout._replace(tables=layout.tables.clone())
+    for number in unknown:
+        places, mine = rows[positions[number]].clone(), rows[positions[number]] < 0
+        known, of_known = places[~mine].unique(return_inverse=True)
+        new, of_new = ids[number][mine].unique(return_inverse=True)
+        places[~mine], places[mine] = of_known, known.numel() + of_new
+        values[positions[number]] = places
+        weights[number] = torch.cat([weights[number][known], tables.dynamic[number].initial_values(new)])
+        own.tables[number, NUM_ROWS] = len(weights[number])
+    return weights, values, own
+
+
+def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
+    """As `TableSet.look_up`, where some ids have no row: they read as initial values, and get no gradient."""
+    assert batch.unknown is not None
+    weights, values, layout = batch.unknown
+    keys, rows, offsets, sample_weights = parts_of(batch.features)
+
+    def read() -> Tensor:
+        dtype, check_bounds = tables.dtype_of(weights), tables.bounds_check == "raise"
+        with torch.no_grad():
+            return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
+
+    if not batch.training or not torch.is_grad_enabled():
+        return read()
+    if sample_weights is not None and sample_weights.requires_grad:
+        raise ValueError(_no_weight_gradient(tables))
+    tables.check_trainable(tables.weights())
+    if tables.accumulator.is_open:
+        tables.remember_keys(keys)
+    lookup = Lookup(rows, offsets, sample_weights, batch.groups, tables.layout(keys, rows.device))
+    trained: Tensor = tables.look_up_trained(lookup, read)
+    return trained
+
+
 def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
     raise ValueError(_no_gradient(tables))
 
@@ -252,7 +374,7 @@ def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: boo
 def _no_gradient(tables: Tables) -> str:
     config = _first_cached(tables)
     return (
-        f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
+        f"table {config.name!r} is {_why_special(config)}, where only a fused optimizer can train it; give "
         "its collection one, or freeze it with requires_grad_(False)"
     )
 
@@ -262,21 +384,34 @@ def _trains(tables: Tables) -> bool:
 
 
 def _first_cached(tables: Tables) -> TableConfig:
-    return next(config for config in tables.configs if config.placement != "device")
+    return next(config for config in tables.configs if config.is_dynamic or config.placement != "device")
+
+
+def _why_special(config: TableConfig) -> str:
+    return "dynamic" if config.is_dynamic else f"placed on {config.placement!r}"
 
 
 def _check_gradients(tables: Tables, lookup: Lookup) -> None:
-    config, weights = _first_cached(tables), lookup.sample_weights
-    if weights is not None and weights.requires_grad:
+    if lookup.sample_weights is not None and lookup.sample_weights.requires_grad:
+        raise ValueError(_no_weight_gradient(tables))
+    check_prefetched(tables, lookup.training)
+
+
+def check_prefetched(tables: Tables, training: bool) -> None:
+    """ValueError if a batch was not prefetched to be trained, and now is trained."""
+    if torch.is_grad_enabled() and _trains(tables) and not training:
         raise ValueError(
-            f"per-sample weights get no gradient where table {config.name!r} is placed on {config.placement!r}; detach "
-            "them, or place the tables on the device"
+            f"the rows of table {_first_cached(tables).name!r} were prefetched under no_grad, and now gradients are "
+            "recorded; call group() or prefetch() where gradients are recorded"
         )
-    if _trains(tables) and not lookup.training:
-        raise ValueError(
-            f"the rows of table {config.name!r} were prefetched under no_grad, and now gradients are recorded; call "
-            "group() or prefetch() where gradients are recorded"
-        )
+
+
+def _no_weight_gradient(tables: Tables) -> str:
+    config = _first_cached(tables)
+    return (
+        f"per-sample weights get no gradient where table {config.name!r} is {_why_special(config)}; detach them, or "
+        f"{'let it admit every id' if config.is_dynamic else 'place the tables on the device'}"
+    )
 
 
 def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
@@ -305,6 +440,18 @@ def _one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) 
     return KeyedJaggedTensor.concat(parts)
 
 
+def configs_of(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[TableConfig]:
+    """Tables for a batch with these keys, or with one for each lookup; ValueError for keys that are missing."""
+    missing = [feature for config in configs for feature in config.feature_names if feature not in keys]
+    if not missing:
+        return configs
+    names = [[f"{config.name}.{feature}" for feature in config.feature_names] for config in configs]
+    if any(name not in keys for of_table in names for name in of_table):
+        raise ValueError(f"the batch lacks the features {[*dict.fromkeys(missing)]}; it has the keys {list(keys)}")
+    sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
+    return [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
+
+
 def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) -> tuple[Layout, Layout]:
     """The layouts of a batch with a key for each lookup, over whole tables and over their slots; made once.
 
@@ -312,11 +459,7 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
     """
     found: tuple[Layout, Layout] | None = tables.cache.storage.layouts.get(keys)
     if found is None:
-        configs: Sequence[TableConfig] = tables.configs
-        if any(feature not in keys for feature in tables.feature_names):
-            names = [[f"{config.name}.{feature}" for feature in config.feature_names] for config in configs]
-            sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
-            configs = [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
+        configs = configs_of(tables.configs, keys)
         with torch.inference_mode(False):  # they are kept, for training too
             found = tables.cache.storage.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
     return found

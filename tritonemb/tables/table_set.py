@@ -13,17 +13,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import Layout, TensorList, dtypes_of, fact, make_layout
+from tritonemb.layout import ROW_IDS, Layout, TensorList, dtypes_of, fact, make_layout
 from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import (
+    AssignedRows,
     FindReplicaRows,
     Lookup,
+    assign_rows,
+    check_prefetched,
+    check_protected,
+    configs_of,
     look_up_cached,
     look_up_pinned,
+    look_up_unknown,
     prefetch_batch,
     prefetched,
     slot_layouts,
@@ -33,7 +40,7 @@ from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
-Groups = ops.RowGroups | Lookup
+Groups = ops.RowGroups | Lookup | AssignedRows
 _OUTPUT_DTYPES = {*TRAINABLE_DTYPES, torch.float64}
 
 
@@ -110,16 +117,21 @@ class TableSet(OptimizedTables):
                 "pending": torch.zeros((), dtype=torch.int64, device=real),
             }
         states = () if optimizer is None else optimizer.states
-        kinds = [Table if config.placement == "device" else CachedTable for config in self.configs]
-        made = [kind(config, states, device) for kind, config in zip(kinds, self.configs, strict=True)]
+        made = [_kind(config)(config, states, device) for config in self.configs]
         # As of `counters`, a module that owns the tables gives its own dictionary.
         self._names = [config.name for config in tables]
         self.by_name: dict[str, Any] = dict(zip(self._names, made, strict=True))
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = _make_cache(self.tables)
+        self.dynamic = {number: each for number, each in enumerate(made) if isinstance(each, DynamicTable)}
+        self._row_configs = [
+            each.row_config if isinstance(each, DynamicTable) else config
+            for each, config in zip(made, self.configs, strict=True)
+        ]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
+        self._oldest: int | None = None  # step of the first accumulated micro-batch of dynamic tables
         self.pins: list[Lookup] = []
         self._in_graph: Lookup | None = None  # a batch whose compiled forward has run, and its backward has not
         self.layout(self.feature_names, self.tables[0].weight.device)
@@ -143,6 +155,7 @@ class TableSet(OptimizedTables):
     def accumulate(self) -> Iterator[None]:
         """See `EmbeddingBagCollection.accumulate`."""
         block, self._accumulated_keys = self.accumulator.open(self._apply_accumulated), None
+        self._oldest = None
         try:
             with block:
                 yield
@@ -161,25 +174,27 @@ class TableSet(OptimizedTables):
         """See `EmbeddingBagCollection.group`."""
         if self.cache is not None:
             return prefetch_batch(self, features)
+        if self.dynamic:
+            return assign_rows(self, features)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
     def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
         """What `PrefetchedFeatures` have for these tables: the batch, and `group`'s result where that takes time."""
-        return features, None if self.cache is None else self.group(features)
+        return features, self.group(features) if self.cache is not None or self.dynamic else None
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """The layout of these keys over the tables; made once for each order of keys."""
         key = (tuple(keys), device)
         found = self._layouts.get(key)
         if found is None:
-            missing = [feature for feature in self.feature_names if feature not in key[0]]
-            if missing:
-                raise ValueError(f"the batch lacks the features {missing}; it has the keys {list(keys)}")
+            configs = configs_of(self._row_configs, key[0])
             if torch.compiler.is_compiling():
-                return make_layout(self.configs, key[0], self.pooled, device)
+                return make_layout(configs, key[0], self.pooled, device)
             with torch.inference_mode(False):  # it is kept, for training too
-                found = make_layout(self.configs, key[0], self.pooled, device)
+                found = make_layout(configs, key[0], self.pooled, device)
+            for table, dynamic in self.dynamic.items():
+                found.tables[table, ROW_IDS] = dynamic.index.ids.data_ptr()
             self._layouts[key] = found
         return found
 
@@ -190,6 +205,12 @@ class TableSet(OptimizedTables):
                 return look_up_pinned(self, groups)
             return look_up_cached(self, features, groups)
         assert not isinstance(groups, Lookup)
+        if self.dynamic:
+            batch = self._assigned(features, groups)
+            if batch.unknown is not None:
+                return look_up_unknown(self, batch)
+            features, groups = batch.features, batch.groups
+        assert not isinstance(groups, AssignedRows)
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
         check_bounds = self.bounds_check == "raise"
@@ -214,6 +235,18 @@ class TableSet(OptimizedTables):
             fused, values, offsets, sample_weights, groups, layout, check_bounds, self.dtype_of(fused.weights),
             self.counters["pending"], accumulator, shared,
         )  # fmt: skip
+
+    def _assigned(self, features: Features, groups: Groups | None) -> AssignedRows:
+        if self.accumulator.is_open and self._oldest is not None:
+            ahead = 0 if isinstance(groups, AssignedRows) else 1
+            check_protected(self, self._oldest - ahead, "the first of the accumulated micro-batches came")
+        batch = groups if isinstance(groups, AssignedRows) else assign_rows(self, features)
+        check_prefetched(self, batch.training)
+        if batch.training and not torch.compiler.is_compiling():
+            check_protected(self, int(batch.step), "a batch was prefetched")
+            if self.accumulator.is_open and self._oldest is None:
+                self._oldest = int(batch.step)
+        return batch
 
     def update_shared(
         self, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: ops.RowGroups,
@@ -247,8 +280,8 @@ class TableSet(OptimizedTables):
             )
         self.update.step(self, grad, lookup, [lookup])
 
-    def look_up_trained(self, lookup: Lookup) -> Tensor:
-        """Read rows; the backward updates and unpins them, or keeps the gradient if this was called in `accumulate`."""
+    def look_up_trained(self, lookup: Lookup, read: Callable[[], Tensor] | None = None) -> Tensor:
+        """Read rows, as `read` does if given; the backward updates and unpins them, or keeps the gradient if this was called in `accumulate`."""
         handle = self.accumulator.current_handle
 
         def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
@@ -263,7 +296,7 @@ class TableSet(OptimizedTables):
                 batch = lookup.values, lookup.offsets, lookup.sample_weights
                 accumulate_(self.counters["pending"], handle, grad, *batch)
 
-        return ops.fused_lookup(self.tables[0].weight, None, partial(self.read, lookup), take_gradient)
+        return ops.fused_lookup(self.tables[0].weight, None, read or partial(self.read, lookup), take_gradient)
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         """Of a lookup's result."""
@@ -378,6 +411,12 @@ class TableSet(OptimizedTables):
         self.accumulator.tables = ref(self)
 
 
+def _kind(config: TableConfig) -> type[Table]:
+    if config.is_dynamic:
+        return DynamicTable
+    return Table if config.placement == "device" else CachedTable
+
+
 def _make_cache(tables: Sequence[Table]) -> RowCache | None:
     cached = [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]
     if not cached:
@@ -409,6 +448,11 @@ def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
             raise ValueError(
                 f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use "
                 "'device', 'host' or 'disk'"
+            )
+        if table.is_dynamic and any(other.placement != "device" for other in tables):
+            raise ValueError(
+                f"table {table.name!r} is dynamic, and others of its collection are in host memory or on disk; put "
+                "them into collections of their own"
             )
         if optimizer is not None and table.dtype not in TRAINABLE_DTYPES:
             raise ValueError(

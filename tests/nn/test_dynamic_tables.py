@@ -1,0 +1,439 @@
+"""Dynamic tables: bitwise a static table of the same rows, whatever the ids; what is evicted, admitted, saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, configurations
+from tritonemb.nn.collections import TableCollection
+from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.lookup import prefetch
+
+EXTREMES = [-(2**63), -(2**32) - 7, -1, 0, 1, 2**31, 2**32 + 1, 2**63 - 1]
+IDS = torch.tensor(sorted({*EXTREMES, *(7**n % 2**61 * (-1) ** n for n in range(1, 60))}))
+BATCH = 16
+
+
+def batches(number: int, keys: Sequence[str] = ("user", "item"), seed: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Bags of ids of any size; and the same with their numbers in `IDS`."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        lengths = torch.randint(0, 5, (len(keys) * BATCH,), generator=generator)
+        values = torch.randint(len(IDS), (int(lengths.sum()),), generator=generator)
+        weights = torch.randn(values.numel(), generator=generator)
+        yield (
+            te.KeyedJaggedTensor(list(keys), IDS[values], weights, lengths=lengths),
+            te.KeyedJaggedTensor(list(keys), values, weights, lengths=lengths),
+        )
+
+
+def step(model: Any, features: Any, *groups: Any) -> Tensor:
+    found = model(features, *groups)
+    out: Tensor = found if isinstance(found, Tensor) else found.values()
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return out.detach()
+
+
+def config(name: str = "user", capacity: int = 200, dim: int = 12, **options: Any) -> te.TableConfig:
+    return te.TableConfig(name, None, dim, capacity=capacity, **options)
+
+
+def table_of(collection: TableCollection, name: str = "user") -> DynamicTable:
+    found = collection[name]
+    assert isinstance(found, DynamicTable)
+    return found
+
+
+def static_twin(dynamic: TableCollection, tables: Sequence[te.TableConfig], optimizer: Any) -> TableCollection:
+    """With a row for each of `IDS`, and the initial values of the dynamic tables."""
+    static = [
+        te.TableConfig(t.name, len(IDS), t.embedding_dim, t.features, t.pooling, t.dtype, init_bound=t.bound)
+        for t in tables
+    ]
+    made = type(dynamic)(static, optimizer)
+    for table in made.tables:
+        table.weight.data.copy_(table_of(dynamic, table.config.name).initial_values(IDS))
+    return made
+
+
+def same_rows(dynamic: TableCollection, static: TableCollection) -> None:
+    for table in static.tables:
+        mine = table_of(dynamic, table.config.name)
+        assert torch.equal(mine.lookup(IDS), table.weight)
+        saved, known = mine.export(), torch.isin(IDS, mine.ids())
+        assert torch.equal(saved["ids"], IDS[known])
+        for name, state in table.tensors().items():
+            assert torch.equal(saved[name], state[known]), name
+
+
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda each: each.name)
+def test_it_is_bitwise_a_static_table_of_the_same_rows(optimizer):
+    tables = [config(pooling="mean"), config("item", dim=5, features=["item", "user"])]
+    dynamic = te.nn.EmbeddingBagCollection(tables, optimizer)
+    static = static_twin(dynamic, tables, optimizer)
+    for ids, numbers in batches(6):
+        with torch.no_grad():
+            assert torch.equal(dynamic(ids), static(numbers))  # unknown ids among them
+        assert torch.equal(step(dynamic, ids), step(static, numbers))
+        with torch.no_grad():
+            assert torch.equal(dynamic(ids), static(numbers))
+    same_rows(dynamic, static)
+    assert table_of(dynamic).statistics().evictions == 0
+
+
+def test_rows_without_pooling_and_ids_of_32_bits():
+    tables, optimizer = [config(pooling="none")], te.optim.Adam(lr=0.1)
+    dynamic = te.nn.EmbeddingCollection(tables, optimizer)
+    static = static_twin(dynamic, tables, optimizer)
+    for ids, numbers in batches(4, ["user"]):
+        assert torch.equal(step(dynamic, ids), step(static, numbers))
+    same_rows(dynamic, static)
+    small = te.KeyedJaggedTensor(["user"], torch.tensor([-5, 3], dtype=torch.int32), lengths=torch.tensor([2]))
+    step(dynamic, small)
+    assert torch.isin(torch.tensor([-5, 3]), table_of(dynamic).ids()).all()
+
+
+def test_beside_static_tables_whose_ids_are_checked():
+    tables = [config(), te.TableConfig("item", 10, 12)]
+    collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
+    bad = te.KeyedJaggedTensor(["item", "user"], torch.tensor([3, 10, -4, 7]), lengths=torch.tensor([1, 1, 1, 1]))
+    with pytest.raises(ValueError, match="'item'.*10"):
+        collection(bad)
+    good = te.KeyedJaggedTensor(["item", "user"], torch.tensor([3, 9, -4, 7]), lengths=torch.tensor([1, 1, 1, 1]))
+    before = collection["item"].weight[:9].clone()
+    step(collection, good)
+    assert (collection["item"].weight[:9] != before).any(1).tolist() == [n == 3 for n in range(9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_table_is_the_same_to_the_bit(dtype):
+    """Also where rows are evicted, admitted late, and expire; and what is saved is copied."""
+
+    def make() -> te.nn.EmbeddingBagCollection:
+        torch.manual_seed(1)
+        late = te.AdmissionConfig(appearances=2)
+        tables = [
+            config(capacity=60, dtype=dtype, eviction=te.EvictionConfig("lfu", protect=1, half_life=3)),
+            config("item", dtype=dtype, admission=late, eviction=te.EvictionConfig(protect=1, ttl=4)),
+        ]
+        return te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
+
+    whole, first = make(), make()
+    for ids, _ in batches(30):
+        step(whole, ids)
+    for ids, _ in batches(15):
+        step(first, ids)
+    saved = first.state_dict()
+    kept = copy.deepcopy(saved)
+    resumed = make()
+    table_of(resumed).reset_parameters(seed=5)
+    resumed.load_state_dict(saved)
+    for number, (ids, _) in enumerate(batches(30)):
+        if number >= 15:
+            step(resumed, ids)
+            step(first, ids)
+    assert_same_bits(*({key: value for key, value in state.items() if key != "step"} for state in (saved, kept)))
+    assert_same_bits(first.state_dict(), whole.state_dict())
+    assert_same_bits(resumed.state_dict(), whole.state_dict())
+    assert table_of(whole).statistics().evictions > 0
+    assert table_of(whole, "item").statistics().refused > 0
+    assert table_of(whole, "item").statistics().evictions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_every_prefetch_depth_gives_the_same_bits(depth):
+    def run(depth: int) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        tables = [config(capacity=30, eviction=te.EvictionConfig(protect=3)), config("item")]
+        collection = te.nn.EmbeddingBagCollection(tables, te.optim.Adagrad(lr=0.1))
+        waiting = list[Any]()
+        for ids in IDS[torch.randperm(64, generator=torch.Generator().manual_seed(4)).repeat(3)].split(8):
+            features = te.KeyedJaggedTensor(["user", "item"], ids, lengths=torch.full((4,), 2))
+            waiting.append(prefetch(collection, features))
+            if len(waiting) > depth:
+                step(collection, waiting.pop(0))
+        while waiting:
+            step(collection, waiting.pop(0))
+        assert table_of(collection).statistics().evictions > 0
+        return collection.state_dict()
+
+    assert_same_bits(run(depth), run(0))
+
+
+def test_a_batch_that_was_prefetched_too_early_is_an_error():
+    table = config(capacity=30, eviction=te.EvictionConfig(protect=2))
+    collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+    early, *others = [prefetch(collection, bag(id)) for id in range(4)]
+    with pytest.raises(ValueError, match="prefetched 3 batches ago.*protect"):
+        step(collection, early)
+    for later in others:
+        step(collection, later)
+
+
+def test_an_accumulated_step_is_that_of_the_whole_batch():
+    def run(parts: int) -> Tensor:
+        torch.manual_seed(3)
+        collection = te.nn.EmbeddingBagCollection([config()], te.optim.Adagrad(lr=0.1))
+        ids = IDS[torch.arange(24) % 9]
+        with collection.accumulate():
+            for part in ids.split(24 // parts):
+                features = te.KeyedJaggedTensor(["user"], part, lengths=torch.ones_like(part))
+                collection(features).square().sum().backward()
+        return table_of(collection).lookup(IDS)
+
+    assert torch.equal(run(1), run(3))
+
+
+def test_accumulating_more_micro_batches_than_are_protected_is_an_error():
+    table = config(capacity=4, eviction=te.EvictionConfig(protect=2))
+    collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+    with pytest.raises(ValueError, match="protect"), collection.accumulate():
+        for id in range(4):
+            collection(te.KeyedJaggedTensor(["user"], torch.tensor([id]), lengths=torch.tensor([1]))).sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_model_takes_a_prefetched_batch(backend):
+    def run(compiled: bool) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        tables = [config(), config("item", features=["item", "user"])]
+        collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
+        called = torch.compile(collection, fullgraph=True, backend=backend) if compiled else collection
+        for ids, _ in batches(4):
+            step(called, prefetch(collection, ids))
+        with torch.no_grad():
+            ids, _ = next(batches(1, seed=9))
+            called(prefetch(collection, ids))
+        return collection.state_dict()
+
+    assert_same_bits(run(True), run(False))
+
+
+def test_a_compiled_model_finds_rows_before_its_graph():
+    torch.manual_seed(4)
+    collection = te.nn.EmbeddingBagCollection([config(), config("item")], te.optim.RowWiseAdagrad(lr=0.1))
+    twin = copy.deepcopy(collection)
+    called = torch.compile(collection, backend="aot_eager")
+    for ids, _ in batches(3):
+        assert torch.equal(step(called, ids), step(twin, ids))
+    assert_same_bits(collection.state_dict(), twin.state_dict())
+
+
+def bag(*ids: int) -> te.KeyedJaggedTensor:
+    return te.KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+
+
+def test_a_batch_without_room_changes_nothing():
+    tables = [config(capacity=9), config("item", capacity=4, features=["user"])]
+    collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
+    step(collection, bag(1, 2))
+    before = collection.state_dict()
+    with pytest.raises(ValueError, match=r"'item'.*3 new ids, and 1 of them.*capacity.*protect"):
+        collection(bag(2, 3, 4, 5))
+    assert_same_bits(collection.state_dict(), before)
+    step(collection, bag(2, 3, 4))
+    assert table_of(collection, "item").ids().tolist() == [1, 2, 3, 4]
+
+
+def test_the_least_recently_used_row_goes_and_comes_back_new():
+    table = config(capacity=3, eviction=te.EvictionConfig(protect=1))
+    collection = te.nn.EmbeddingBagCollection([table], te.optim.Adagrad(lr=0.5))
+    fresh = table_of(collection).lookup([1])
+    for ids in ((1,), (2,), (3,), (2,), (4,)):
+        step(collection, bag(*ids))
+    assert table_of(collection).ids().tolist() == [2, 3, 4]
+    assert torch.equal(table_of(collection).lookup([1]), fresh)
+    step(collection, bag(2))
+    step(collection, bag(1, 1))
+    saved = table_of(collection).export()
+    assert saved["ids"].tolist() == [1, 2, 4]
+    assert (saved["step"].tolist(), saved["count"].tolist()) == ([7, 6, 5], [2, 3, 1])
+    assert table_of(collection).statistics() == te.tables.dynamic_table.DynamicStatistics(8, 2, 5, 0, 2, 3, 3)
+
+
+def test_a_row_expires():
+    table = config(capacity=30, eviction=te.EvictionConfig(protect=1, ttl=2))
+    collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.5))
+    for ids, left in (((1, 2), [1, 2]), ((2,), [1, 2]), ((3,), [1, 2, 3]), ((3,), [2, 3]), ((), [3])):
+        step(collection, bag(*ids))
+        assert table_of(collection).ids().tolist() == left
+
+
+@pytest.mark.parametrize("admission", [te.AdmissionConfig(appearances=3), te.AdmissionConfig(probability=0.5)])
+def test_an_id_that_is_not_admitted_reads_initial_values_and_gets_no_gradient(admission):
+    collection = te.nn.EmbeddingBagCollection([config(admission=admission)], te.optim.SGD(lr=0.5))
+    table, seen = table_of(collection), torch.arange(40)
+    initial = table.initial_values(seen)
+    features = te.KeyedJaggedTensor(["user"], seen, lengths=torch.ones_like(seen))
+    for times in range(1, 5):
+        out = step(collection, features)
+        known = torch.isin(seen, table.ids())
+        assert torch.equal(table.lookup(seen[~known]), initial[~known])
+        assert torch.equal(out[~known], initial[~known])
+        with torch.no_grad():
+            assert torch.equal(collection(features), table.lookup(seen))
+        if admission.appearances > 1:
+            assert bool(known.all()) == bool(known.any()) == (times >= 3)
+        else:
+            assert 10 < int(known.sum()) < 30
+    assert not torch.equal(table.lookup(seen[known]), initial[known])
+
+
+def test_counts_for_admission_are_halved():
+    collection = te.nn.EmbeddingBagCollection([config(capacity=2, admission=te.AdmissionConfig(appearances=3))], te.optim.SGD())
+    step(collection, bag(7, 7))
+    step(collection, bag(*range(100, 132)))  # 8 for each cell of a row of 4
+    step(collection, bag(7))
+    assert table_of(collection).ids().tolist() == []  # a count of 2 was worth 1 by then
+    step(collection, bag(7))
+    assert table_of(collection).ids().tolist() == [7]
+
+
+def test_insert_lookup_remove_and_export(tmp_path):
+    collection = te.nn.EmbeddingBagCollection([config(dim=3)], te.optim.RowWiseAdagrad(lr=0.1))
+    table = table_of(collection)
+    step(collection, bag(5, 8))
+    rows = torch.arange(9.0).view(3, 3)
+    table.insert([8, -3, 2**40], rows, sum=torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(table.lookup([-3, 8, 2**40]), rows[[1, 0, 2]])
+    assert table.ids().tolist() == [-3, 5, 8, 2**40]
+    for path in (tmp_path / "rows.npz", tmp_path / "rows.parquet"):
+        exported = table.export(path)
+        assert exported["sum"][[0, 2, 3]].tolist() == [2.0, 1.0, 3.0]
+    read = np.load(tmp_path / "rows.npz")
+    assert all(np.array_equal(read[name], exported[name]) for name in exported)
+    found = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows.parquet").to_pydict()
+    assert found == {name: value.tolist() for name, value in exported.items()}
+    assert table.remove([5, 5, 99]) == 1
+    assert torch.equal(table.lookup([5]), table.initial_values(torch.tensor([5])))
+    for message, call in (
+        ("twice", lambda: table.insert([1, 1], torch.zeros(2, 3))),
+        ("shape", lambda: table.insert([1], torch.zeros(2, 3))),
+        ("no state 'moment'", lambda: table.insert([1], torch.zeros(1, 3), moment=torch.zeros(1))),
+        ("no room for 102", lambda: table.insert(torch.arange(300), torch.zeros(300, 3))),
+        ("parquet", lambda: table.export(tmp_path / "rows.csv")),
+        ("one dimension", lambda: table.lookup(torch.zeros(2, 2, dtype=torch.int64))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert table.ids().tolist() == [-3, 8, 2**40]
+
+
+def test_values_follow_from_seed_and_id_and_not_from_the_capacity():
+    torch.manual_seed(0)
+    small = te.nn.EmbeddingBagCollection([config(capacity=10)], te.optim.SGD())
+    torch.manual_seed(0)
+    large = te.nn.EmbeddingBagCollection([config(capacity=9_000, init_bound=0.5)], te.optim.SGD())
+    some = table_of(small).lookup(IDS)
+    assert torch.allclose(some * 12**0.5 * 0.5, table_of(large).lookup(IDS), rtol=1e-6)  # one is rounded twice
+    assert float(some.abs().max()) <= 12**-0.5
+    assert len(some.unique()) > 0.99 * some.numel()
+    assert float(some.std()) == pytest.approx(12**-0.5 / 3**0.5, rel=0.1)
+
+
+def test_capacity_in_bytes():
+    collection = te.nn.EmbeddingBagCollection(
+        [te.TableConfig("user", None, 16, capacity_bytes=1_000_000)], te.optim.Adam(lr=0.1)
+    )
+    table = table_of(collection)
+    index = sum(part.nbytes for part in table.index) - table.index.digests.nbytes // 2 * 5  # but overflow slots
+    used = sum(tensor.nbytes for tensor in (table.weight, *table.buffers())) + index
+    assert 0.97e6 < used < 1.003e6  # rounded up to whole partitions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "one of capacity"),
+        ({"capacity": 5, "capacity_bytes": 5}, "one of capacity"),
+        ({"capacity": 0}, "at least 1"),
+        ({"capacity": 5, "init": torch.zero_}, "init"),
+        ({"capacity": 5, "placement": "host"}, "placed on the device"),
+        ({"capacity": 5, "init_bound": -1.0}, "init_bound"),
+        ({"capacity": 5, "dtype": torch.float8_e5m2}, "dtypes"),
+    ],
+)
+def test_configs_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        te.TableConfig("user", None, 4, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"capacity": 5}, {"eviction": te.EvictionConfig(protect=2)}, {"admission": te.AdmissionConfig(0.5)}]
+)
+def test_a_static_table_has_no_capacity(options):
+    with pytest.raises(ValueError, match="num_embeddings=None"):
+        te.TableConfig("user", 10, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (te.EvictionConfig, {"policy": "fifo"}, "policy"),
+        (te.EvictionConfig, {"protect": 0}, "protect"),
+        (te.EvictionConfig, {"ttl": 8}, "more than protect"),
+        (te.AdmissionConfig, {"probability": 0.0}, "probability"),
+        (te.AdmissionConfig, {"appearances": 0}, "appearances"),
+    ],
+)
+def test_options_that_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+def test_what_dynamic_tables_cannot_do_is_said():
+    dynamic = config()
+    with pytest.raises(ValueError, match="is dynamic, and others.*collections of their own"):
+        te.nn.EmbeddingBagCollection([dynamic, te.TableConfig("item", 9, 12, placement="host")], te.optim.SGD())
+    plain = te.nn.EmbeddingBagCollection([dynamic])
+    with pytest.raises(ValueError, match="only a fused optimizer can train"):
+        plain(bag(1))
+    with torch.no_grad():
+        assert torch.equal(plain(bag(1)), table_of(plain).lookup([1]))
+    fused = te.nn.EmbeddingBagCollection([dynamic], te.optim.SGD())
+    with torch.no_grad():
+        groups = fused.group(bag(1))
+    with pytest.raises(ValueError, match="prefetched under no_grad"):
+        fused(bag(1), groups)
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing():
+    collection = te.nn.EmbeddingBagCollection([config(capacity=9)], te.optim.SGD(lr=0.1))
+    step(collection, bag(1, 2))
+    before = collection.state_dict()
+    large = te.nn.EmbeddingBagCollection([config(capacity=30)], te.optim.SGD(lr=0.1))
+    step(large, bag(*range(20)))
+    for change, message in (
+        (large.state_dict(), "20 rows.*room for 9"),
+        ({**before, "user.weight": torch.zeros(2, 5)}, "weight must have shape"),
+        ({**before, "user.ids": torch.tensor([1, 1])}, "twice"),
+        ({key: value for key, value in before.items() if key != "user.clock"}, "user.clock"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            collection.load_state_dict(change)
+        assert_same_bits(collection.state_dict(), before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.more
+def test_a_large_stream_is_the_same_on_any_number_of_threads(num_threads):
+    def run(num_threads: int) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        torch.set_num_threads(num_threads)
+        collection = te.nn.EmbeddingBagCollection([config(capacity=60_000, dim=4)], te.optim.RowWiseAdagrad(lr=0.1))
+        generator = torch.Generator().manual_seed(6)
+        for _ in range(40):
+            ids = torch.randint(2**62, (4_000,), generator=generator) ** 2
+            step(collection, te.KeyedJaggedTensor(["user"], ids, lengths=torch.full((100,), 40)))
+        assert table_of(collection).statistics().evictions > 50_000
+        return collection.state_dict()
+
+    assert_same_bits(run(num_threads), run(1))
