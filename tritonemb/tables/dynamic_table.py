@@ -344,6 +344,14 @@ class DynamicTable(Table):
         found |= {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
         return found | ({} if self.sketch is None else self.sketch.tensors())
 
+    def templates(self, num_rows: int) -> dict[str, Tensor]:
+        """Room for what `state_dict` has, of so many rows."""
+        of_rows = {"ids": self.index.ids, "weight": self.weight, **{name: self._memory(name) for name in self._state_names}}
+        of_rows |= dict.fromkeys(("step", "count"), self.index.ids)
+        found = {name: torch.empty(num_rows, *each.shape[1:], dtype=each.dtype) for name, each in of_rows.items()}
+        found |= {name: torch.empty((), dtype=torch.int64) for name in ("clock", "seed")}
+        return found | ({} if self.sketch is None else self.sketch.tensors())
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name, tensor in self._saved().items():
             destination[prefix + name] = tensor
@@ -352,8 +360,7 @@ class DynamicTable(Table):
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        names = ("ids", "weight", *self._state_names, "step", "count", "clock", "seed")
-        names += () if self.sketch is None else tuple(self.sketch.tensors())
+        names = tuple(self.templates(0))
         missing = [prefix + name for name in names if prefix + name not in state_dict]
         missing_keys += missing
         if strict:
