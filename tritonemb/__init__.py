@@ -33,7 +33,8 @@ __all__ = [
 ]
 _MODULES = {
     "AdmissionConfig": "types", "CacheConfig": "types", "EvictionConfig": "types", "HybridParallel": "sharding",
-    "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
+    "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training", "check_errors": "ops.registry",
+    "fuse": "nn.fuse", "unfuse": "nn.fuse",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from benchmarks import bench_dynamic_index, bench_embedding_bag, peers
+from benchmarks import bench_dynamic_table, bench_embedding_bag, peers
 from benchmarks.cases import COPY, OURS
 from benchmarks.clock import Clock, Timing
 from benchmarks.gpu.run import FAMILIES, ON_TABLES
@@ -25,7 +25,7 @@ def name(family: ModuleType) -> str:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("family", [*(one for one in FAMILIES if one not in ON_TABLES), bench_dynamic_index], ids=name)
+@pytest.mark.parametrize("family", [*(one for one in FAMILIES if one not in ON_TABLES), bench_dynamic_table], ids=name)
 def test_all_cases_run_and_contenders_agree(family: ModuleType) -> None:
     for case in family.cases(CPU, tiny=True):
         contenders = case.make(Clock(CPU))

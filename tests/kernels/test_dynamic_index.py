@@ -252,7 +252,7 @@ def check_index(index: DynamicIndex, model: Model, row_of: dict[int, int]) -> No
     assert index.num_sets.tolist() == [len(partition.sets) for partition in partitions]
     assert index.num_rows.tolist() == [len(partition.rows()) for partition in partitions]
     # A row is in an overflow slot only if its set is full.
-    sizes = [len(rows) for rows in (p.sets[n] for n in range(partitions[0].most_sets) for p in partitions if n < len(p.sets))]
+    sizes = [len(rows) for partition in partitions for rows in partition.sets]
     assert int(index.overflowed.sum()) == int(index.num_overflow.sum()) == sum(max(0, size - WAYS) for size in sizes)
     in_ways = (slots < index.overflowed.numel() * WAYS).sum()
     assert int(in_ways) == sum(min(size, WAYS) for size in sizes)
@@ -304,7 +304,8 @@ def insert(index: DynamicIndex, ids: list[int], step: int, protect: int = 0, hal
 
 def test_the_number_of_partitions_and_sets():
     for capacity, partitions, sets, rows in (
-        (1, 1, 1, 1), (25, 1, 1, 25), (26, 1, 2, 26), (1_024, 2, 32, 512), (100_000, 123, 32, 814), (10**7, 763, 512, 13107),
+        (1, 1, 1, 1), (25, 1, 1, 25), (26, 1, 2, 26), (1_024, 2, 32, 512), (100_000, 123, 32, 814),
+        (10**7, 763, 512, 13107),
     ):  # fmt: skip
         index = make_index(capacity)
         assert index.num_sets.tolist() == [1] * partitions

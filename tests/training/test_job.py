@@ -20,10 +20,11 @@ from tritonemb.training.config import (
     EmbeddingOptimizer,
     OutputOptions,
     ProfileOptions,
+    TableOptions,
     TrainConfig,
     preset,
 )
-from tritonemb.training.job import build_model, build_optimizer, train
+from tritonemb.training.job import PredictOptions, build_model, build_optimizer, predict, train
 
 
 def test_every_optimizer_can_be_named():
@@ -141,6 +142,30 @@ def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epoch
     assert result.steps == 10 * resumed
     train(text_run(whole, resumed), verbose=False)
     assert_same_bits(tensors_at(folder, 10 * resumed), tensors_at(whole, 10 * resumed))
+
+
+def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_path):
+    """No vocabulary; tables of 40 rows for 50 ids and missing ones, which come in their second occurrence."""
+
+    def run(name: str) -> TrainConfig:
+        tables = TableOptions(evict="lfu", admit_after=2)
+        read = LogOptions(schema=Schema(dynamic=True, num_embeddings=300, sizes=("cat_2=60",)), shuffle_rows=200)
+        return replace(text_run(tmp_path / name, 2), read=read, tables=tables)
+
+    train(run("whole"), verbose=False)
+    with pytest.raises(InterruptedError):
+        train(run("first"), callbacks=[Crash(13)], verbose=False)
+    train(run("first"), "auto", verbose=False)
+    found = tensors_at(tmp_path / "first", 20)
+    assert_same_bits(found, tensors_at(tmp_path / "whole", 20))
+    ids = found["model.embeddings.cat_2.ids"]
+    assert 0 < len(ids) <= 60
+    assert int(found["model.embeddings.cat_2.clock"]) == 20
+    log = tmp_path / "train.txt"
+    scores = tmp_path / "scores.csv"
+    said = predict(PredictOptions(checkpoint=tmp_path / "whole", data=str(log), out=scores))
+    assert "600 scores" in said
+    assert len(scores.read_text().splitlines()) == 601
 
 
 def test_a_checkpoint_that_is_resumed_in_another_folder_says_what_was_read(tmp_path):

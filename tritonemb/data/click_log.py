@@ -87,7 +87,9 @@ class ClickLog(protocol.Tables):
         vocabulary = self.schema.vocabulary
         self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
         lists, names = self._source.multi_hot, self.schema.sparse
-        self.features = tuple(Feature(name, known[name].num_embeddings, name in lists) for name in names)
+        self.features = tuple(
+            Feature(name, known[name].num_embeddings, name in lists, self.schema.dynamic) for name in names
+        )
         self.encode = partial(encode, schema=self.schema, features=self.features, numberings=known)
         self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}
@@ -116,7 +118,9 @@ class ClickLog(protocol.Tables):
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the schema, and the bytes of the vocabulary file if any."""
         dense = tuple((name, self.schema.is_logarithmic(name)) for name in self.schema.dense)
-        return protocol.digest("log", self.schema.label, dense, self.features, self._vocabulary)
+        return protocol.digest(
+            "dynamic log" if self.schema.dynamic else "log", self.schema.label, dense, self.features, self._vocabulary
+        )
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""

@@ -92,7 +92,7 @@ class Dataset(protocol.Tables):
                 raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
             for feature, column in zip(self.features, rows.columns, strict=True):
                 low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
-                if low < 0 or high >= feature.num_embeddings:
+                if not feature.dynamic and (low < 0 or high >= feature.num_embeddings):
                     text = f"{where}: feature {feature.name!r} has ids from {low} to {high}"
                     raise ValueError(f"{text}, they must lie in [0, {feature.num_embeddings})")
 

@@ -84,6 +84,7 @@ def ids_of(hashes: Array, num_embeddings: int) -> Array:
     return ids
 
 
+MISSING = -(2**63)  # the id of missing values, where integers are their own ids
 METADATA = b"tritonemb.vocabulary"
 COLUMNS = ("feature", "value", "id", "count")
 _INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
@@ -181,10 +182,14 @@ def string_buffers(strings: Any) -> tuple[Array, Array]:
 
 class Numbering:
     """How the values of one feature become ids in `[0, num_embeddings)`: by their hash, or by a vocabulary of distinct
-    `pyarrow` strings or int64 and their ids, int64 from 1 on."""
+    `pyarrow` strings or int64 and their ids, int64 from 1 on. If `dynamic`, int64 of any value: integers, or hashes."""
 
-    def __init__(self, name: str, num_embeddings: int, values: Any = None, ids: Array | None = None) -> None:
-        self.name, self.num_embeddings = name, num_embeddings
+    def __init__(
+        self, name: str, num_embeddings: int, values: Any = None, ids: Array | None = None, dynamic: bool = False
+    ) -> None:
+        self.name, self.num_embeddings, self.dynamic = name, num_embeddings, dynamic
+        self._dtype: Any = np.int64 if dynamic else np.int32
+        self._missing = MISSING if dynamic else 0
         self._seed = feature_seed(name)
         self._keys: Array | None = None  # of the vocabulary, ascending: integers, or hashes of strings
         if values is not None and ids is not None:
@@ -195,25 +200,27 @@ class Numbering:
                 raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
 
     def ids(self, array: Any) -> Array:
-        """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing."""
+        """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing. If dynamic, int64; `MISSING`."""
         if array.null_count == len(array) or str(decoded(array.type)) == "null":
-            return np.zeros(len(array), dtype=np.int32)
+            return np.full(len(array), self._missing, dtype=self._dtype)
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
         if not hasattr(array.type, "index_type"):
             ids = self._unmasked_ids(array)
         else:
             ids = self._unmasked_ids(array.dictionary)
-            ids[missing_of(array.dictionary)] = 0
+            ids[missing_of(array.dictionary)] = self._missing
             ids = ids[integers(array.indices)]
         if array.null_count:
-            ids[missing_of(array)] = 0
+            ids[missing_of(array)] = self._missing
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:
-        """int32 `[N]` of values that are distinct, or integers to be hashed; anything where missing."""
+        """`[N]` of values that are distinct, or integers to be hashed; anything where missing."""
         text, known = is_text(values.type), self._keys
         keys = hash_strings(*string_buffers(values), self._seed) if text else integers(values, fill=False)
+        if self.dynamic:
+            return keys.astype(np.int64)  # of unsigned ones, the same bits
         if known is None:
             return ids_of(keys if text else hash_integers(keys, self._seed), self.num_embeddings)
         if not len(known):
@@ -261,7 +268,8 @@ def numberings(schema: Schema) -> dict[str, Numbering]:
     """One for each sparse column; FileNotFoundError or ValueError if the vocabulary is not there, or not of these."""
     sizes = schema.sizes_by_name()
     if schema.vocabulary is None:
-        return {name: Numbering(name, sizes.get(name, schema.num_embeddings)) for name in schema.sparse}
+        numbers = {name: sizes.get(name, schema.num_embeddings) for name in schema.sparse}
+        return {name: Numbering(name, number, dynamic=schema.dynamic) for name, number in numbers.items()}
     if sizes:
         raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
     found = load_vocabulary(schema.vocabulary)

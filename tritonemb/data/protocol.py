@@ -4,12 +4,12 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.types import TableConfig
+from tritonemb.types import Pooling, TableConfig
 from tritonemb.utils import Closing
 
 Split = Literal["train", "validation", "test"]
@@ -29,11 +29,15 @@ reading_processes = 1  # on this host, as far as this process knows: they divide
 
 @dataclass(frozen=True)
 class Feature:
-    """A categorical feature: ids in `[0, num_embeddings)`, exactly one a row unless `multi_hot`."""
+    """A categorical feature: ids in `[0, num_embeddings)`, exactly one a row unless `multi_hot`.
+
+    If it is `dynamic` any int64 is an id, and `num_embeddings` the capacity of its table.
+    """
 
     name: str
     num_embeddings: int
     multi_hot: bool = False
+    dynamic: bool = field(default=False, repr=False)  # not in the digests of older checkpoints
 
 
 @dataclass(frozen=True)
@@ -199,9 +203,12 @@ class Data(Protocol):
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
     """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+    poolings: list[Pooling] = ["mean" if feature.multi_hot else "sum" for feature in features]
     return [
-        TableConfig(f.name, f.num_embeddings, embedding_dim, pooling="mean" if f.multi_hot else "sum") for f in features
-    ]
+        TableConfig(f.name, None, embedding_dim, pooling=pooling, capacity=f.num_embeddings) if f.dynamic
+        else TableConfig(f.name, f.num_embeddings, embedding_dim, pooling=pooling)
+        for f, pooling in zip(features, poolings, strict=True)
+    ]  # fmt: skip
 
 
 class Tables:
@@ -231,9 +238,9 @@ def check_position(position: Position, fields: tuple[str, ...], belongs_to: int,
             f"data set {name!r}: {position!r} is not a position of it, which has the fields {('of', *fields)}; "
             "use what `Stream.position` gave"
         )
-    for field, value in position.items():
+    for entry, value in position.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"data set {name!r}: the position's {field!r} is {value!r}, expected an int of 0 or more")
+            raise ValueError(f"data set {name!r}: the position's {entry!r} is {value!r}, expected an int of 0 or more")
     if position["of"] != belongs_to:
         raise ValueError(
             f"data set {name!r}: this position was taken in a stream of other data or other settings; a stream resumes "

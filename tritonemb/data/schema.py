@@ -34,6 +34,8 @@ class Schema:
         num_embeddings: ids of each category, 0 for missing among them; values are hashed to the others.
         sizes: other numbers of ids for some of the categories, as "name=number".
         vocabulary: a file of `tritonemb vocab`, which numbers the categories in place of hashing.
+        dynamic: categories keep ids of 64 bits, for dynamic tables, whose capacities `num_embeddings` and `sizes` are:
+            integers are their own ids, strings have their hashes, and missing ones -2^63.
         integers: those categories of CSV files that are integers, whose hashes are others. Other formats say so.
     """
 
@@ -44,6 +46,7 @@ class Schema:
     num_embeddings: int = 100_000
     sizes: tuple[str, ...] = ()
     vocabulary: Path | None = None
+    dynamic: bool = False
     integers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class Schema:
             columns = getattr(self, known)
             if unknown := [name for name in names if columns and name not in columns]:
                 raise ValueError(f"schema: {what} names {listed(unknown)}, not among {known}: {listed(columns)}")
+        if self.dynamic and self.vocabulary is not None:
+            raise ValueError("schema: dynamic tables need no vocabulary; leave one of the two out")
         _check_size("num_embeddings", self.num_embeddings)
         self.sizes_by_name()
 

@@ -166,10 +166,12 @@ class _Rows:
     def __init__(self, index: DynamicIndex) -> None:
         self.index, self.num_sets, self.num_made = index, index.num_sets.tolist(), index.num_made.tolist()
         self.partitions = len(self.num_sets)
-        self.most_rows, self.most_sets = index.ids.numel() // self.partitions, index.overflowed.numel() // self.partitions
+        self.most_rows = index.ids.numel() // self.partitions
+        self.most_sets = index.overflowed.numel() // self.partitions
         self.by_id = dict(zip(*(each.tolist() for each in dynamic_rows(index)), strict=True))
         held = index.num_rows.tolist()
-        self.free = [index.free[p :: self.partitions][: self.num_made[p] - held[p]].tolist() for p in range(self.partitions)]
+        num_free = [made - rows for made, rows in zip(self.num_made, held, strict=True)]
+        self.free = [index.free[p :: self.partitions][:number].tolist() for p, number in enumerate(num_free)]
 
     def store(self, index: DynamicIndex) -> None:
         for part in (index.digests, index.overflowed, index.num_rows, index.num_overflow):
@@ -180,8 +182,9 @@ class _Rows:
             index.free[partition :: self.partitions][: len(free)] = torch.tensor(free, dtype=torch.int32)
         for id, row in sorted(self.by_id.items()):
             partition, place = self.partition(id), self.place(id)
-            lists = place, *range(self.most_sets * self.partitions + partition, index.digests.numel() // WAYS, self.partitions)
-            slot = next(s for at in lists for s in range(at * WAYS, at * WAYS + WAYS) if index.digests[s] == 0)
+            overflow = range(index.overflowed.numel() + partition, index.digests.numel() // WAYS, self.partitions)
+            ways = (slot for at in (place, *overflow) for slot in range(at * WAYS, at * WAYS + WAYS))
+            slot = next(slot for slot in ways if index.digests[slot] == 0)
             index.digests[slot], index.rows[slot] = max(1, _mixed(id) >> DIGEST_SHIFT & 255), row
             index.num_rows[partition] += 1
             if slot // WAYS != place:
@@ -203,12 +206,12 @@ class _Rows:
 
     def room_for(self, batch: list[int], last: int) -> list[tuple[int, int]]:
         """For each partition of some ids, how many these are, and how many rows are free or may be evicted."""
-        wanted = [self.partition(id) for id in batch]
-        return [
-            (wanted.count(p), self.most_rows - len(held) + sum(int(self.index.used[self.by_id[id]]) <= last for id in held))
-            for p in set(wanted)
-            for held in [self.of(p)]
-        ]
+        wanted, found = [self.partition(id) for id in batch], []
+        for partition in set(wanted):
+            held = self.of(partition)
+            victims = sum(int(self.index.used[self.by_id[id]]) <= last for id in held)
+            found.append((wanted.count(partition), self.most_rows - len(held) + victims))
+        return found
 
     def insert(self, id: int, step: int, last: int, half_life: int) -> list[tuple[int, int]]:
         """The victim and its row, if there is one."""

@@ -32,9 +32,8 @@ _FILES = {  # op -> file
         "row_update": ("row_update_", "row_gradients_"),
         "random": ("initial_rows",),
         "row_cache": ("row_cache_look_up_", "row_cache_allocate_", "row_cache_translate", "move_rows_"),
-        "dynamic_index": (
-            "dynamic_find", "dynamic_mark_", "dynamic_unmark_", "dynamic_missing", "dynamic_insert_", "dynamic_remove_",
-            "dynamic_expired",
+        "dynamic_index": tuple(
+            f"dynamic_{name}" for name in ("find", "mark_", "unmark_", "missing", "insert_", "remove_", "expired")
         ),
         "interaction": ("interaction", "interaction_gradient"),
         "cross": ("cross", "cross_gradient"),

@@ -91,15 +91,11 @@ class DynamicTable(Table):
     index: DynamicIndex
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
-        capacity = config.capacity
-        if capacity is None:
-            elements = config.embedding_dim * sum(spec.per_element for spec in states)
-            num_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
-            num_bytes += 4 * (elements + sum(not spec.per_element for spec in states))
-            capacity = max(1, config.capacity_bytes // num_bytes)
+        num_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
+        num_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
+        capacity = config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes)
         with _CPU:
-            self_index = make_index(capacity)
-        object.__setattr__(self, "index", self_index)
+            object.__setattr__(self, "index", make_index(capacity))  # before a module has parameters
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         super().__init__(config, states, device, self.index.ids.numel())
 
@@ -255,7 +251,7 @@ class DynamicTable(Table):
         They count as used in the step of the last batch.
 
         Raises:
-            ValueError: for ids that are given twice, for other shapes, and if new ids find no room; nothing has changed.
+            ValueError: for ids given twice, other shapes, and if new ids find no room; nothing has changed.
         """
         ids = _as_ids(ids)
         ids, order = ids.sort()
@@ -264,7 +260,8 @@ class DynamicTable(Table):
         new = ids[found < 0]
         if missing := _call("dynamic_missing", self.index, new, self._last(self.clock)):
             raise ValueError(
-                f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more capacity"
+                f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more "
+                "capacity"
             )
         _call("dynamic_mark_", self.index, found, self.clock)
         found[found < 0] = self._insert(new)
@@ -290,7 +287,8 @@ class DynamicTable(Table):
         suffix = Path(path).suffix
         if suffix not in (".parquet", ".npz"):
             raise ValueError(f"an export is a .parquet or .npz file, got {str(path)!r}")
-        arrays = {name: (value.float() if value.is_floating_point() else value).numpy() for name, value in found.items()}
+        arrays = {name: value.numpy() for name, value in found.items() if name != "weight"}
+        arrays["weight"] = found["weight"].float().numpy()  # NumPy has no bfloat16
         if suffix == ".npz":
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
@@ -346,7 +344,7 @@ class DynamicTable(Table):
 
     def templates(self, num_rows: int) -> dict[str, Tensor]:
         """Room for what `state_dict` has, of so many rows."""
-        of_rows = {"ids": self.index.ids, "weight": self.weight, **{name: self._memory(name) for name in self._state_names}}
+        of_rows = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self._state_names)}}
         of_rows |= dict.fromkeys(("step", "count"), self.index.ids)
         found = {name: torch.empty(num_rows, *each.shape[1:], dtype=each.dtype) for name, each in of_rows.items()}
         found |= {name: torch.empty((), dtype=torch.int64) for name in ("clock", "seed")}
@@ -385,8 +383,8 @@ class DynamicTable(Table):
         room = len(self.index.ids) // partitions
         if (most := int(np.bincount(wanted, minlength=1).max())) > room:
             raise ValueError(
-                f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room for "
-                f"{room:,}; give it more capacity"
+                f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room "
+                f"for {room:,}; give it more capacity"
             )
         self._clear()
         self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
@@ -401,7 +399,9 @@ class DynamicTable(Table):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
         if probe.device.type not in ("cpu", "meta"):
-            raise RuntimeError(f"table {self.config.name!r} is dynamic; it cannot move to {probe.device}, only be on the CPU")
+            raise RuntimeError(
+                f"table {self.config.name!r} is dynamic: it is on the CPU, and cannot move to {probe.device}"
+            )
         return super()._apply(fn, recurse)
 
 
@@ -430,8 +430,8 @@ class _Sketch:
     def check(self, saved: Mapping[str, Tensor], title: str) -> None:
         if saved["sketch"].shape != self._cells.shape:
             raise ValueError(
-                f"{title}: sketch must have shape {tuple(self._cells.shape)}, got {tuple(saved['sketch'].shape)}; it is "
-                "of another capacity"
+                f"{title}: sketch must have shape {tuple(self._cells.shape)}, got {tuple(saved['sketch'].shape)}; it "
+                "is of another capacity"
             )
 
     def adopt(self, saved: Mapping[str, Tensor]) -> None:

@@ -305,8 +305,8 @@ def check_protected(tables: Tables, step: int, what: str) -> None:
     protect = table.config.eviction.protect
     if table.clock - step > protect:
         raise ValueError(
-            f"table {table.config.name!r}: {what} {table.clock - step} batches ago, and only rows of the last {protect} "
-            f"stay; use EvictionConfig(protect=...) of more than {protect}"
+            f"table {table.config.name!r}: {what} {table.clock - step} batches ago, and only rows of the last "
+            f"{protect} stay; use EvictionConfig(protect=...) of more than {protect}"
         )
 
 

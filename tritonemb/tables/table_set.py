@@ -203,6 +203,7 @@ class TableSet(OptimizedTables):
         if self.cache is not None:
             if torch.compiler.is_compiling() and isinstance(groups, Lookup) and not self.update.is_shared:
                 return look_up_pinned(self, groups)
+            assert not isinstance(groups, AssignedRows)
             return look_up_cached(self, features, groups)
         assert not isinstance(groups, Lookup)
         if self.dynamic:
@@ -281,7 +282,7 @@ class TableSet(OptimizedTables):
         self.update.step(self, grad, lookup, [lookup])
 
     def look_up_trained(self, lookup: Lookup, read: Callable[[], Tensor] | None = None) -> Tensor:
-        """Read rows, as `read` does if given; the backward updates and unpins them, or keeps the gradient if this was called in `accumulate`."""
+        """Read rows, by `read` if given; the backward updates and unpins them, or accumulates their gradient."""
         handle = self.accumulator.current_handle
 
         def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 from tritonemb.data import LogOptions, kind_of
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.training.schedule import Schedule, ScheduleOptions
-from tritonemb.types import CacheConfig, TableConfig
+from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 from tritonemb.utils import Options, did_you_mean, number, require
 
 Config = TypeVar("Config")
@@ -117,6 +117,8 @@ class TableOptions(Options):
         cache_host_rows: rows of each table on disk that are cached in host memory too; none if not given.
         cache_policy: the row to evict: the least recently used (lru) or the least frequently used (lfu).
         cache_folder: where tables on disk have their files while they are in use; that of temporary files if not given.
+        evict: the row of a full dynamic table to evict, likewise.
+        admit_after: how often an id must have occurred to get a row of a dynamic table.
     """
 
     placement: Literal["device", "host", "disk"] = "device"
@@ -126,6 +128,8 @@ class TableOptions(Options):
     cache_host_rows: int | None = None
     cache_policy: Literal["lru", "lfu"] = "lru"
     cache_folder: Path | None = None
+    evict: Literal["lru", "lfu"] = "lru"
+    admit_after: int = number(1, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +143,12 @@ class TableOptions(Options):
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
         placed = partial(replace, placement=self.placement, cache=cache)
-        return [placed(table) if table.num_embeddings >= self.placed_rows else table for table in tables]
+        rows = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
+        return [
+            replace(table, eviction=rows[0], admission=rows[1]) if table.is_dynamic
+            else placed(table) if table.num_embeddings >= self.placed_rows else table
+            for table in tables
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,14 @@ from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
-from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, load_tensors, read_manifest
+from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.files import read_manifest_text
+from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.config import TrainConfig, from_plain, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import predict_logits
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
-from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
 from tritonemb.utils import Options, number, require, write_whole, written_aside
 
@@ -263,8 +263,7 @@ def predict(options: PredictOptions) -> str:
             "vocabulary file has changed since, or the columns are others"
         )
     model = build_model(config, features, num_dense)
-    load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)
-    read_again(model)
+    load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY)
     keys, size = tuple(feature.name for feature in features), options.batch_size
 
     def scored(kept: list[Any], rows: Rows) -> Any:

@@ -20,8 +20,7 @@ from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.cached_table import CachedTable, metadata_only
-from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.cached_table import metadata_only
 from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks
@@ -181,25 +180,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"the model's state_dict has {name!r} of type {type(value).__name__}; checkpoints hold tensors only"
             )
     return {f"model.{name}": value.detach() for name, value in state.items()}
-
-
-def load_model(
-    path: str | Path, model: nn.Module, others: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata],
-    ignore: tuple[str, ...], group: RankGroup | None = None,
-) -> None:  # fmt: skip
-    """Load a checkpoint's tensors, those that are `stored` there, into a model and into `others`; see `load_tensors`."""
-    tensors, dynamic = model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    for name, table in model.named_modules():
-        ids = stored.get(f"model.{name}.ids")
-        if isinstance(table, DynamicTable) and ids is not None:
-            dynamic[table] = table.templates(ids.size[0])
-            tensors |= {f"model.{name}.{part}": value for part, value in dynamic[table].items()}
-    load_tensors(path, tensors | {**others}, ignore, group)
-    for table, saved in dynamic.items():
-        table.adopt(saved)
-    for cached in model.modules():
-        if isinstance(cached, CachedTable) and cached.config.placement == "host":
-            cached.reload_cached_rows()
 
 
 def optimizer_state(

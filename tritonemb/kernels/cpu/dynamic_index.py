@@ -133,7 +133,7 @@ def _unmark(index, rows, before):
 @called
 def _victim(index, place, step, last, half_life):
     """The slot of the row of a set that is evicted first, -1 if none may be."""
-    victim, least = np.int64(-1), (np.int64(0), np.int64(0), np.int64(0))
+    victim, least = -1, (np.int64(0), np.int64(0), np.int64(0))
     partitions = index.num_sets.size
     at, left = place, WAYS + np.int64(index.overflowed[place])  # in ways, then in overflow slots
     while left > 0:
@@ -235,7 +235,8 @@ def _insert(index, partition, id, step, last, half_life, evicted):
     partitions, place = index.num_sets.size, _place_of(index, mix(id))
     evicted[1] = -1
     if index.num_rows[partition] == index.ids.size // partitions:
-        at, victim = place, _victim(index, place, step, last, half_life)
+        at = place
+        victim = _victim(index, place, step, last, half_life)
         while victim < 0:
             at += partitions
             at = at if at < index.num_sets[partition] * partitions else partition

@@ -5,6 +5,7 @@ Checkpoints may be written while training goes on, by `torch.distributed.checkpo
 
 import atexit
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.data.loader import merge_positions, rank_position
+from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
@@ -88,6 +91,25 @@ def _finish(save: weakref.ref[AsyncSave]) -> None:
     """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
     if (found := save()) is not None:
         print_error(found.wait)
+
+
+def load_model(
+    path: str | Path, model: nn.Module, others: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata],
+    ignore: tuple[str, ...], group: RankGroup | None = None,
+) -> None:  # fmt: skip
+    """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`."""
+    tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
+    for name, table in model.named_modules():
+        ids = stored.get(f"model.{name}.ids")
+        if isinstance(table, DynamicTable) and ids is not None:
+            dynamic[table] = table.templates(ids.size[0])
+            tensors |= {f"model.{name}.{part}": value for part, value in dynamic[table].items()}
+    load_tensors(path, tensors | {**others}, ignore, group)
+    for table, saved in dynamic.items():
+        table.adopt(saved)
+    for cached in model.modules():
+        if isinstance(cached, CachedTable) and cached.config.placement == "host":
+            cached.reload_cached_rows()
 
 
 class CheckpointManager:
@@ -173,12 +195,11 @@ class CheckpointManager:
             raise ValueError(f"{self._folder.path} holds another run than {path}; choose another folder")
         stored = stored_tensors(path, self._control)
         random = train_state.rng_templates(stored, state.ranks.rank, state.device)
-        tensors = train_state.model_tensors(state.model) | random
-        tensors |= train_state.optimizer_templates(state.model, state.step.dense_optimizer, stored)
+        tensors = train_state.optimizer_templates(state.model, state.step.dense_optimizer, stored) | random
         entry = stored.get("trainer.loss_sums")
         sums = torch.zeros(2 if entry is None else entry.size, dtype=torch.float64)
-        load_tensors(path, tensors | {"trainer.loss_sums": sums}, ignore=("rng.",), group=self._control)
-        train_state.read_again(state.model)
+        others = tensors | {"trainer.loss_sums": sums}
+        load_model(path, state.model, others, stored, ("rng.",), self._control)
         if state.step.dense_optimizer is not None:
             train_state.load_optimizer_state(state.model, state.step.dense_optimizer, tensors, options["optimizer"])
         step.load_loss_sums(sums)

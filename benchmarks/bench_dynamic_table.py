@@ -1,0 +1,206 @@
+"""Dynamic tables: rows read through their ids, ids found, a whole step, batches while a table grows, memory.
+
+The peer of a pull, find and gather, is a gather of as many rows of a static table, in ascending order as a batch has
+them. That of a find is the same find in an index half full, and PyTorch's binary search in sorted ids. That of a step
+is a static table's on the numbers of the same ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from benchmarks.cases import OURS, Case, contenders, equal
+from benchmarks.clock import Clock, Contender, Timing
+from benchmarks.record import at_least, at_most, timing_rows
+from tritonemb.kernels.cpu.dynamic_index import dynamic_find, dynamic_insert_, dynamic_mark_
+from tritonemb.kernels.dynamic_index import dynamic_rows, make_index
+from tritonemb.layout import WAYS, DynamicIndex
+
+DIM, BATCH = 64, 50_000
+HALF_FULL = f"{OURS}, half full"
+
+
+def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for capacity in (2_000,) if tiny else (1 << 20, 1 << 23):
+        batch = min(BATCH, capacity // 4)
+        shape = f"{batch:,} ids, capacity {capacity:,}"
+        yield Case("dynamic table pull", f"{shape}, D{DIM}", partial(pull, capacity, batch))
+        yield Case("dynamic index find", shape, partial(find, capacity, batch))
+        for new in (0.0, 0.01):
+            yield Case("dynamic table step", f"{shape}, D{DIM}, {new:.0%} new", partial(step, capacity, batch, new))
+
+
+def filled(capacity: int, rows: int) -> DynamicIndex:
+    """Random ids inserted, a share at a time, until there are so many rows."""
+    index, generator, number = make_index(capacity), torch.Generator().manual_seed(rows), 0
+    while (missing := rows - int(index.num_rows.sum())) > 0:
+        number += 1
+        count = min(missing, max(1, capacity // 16))
+        ids = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).unique()
+        dynamic_mark_(index, dynamic_insert_(index, ids, number, number - 2, 0).rows, number)
+    return index
+
+
+def draw(index: DynamicIndex, count: int, seed: int) -> Tensor:
+    """Some of the ids, ascending, as row groups give them."""
+    ids = dynamic_rows(index)[0]
+    return ids[torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(seed))[:count]].sort().values
+
+
+def pull(capacity: int, batch: int, clock: Clock) -> list[Contender]:
+    index = filled(capacity, capacity)
+    weight = torch.randn(index.ids.numel(), DIM)
+    ids = draw(index, batch, 1)
+    rows = dynamic_find(index, ids)
+    static_rows = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(2))[:batch].sort().values
+    static = torch.randn(weight.shape[0], DIM)
+    static[static_rows] = weight[rows]
+
+    def by_id() -> Tensor:
+        return torch.nn.functional.embedding(dynamic_find(index, ids), weight)
+
+    def by_row() -> Tensor:
+        return torch.nn.functional.embedding(static_rows, static)
+
+    num_bytes = batch * (8 + 2 * 4 * DIM)
+    return contenders({OURS: by_id, "static table": by_row}, num_bytes, clock.device, equal(by_row()))
+
+
+def find(capacity: int, batch: int, clock: Clock) -> list[Contender]:
+    full, half = (filled(capacity, capacity * eighths // 8) for eighths in (8, 4))
+    ids, others = draw(full, batch, 1), draw(half, batch, 1)
+    known, rows = dynamic_rows(full)
+
+    def by_search() -> Tensor:
+        return rows[torch.searchsorted(known, ids)]
+
+    def check(found: Tensor) -> None:
+        assert int(found.min()) >= 0
+
+    runs = {
+        OURS: lambda: dynamic_find(full, ids),
+        HALF_FULL: lambda: dynamic_find(half, others),
+        "torch, sorted ids": by_search,
+    }
+    assert torch.equal(by_search(), dynamic_find(full, ids))
+    return contenders(runs, batch * (16 + WAYS + 12), clock.device, check)
+
+
+class Stream:
+    """Batches of ids, a bag an id, of which a share is new; and the numbers of the same ids in a static table."""
+
+    def __init__(self, capacity: int, batch: int, new: float, rows: int) -> None:
+        optimizer = te.optim.RowWiseAdagrad(lr=0.1)
+        dynamic = te.TableConfig("t", None, DIM, capacity=capacity, eviction=te.EvictionConfig(protect=1))
+        self.dynamic = te.nn.EmbeddingBagCollection([dynamic], optimizer)
+        self.static = te.nn.EmbeddingBagCollection([te.TableConfig("t", capacity, DIM)], optimizer)
+        self.capacity, self.batch, self.new = capacity, batch, new
+        self.last = rows  # ids 0 ... last - 1, mixed, have been met
+        self._table: Any = self.dynamic["t"]
+        for part in torch.arange(rows).split(max(1, capacity // 16)):
+            self._table.insert(part * 0x9E3779B97F4A7C1 + 12345, torch.zeros(part.numel(), DIM))
+
+    def __call__(self, number: int) -> tuple[te.KeyedJaggedTensor, te.KeyedJaggedTensor]:
+        generator, fresh = torch.Generator().manual_seed(number), int(self.batch * self.new)
+        span = min(self.capacity // 2, self.last)  # the last ones, which have not been evicted
+        known = torch.randint(self.last - span, self.last, (self.batch - fresh,), generator=generator)
+        numbers = torch.cat([known, torch.arange(self.last, self.last + fresh)])
+        self.last += fresh
+        ids, lengths = numbers * 0x9E3779B97F4A7C1 + 12345, torch.ones_like(numbers)
+        return tuple(te.KeyedJaggedTensor(["t"], values, lengths=lengths) for values in (ids, numbers % self.capacity))  # type: ignore[return-value]
+
+
+def step(capacity: int, batch: int, new: float, clock: Clock) -> list[Contender]:
+    stream = Stream(capacity, batch, new, capacity * 3 // 4)
+    grad, current = torch.randn(batch, DIM), dict[int, Any]()
+
+    def prepare(which: int, number: int) -> te.KeyedJaggedTensor:
+        if number not in current:
+            current.clear()
+            current[number] = stream(number)
+        batch: te.KeyedJaggedTensor = current[number][which]
+        return batch
+
+    def run(model: Any, features: te.KeyedJaggedTensor) -> None:
+        model(features).backward(grad)
+
+    num_bytes = batch * (8 + 4 * 4 * DIM)
+    models = {OURS: stream.dynamic, "static table": stream.static}
+    return [
+        Contender(name, partial(prepare, which), partial(run, model), num_bytes, lambda _: None)
+        for which, (name, model) in enumerate(models.items())
+    ]
+
+
+def bench_dynamic_table(case: Case, measure_case: Callable[[Case], None]) -> None:
+    measure_case(case)
+
+
+def bench_growth(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """Batches of 2,000 ids, 10 % new, while a table grows to ten times its size."""
+    number, batch, shape = 5_000, 2_000, f"5,000 batches of 2,000 ids, D{DIM}"
+    stream = Stream(1_200_000, batch, 0.1, 100_000)
+    grad, seconds = torch.randn(batch, DIM), ([], [])  # type: tuple[list[float], list[float]]
+    for each in range(number):
+        for of_model, model, features in zip(seconds, (stream.dynamic, stream.static), stream(each), strict=True):
+            begin = time.perf_counter()
+            model(features).backward(grad)
+            of_model.append(1000 * (time.perf_counter() - begin))
+    benchmark.pedantic(lambda: None, rounds=1)
+    names = OURS, "static table"
+    ours, static = (Timing(name, tuple(each)) for name, each in zip(names, seconds, strict=True))
+    tails = [quantiles(each, n=1000)[998] / median(each) for each in seconds]
+    share = {"op": "dynamic table growth", "shape": shape, "measured": "p99.9 over median, of a static table's"}
+    targets = [share | {"ratio": tails[0] / tails[1], "target": "at most 1.5", "met": tails[0] / tails[1] <= 1.5}]
+    record(timing_rows("dynamic table growth", shape, [ours, static], dict.fromkeys(names, 0)), targets)
+
+
+def resident(capacity: int, shares: list[float]) -> list[tuple[int, int]]:
+    """Rows of a table as it fills, and bytes of memory that the process has taken for it; in a process of its own."""
+    torch.set_num_threads(1)
+    row = 4 * DIM + 4
+    warm = te.nn.EmbeddingBagCollection([te.TableConfig("t", None, DIM, capacity=64)], te.optim.RowWiseAdagrad())
+    warm["t"].insert(torch.arange(8), torch.zeros(8, DIM))  # type: ignore[operator]
+    begin = pages()
+    made = te.nn.EmbeddingBagCollection([te.TableConfig("t", None, DIM, capacity=capacity)], te.optim.RowWiseAdagrad())
+    table, found, last = made["t"], [], 0
+    for share in shares:
+        for part in torch.arange(last, int(share * capacity)).split(1 << 14):
+            table.insert(part * 0x9E3779B97F4A7C1 + 12345, torch.zeros(part.numel(), DIM))  # type: ignore[operator]
+        last = int(share * capacity)
+        found.append((table.num_rows, (pages() - begin) * 4096 - table.num_rows * row))  # type: ignore[operator]
+    return found  # type: ignore[return-value]
+
+
+def pages() -> int:
+    """Of 4 KiB, that this process has in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+
+def bench_memory_of_rows(benchmark: Any, record: Callable[..., None]) -> None:
+    """Bytes a row beside weight and states, of everything that the process has taken, while a table fills."""
+    capacity, shares = 1 << 20, [0.1, 0.25, 0.5, 0.99]
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        found = process.submit(resident, capacity, shares).result()
+    benchmark.pedantic(lambda: None, rounds=1)
+    targets = []
+    for rows, num_bytes in found:
+        entry = {"op": "dynamic table memory", "shape": f"{rows:,} of {capacity:,} rows, D{DIM}"}
+        whole = 1 + num_bytes / rows / (4 * DIM + 4)
+        goal = {"target": "at most 1.35", "met": whole <= 1.35}
+        targets += [entry | {"measured": "bytes, of weight and states", "ratio": whole} | goal]
+        if rows > 0.9 * capacity:
+            goal = {"target": "at most 21", "met": num_bytes / rows <= 21}
+            targets += [entry | {"measured": "bytes a row beside them", "ratio": num_bytes / rows} | goal]
+    record([], targets)
