@@ -52,6 +52,13 @@ class KeyedJaggedTensor:
         self._offsets = torch.cat([ends.new_zeros(1), ends]) if offsets is None else offsets
 
     @classmethod
+    def unchecked(
+        cls, keys: Sequence[str], values: Tensor, weights: Tensor | None, offsets: Tensor
+    ) -> "KeyedJaggedTensor":
+        """Of parts that fit together, or that a kernel will check."""
+        return _unflatten([values, weights, None, offsets], tuple(keys))
+
+    @classmethod
     def from_lengths(
         cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "KeyedJaggedTensor":

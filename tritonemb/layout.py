@@ -58,7 +58,7 @@ class DynamicIndex(NamedTuple):
 
     Attributes:
         ids: int64 `[P · C]`, by row.
-        used, counts: int32 `[P · C]`, by row: the step in which it was last used, and how often it was.
+        uses: int32 `[P · C, 2]`, by row: `used`, the step in which it was last used, and `counts`, how often it was.
         digests: uint8 `[P · (M + O) · WAYS]`, by slot: 1 … 255, or 0 where it is empty.
         rows: int32, by slot: the row of its id.
         free: int32 `[P · C]`: number `k · P + p` is row `k` of those of partition `p` that were freed.
@@ -68,8 +68,7 @@ class DynamicIndex(NamedTuple):
     """
 
     ids: Tensor
-    used: Tensor
-    counts: Tensor
+    uses: Tensor
     digests: Tensor
     rows: Tensor
     free: Tensor
@@ -78,6 +77,14 @@ class DynamicIndex(NamedTuple):
     num_rows: Tensor
     num_made: Tensor
     num_overflow: Tensor
+
+    @property
+    def used(self) -> Tensor:
+        return self.uses[:, 0]
+
+    @property
+    def counts(self) -> Tensor:
+        return self.uses[:, 1]
 
 
 class TensorList(list[Tensor]):

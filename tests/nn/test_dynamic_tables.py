@@ -351,7 +351,7 @@ def test_capacity_in_bytes():
     table = table_of(collection)
     index = sum(part.nbytes for part in table.index) - table.index.digests.nbytes // 2 * 5  # but overflow slots
     used = sum(tensor.nbytes for tensor in (table.weight, *table.buffers())) + index
-    assert 0.97e6 < used < 1.003e6  # rounded up to whole partitions
+    assert 0.97e6 < used < 1.01e6  # rounded up to whole partitions
 
 
 @pytest.mark.parametrize(

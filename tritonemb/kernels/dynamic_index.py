@@ -21,8 +21,8 @@ one task, so the result depends on the sequence of calls alone.
 
 **Aged count**: `counts >> (step - used) / half_life`, at most by 31: a row that is not used loses half.
 
-**find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id. A row takes 16 bytes
-beside its values, and at most 6.25 of slots where all sets are.
+**find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id; **use**: 16 more.
+A row takes 16 bytes beside its values, and at most 6.25 of slots where all sets are.
 """
 
 import functools
@@ -34,10 +34,11 @@ from torch import Tensor
 
 from tritonemb.kernels.row_cache import mix64
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
+from tritonemb.memory import advise_huge_pages
 from tritonemb.types import Device
 
 MOST_PARTITIONS = 1_024
-LEAST_ROWS = 512  # of a partition, where there are several: one that is full refuses a batch while others have room
+LEAST_ROWS = 4_096  # of a partition, where there are several: one that is full refuses a batch while others have room
 ALIGNMENT = 64  # bytes, so that the digests of a set lie in one cache line
 
 
@@ -64,16 +65,16 @@ def make_index(capacity: int, device: Device = None, most_partitions: int | None
     partitions = -(-sets // most_sets)
     num_rows = -(-capacity // partitions)
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
-    ids, used, counts, rows, free = (
-        torch.empty(length, dtype=dtype, device=device)
-        for length, dtype in (
-            (num_rows * partitions, torch.int64), *[(num_rows * partitions, torch.int32)] * 2, (slots, torch.int32),
-            (num_rows * partitions, torch.int32),
-        )
+    shapes = (
+        ((num_rows * partitions,), torch.int64), ((num_rows * partitions, 2), torch.int32), ((slots,), torch.int32),
+        ((num_rows * partitions,), torch.int32),
     )  # fmt: skip
+    ids, uses, rows, free = (
+        advise_huge_pages(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in shapes
+    )
     numbers = [torch.zeros(partitions, dtype=torch.int32, device=device) for _ in range(4)]
     return DynamicIndex(
-        ids, used, counts, _zeros(slots, torch.uint8, device), rows, free,
+        ids, uses, _zeros(slots, torch.uint8, device), rows, free,
         _zeros(partitions * most_sets, torch.int32, device), numbers[0] + 1, *numbers[1:],
     )  # fmt: skip
 
@@ -84,7 +85,7 @@ def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
     memory = torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8))
     first = -memory.data_ptr() % ALIGNMENT
-    return memory[first : first + size * dtype.itemsize].view(dtype)
+    return advise_huge_pages(memory[first : first + size * dtype.itemsize]).view(dtype)
 
 
 def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:
@@ -100,22 +101,23 @@ def dynamic_find_reference(index: DynamicIndex, ids: Tensor) -> Tensor:
     return torch.tensor([known.get(id, -1) for id in ids.tolist()], dtype=torch.int64, device=ids.device)
 
 
-def dynamic_mark_reference_(index: DynamicIndex, rows: Tensor, step: int) -> Tensor:
-    """Note that rows int64 `[N]` are used in a step, once for each position; -1 is skipped.
+def dynamic_use_reference_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Find a batch's ids, which may occur several times, and note that they are used in a step, once an occurrence.
 
     Returns:
-        int32 `[N]`: the step before, for `dynamic_unmark_`.
+        rows int64 `[N]`, as `dynamic_find`; and int32 `[N]`: the steps in which they were used before, for
+        `dynamic_unuse_`.
     """
-    before = torch.zeros(rows.numel(), dtype=torch.int32, device=rows.device)
+    rows, before = dynamic_find_reference(index, ids), torch.zeros(ids.numel(), dtype=torch.int32, device=ids.device)
     for position, row in enumerate(rows.tolist()):
         if row >= 0:
             before[position], index.used[row] = index.used[row], step
             index.counts[row] = min(MOST_USES, int(index.counts[row]) + 1)
-    return before
+    return rows, before
 
 
-def dynamic_unmark_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """Undo `dynamic_mark_`, of a batch that is refused. A count that had reached `MOST_USES` is one less."""
+def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
+    """Undo `dynamic_use_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
     for row, step in zip(reversed(rows.tolist()), reversed(before.tolist()), strict=True):
         if row >= 0:
             index.used[row] = step
@@ -128,18 +130,20 @@ def dynamic_missing_reference(index: DynamicIndex, ids: Tensor, last: int) -> in
 
 
 def dynamic_insert_reference_(
-    index: DynamicIndex, ids: Tensor, step: int, last: int, half_life: int
+    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
-    """Give rows to new ids, of which none is `dynamic_missing`; they are not marked.
+    """Give rows to new ids, of which none is `dynamic_missing`.
 
     Args:
         ids: int64 `[N]`, distinct, ascending, and unknown.
+        occurrences: int64 `[N]`, of each.
         step: of the batch.
         last: rows that were used after this step are not evicted.
         half_life: in steps, of counts for "lfu", at least 1; 0 for "lru".
     """
     rows, batch = _Rows(index), ids.tolist()
-    evicted = [victim for id in batch for victim in rows.insert(id, step, last, half_life)]
+    pairs = zip(batch, occurrences.tolist(), strict=True)
+    evicted = [victim for id, count in pairs for victim in rows.insert(id, count, step, last, half_life)]
     rows.store(index)
     numbers = [rows.by_id[id] for id in batch], sorted(id for id, _ in evicted), [row for _, row in sorted(evicted)]
     return DynamicInsertion(*(torch.tensor(each, dtype=torch.int64, device=ids.device) for each in numbers))
@@ -213,7 +217,7 @@ class _Rows:
             found.append((wanted.count(partition), self.most_rows - len(held) + victims))
         return found
 
-    def insert(self, id: int, step: int, last: int, half_life: int) -> list[tuple[int, int]]:
+    def insert(self, id: int, count: int, step: int, last: int, half_life: int) -> list[tuple[int, int]]:
         """The victim and its row, if there is one."""
         partition, evicted = self.partition(id), []
         if len(self.of(partition)) == self.most_rows:
@@ -223,7 +227,7 @@ class _Rows:
             self.free[partition].append(self.num_made[partition] * self.partitions + partition)
             self.num_made[partition] += 1
         row = self.by_id[id] = self.free[partition].pop()
-        self.index.ids[row], self.index.used[row], self.index.counts[row] = id, step, 0
+        self.index.ids[row], self.index.used[row], self.index.counts[row] = id, step, min(MOST_USES, count)
         while self.num_sets[partition] < min(self.most_sets, -(-len(self.of(partition)) // GROWN_ROWS)):
             self.num_sets[partition] += 1
         return evicted

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from tritonemb.kernels.dynamic_index import dynamic_rows, make_index
 from tritonemb.kernels.row_cache import mix64
 from tritonemb.layout import WAYS, DynamicIndex
-from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
-from tritonemb.tables.table import Table, draw_seed, new_weight
+from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import AdmissionConfig, Device, EvictionConfig, TableConfig
 from tritonemb.utils import require
 
@@ -63,15 +62,17 @@ class NewIds(NamedTuple):
 
     Attributes:
         rows: int64 `[N]`, -1 of unknown ids.
-        before: int32 `[N]`, of rows, see `dynamic_mark_`.
-        ids: int64 `[U]`, distinct unknown ids, ascending.
-        inverse: int64, for each unknown position its number among these.
+        before: int32 `[N]`, of rows, see `dynamic_use_`.
+        unknown: int64 `[M]`: positions of unknown ids.
+        ids: int64 `[U]`, these ids, distinct and ascending.
+        inverse: int64 `[M]`, for each position the number of its id.
         occurrences: int64 `[U]`.
         admitted: bool `[U]`.
     """
 
     rows: Tensor
     before: Tensor
+    unknown: Tensor
     ids: Tensor
     inverse: Tensor
     occurrences: Tensor
@@ -103,11 +104,11 @@ class DynamicTable(Table):
         config = self.config
         if (there := torch.empty(0, device=device).device).type not in ("cpu", "meta"):
             raise ValueError(f"table {config.name!r}: a dynamic table is on the CPU, got device {str(there)!r}")
-        self.weight = nn.Parameter(new_weight(num_rows, config.embedding_dim, device, config.dtype))
+        # In huge pages, a batch that reaches a new one would wait for the system to clear it: 5 times the median.
+        self.weight = nn.Parameter(torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device))
         for spec in states:
             shape = self.weight.shape if spec.per_element else self.weight.shape[:1]
-            state = torch.empty(shape, dtype=torch.float32, device=self.weight.device)
-            self.register_buffer(spec.name, advise_huge_pages(state))
+            self.register_buffer(spec.name, torch.empty(shape, dtype=torch.float32, device=self.weight.device))
         self._state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
         self.sketch = _Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
@@ -149,10 +150,10 @@ class DynamicTable(Table):
         `finish` or `undo` follows.
         """
         step = self.clock + 1
-        rows = self.find(ids)
-        before = _call("dynamic_mark_", self.index, rows, step)
-        new, inverse, occurrences = ids[rows < 0].unique(return_inverse=True, return_counts=True)
-        batch = NewIds(rows, before, new, inverse, occurrences, self._admits(new, occurrences))
+        rows, before = _call("dynamic_use_", self.index, ids, step)
+        unknown = (rows < 0).nonzero()[:, 0]
+        new, inverse, occurrences = ids[unknown].unique(return_inverse=True, return_counts=True)
+        batch = NewIds(rows, before, unknown, new, inverse, occurrences, self._admits(new, occurrences))
         wanted = new[batch.admitted]
         if wanted.numel() and (missing := _call("dynamic_missing", self.index, wanted, self._last(step))):
             self.undo(batch)
@@ -167,7 +168,7 @@ class DynamicTable(Table):
 
     def undo(self, batch: NewIds) -> None:
         """Leave the table as it was before `begin`."""
-        _call("dynamic_unmark_", self.index, batch.rows, batch.before)
+        _call("dynamic_unuse_", self.index, batch.rows, batch.before)
 
     @torch.no_grad()
     def finish(self, batch: NewIds) -> Tensor:
@@ -178,12 +179,10 @@ class DynamicTable(Table):
         if new.numel():
             if self.sketch is not None:
                 self.sketch.add(new, batch.occurrences)
-            found = torch.full_like(new, -1)
-            found[batch.admitted] = self._insert(new[batch.admitted])
-            unknown = rows < 0
-            rows[unknown] = found[batch.inverse]
-            _call("dynamic_mark_", self.index, torch.where(unknown, rows, -1), self.clock)
-            self._count(refused=int((rows < 0).sum()))
+            found, admitted = torch.full_like(new, -1), batch.admitted
+            found[admitted] = self._insert(new[admitted], batch.occurrences[admitted])
+            rows[batch.unknown] = found[batch.inverse]
+            self._count(refused=int(batch.occurrences[~admitted].sum()))
         ttl = self.config.eviction.ttl
         if ttl is not None:
             partition = self.clock % self.index.num_sets.numel()
@@ -198,14 +197,14 @@ class DynamicTable(Table):
         fill_initial_(values, self.seed, self.config.bound, rows=ids)
         return values
 
-    def _insert(self, ids: Tensor) -> Tensor:
+    def _insert(self, ids: Tensor, occurrences: Tensor) -> Tensor:
         """Rows of distinct new ids, ascending, which there is room for."""
         eviction, step = self.config.eviction, self.clock
         half_life = eviction.half_life if eviction.policy == "lfu" else 0
-        done = _call("dynamic_insert_", self.index, ids, step, self._last(step), half_life)
-        self.weight.data[done.rows] = self.initial_values(ids)
+        done = _call("dynamic_insert_", self.index, ids, occurrences, step, self._last(step), half_life)
+        self.weight.data.index_copy_(0, done.rows, self.initial_values(ids))
         for name in self._state_names:
-            self._buffers[name][done.rows] = 0.0  # type: ignore[index]
+            self._memory(name).index_fill_(0, done.rows, 0.0)
         self._count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
         return done.rows
 
@@ -256,15 +255,14 @@ class DynamicTable(Table):
         ids = _as_ids(ids)
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
-        found = self.find(ids)
-        new = ids[found < 0]
+        new = ids[self.find(ids) < 0]
         if missing := _call("dynamic_missing", self.index, new, self._last(self.clock)):
             raise ValueError(
                 f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more "
                 "capacity"
             )
-        _call("dynamic_mark_", self.index, found, self.clock)
-        found[found < 0] = self._insert(new)
+        self._insert(new, torch.zeros_like(new))
+        found, _ = _call("dynamic_use_", self.index, ids, self.clock)
         for name, values in {"weight": rows, **states}.items():
             self._memory(name)[found] = values[order].to(self._memory(name).dtype)
 
@@ -327,7 +325,7 @@ class DynamicTable(Table):
         self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
     def _clear(self) -> None:
-        for part in self.index[3:]:
+        for part in self.index[2:]:
             part.zero_() if part is not self.index.rows and part is not self.index.free else None
         self.index.num_sets.fill_(1)
         if self.sketch is not None:
@@ -388,11 +386,10 @@ class DynamicTable(Table):
             )
         self._clear()
         self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
-        rows = _call("dynamic_insert_", self.index, ids, 0, -1, 0).rows
+        rows = _call("dynamic_insert_", self.index, ids, saved["count"][order], 0, -1, 0).rows
         for name, value in values.items():
             self._memory(name)[rows] = value[order].to(self._memory(name))
         self.index.used[rows] = saved["step"][order].to(self.index.used)
-        self.index.counts[rows] = saved["count"][order].to(self.index.counts)
         if self.sketch is not None:
             self.sketch.adopt(saved)
 

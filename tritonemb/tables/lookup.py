@@ -98,14 +98,14 @@ class AssignedRows(NamedTuple):
     Attributes:
         features: with rows in place of ids, and a key of its own for each lookup where one feature feeds several
             tables; -1 for ids that have no row.
-        groups: the distinct rows.
+        groups: the distinct rows, where it pays to have them before they are needed.
         unknown: where there are such ids, the tables' weights, values and layout to read them from.
         training: whether new ids were given rows.
         step: int64 `[]`, of the tables.
     """
 
     features: KeyedJaggedTensor
-    groups: ops.RowGroups
+    groups: ops.RowGroups | None
     unknown: tuple[list[Tensor], Tensor, Layout] | None
     training: bool
     step: Tensor
@@ -266,16 +266,18 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
 
 
 @_disable_dynamo
-def assign_rows(tables: Tables, features: Features) -> AssignedRows:
+def assign_rows(tables: Tables, features: Features, ahead: bool = False) -> AssignedRows:
     """Find the rows of a batch's ids in dynamic tables. New ids of a batch that is to be trained are given rows.
 
-    ValueError if they find no room in some table, before anything changes, or the tables have no optimizer to train
-    them.
+    `ahead` of the lookup, they are grouped, too. ValueError, before anything changes, if they find no room in some
+    table, or the tables have no optimizer to train them.
     """
     keys, values, offsets, weights = parts_of(features)
-    given = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-    batch = _one_key_a_lookup(tables, given, tables.layout(keys, values.device))
-    layout, dynamic = tables.layout(batch.keys(), values.device), tables.dynamic
+    layout, dynamic = tables.layout(keys, values.device), tables.dynamic
+    batch = KeyedJaggedTensor.unchecked(keys, values, weights, offsets)
+    if layout.multiplicity > 1:
+        batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
+        layout = tables.layout(batch.keys(), values.device)
     training = torch.is_grad_enabled() and _trains(tables)
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         raise ValueError(_no_gradient(tables))
@@ -292,8 +294,8 @@ def assign_rows(tables: Tables, features: Features) -> AssignedRows:
         for number, at in positions.items():
             table = dynamic[number]
             rows[at] = table.finish(begun[number]) if training else table.find(ids[number])
-        assigned = KeyedJaggedTensor(batch.keys(), rows, batch.weights_or_none(), offsets=batch.offsets())
-        groups = ops.row_groups(rows, batch.offsets(), layout)
+        assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
+        groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
         unknown, step = _rows_to_read(tables, rows, positions, ids, layout), torch.tensor(table.clock)
         return AssignedRows(assigned, groups, unknown, training, step)
 
@@ -362,7 +364,9 @@ def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     tables.check_trainable(tables.weights())
     if tables.accumulator.is_open:
         tables.remember_keys(keys)
-    lookup = Lookup(rows, offsets, sample_weights, batch.groups, tables.layout(keys, rows.device))
+    own = tables.layout(keys, rows.device)
+    groups = ops.row_groups(rows, offsets, own) if batch.groups is None else batch.groups
+    lookup = Lookup(rows, offsets, sample_weights, groups, own)
     trained: Tensor = tables.look_up_trained(lookup, read)
     return trained
 

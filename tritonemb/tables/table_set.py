@@ -175,7 +175,7 @@ class TableSet(OptimizedTables):
         if self.cache is not None:
             return prefetch_batch(self, features)
         if self.dynamic:
-            return assign_rows(self, features)
+            return assign_rows(self, features, ahead=True)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 

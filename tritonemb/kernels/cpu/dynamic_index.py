@@ -86,48 +86,69 @@ def _slot_of(index, place, id):
     return slot
 
 
+@inlined
+def _find_chunk(index, ids, mixed, at, size, slots, rows):
+    """Rows of the ids at some positions `at`, which are `mixed`. Each step asks for what the next reads."""
+    digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
+    id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
+    for i in range(size):
+        slots[i] = _place_of(index, mixed[i]) * WAYS
+        prefetch(digests + slots[i], 1)
+    for i in range(size):
+        ways = equal_ways(digests + slots[i], _digest_of(mixed[i]))
+        slots[i] += lowest_bit(ways) if ways != 0 else 0
+        prefetch(row_of + slots[i] * 4, 1)
+    for i in range(size):
+        row = np.int64(index.rows[slots[i]])
+        if index.digests[slots[i]] != 0:
+            prefetch(id_of + row * 8, 1)
+            prefetch(uses + row * 8, 1)
+    for i in range(size):
+        slot, id = slots[i], ids[at[i]]
+        if index.digests[slot] != 0 and _id_at(index, slot) == id:
+            rows[at[i]] = index.rows[slot]
+        else:  # not there, or behind another of its digest
+            slot = _slot_of(index, _place_of(index, mixed[i]), id)
+            rows[at[i]] = np.int64(index.rows[slot]) if slot >= 0 else -1
+
+
 @parallel
 def _find(task, num_tasks, index, ids, rows):
-    """Each step of a chunk asks for what the next reads."""
-    places, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
-    digest_address, row_address = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
-    id_address = np.int64(index.ids.ctypes.data)
+    mixed, at, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
     begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
-            places[i] = _place_of(index, mix(ids[start + i]))
-            prefetch(digest_address + places[i] * WAYS, 1)
-        for i in range(size):
-            ways = _ways_with(index, places[i], _digest_of(mix(ids[start + i])))
-            slots[i] = places[i] * WAYS + lowest_bit(ways) if ways != 0 else -1
-            prefetch(row_address + slots[i] * 4, 1)
-        for i in range(size):
-            if slots[i] >= 0:
-                prefetch(id_address + np.int64(index.rows[slots[i]]) * 8, 1)
-        for i in range(size):
-            slot = slots[i]
-            if slot < 0 or _id_at(index, slot) != ids[start + i]:  # not there, or behind another of its digest
-                slot = _slot_of(index, places[i], ids[start + i])
-            rows[start + i] = np.int64(index.rows[slot]) if slot >= 0 else -1
+            at[i], mixed[i] = start + i, mix(ids[start + i])
+        _find_chunk(index, ids, mixed, at, size, slots, rows)
 
 
 @parallel
-def _mark(task, num_tasks, index, rows, step, before):
-    """A task has the rows of which it is the remainder."""
-    for i in range(rows.size):
-        row = rows[i]
-        if row >= 0 and row % num_tasks == task:
-            before[i], index.used[row] = index.used[row], step
-            index.counts[row] = min(MOST_USES, np.int64(index.counts[row]) + 1)
+def _use(task, num_tasks, index, ids, step, rows, before):
+    """All occurrences of an id belong to one task."""
+    mixed, at, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+    size, position = 0, 0
+    while position < ids.size:
+        while size < CHUNK and position < ids.size:
+            mixed[size], at[size] = mix(ids[position]), position
+            size += 1 if _partition_of(mixed[size], num_tasks) == task else 0
+            position += 1
+        _find_chunk(index, ids, mixed, at, size, slots, rows)
+        for i in range(size):
+            row = rows[at[i]]
+            if row >= 0:
+                use = index.uses[row]
+                before[at[i]], use[0] = use[0], step
+                use[1] = min(MOST_USES, np.int64(use[1]) + 1)
+        size = 0
 
 
 @compiled
-def _unmark(index, rows, before):
+def _unuse(index, rows, before):
     for i in range(rows.size - 1, -1, -1):
         if rows[i] >= 0:
-            index.used[rows[i]] = before[i]
-            index.counts[rows[i]] -= 1
+            index.uses[rows[i], 0] = before[i]
+            index.uses[rows[i], 1] -= 1
 
 
 @called
@@ -145,7 +166,7 @@ def _victim(index, place, step, last, half_life):
             if at != place:
                 left -= 1
             row = index.rows[slot]
-            used, count = np.int64(index.used[row]), np.int64(index.counts[row])
+            used, count = np.int64(index.uses[row, 0]), np.int64(index.uses[row, 1])
             key = count >> min(31, (step - used) // half_life) if half_life > 0 else np.int64(0), used, index.ids[row]
             if used <= last and (victim < 0 or key < least):
                 victim, least = slot, key
@@ -175,7 +196,7 @@ def _free(index, slot):
     place = _place_of(index, mix(index.ids[row]))
     partition = place % index.num_sets.size
     index.free[(index.num_made[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
-    index.used[row] = MOST_USES  # so that it is never counted as one that may be evicted
+    index.uses[row, 0] = MOST_USES  # so that it is never counted as one that may be evicted
     index.num_rows[partition] -= 1
     index.digests[slot] = 0
     if slot >= index.overflowed.size * WAYS:
@@ -230,7 +251,7 @@ def _empty_slot(index, partition, place):
 
 
 @called
-def _insert(index, partition, id, step, last, half_life, evicted):
+def _insert(index, partition, id, occurrences, step, last, half_life, evicted):
     """The row of a new id; `evicted` gets its victim, `(id, row)`."""
     partitions, place = index.num_sets.size, _place_of(index, mix(id))
     evicted[1] = -1
@@ -250,7 +271,7 @@ def _insert(index, partition, id, step, last, half_life, evicted):
         row = np.int64(index.num_made[partition]) * partitions + partition
         index.num_made[partition] += 1
     index.num_rows[partition] += 1
-    index.ids[row], index.used[row], index.counts[row] = id, step, 0
+    index.ids[row], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, occurrences)
     slot = _empty_slot(index, partition, place)
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
     most_sets = index.overflowed.size // partitions
@@ -265,17 +286,18 @@ def _room(index, partition, needed, last):
     partitions = index.num_sets.size
     room, row = index.ids.size // partitions - np.int64(index.num_rows[partition]), np.int64(partition)
     while room < needed and row < index.num_made[partition] * partitions:
-        room += 1 if index.used[row] <= last else 0
+        room += 1 if index.uses[row, 0] <= last else 0
         row += partitions
     return min(room, needed)
 
 
 @called
-def _insert_share(task, num_tasks, index, starts, order, ids, step, last, half_life, rows, evicted):
+def _insert_share(task, num_tasks, index, starts, order, ids, occurrences, step, last, half_life, rows, evicted):
     partitions = index.num_sets.size
     for partition in range(partitions * task // num_tasks, partitions * (task + 1) // num_tasks):
         for i in range(starts[partition], starts[partition + 1]):
-            rows[order[i]] = _insert(index, partition, ids[order[i]], step, last, half_life, evicted[i])
+            at = order[i]
+            rows[at] = _insert(index, partition, ids[at], occurrences[at], step, last, half_life, evicted[i])
 
 
 @compiled
@@ -289,7 +311,7 @@ def _missing(index, ids, last):
 
 
 @compiled
-def _insert_all(num_threads, num_tasks, index, ids, step, last, half_life, rows, evicted):
+def _insert_all(num_threads, num_tasks, index, ids, occurrences, step, last, half_life, rows, evicted):
     partitions = index.num_sets.size
     partition_of, starts = np.empty(ids.size, dtype=np.int64), np.zeros(partitions + 1, dtype=np.int64)
     for i in range(ids.size):
@@ -303,7 +325,7 @@ def _insert_all(num_threads, num_tasks, index, ids, step, last, half_life, rows,
         ends[partition_of[i]] += 1
     run_tasks(
         num_threads, num_tasks, _insert_share,
-        (num_tasks, index, starts, order, ids, step, last, half_life, rows, evicted),
+        (num_tasks, index, starts, order, ids, occurrences, step, last, half_life, rows, evicted),
     )  # fmt: skip
 
 
@@ -328,16 +350,16 @@ def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
     return rows
 
 
-def dynamic_mark_(index: DynamicIndex, rows: Tensor, step: int) -> Tensor:
+def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    before, num_tasks = torch.zeros(rows.numel(), dtype=torch.int32), tasks_for(rows.numel())
-    _mark(num_tasks, num_tasks, num_tasks, _arrays(index), rows.numpy(), step, before.numpy())
-    return before
+    rows, before, num_tasks = torch.empty_like(ids), torch.zeros(ids.numel(), dtype=torch.int32), tasks_for(ids.numel())
+    _use(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), step, rows.numpy(), before.numpy())
+    return rows, before
 
 
-def dynamic_unmark_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
+def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
     """See `kernels/dynamic_index.py`."""
-    _unmark(_arrays(index), rows.numpy(), before.numpy())
+    _unuse(_arrays(index), rows.numpy(), before.numpy())
 
 
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
@@ -345,14 +367,17 @@ def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     return int(_missing(_arrays(index), ids.numpy(), last))
 
 
-def dynamic_insert_(index: DynamicIndex, ids: Tensor, step: int, last: int, half_life: int) -> DynamicInsertion:
+def dynamic_insert_(
+    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
+) -> DynamicInsertion:
     """See `kernels/dynamic_index.py`."""
     num_threads = tasks_for(ids.numel())
     num_tasks = num_threads if num_threads == 1 else TASKS_A_THREAD * num_threads
     rows, evicted = torch.full_like(ids, -1), torch.full((ids.numel(), 2), -1)
     _insert_all(
-        num_threads, num_tasks, _arrays(index), ids.numpy(), step, last, half_life, rows.numpy(), evicted.numpy()
-    )
+        num_threads, num_tasks, _arrays(index), ids.numpy(), occurrences.numpy(), step, last, half_life, rows.numpy(),
+        evicted.numpy(),
+    )  # fmt: skip
     evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
     evicted_ids, order = evicted_ids.sort()
     return DynamicInsertion(rows, evicted_ids, evicted_rows[order])
