@@ -34,7 +34,6 @@ from torch import Tensor
 
 from tritonemb.kernels.row_cache import mix64
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
-from tritonemb.memory import advise_huge_pages
 from tritonemb.types import Device
 
 MOST_PARTITIONS = 1_024
@@ -69,9 +68,7 @@ def make_index(capacity: int, device: Device = None, most_partitions: int | None
         ((num_rows * partitions,), torch.int64), ((num_rows * partitions, 2), torch.int32), ((slots,), torch.int32),
         ((num_rows * partitions,), torch.int32),
     )  # fmt: skip
-    ids, uses, rows, free = (
-        advise_huge_pages(torch.empty(shape, dtype=dtype, device=device)) for shape, dtype in shapes
-    )
+    ids, uses, rows, free = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
     numbers = [torch.zeros(partitions, dtype=torch.int32, device=device) for _ in range(4)]
     return DynamicIndex(
         ids, uses, _zeros(slots, torch.uint8, device), rows, free,
@@ -85,7 +82,7 @@ def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
     memory = torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8))
     first = -memory.data_ptr() % ALIGNMENT
-    return advise_huge_pages(memory[first : first + size * dtype.itemsize]).view(dtype)
+    return memory[first : first + size * dtype.itemsize].view(dtype)
 
 
 def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:

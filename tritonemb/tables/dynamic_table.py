@@ -325,6 +325,8 @@ class DynamicTable(Table):
         self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
     def _clear(self) -> None:
+        if not self.index.num_made.any():
+            return  # zeros would take memory
         for part in self.index[2:]:
             part.zero_() if part is not self.index.rows and part is not self.index.free else None
         self.index.num_sets.fill_(1)
