@@ -1,13 +1,12 @@
 """The index of a dynamic table: which row an id has, for any int64 id, and which row a new one gets.
 
 A `DynamicIndex` has `P` partitions of `C = ceil(capacity / P)` rows; row `k` of partition `p` is row `k · P + p` of the
-table, so memory fills from its beginning. An id's row never moves. Bits of `mix64(id)`, see `kernels/row_cache.py`,
-decide: the high word times `P`, divided by 2^32, is the partition; from `DIGEST_SHIFT` on stands the digest; the lowest
-are the set's. Of a partition's `n` sets, `2^L ≤ n < 2^(L + 1)`, that is set `h = mix64(id) mod 2^(L + 1)`, or
-`h mod 2^L` if there is no set `h` (linear hashing; Litwin, VLDB 1980). A partition begins with one set, and has `M`, a
-power of two, in the end, so that all sets are the same size then; `P` is what gives capacity between. `P` and `M` are
-the fewest sets for which a full table has at most 4/5 of `WAYS` rows a set, `P` is at most `MOST_PARTITIONS`, and
-partitions have `LEAST_ROWS` rows.
+table, so memory fills from its beginning. An id's row never moves. Bits of `mix64(id)` decide: the high word times `P`,
+divided by 2^32, is the partition; from `DIGEST_SHIFT` on stands the digest; the lowest are the set's. Of a partition's
+`n` sets, `2^L ≤ n < 2^(L + 1)`, that is set `h = mix64(id) mod 2^(L + 1)`, or `h mod 2^L` if there is no set `h` (linear
+hashing; Litwin, VLDB 1980). A partition begins with one set, and has `M`, a power of two, in the end, so that all sets
+are the same size then; `P` is what gives capacity between. `P` and `M` are the fewest sets for which a full table has
+at most 4/5 of `WAYS` rows a set, `P` is at most `MOST_PARTITIONS`, and partitions have `LEAST_ROWS` rows.
 
 Set `s` of partition `p` is at place `s · P + p`; slot = place · WAYS + way. A row whose set has no empty way is in an
 overflow slot of its partition, at places from `M · P` on, until one is empty. Where a row's slot is has no effect on
@@ -32,7 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.row_cache import mix64
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
 from tritonemb.types import Device
 
@@ -52,6 +50,14 @@ class DynamicInsertion(NamedTuple):
     rows: Tensor
     evicted_ids: Tensor
     evicted_rows: Tensor
+
+
+def mix64(rows: Tensor) -> np.ndarray:
+    """uint64 `[N]` of int64 `[N]`: SplitMix64's finaliser (Steele et al., OOPSLA 2014)."""
+    mixed = rows.cpu().numpy().astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
 def make_index(capacity: int, device: Device = None, most_partitions: int | None = None) -> DynamicIndex:

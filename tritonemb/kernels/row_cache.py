@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import layout
+from tritonemb.kernels.dynamic_index import mix64
 from tritonemb.kernels.triton_utils import (
     FIRST_ROW,
     INTEGERS,
@@ -318,14 +319,6 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
         num_tiles,
         UNIT=unit, BLOCK=blocks[0], WIDE_BLOCK=blocks[1], ALIGN=WIDE_BYTES if wide else 8, ROWS=rows,
     )  # fmt: skip
-
-
-def mix64(rows: Tensor) -> np.ndarray:
-    """uint64 `[N]` of int64 `[N]`."""
-    mixed = rows.cpu().numpy().astype(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
 def set_of(rows: Tensor, num_sets: int) -> Tensor:

@@ -4,6 +4,7 @@ from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.models import DLRM, MLP, CrossNetwork, DCNv2, DotInteraction
 from tritonemb.tables.cache_storage import CacheStatistics
+from tritonemb.tables.dynamic_table import DynamicStatistics, DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures, prefetch, sequence_number
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "CrossNetwork",
     "DCNv2",
     "DotInteraction",
+    "DynamicStatistics",
+    "DynamicTable",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",

@@ -89,13 +89,15 @@ class HybridParallel(nn.Module):
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
                 "an optimizer, or wrap a model without one in DistributedDataParallel"
             )
+        tables = [config for collection in found for config in collection.configs]
+        if dynamic := [config.name for config in tables if config.is_dynamic]:
+            raise ValueError(f"table {dynamic[0]!r} is dynamic, which is not sharded yet; train it in one process")
         if pipeline > 1 and (dense == "fsdp" or any(isinstance(each, EmbeddingCollection) for each in found)):
             raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
         if plan is not None and mesh is None and local_world_size is None:
             local_world_size = plan.local_world_size
         self.groups = ShardGroups.make(mesh, local_world_size, timeout, ids_over == "device")
         size, node = self.groups.shards.size, self.groups.node.size
-        tables = [config for collection in found for config in collection.configs]
         self.plan = uniform_plan(tables, size, node) if plan is None else plan
         if (self.plan.world_size, self.plan.local_world_size) != (size, node):
             raise ValueError(

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.kernels.dynamic_index import dynamic_rows, make_index
-from tritonemb.kernels.row_cache import mix64
+from tritonemb.kernels.dynamic_index import dynamic_rows, make_index, mix64
 from tritonemb.layout import WAYS, DynamicIndex
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
