@@ -4,9 +4,9 @@ A `DynamicIndex` has `P` partitions of `C = ceil(capacity / P)` rows; row `k` of
 table, so memory fills from its beginning. An id's row never moves. Bits of `mix64(id)` decide: the high word times `P`,
 divided by 2^32, is the partition; from `DIGEST_SHIFT` on stands the digest; the lowest are the set's. Of a partition's
 `n` sets, `2^L ≤ n < 2^(L + 1)`, that is set `h = mix64(id) mod 2^(L + 1)`, or `h mod 2^L` if there is no set `h`
-(linear hashing; Litwin, VLDB 1980). A partition begins with one set, and has `M`, a power of two, in the end, so that all sets
-are the same size then; `P` is what gives capacity between. `P` and `M` are the fewest sets for which a full table has
-at most 4/5 of `WAYS` rows a set, `P` is at most `MOST_PARTITIONS`, and partitions have `LEAST_ROWS` rows.
+(linear hashing; Litwin, VLDB 1980). A partition begins with one set, and has `M`, a power of two, in the end, so that
+all sets are the same size then; `P` is what gives capacity between. `P` and `M` are the fewest sets for which a full
+table has at most 4/5 of `WAYS` rows a set, `P` is at most `MOST_PARTITIONS`, and partitions have `LEAST_ROWS` rows.
 
 Set `s` of partition `p` is at place `s · P + p`; slot = place · WAYS + way. A row whose set has no empty way is in an
 overflow slot of its partition, at places from `M · P` on, until one is empty. Where a row's slot is has no effect on
