@@ -24,6 +24,8 @@ SPAN = 32 * PIECE  # gradients of a row, in pieces, that are summed before they 
 WAYS = 32  # slots in a set of a row cache
 NO_ROW = -1  # tag of an empty slot
 POLICIES = ("lru", "lfu")  # the unpinned row to evict: the one used longest ago, or the fewest times
+MOST_PARTITIONS = 1_024  # of a dynamic table
+LEAST_ROWS = 4_096  # of a partition, where there are several: one that is full refuses a batch while others have room
 GROWN_ROWS = 14  # of each set of a partition of a dynamic table; with more, the partition gets another set
 MOST_USES = 2**31 - 1  # that are counted of a row of a dynamic table, and its last step
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
@@ -65,6 +67,7 @@ class DynamicIndex(NamedTuple):
         overflowed: int32 `[P · M]`, by place of a set: how many of its rows have overflow slots.
         num_sets, num_rows: int32 `[P]`: sets and rows now.
         num_made, num_overflow: int32 `[P]`: rows so far, freed ones included, and rows in overflow slots.
+        whole: int64 `[2]`: partitions of the whole table, and which of them is the first here.
     """
 
     ids: Tensor
@@ -77,6 +80,7 @@ class DynamicIndex(NamedTuple):
     num_rows: Tensor
     num_made: Tensor
     num_overflow: Tensor
+    whole: Tensor
 
     @property
     def used(self) -> Tensor:
@@ -114,6 +118,22 @@ def fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any
     if key not in facts:
         facts[key] = find(tensors, *args)
     return facts[key]
+
+
+def partition_sizes(capacity: int, most_partitions: int | None = None) -> tuple[int, int, int]:
+    """Partitions of a dynamic table, and of each the most sets, and rows; see `kernels/dynamic_index.py`."""
+    if most_partitions is None:
+        most_partitions = min(MOST_PARTITIONS, max(1, capacity // LEAST_ROWS))
+    sets, most_sets = -(-capacity * 5 // (4 * WAYS)), 1
+    while -(-sets // most_sets) > most_partitions:
+        most_sets *= 2
+    partitions = -(-sets // most_sets)
+    return partitions, most_sets, -(-capacity // partitions)
+
+
+def rows_to_shard(table: TableConfig) -> int:
+    """Rows of a table, or partitions of a dynamic one, which ranks may have."""
+    return partition_sizes(table.capacity or 1)[0] if table.is_dynamic else table.num_embeddings
 
 
 def dtypes_of(tensors: Sequence[Tensor]) -> frozenset[torch.dtype]:

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, SupportsIndex, get_args
 
 import torch
@@ -152,6 +152,7 @@ class TableConfig:
         seed: of the table's random numbers, 63 bits from its name: the same on every tier.
         row_origin, column_origin: first row and column in the whole table, of a `part`; else 0.
         whole_rows: rows of the whole table.
+        partitions: of a `part` of a dynamic table, the first, and how many; else None.
         feature_names: `features`, never None.
 
     Raises:
@@ -176,6 +177,7 @@ class TableConfig:
     row_origin: int = field(default=0, init=False, compare=False, repr=False)
     column_origin: int = field(default=0, init=False, compare=False, repr=False)
     whole_rows: int = field(default=0, init=False, compare=False, repr=False)
+    partitions: tuple[int, int] | None = field(default=None, init=False, compare=False, repr=False)
     feature_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -262,12 +264,17 @@ class TableConfig:
         It has this table's seed, but not its `init`. `dataclasses.replace` of a part makes a whole table.
 
         Args:
-            rows, columns: the first, and how many.
+            rows, columns: the first, and how many; of a dynamic table, partitions in place of rows.
             features: the keys that look the part up, with ids that count from its own first row.
 
         Raises:
             ValueError: for a rectangle that is empty or not inside this table.
         """
+        if self.is_dynamic:
+            part = replace(self, name=name, features=features, init_bound=self.bound)
+            for field_name, value in {"seed": self.seed, "partitions": rows}.items():
+                object.__setattr__(part, field_name, value)
+            return part
         sizes = self.num_embeddings, self.embedding_dim
         for what, (first, count), whole in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
             if first < 0 or count < 1 or first + count > whole:

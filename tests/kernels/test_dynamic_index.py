@@ -385,7 +385,7 @@ def test_large_batches_are_inserted_alike_on_any_number_of_threads():
             found += insert(index, ids.tolist(), step, 2)[:3]
             found.append(cpu.dynamic_find(index, ids.flip(0)))
         held = index.digests != 0
-        return [*found, *dynamic_rows(index), index.digests, index.rows[held], *index[5:]]
+        return [*found, *dynamic_rows(index), index.digests, index.rows[held], *index[5:-1]]
 
     alone, together = results(1), results(2)
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))

@@ -398,8 +398,8 @@ def test_what_dynamic_tables_cannot_do_is_said():
     dynamic = config()
     with pytest.raises(ValueError, match=r"is dynamic, and others.*collections of their own"):
         te.nn.EmbeddingBagCollection([dynamic, te.TableConfig("item", 9, 12, placement="host")], te.optim.SGD())
-    with pytest.raises(ValueError, match="'user' is dynamic, which is not sharded"):
-        te.HybridParallel(te.nn.EmbeddingBagCollection([dynamic], te.optim.SGD()))
+    with pytest.raises(ValueError, match="'user' is dynamic, which is sharded in an EmbeddingBagCollection only"):
+        te.HybridParallel(te.nn.EmbeddingCollection([config(pooling="none")], te.optim.SGD()))
     plain = te.nn.EmbeddingBagCollection([dynamic])
     with pytest.raises(ValueError, match="only a fused optimizer can train"):
         plain(bag(1))

@@ -20,6 +20,7 @@ from tritonemb import ops
 from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
+from tritonemb.kernels.dynamic_index import partitions_of
 
 _OWNER = 1 << 40  # an id is sent as its owner times this, plus its row there
 
@@ -32,6 +33,7 @@ class IdRoute(NamedTuple):
     num_rows: int  # of the table
     block: int  # rows of each owner; the last may have fewer
     owners: tuple[int, ...]  # ranks of the group, by block
+    dynamic: bool = False  # any int64 is an id; rows are partitions
 
 
 class RowRoutes(NamedTuple):
@@ -86,7 +88,8 @@ class IdExchange:
         self.check_bounds, self.deduplicate, self.returns_rows = check_bounds, deduplicate, returns_rows
         # The routes that each rank has rows of, rank by rank.
         self._owned = [[i for i, route in enumerate(self.routes) if rank in route.owners] for rank in range(group.size)]
-        narrow = all(route.block < 2**31 - 1 for route in self.routes)
+        self._dynamic = any(route.dynamic for route in self.routes)
+        narrow = all(route.block < 2**31 - 1 for route in self.routes) and not self._dynamic
         self._id_dtype = torch.int32 if narrow else torch.int64
         self._nowhere = 2**31 - 1 if narrow else _OWNER - 1
         self._tensors = PerDevice(self._make_tensors)
@@ -97,9 +100,9 @@ class IdExchange:
         ValueError for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
         """
         group = self.group
-        num_rows, blocks, owners, owned, owner_ids = self._tensors(batch.device())
+        num_rows, blocks, owners, owned, owner_ids, dynamic = self._tensors(batch.device())
         by_route, inverse = self._weigh_means(self._by_route(batch)), None
-        ids, route, bad_id = self._check(by_route, batch, num_rows)
+        ids, route, bad_id = self._check(by_route, batch, num_rows, dynamic)
         offsets, weights, problem = by_route.offsets(), by_route.weights_or_none(), problem or bad_id
         if problem is not None:
             ids, route, offsets, weights = ids[:0], route[:0], torch.zeros_like(offsets), None
@@ -110,9 +113,14 @@ class IdExchange:
         # Each id's owner and its row there, in one number; an id of -1 is a row that its route's first owner lacks.
         number = torch.where(ids < 0, 0, ids // blocks[route])
         row = torch.where(ids < 0, self._nowhere, ids - number * blocks[route])
+        if self._dynamic:  # whose ids are too large for that: their positions are sent along
+            of_rows, number = dynamic[route], number.clamp(max=owners.shape[1] - 1)
+            number = torch.where(of_rows, partitions_of(ids, num_rows[route]) // blocks[route], number)
+            wide, row = torch.where(of_rows, ids, row), torch.arange(len(ids))
         ids, lengths, positions, weights = ops.block_bucketize(
             owners[route, number] * _OWNER + row, offsets, owner_ids, group.size, weights
         )
+        ids = wide[ids] if self._dynamic else ids
         tells_weights = 1 if weights is not None else 0 if ids.numel() else -1
         to_each = _Sizes(bags, 0, tells_weights, problem is not None, batch.stride())
         sizes = torch.tensor([to_each] * group.size, dtype=torch.int64, device=ids.device)
@@ -163,16 +171,16 @@ class IdExchange:
         return KeyedJaggedTensor(by_route.keys(), by_route.values(), weights, offsets=by_route.offsets())
 
     def _check(
-        self, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor, num_rows: Tensor
+        self, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor, num_rows: Tensor, dynamic: Tensor
     ) -> tuple[Tensor, Tensor, ValueError | None]:
         """Every id and its route; -1 for an id that its table does not have, and what is wrong if that is checked."""
         ids = by_route.values().to(torch.int64)
         batch_size = by_route.stride()
         edges = by_route.offsets()[::batch_size] if batch_size else by_route.offsets()[:1].expand(len(self.routes) + 1)
         route = torch.arange(len(self.routes), device=ids.device).repeat_interleave(edges.diff(), output_size=len(ids))
-        inside, problem = (ids >= 0) & (ids < num_rows[route]), None
+        inside, problem = (ids >= 0) & (ids < num_rows[route]) | dynamic[route], None
         if self.check_bounds and not bool(inside.all()):
-            problem = first_bad_id(batch, [each[:3] for each in self.routes])
+            problem = first_bad_id(batch, [each[:3] for each in self.routes if not each.dynamic])
         return torch.where(inside, ids, -1), route, problem
 
     def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -219,7 +227,7 @@ class IdExchange:
         return KeyedJaggedTensor([route_key(route) for route in owned], values, of_values, lengths=per_bag), source
 
     def _make_tensors(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Of each route: rows, rows of a block, owners by block, routes of each rank, and what numbers owners."""
+        """Of each route: rows, rows of a block, owners by block, routes of each rank, what numbers owners, dynamic."""
         most = max([1, *[len(route.owners) for route in self.routes]])
         found = (
             [route.num_rows for route in self.routes],
@@ -228,4 +236,5 @@ class IdExchange:
             [rank * len(self.routes) + route for rank, mine in enumerate(self._owned) for route in mine],
             [_OWNER] * len(self.routes),
         )
-        return tuple(torch.tensor(values, dtype=torch.int64, device=device) for values in found)
+        is_dynamic = torch.tensor([route.dynamic for route in self.routes], dtype=torch.bool, device=device)
+        return *(torch.tensor(values, dtype=torch.int64, device=device) for values in found), is_dynamic

@@ -31,11 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, partition_sizes
 from tritonemb.types import Device
 
-MOST_PARTITIONS = 1_024
-LEAST_ROWS = 4_096  # of a partition, where there are several: one that is full refuses a batch while others have room
 ALIGNMENT = 64  # bytes, so that the digests of a set lie in one cache line
 
 
@@ -60,25 +58,28 @@ def mix64(rows: Tensor) -> np.ndarray:
     return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
-def make_index(capacity: int, device: Device = None, most_partitions: int | None = None) -> DynamicIndex:
-    """An empty index for at least `capacity` rows."""
-    if most_partitions is None:
-        most_partitions = min(MOST_PARTITIONS, max(1, capacity // LEAST_ROWS))
-    sets, most_sets = -(-capacity * 5 // (4 * WAYS)), 1
-    while -(-sets // most_sets) > most_partitions:
-        most_sets *= 2
-    partitions = -(-sets // most_sets)
-    num_rows = -(-capacity // partitions)
+def partitions_of(ids: Tensor, num_partitions: Tensor | int) -> Tensor:
+    """int64 `[N]`: the partition of each id, of as many as there are in the whole table."""
+    high = torch.from_numpy((mix64(ids) >> np.uint64(32)).astype(np.int64))
+    return (high * num_partitions) >> 32
+
+
+def make_index(
+    capacity: int, device: Device = None, most_partitions: int | None = None, part: tuple[int, int] | None = None
+) -> DynamicIndex:
+    """An empty index for at least `capacity` rows; or a part of it: the first partition, and how many."""
+    whole, most_sets, num_rows = partition_sizes(capacity, most_partitions)
+    first, partitions = (0, whole) if part is None else part
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
     shapes = (
         ((num_rows * partitions,), torch.int64), ((num_rows * partitions, 2), torch.int32), ((slots,), torch.int32),
         ((num_rows * partitions,), torch.int32),
     )  # fmt: skip
     ids, uses, rows, free = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
-    numbers = [torch.zeros(partitions, dtype=torch.int32, device=device) for _ in range(4)]
+    num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(
-        ids, uses, _zeros(slots, torch.uint8, device), rows, free,
-        _zeros(partitions * most_sets, torch.int32, device), numbers[0] + 1, *numbers[1:],
+        ids, uses, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
+        num_sets + 1, num_rows, num_made, num_overflow, torch.tensor([whole, first], device=device),
     )  # fmt: skip
 
 
@@ -199,7 +200,9 @@ class _Rows:
                 index.num_overflow[partition] += 1
 
     def partition(self, id: int) -> int:
-        return (_mixed(id) >> 32) * self.partitions >> 32
+        whole, first = self.index.whole.tolist()
+        found: int = ((_mixed(id) >> 32) * whole >> 32) - first
+        return found
 
     def place(self, id: int) -> int:
         """Of an id's set."""

@@ -31,6 +31,7 @@ from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables
 from tritonemb.tables.table import Table
@@ -38,8 +39,8 @@ from tritonemb.tables.table_set import Groups, TableSet
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
 # A batch, the distinct rows for each table set of replicated tables, and for each ID exchange what it has received and
-# the distinct rows for each table set that looks it up.
-Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups]]]]
+# the distinct rows for each table set that looks it up, unless it has dynamic tables: new ids get rows in the forward.
+Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups | None]]]]
 # An ID exchange, and the table sets of this rank's shards that look up what it receives.
 ShardedLookup = tuple[IdExchange, list[TableSet]]
 
@@ -152,7 +153,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         if self.device.type != "cpu":
             batch, received = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
         found = [
-            (of_ids, [tables.group(of_ids[0]) for tables in sets])
+            (of_ids, [None if tables.dynamic else tables.group(of_ids[0]) for tables in sets])
             for (_, sets), of_ids in zip(self._lookups, received, strict=True)
         ]
         return batch, [tables.group(batch) for tables in self._replicated], found
@@ -234,9 +235,21 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         self.set_learning_rate(collection.current_learning_rate)
         for tables in self.locals if not drawn else ():
             tables.counters["step"].copy_(collection.step)
+        seeds = torch.tensor([seed_of_shards(config) for config in self.configs], device=self.device)
+        if not drawn:
+            own = collection.tables
+            seeds = seeds.new_tensor([table.seed if isinstance(table, DynamicTable) else 0 for table in own])
+        if any(config.is_dynamic for config in self.configs):
+            self.groups.world.broadcast(seeds, 0, "initial values")
         for each, table, same in self._local_tables():
             config = self.configs[each.table]
-            if not drawn:
+            if isinstance(table, DynamicTable):
+                whole = collection.tables[each.table]
+                assert isinstance(whole, DynamicTable)
+                table.reset_parameters(int(seeds[each.table]))
+                if not drawn:
+                    table.adopt(whole.saved() | {"seed": seeds[each.table]})
+            elif not drawn:
                 copy_shard(table, collection.tables[each.table].tensors(), each.shard)
             elif isinstance(table, CachedTable) and config.init is None:
                 seed = torch.tensor(seed_of_shards(config), device=table.weight.device)
@@ -254,6 +267,8 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         copies = []
         first_copy = self.groups.replicas.rank == 0
         for each, table, _ in self._local_tables():
+            if isinstance(table, DynamicTable):
+                continue
             shard, of_table, tensors = each.shard, shards[self.configs[each.table].name], table.tensors()
             if isinstance(table, CachedTable):
                 copies.append((table, tensors))
@@ -268,13 +283,48 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         mine = first_copy and self.groups.shards.rank == min(each.shard.rank for each in self.placement.shards)
         steps = [LocalShard(tables.counters["step"], mine=mine and not n) for n, tables in enumerate(self.locals)]
         found = {f"{prefix}step": TableShards((), torch.int64, steps)}
-        for config in self.configs:
+        found |= {f"{prefix}{name}": value for name, value in self._dynamic_state().items()}
+        for config in (config for config in self.configs if not config.is_dynamic):
             size, own = (config.num_embeddings, config.embedding_dim), shards[config.name]
             found[f"{prefix}{config.name}.weight"] = TableShards(size, config.dtype, own["weight"])
             for state in self.optimizer.states:
                 of_state = size if state.per_element else size[:1]
                 found[f"{prefix}{config.name}.{state.name}"] = TableShards(of_state, torch.float32, own[state.name])
         return found, copies
+
+    def _dynamic_state(self) -> dict[str, Any]:
+        """That of dynamic tables, whose rows stand rank by rank, by id in each; a collective, if there are some."""
+        found: dict[str, Any] = {}
+        if not any(config.is_dynamic for config in self.configs):
+            return found
+        held = {each.table: (each.shard, table) for each, table in self.dynamic_tables()}
+        counts = torch.zeros(len(self.configs), dtype=torch.int64)
+        for number, (_, table) in held.items():
+            counts[number] = table.num_rows
+        by_rank = self.groups.ids.all_gather(counts, "rows") if self.groups.ids.size > 1 else [counts]
+        for number, config in enumerate(self.configs):
+            if not config.is_dynamic:
+                continue
+            ranks = [each.shard.rank for each in self.placement.shards if each.table == number]  # by partition
+            before = ranks[: ranks.index(self.groups.shards.rank)] if number in held else []
+            first_row, total = (sum(int(by_rank[rank][number]) for rank in some) for some in (before, ranks))
+            shard, table = held.get(number, (None, DynamicTable(config, self.optimizer.states, "meta")))
+            for name, value in table.saved().items():
+                size, first, mine = list(value.shape), (first_row, 0), shard is not None
+                if name in ("clock", "seed"):
+                    mine = mine and not before
+                elif name in ("sketch", "added"):
+                    size, first = table.sketch_place(name)
+                else:
+                    size[0] = total
+                parts = [LocalShard(value, *first, mine)] if shard is not None else []
+                whole = TableShards(size, value.dtype, parts) if 0 not in size else value.new_empty(size)
+                found[f"{config.name}.{name}"] = whole
+        return found
+
+    def dynamic_tables(self) -> list[tuple[PlacedShard, DynamicTable]]:
+        """This rank's parts of dynamic tables."""
+        return [(each, table) for each, table, _ in self._local_tables() if isinstance(table, DynamicTable)]
 
     @torch.no_grad()
     def average_replicas(self) -> None:
@@ -291,9 +341,19 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         """Of whole tensors, this rank's shards are copied; `TableShards` are its own already, or are copied."""
         _, strict, missing_keys, unexpected_keys, error_msgs = args
         wanted, copies = self._state(prefix)
+        dynamic = tuple(f"{prefix}{config.name}." for config in self.configs if config.is_dynamic)
+        for each, of_ids in self.dynamic_tables():
+            of_table = f"{prefix}{self.configs[each.table].name}."
+            given = {name: state_dict.get(of_table + name) for name in of_ids.templates(0)}
+            if not any(value is None for value in given.values()):
+                try:
+                    of_ids.adopt({name: _own_part(value) for name, value in given.items()})
+                except ValueError as error:
+                    error_msgs.append(str(error))
         for key, here in wanted.items():
             if key not in state_dict:
                 missing_keys.append(key)
+            if key not in state_dict or key.startswith(dynamic):
                 continue
             try:
                 here.copy_from(state_dict[key])
@@ -316,6 +376,11 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
     def extra_repr(self) -> str:
         return ", ".join(f"{config.name}: {self.plan.tables[config.name]}" for config in self.configs)
+
+
+def _own_part(given: Tensor) -> Tensor:
+    """Of what a sharded dynamic table's `state_dict` had, this rank's."""
+    return given.shards[0].tensor if isinstance(given, TableShards) else given
 
 
 def _average(group: RankGroup, tensor: Tensor) -> None:

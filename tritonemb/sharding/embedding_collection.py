@@ -84,7 +84,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return KeyedJaggedTensor(batch.keys(), total, offsets=batch.offsets())
 
     def _rows(
-        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
+        self,
+        sets: list[TableSet],
+        exchange: OutputExchange,
+        width: int,
+        received: Received,
+        groups: list[Groups | None],
     ) -> Tensor:
         ids, _, routes = received
         found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]

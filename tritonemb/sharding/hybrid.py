@@ -90,13 +90,16 @@ class HybridParallel(nn.Module):
                 "an optimizer, or wrap a model without one in DistributedDataParallel"
             )
         tables = [config for collection in found for config in collection.configs]
-        if dynamic := [config.name for config in tables if config.is_dynamic]:
-            raise ValueError(f"table {dynamic[0]!r} is dynamic, which is not sharded yet; train it in one process")
-        if pipeline > 1 and (dense == "fsdp" or any(isinstance(each, EmbeddingCollection) for each in found)):
+        sequences = [each for each in found if isinstance(each, EmbeddingCollection)]
+        if dynamic := [config.name for each in sequences for config in each.configs if config.is_dynamic]:
+            raise ValueError(f"table {dynamic[0]!r} is dynamic, which is sharded in an EmbeddingBagCollection only")
+        if pipeline > 1 and (dense == "fsdp" or sequences):
             raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
         if plan is not None and mesh is None and local_world_size is None:
             local_world_size = plan.local_world_size
         self.groups = ShardGroups.make(mesh, local_world_size, timeout, ids_over == "device")
+        if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
+            raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
         size, node = self.groups.shards.size, self.groups.node.size
         self.plan = uniform_plan(tables, size, node) if plan is None else plan
         if (self.plan.world_size, self.plan.local_world_size) != (size, node):
@@ -199,11 +202,20 @@ class HybridParallel(nn.Module):
                 tables of another dtype or plan; nothing has been changed then.
         """
         own = self.state_dict()
-        _check_state(own, state_dict, strict)
+        _check_state(own, state_dict, strict, self._dynamic_keys())
         given = OrderedDict((key, _as_distributed(own.get(key), value)) for key, value in state_dict.items())
         if hasattr(state_dict, "_metadata"):
             given._metadata = state_dict._metadata  # type: ignore[attr-defined]
         return self.module.load_state_dict(given, strict=strict, assign=assign)
+
+    def _dynamic_keys(self) -> tuple[str, ...]:
+        """The beginnings of keys of dynamic tables, whose shapes change as rows come."""
+        modules = self.module.named_modules()
+        sharded = ((path, module) for path, module in modules if isinstance(module, ShardedCollection))
+        return tuple(
+            f"{path}.{config.name}." if path else f"{config.name}."
+            for path, module in sharded for config in module.configs if config.is_dynamic
+        )  # fmt: skip
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the other layers, under their names in the model."""
@@ -242,11 +254,13 @@ def _joined(*parts: Any) -> Any:
     return torch.cat(parts)
 
 
-def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
+def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool, dynamic: tuple[str, ...]) -> None:
     missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
     problems = [f"it lacks {missing}"] if strict and missing else []
     problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
     for key, here in own.items():
+        if key.startswith(dynamic):
+            continue  # a table checks its own
         if key in given and isinstance(here, TableShards):
             problem = here.why_not_loadable(given[key])
             problems += [] if problem is None else [f"{key}: {problem}"]

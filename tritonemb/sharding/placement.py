@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.comm.output_exchange import ColumnRange
+from tritonemb.layout import rows_to_shard
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.sharding.plan import DataParallel, Grid, Shard, ShardingPlan, TableRowWise
 from tritonemb.sharding.sharded_tensor import cut
@@ -66,7 +67,8 @@ class Placement:
                 for feature in config.feature_names:
                     own.append(len(routes))
                     owners = tuple(shard.rank for shard in rows)
-                    routes.append(IdRoute(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
+                    sizes = rows_to_shard(config), rows[0].num_rows
+                    routes.append(IdRoute(feature, config.name, *sizes, owners, config.is_dynamic))
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
                 placed += [
                     PlacedShard(table, shard, tuple(own), len(rows) > 1, whole_rows and len(blocks) > 1, scheme)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
+from tritonemb.layout import rows_to_shard
 from tritonemb.types import TableConfig
 from tritonemb.utils import read_sealed, sealed
 
@@ -41,11 +42,15 @@ class Sharding:
         Raises:
             ValueError: naming the table, for ranks, nodes or columns that there are not.
         """
-        owners, found = self._owners(table, world_size, local_world_size), []
+        owners, found, rows = self._owners(table, world_size, local_world_size), [], rows_to_shard(table)
+        if table.is_dynamic and (len(owners) > 1 or table.capacity is None):
+            raise ValueError(
+                f"table {table.name!r} is dynamic: it is sharded by rows, and has a capacity in rows, not in bytes"
+            )
         for ranks, (first_column, width) in zip(owners, self._column_blocks(table, len(owners)), strict=True):
-            size = -(-table.num_embeddings // len(ranks))  # the last blocks may have fewer rows, or none
-            for rank, first in zip(ranks, range(0, table.num_embeddings, size), strict=False):
-                found.append(Shard(rank, first, min(size, table.num_embeddings - first), first_column, width))
+            size = -(-rows // len(ranks))  # the last blocks may have fewer rows, or none
+            for rank, first in zip(ranks, range(0, rows, size), strict=False):
+                found.append(Shard(rank, first, min(size, rows - first), first_column, width))
         return found
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
@@ -163,6 +168,8 @@ class DataParallel(Sharding):
     """The whole table on every rank; the gradients of its rows are gathered, and every rank does the same update."""
 
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        if table.is_dynamic:
+            raise ValueError(f"table {table.name!r} is dynamic: it is sharded by rows, not replicated")
         return [Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim) for rank in range(world_size)]
 
 
@@ -306,14 +313,15 @@ def uniform_plan(tables: Sequence[TableConfig], world_size: int, local_world_siz
     Whole tables go, largest first, to the rank that has the fewest bytes. Same tables, same plan.
     """
     shardings: dict[str, Sharding] = {}
-    sizes = {table.name: table.num_embeddings * table.embedding_dim * table.dtype.itemsize for table in tables}
+    rows = {table.name: table.num_embeddings or table.capacity or 0 for table in tables}
+    sizes = {table.name: rows[table.name] * table.embedding_dim * table.dtype.itemsize for table in tables}
     share = sum(sizes.values()) / world_size
     bytes_on = [0.0] * world_size
     whole = []
     for table in tables:
-        if world_size > 1 and sizes[table.name] <= SMALL_TABLE:
+        if world_size > 1 and sizes[table.name] <= SMALL_TABLE and not table.is_dynamic:
             shardings[table.name] = DataParallel()
-        elif world_size > 1 and sizes[table.name] > share and table.num_embeddings >= world_size:
+        elif world_size > 1 and sizes[table.name] > share and rows_to_shard(table) >= world_size:
             shardings[table.name] = RowWise()
             bytes_on = [size + sizes[table.name] / world_size for size in bytes_on]
         else:

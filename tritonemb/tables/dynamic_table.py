@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.kernels.dynamic_index import dynamic_rows, make_index, mix64
+from tritonemb.kernels.dynamic_index import dynamic_rows, make_index, mix64, partitions_of
 from tritonemb.layout import WAYS, DynamicIndex
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
@@ -95,7 +95,9 @@ class DynamicTable(Table):
         num_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
         capacity = config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes)
         with _CPU:
-            object.__setattr__(self, "index", make_index(capacity))  # before a module has parameters
+            object.__setattr__(
+                self, "index", make_index(capacity, part=config.partitions)
+            )  # before a module has parameters
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         super().__init__(config, states, device, self.index.ids.numel())
 
@@ -127,7 +129,7 @@ class DynamicTable(Table):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weight and states by name, of all rows by id; copies."""
-        return {name: value for name, value in self._saved().items() if name in ("weight", *self._state_names)}
+        return {name: value for name, value in self.saved().items() if name in ("weight", *self._state_names)}
 
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far."""
@@ -182,9 +184,8 @@ class DynamicTable(Table):
             found[admitted] = self._insert(new[admitted], batch.occurrences[admitted])
             rows[batch.unknown] = found[batch.inverse]
             self._count(refused=int(batch.occurrences[~admitted].sum()))
-        ttl = self.config.eviction.ttl
-        if ttl is not None:
-            partition = self.clock % self.index.num_sets.numel()
+        (whole, first), ttl = self.index.whole.tolist(), self.config.eviction.ttl
+        if ttl is not None and 0 <= (partition := self.clock % whole - first) < self.index.num_sets.numel():
             old = _call("dynamic_expired", self.index, partition, self.clock - ttl - 1)
             self._count(evictions=old.numel())
             _call("dynamic_remove_", self.index, old)
@@ -277,7 +278,7 @@ class DynamicTable(Table):
 
         ValueError for another kind of file.
         """
-        saved = self._saved()
+        saved = self.saved()
         found = {name: saved[name] for name in ("ids", "weight", *self._state_names, "step", "count")}
         if path is None:
             return found
@@ -326,13 +327,13 @@ class DynamicTable(Table):
     def _clear(self) -> None:
         if not self.index.num_made.any():
             return  # zeros would take memory
-        for part in self.index[2:]:
+        for part in self.index[2:-1]:
             part.zero_() if part is not self.index.rows and part is not self.index.free else None
         self.index.num_sets.fill_(1)
         if self.sketch is not None:
             self.sketch.clear()
 
-    def _saved(self) -> dict[str, Tensor]:
+    def saved(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
         ids, rows = dynamic_rows(self.index)
         found = {"ids": ids, "weight": self.weight.detach()[rows]}
@@ -341,16 +342,21 @@ class DynamicTable(Table):
         found |= {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
         return found | ({} if self.sketch is None else self.sketch.tensors())
 
+    def sketch_place(self, name: str) -> tuple[list[int], tuple[int, int]]:
+        """The shape of the whole table's `sketch` or `added`, and where this part's begins."""
+        assert self.sketch is not None
+        return self.sketch.place(name)
+
     def templates(self, num_rows: int) -> dict[str, Tensor]:
         """Room for what `state_dict` has, of so many rows."""
         of_rows = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self._state_names)}}
         of_rows |= dict.fromkeys(("step", "count"), self.index.ids)
         found = {name: torch.empty(num_rows, *each.shape[1:], dtype=each.dtype) for name, each in of_rows.items()}
         found |= {name: torch.empty((), dtype=torch.int64) for name in ("clock", "seed")}
-        return found | ({} if self.sketch is None else self.sketch.tensors())
+        return found | ({} if self.sketch is None else self.sketch.templates())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for name, tensor in self._saved().items():
+        for name, tensor in self.saved().items():
             destination[prefix + name] = tensor
 
     def _load_from_state_dict(
@@ -371,16 +377,20 @@ class DynamicTable(Table):
 
     @torch.no_grad()
     def adopt(self, saved: Mapping[str, Tensor]) -> None:
-        """Become what `state_dict` had saved. ValueError, before anything changes, if it does not fit."""
+        """Become what `state_dict` had saved; of a part of a table, its own part of that.
+
+        ValueError, before anything changes, if it does not fit.
+        """
         title, values = f"table {self.config.name!r}", {name: saved[name] for name in ("weight", *self._state_names)}
         ids, order = saved["ids"].to(_CPU).sort()
         self._check_rows(ids, values)
-        partitions = self.index.num_sets.numel()
         if self.sketch is not None:
             self.sketch.check(saved, title)
-        wanted = (((mix64(ids) >> np.uint64(32)) * np.uint64(partitions)) >> np.uint64(32)).astype(np.int64)
-        room = len(self.index.ids) // partitions
-        if (most := int(np.bincount(wanted, minlength=1).max())) > room:
+        (whole, first), partitions = self.index.whole.tolist(), self.index.num_sets.numel()
+        wanted = partitions_of(ids, whole) - first
+        mine = (wanted >= 0) & (wanted < partitions)
+        ids, order, room = ids[mine], order[mine], len(self.index.ids) // partitions
+        if (most := int(wanted[mine].bincount(minlength=1).max())) > room:
             raise ValueError(
                 f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room "
                 f"for {room:,}; give it more capacity"
@@ -410,7 +420,8 @@ class _Sketch:
     """
 
     def __init__(self, index: DynamicIndex, appearances: int) -> None:
-        self._partitions, most = index.num_sets.numel(), torch.iinfo(torch.int16).max
+        (self._whole, self._first), self._partitions = index.whole.tolist(), index.num_sets.numel()
+        most = torch.iinfo(torch.int16).max
         if appearances > most:
             raise ValueError(f"an admission's appearances may be {most} at most, got {appearances}")
         self._width = 1 << (len(index.ids) // self._partitions).bit_length()
@@ -419,22 +430,31 @@ class _Sketch:
             self._added = torch.zeros(self._partitions, dtype=torch.int64)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"sketch": self._cells.clone(), "added": self._added.clone()}
+        return {"sketch": self._cells.int(), "added": self._added.clone()}
+
+    def templates(self) -> dict[str, Tensor]:
+        """Room for those of the whole table."""
+        cells = torch.empty(NUM_HASHES, self._whole * self._width, dtype=torch.int32)  # gloo sends no int16
+        return {"sketch": cells, "added": torch.empty(self._whole, dtype=torch.int64)}
+
+    def place(self, name: str) -> tuple[list[int], tuple[int, int]]:
+        whole, first = self._whole, self._first
+        if name == "added":
+            return [whole], (first, 0)
+        return [NUM_HASHES, whole * self._width], (0, first * self._width)
 
     def clear(self) -> None:
         self._cells.zero_()
         self._added.zero_()
 
     def check(self, saved: Mapping[str, Tensor], title: str) -> None:
-        if saved["sketch"].shape != self._cells.shape:
-            raise ValueError(
-                f"{title}: sketch must have shape {tuple(self._cells.shape)}, got {tuple(saved['sketch'].shape)}; it "
-                "is of another capacity"
-            )
+        if saved["sketch"].shape != (shape := (NUM_HASHES, self._whole * self._width)):
+            found = tuple(saved["sketch"].shape)
+            raise ValueError(f"{title}: sketch must have shape {shape}, got {found}; it is of another capacity")
 
     def adopt(self, saved: Mapping[str, Tensor]) -> None:
-        self._cells.copy_(saved["sketch"])
-        self._added.copy_(saved["added"])
+        self._cells.copy_(saved["sketch"][:, self._first * self._width :][:, : self._cells.shape[1]])
+        self._added.copy_(saved["added"][self._first :][: self._partitions])
 
     def counts(self, ids: Tensor) -> Tensor:
         """int64 `[N]`, at least how often the ids were added since they were halved."""
@@ -452,11 +472,10 @@ class _Sketch:
             self._added[full] = 0
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        mixed = mix64(ids)
-        partitions = ((mixed >> np.uint64(32)) * np.uint64(self._partitions)) >> np.uint64(32)
+        mixed, partitions = mix64(ids), partitions_of(ids, self._whole) - self._first
         hashes = [mix64(torch.from_numpy((mixed + np.uint64(n)).view(np.int64))) for n in range(1, NUM_HASHES + 1)]
-        places = [partitions * np.uint64(self._width) + each % np.uint64(self._width) for each in hashes]
-        return torch.from_numpy(partitions.astype(np.int64)), torch.from_numpy(np.stack(places).astype(np.int64))
+        cells = torch.from_numpy(np.stack([each % np.uint64(self._width) for each in hashes]).astype(np.int64))
+        return partitions, partitions * self._width + cells
 
 
 def _call(op: str, *args: Any) -> Any:

@@ -16,8 +16,14 @@ TASKS_A_THREAD = 4
 
 
 @inlined
-def _partition_of(mixed, num_partitions):
-    return np.int64(((np.uint64(mixed) >> np.uint64(32)) * np.uint64(num_partitions)) >> np.uint64(32))
+def _share_of(mixed, number):
+    """Which of so many equal shares of all mixed ids one belongs to."""
+    return np.int64(((np.uint64(mixed) >> np.uint64(32)) * np.uint64(number)) >> np.uint64(32))
+
+
+@inlined
+def _partition_of(index, mixed):
+    return _share_of(mixed, index.whole[0]) - index.whole[1]
 
 
 @inlined
@@ -31,7 +37,7 @@ def _mask(sets):
 @inlined
 def _place_of(index, mixed):
     """Of an id's set."""
-    partition = _partition_of(mixed, index.num_sets.size)
+    partition = _partition_of(index, mixed)
     sets = np.int64(index.num_sets[partition])
     mask = _mask(sets)
     number = mixed & mask
@@ -131,7 +137,7 @@ def _use(task, num_tasks, index, ids, step, rows, before):
     while position < ids.size:
         while size < CHUNK and position < ids.size:
             mixed[size], at[size] = mix(ids[position]), position
-            size += 1 if _partition_of(mixed[size], num_tasks) == task else 0
+            size += 1 if _share_of(mixed[size], num_tasks) == task else 0
             position += 1
         _find_chunk(index, ids, mixed, at, size, slots, rows)
         for i in range(size):
@@ -304,7 +310,7 @@ def _insert_share(task, num_tasks, index, starts, order, ids, occurrences, step,
 def _missing(index, ids, last):
     needed, missing = np.zeros(index.num_sets.size, dtype=np.int64), np.int64(0)
     for id in ids:
-        needed[_partition_of(mix(id), needed.size)] += 1
+        needed[_partition_of(index, mix(id))] += 1
     for partition in range(needed.size):
         missing += needed[partition] - _room(index, partition, needed[partition], last)
     return missing
@@ -315,7 +321,7 @@ def _insert_all(num_threads, num_tasks, index, ids, occurrences, step, last, hal
     partitions = index.num_sets.size
     partition_of, starts = np.empty(ids.size, dtype=np.int64), np.zeros(partitions + 1, dtype=np.int64)
     for i in range(ids.size):
-        partition_of[i] = _partition_of(mix(ids[i]), partitions)
+        partition_of[i] = _partition_of(index, mix(ids[i]))
         starts[partition_of[i] + 1] += 1
     for partition in range(partitions):
         starts[partition + 1] += starts[partition]

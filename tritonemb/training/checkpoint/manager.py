@@ -5,7 +5,7 @@ Checkpoints may be written while training goes on, by `torch.distributed.checkpo
 
 import atexit
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.data.loader import merge_positions, rank_position
+from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.training import train_state
@@ -99,9 +101,9 @@ def load_model(
 ) -> None:  # fmt: skip
     """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    for name, table in model.named_modules():
-        ids = stored.get(f"model.{name}.ids")
-        if isinstance(table, DynamicTable) and ids is not None:
+    for name, table in _dynamic_tables(model):
+        tensors = {key: value for key, value in tensors.items() if not key.startswith(f"model.{name}.")}
+        if table is not None and (ids := stored.get(f"model.{name}.ids")) is not None:
             dynamic[table] = table.templates(ids.size[0])
             tensors |= {f"model.{name}.{part}": value for part, value in dynamic[table].items()}
     load_tensors(path, tensors | {**others}, ignore, group)
@@ -110,6 +112,18 @@ def load_model(
     for cached in model.modules():
         if isinstance(cached, CachedTable) and cached.config.placement == "host":
             cached.reload_cached_rows()
+
+
+def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
+    """By the names that they have in `state_dict`; of sharded ones, this rank's parts, if it has one."""
+    for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
+        if isinstance(module, DynamicTable):
+            yield path, module
+        elif isinstance(module, ShardedCollection):
+            held = {each.table: table for each, table in module.dynamic_tables()}
+            for number, config in enumerate(module.configs):
+                if config.is_dynamic:
+                    yield f"{path}.{config.name}".lstrip("."), held.get(number)
 
 
 class CheckpointManager:
