@@ -88,7 +88,9 @@ def rows_on_ranks(rank: int, world: int, folder: Path) -> None:
         begun = contents(whole)
         train(whole, range(STEPS))
         train(sharded, range(STEPS), rank, world)
+        generator = torch.get_rng_state()
         found, expected = contents(sharded), contents(whole)
+        assert torch.equal(generator, torch.get_rng_state())
         assert found.keys() == expected.keys()
         for name, value in found.items():
             if name.endswith((".weight", ".sum")):

@@ -298,10 +298,9 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         if not any(config.is_dynamic for config in self.configs):
             return found
         held = {each.table: (each.shard, table) for each, table in self.dynamic_tables()}
-        counts = torch.zeros(len(self.configs), dtype=torch.int64)
-        for number, (_, table) in held.items():
-            counts[number] = table.num_rows
-        by_rank = self.groups.ids.all_gather(counts, "rows") if self.groups.ids.size > 1 else [counts]
+        numbers = [held[number][1].num_rows if number in held else 0 for number in range(len(self.configs))]
+        # Not by the group of ID exchanges, on which another thread may be prefetching.
+        by_rank = self.groups.shards.all_gather(torch.tensor(numbers, device=self.device), "rows")
         for number, config in enumerate(self.configs):
             if not config.is_dynamic:
                 continue

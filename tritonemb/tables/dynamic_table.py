@@ -322,7 +322,8 @@ class DynamicTable(Table):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Forget all ids; draw another seed, from torch's generator if none is given."""
         self._clear()
-        self.clock, self.seed = 0, draw_seed() if seed is None else seed
+        if not self.weight.is_meta:  # nor is torch's generator used then
+            self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
     def _clear(self) -> None:
         if not self.index.num_made.any():
