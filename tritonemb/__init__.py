@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritonemb import compiler, data, nn, optim, sharding
+    from tritonemb import compiler, data, interop, nn, optim, sharding
     from tritonemb.jagged import KeyedJaggedTensor
     from tritonemb.nn.fuse import fuse, unfuse
     from tritonemb.ops.registry import check_errors
@@ -26,6 +26,7 @@ __all__ = [
     "compiler",
     "data",
     "fuse",
+    "interop",
     "nn",
     "optim",
     "sharding",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-MODULES = ("compiler", "data", "nn", "optim", "sharding")
+MODULES = ("compiler", "data", "interop", "nn", "optim", "sharding")
 
 
 def public_names() -> list[str]:
@@ -23,11 +23,13 @@ def public_names() -> list[str]:
     import tritonemb
     import tritonemb.compiler
     import tritonemb.data
+    import tritonemb.interop
     import tritonemb.sharding
     import tritonemb.training
 
     names = [f"tritonemb.{name}" for name in tritonemb.__all__ if name not in MODULES]
-    for module in (tritonemb.nn, tritonemb.compiler, tritonemb.data, tritonemb.sharding, tritonemb.training):
+    modules = tritonemb.nn, tritonemb.compiler, tritonemb.data, tritonemb.interop, tritonemb.sharding
+    for module in (*modules, tritonemb.training):
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{name}" for name in tritonemb.optim.__all__ if name != "OPTIMIZERS"]
     return [*names, "tritonemb.nn.fuse.FuseReport"]

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.modules.sparse import Embedding as TorchEmbedding  # whatever is in its place in `torch.nn`
 from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 
+from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.nn.dynamic_modules import DynamicModule, become_dynamic
 from tritonemb.nn.single_table import SingleTable
 from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts, whole
 from tritonemb.ops.row_groups import ID_DTYPES
@@ -24,14 +26,19 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
     whose gradients are differentiable again. `mode="max"`, `scale_grad_by_freq`, `sparse=True` without an optimizer,
     and what else those do not serve is left to PyTorch, checks and errors too.
 
+    With `num_embeddings=None` any int64 is an id; the attribute `table` is a `DynamicTable`, which an optimizer trains.
+
     Args:
         max_norm: rows that a call uses are scaled down to this norm (`norm_type`) first, in place; None for no limit.
         mode: "sum", "mean" or "max".
         sparse: the weight's gradient is a sparse COO tensor.
         include_last_offset: offsets end with the number of ids; with `padding_idx` a smaller end is read as that.
-        padding_idx: an id that has no part in a bag nor in the gradient; from the end if negative.
+        padding_idx: an id that has no part in a bag nor in the gradient; from the end if negative,
+            but of any int64 ids an id like others.
         optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
             place, and `weight.grad` stays None; `sparse` means nothing then.
+        dynamic: with `num_embeddings=None`, as in `TableConfig`: `capacity` or `capacity_bytes`, `init_bound`,
+            `eviction`, `admission`.
 
     Shapes:
         input: int32 or int64 ids, `[B, L]`, or `[N]` with `offsets` `[B]` (`[B + 1]` with `include_last_offset`), or a
@@ -45,14 +52,24 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             optimizer, a ValueError.
         ValueError: for wrong shapes, an unknown mode, or options that exclude each other.
         NotImplementedError: for per-sample weights in another mode than "sum".
+
+    With `num_embeddings=None` all of these are a ValueError or TypeError, and so are `max_norm`, `scale_grad_by_freq`,
+    `sparse`, `mode="max"`, gradients without an optimizer, and new ids that find no room.
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
+        self, num_embeddings: int | None, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
         include_last_offset: bool = False, padding_idx: int | None = None, device: Device = None,
-        dtype: torch.dtype | None = None, optimizer: Optimizer | None = None,
+        dtype: torch.dtype | None = None, optimizer: Optimizer | None = None, **dynamic: Any,
     ) -> None:  # fmt: skip
+        if num_embeddings is None or dynamic:
+            refused = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+            refused |= {"_weight": _weight is not None, f"mode={mode!r}": mode not in ("sum", "mean")}
+            own = {"mode": mode, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
+            sizes = num_embeddings, embedding_dim, "mean" if mode == "mean" else "sum", device, dtype
+            become_dynamic(self, DynamicEmbeddingBag, *sizes, optimizer, dynamic, refused, own)
+            return
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
         TorchEmbeddingBag.__init__(
             self, num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, weight,
@@ -178,7 +195,8 @@ class Embedding(SingleTable, TorchEmbedding):
     16-bit rows. What those do not serve is left to PyTorch as there.
 
     Args:
-        padding_idx: an id whose row gets no gradient; from the end if negative.
+        padding_idx: an id whose row gets no gradient; from the end if negative, but of any int64 ids one that has
+            no row and reads zero.
         _freeze: the weight takes no gradient.
 
     All else as for `EmbeddingBag`.
@@ -193,11 +211,17 @@ class Embedding(SingleTable, TorchEmbedding):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
-        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, _weight: Tensor | None = None,
-        _freeze: bool = False, device: Device = None, dtype: torch.dtype | None = None,
-        optimizer: Optimizer | None = None,
+        self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+        _weight: Tensor | None = None, _freeze: bool = False, device: Device = None, dtype: torch.dtype | None = None,
+        optimizer: Optimizer | None = None, **dynamic: Any,
     ) -> None:  # fmt: skip
+        if num_embeddings is None or dynamic:
+            refused = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+            refused |= {"_weight": _weight is not None, "_freeze": _freeze}
+            sizes, own = (num_embeddings, embedding_dim, "none", device, dtype), {"padding_idx": padding_idx}
+            become_dynamic(self, DynamicEmbedding, *sizes, optimizer, dynamic, refused, own)
+            return
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
         TorchEmbedding.__init__(
             self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, weight,
@@ -238,3 +262,44 @@ class Embedding(SingleTable, TorchEmbedding):
         values = input.reshape(-1)
         trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
         return trained, Bags(whole(values.shape[0], values.device), False)
+
+
+class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):
+    """What `EmbeddingBag` becomes with `num_embeddings=None`."""
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """`[B, embedding_dim]`."""
+        given, table = [input, offsets, per_sample_weights], self.table
+        dense = all(t is None or (isinstance(t, Tensor) and not t.is_sparse and t.is_cpu) for t in given)
+        if input is None or not dense or not self._fits(input, offsets, per_sample_weights):
+            found = [f"{t.dtype} {[*t.shape]} on {t.device}" if isinstance(t, Tensor) else t for t in given]
+            raise ValueError(
+                "expected int32 or int64 ids [B, L], or [N] with offsets, dense and on the CPU, and for mode='sum' "
+                f"perhaps per_sample_weights of their shape and of {table.weight.dtype}; got {found}"
+            )
+        values, offsets, weights = self._parts(input, offsets, per_sample_weights)
+        batch = KeyedJaggedTensor([table.config.name], values, weights, offsets=offsets)
+        if self.padding_idx is not None:
+            kept = values != self.padding_idx
+            ends = torch.cat([offsets.new_zeros(1), kept.cumsum(0, dtype=offsets.dtype)])[offsets.long()]
+            weights = None if weights is None else weights[kept]
+            batch = KeyedJaggedTensor.unchecked(batch.keys(), values[kept], weights, ends)
+        return self._collection(batch)
+
+
+class DynamicEmbedding(DynamicModule, Embedding):
+    """What `Embedding` becomes with `num_embeddings=None`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[*, embedding_dim]`."""
+        if not isinstance(input, Tensor) or not input.is_cpu or input.layout != torch.strided:
+            raise TypeError(f"expected a dense tensor of ids on the CPU, got {getattr(input, 'layout', type(input))}")
+        if input.dtype not in ID_DTYPES:
+            raise TypeError(f"ids must be int32 or int64, got {input.dtype}")
+        ids, key = input.reshape(-1), self.table.config.name
+        kept = torch.arange(len(ids)) if self.padding_idx is None else (ids != self.padding_idx).nonzero()[:, 0]
+        batch = KeyedJaggedTensor.unchecked([key], ids[kept], None, whole(kept.shape[0], ids.device))
+        rows = self._collection(batch).values()
+        if self.padding_idx is not None:
+            rows = rows.new_zeros(len(ids), self.embedding_dim).index_copy(0, kept, rows)
+        return rows.view(*input.shape, self.embedding_dim)

@@ -14,6 +14,7 @@ from tritonemb.ops.bag import Bags, bag, explained, weight_gradient
 from tritonemb.ops.registry import CPU, chosen
 from tritonemb.ops.row_groups import plain_eager
 from tritonemb.optimizers import Optimizer
+from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import States, check_optimizer
 from tritonemb.tables.table import keep_dtypes, new_states
@@ -40,6 +41,7 @@ class SingleTable(FusedModule):
     sparse: bool
     step: Tensor
     skipped: Tensor
+    table: DynamicTable  # with num_embeddings=None alone
     _torchs_op: Callable[..., Tensor]  # of the weight and a batch
     _trained: Callable[..., tuple[Tensor, Bags]]  # the ids [N] that a batch's gradient goes to, and their bags
     _optimized: FusedGroup | None = None
