@@ -332,6 +332,26 @@ def test_insert_lookup_remove_and_export(tmp_path):
     assert table.ids().tolist() == [-3, 8, 2**40]
 
 
+def test_rows_that_are_inserted_again_are_not_evicted_for_others():
+    collection = te.nn.EmbeddingBagCollection(
+        [config(capacity=3, dim=1, eviction=te.EvictionConfig(protect=1))], te.optim.SGD()
+    )
+    table = table_of(collection)
+    for id in (1, 2, 3, 2, 2):
+        step(collection, bag(id))
+    table.insert([1, 7], torch.tensor([[10.0], [70.0]]))  # 1 was used longest ago
+    assert table.ids().tolist() == [1, 2, 7]
+    assert table.lookup([1, 7]).tolist() == [[10.0], [70.0]]
+
+
+def test_forgotten_ids_are_not_admitted_sooner():
+    collection = te.nn.EmbeddingBagCollection([config(admission=te.AdmissionConfig(appearances=2))], te.optim.SGD())
+    step(collection, bag(5))
+    collection.reset_parameters()
+    step(collection, bag(5))
+    assert table_of(collection).ids().tolist() == []
+
+
 def test_values_follow_from_seed_and_id_and_not_from_the_capacity():
     torch.manual_seed(0)
     small = te.nn.EmbeddingBagCollection([config(capacity=10)], te.optim.SGD())

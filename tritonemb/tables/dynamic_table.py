@@ -93,16 +93,14 @@ class DynamicTable(Table):
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
         num_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
         num_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
-        capacity = config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes)
-        with _CPU:
-            object.__setattr__(
-                self, "index", make_index(capacity, part=config.partitions)
-            )  # before a module has parameters
-        self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
-        super().__init__(config, states, device, self.index.ids.numel())
+        super().__init__(config, states, device, config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes))
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         config = self.config
+        with _CPU:
+            self.index = make_index(num_rows, part=config.partitions)
+        num_rows = self.index.ids.numel()
+        self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         if (there := torch.empty(0, device=device).device).type not in ("cpu", "meta"):
             raise ValueError(f"table {config.name!r}: a dynamic table is on the CPU, got device {str(there)!r}")
         # In huge pages, a batch that reaches a new one would wait for the system to clear it: 5 times the median.
@@ -247,7 +245,7 @@ class DynamicTable(Table):
     def insert(self, ids: Tensor | Sequence[int], rows: Tensor, **states: Tensor) -> None:
         """Write rows `[N, embedding_dim]` of distinct ids, known or new, and their states, of new ones zero by default.
 
-        They count as used in the step of the last batch.
+        They count as used in the step of the last batch, and in a full table others are evicted for them.
 
         Raises:
             ValueError: for ids given twice, other shapes, and if new ids find no room; nothing has changed.
@@ -255,14 +253,15 @@ class DynamicTable(Table):
         ids = _as_ids(ids)
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
-        new = ids[self.find(ids) < 0]
+        found, before = _call("dynamic_use_", self.index, ids, self.clock)  # so that they are not evicted for others
+        new = ids[found < 0]
         if missing := _call("dynamic_missing", self.index, new, self._last(self.clock)):
+            _call("dynamic_unuse_", self.index, found, before)
             raise ValueError(
                 f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more "
                 "capacity"
             )
-        self._insert(new, torch.zeros_like(new))
-        found, _ = _call("dynamic_use_", self.index, ids, self.clock)
+        found[found < 0] = self._insert(new, torch.ones_like(new))
         for name, values in {"weight": rows, **states}.items():
             self._memory(name)[found] = values[order].to(self._memory(name).dtype)
 
@@ -326,13 +325,14 @@ class DynamicTable(Table):
             self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
     def _clear(self) -> None:
-        if not self.index.num_made.any():
-            return  # zeros would take memory
-        for part in self.index[2:-1]:
-            part.zero_() if part is not self.index.rows and part is not self.index.free else None
-        self.index.num_sets.fill_(1)
         if self.sketch is not None:
             self.sketch.clear()
+        if not self.index.num_made.any():
+            return  # zeros would take memory
+        index = self.index
+        for part in (index.digests, index.overflowed, index.num_rows, index.num_made, index.num_overflow):
+            part.zero_()
+        index.num_sets.fill_(1)
 
     def saved(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
