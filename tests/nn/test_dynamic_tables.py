@@ -89,6 +89,7 @@ def test_it_is_bitwise_a_static_table_of_the_same_rows(optimizer):
     assert table_of(dynamic).statistics().evictions == 0
 
 
+@pytest.mark.public
 def test_rows_without_pooling_and_ids_of_32_bits():
     tables, optimizer = [config(pooling="none")], te.optim.Adam(lr=0.1)
     dynamic = te.nn.EmbeddingCollection(tables, optimizer)
@@ -246,6 +247,7 @@ def test_a_batch_without_room_changes_nothing():
     assert table_of(collection, "item").ids().tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.public
 def test_the_least_recently_used_row_goes_and_comes_back_new():
     table = config(capacity=3, eviction=te.EvictionConfig(protect=1))
     collection = te.nn.EmbeddingBagCollection([table], te.optim.Adagrad(lr=0.5))
