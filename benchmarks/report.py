@@ -133,7 +133,7 @@ def dynamic_section(results: dict[str, Any]) -> str:
     ]
     conditions = (
         f"{row['cpu']}; torch {row['torch']}, numba {row['numba']}, tritonemb {row['tritonemb']} at {row['commit']}, "
-        f"{row['date']}. ±: standard error of the paired difference over the seeds."
+        f"{row['date']}.\n±: standard error of the paired difference over the seeds."
     )
     return f"{conditions}\n\n{markdown_table(['data: tables', 'AUC', 'difference', 'seeds'], lines)}"
 
