@@ -119,6 +119,25 @@ def accuracy_section(results: dict[str, Any]) -> str:
     return markdown_table(header, lines)
 
 
+def dynamic_section(results: dict[str, Any]) -> str:
+    """The conditions; for every data set and kind of table: mean AUC, and the paired difference to a vocabulary's."""
+    row = results["rows"][0]
+    lines = [
+        [
+            f"{row['data']}: {row['arm']}",
+            f"{row['auc']:.4f}",
+            "-" if row["arm"] == "vocabulary" else f"{row['difference']:+.4f} ± {row['standard_error']:.4f}",
+            str(row["seeds"]),
+        ]
+        for row in results["rows"]
+    ]
+    conditions = (
+        f"{row['cpu']}; torch {row['torch']}, numba {row['numba']}, tritonemb {row['tritonemb']} at {row['commit']}, "
+        f"{row['date']}.\n±: standard error of the paired difference over the seeds."
+    )
+    return f"{conditions}\n\n{markdown_table(['data: tables', 'AUC', 'difference', 'seeds'], lines)}"
+
+
 def exchange_section(results: dict[str, Any]) -> str:
     """The conditions; for every data set and precision: mean AUC, difference to float32, bytes that a rank sends."""
     rows = results["rows"]
@@ -255,6 +274,13 @@ def report_exchange() -> None:
     page.write_text(replace_section(page.read_text(), "exchange", content, "docs/parallel.md"))
 
 
+def report_dynamic() -> None:
+    """In the page about dynamic tables."""
+    page = ROOT / "docs" / "dynamic-tables.md"
+    content = dynamic_section(results_file.read(results_file.newest("accuracy-dynamic")))
+    page.write_text(replace_section(page.read_text(), "quality", content, "docs/dynamic-tables.md"))
+
+
 def report_memory() -> None:
     """In the page about kernels."""
     page = ROOT / "docs" / "kernels.md"
@@ -277,8 +303,10 @@ def report_gpu() -> None:
 def main() -> None:
     report_speed()
     report_gpu()
-    if list(results_file.RESULTS.glob("accuracy-*.json")):
+    if list(results_file.RESULTS.glob("accuracy-????-??-??.json")):
         report_accuracy()
+    if list(results_file.RESULTS.glob("accuracy-dynamic-*.json")):
+        report_dynamic()
     if list(results_file.RESULTS.glob("exchange-accuracy-*.json")):
         report_exchange()
     if list(results_file.RESULTS.glob("memory-*.json")):

@@ -22,7 +22,7 @@ def write(kind: str, results: dict[str, Any], folder: Path | None = None) -> Pat
 
 def newest(kind: str) -> Path:
     """The latest `<kind>-<date>.json`; dates sort as text."""
-    paths = sorted(RESULTS.glob(f"{kind}-*.json"))
+    paths = sorted(RESULTS.glob(f"{kind}-????-??-??.json"))
     if not paths:
         raise FileNotFoundError(f"benchmarks/results holds no {kind}-<date>.json; run the benchmark that writes it")
     return paths[-1]

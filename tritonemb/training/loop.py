@@ -23,12 +23,13 @@ from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import Metrics, evaluate
 from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
 from tritonemb.training.step import PreparedStep, StepInfo, count, take
-from tritonemb.training.train_state import TrainState, caches_of
+from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
 
 MIN_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
 MAX_WIDENED = 6
+LEVELS = ("rows", "capacity")  # of a dynamic table; the rest of its statistics are counts
 HOST = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
 
 
@@ -75,6 +76,7 @@ class Loop:
         self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
         self.clock = Clock(self.progress.seconds)
         self.caches = CacheMeter(state.model) if caches_of(state.model) else None
+        self.dynamic = DynamicMeter(state.model)
         self._began = time.monotonic()
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
@@ -214,7 +216,7 @@ class Loop:
                 progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
                 memory, self.clock.seconds,
                 {kind: num_bytes // steps for kind, num_bytes in sent.items()},
-                {} if self.caches is None else self.caches.lap(steps),
+                {} if self.caches is None else self.caches.lap(steps), self.dynamic.lap(steps),
             ))  # fmt: skip
 
     def _evaluate(self, epoch: int) -> None:
@@ -379,3 +381,25 @@ class CacheMeter:
     def _now(self) -> dict[str, float]:
         stall = self._stall + sum(cache.stall for cache in self._caches)
         return {**(count(self._caches) if self.trained is None else self.trained), "stall": stall}
+
+
+class DynamicMeter:
+    """What the dynamic tables of a model on this rank, if there are some, count; those of one name together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [table for tables in table_sets_of(model) for table in tables.dynamic.values()]
+        self._before = self._now()
+
+    def lap(self, steps: int) -> dict[str, dict[str, float]]:
+        """By table, means per step since the last call, see `Log.dynamic`."""
+        before, self._before = self._before, self._now()
+        return {
+            table: {name: n if name in LEVELS else (n - before[table][name]) / steps for name, n in now.items()}
+            for table, now in self._before.items()
+        }
+
+    def _now(self) -> dict[str, Counter[str]]:
+        found: dict[str, Counter[str]] = {}
+        for table in self._tables:
+            found.setdefault(table.config.name, Counter()).update(vars(table.statistics()))
+        return found

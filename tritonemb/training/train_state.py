@@ -22,6 +22,7 @@ from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import metadata_only
 from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
+from tritonemb.tables.table_set import TableSet
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, count, prefetch_for, prepare
@@ -165,9 +166,13 @@ def empty_batch(data: Data) -> Batch:
 
 def caches_of(model: nn.Module) -> list[RowCache]:
     """The caches of a model's cached tables, this rank's shards among them."""
+    return [tables.cache for tables in table_sets_of(model) if tables.cache is not None]
+
+
+def table_sets_of(model: nn.Module) -> list[TableSet]:
+    """Those of a model, this rank's shards among them."""
     sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
-    found = [*table_sets(model), *(own for module in sharded for own in module.locals)]
-    return [collection.cache for collection in found if collection.cache is not None]
+    return [*table_sets(model), *(own for module in sharded for own in module.locals)]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

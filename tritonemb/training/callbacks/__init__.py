@@ -64,6 +64,8 @@ class Log:
             device memory, bytes `read` from and `written` back to the tables, seconds of `stall` in which training
             waited for rows; with a host cache also rows found there, `host_hits`, and bytes that the disk has read and
             written, `disk_read` and `disk_written`.
+        dynamic: of each of this rank's dynamic tables, by name, the fields of `DynamicStatistics`, mean of a step since
+            the last log; `rows` and `capacity` are those of now.
     """
 
     step: int
@@ -78,6 +80,7 @@ class Log:
     seconds: float
     sent: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[str, float] = field(default_factory=dict)
+    dynamic: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ METRICS = ("auc", "log_loss", "normalized_entropy")
 
 class TensorBoard(Callback):
     """Writes scalars over steps: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes, lr/dense,
-    lr/tables; auc, log_loss and normalized_entropy under the name of each split; cache/ and each name of `Log.cache`.
+    lr/tables; auc, log_loss and normalized_entropy under the name of each split; cache/ and each name of `Log.cache`;
+    dynamic/, the table and each name of `Log.dynamic`.
 
     Of a run that is resumed, what was written after that step is hidden. MissingExtraError without tensorboard.
 
@@ -40,6 +41,8 @@ class TensorBoard(Callback):
     def on_log(self, log: Log) -> None:
         self._add("train", vars(log), log.step, ("loss", "samples_per_second", "data_wait", "memory_bytes"))
         self._add("cache", log.cache, log.step)
+        for table, values in log.dynamic.items():
+            self._add(f"dynamic/{table}", values, log.step)
         self._add("lr", {"dense": log.dense_lr, "tables": log.table_lr}, log.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

@@ -1,0 +1,321 @@
+"""Train one small DLRM on a vocabulary's tables and on dynamic tables of raw ids, and compare AUC on held-out rows.
+
+With the same initial values both must be the same in every bit: losses of all steps, and logits of the test rows. With
+initial values of their own, the mean difference over the seeds must lie within two standard errors. Then large tables
+get rows for a quarter of their ids: ids are evicted, or hashed into as many rows. At last MovieLens is read once in
+order of time, and its AUC is that of predictions made before a row is trained. Usage:
+
+    python -m benchmarks.accuracy_dynamic --criteo train.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from benchmarks import report, results_file
+from benchmarks.accuracy import seen_share
+from benchmarks.environment import environment
+from tritonemb.data import Column, Dataset, Feature, Rows, load_movielens_100k
+from tritonemb.data.batch import concat
+from tritonemb.data.datasets import FILES
+from tritonemb.data.protocol import Split, Stream
+from tritonemb.kernels.dynamic_index import mix64
+from tritonemb.nn import DynamicTable
+from tritonemb.training.callbacks import Log
+from tritonemb.training.config import TrainConfig, preset
+from tritonemb.training.job import build_optimizer
+from tritonemb.training.metrics import binary_metrics, predict_logits
+from tritonemb.types import AdmissionConfig, EvictionConfig, TableConfig
+from tritonemb.utils import cache_dir
+
+ODD = int(np.uint64(0x9E3779B97F4A7C15).astype(np.int64))  # times this, small numbers are ids of 64 bits
+HISTORY = 3  # of each history of MovieLens: rows of two batches must fit into a quarter
+MISSING = -(2**63)
+STANDARD_ERRORS = 2
+RAW = ("user_id", "movie_id")
+REFERENCE, SAME, OWN, HASHED = "vocabulary", "vocabulary, dynamic's values", "dynamic", "a quarter, hashed"
+EVICTED = {
+    "a quarter, lru": (EvictionConfig(protect=1), AdmissionConfig()),
+    "a quarter, lfu": (EvictionConfig("lfu", protect=1), AdmissionConfig()),
+    "a quarter, lfu, admission": (EvictionConfig("lfu", protect=1), AdmissionConfig(appearances=2)),
+}
+
+Ids = dict[str, Tensor]  # int64, the distinct ones of all splits by feature, ascending
+
+
+class InOrder(Dataset):
+    """Train rows come as they are stored, and are predicted just before each batch is trained."""
+
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
+        return super().open(split, batch_size, **how | {"shuffle": False})
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Losses of all steps, and logits of the test rows, or of the train rows where they come in order."""
+
+    losses: list[float]
+    logits: Tensor
+    auc: float
+
+
+Arm = Callable[[TrainConfig], Run]
+
+
+class Losses(te.training.Callback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_log(self, log: Log) -> None:
+        self.found.append(log.loss)
+
+
+def ids_of(raw: Dataset) -> Ids:
+    splits = (raw.train, raw.test)
+    return {
+        feature.name: torch.cat([rows.columns[index].values for rows in splits]).unique()
+        for index, feature in enumerate(raw.features)
+    }
+
+
+def numbered(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Dataset:
+    """For static tables: ids by their place among all, or hashed where `rows_of` has a table's rows."""
+    features = [
+        Feature(each.name, rows_of.get(each.name, len(ids[each.name])), each.multi_hot) for each in raw.features
+    ]
+
+    def numbers(rows: Rows) -> Rows:
+        columns = []
+        for feature, column in zip(features, rows.columns, strict=True):
+            if feature.name in rows_of:
+                found = torch.from_numpy((mix64(column.values) % np.uint64(feature.num_embeddings)).astype(np.int64))
+            else:
+                found = torch.searchsorted(ids[feature.name], column.values)
+            columns.append(Column(found, column.offsets))
+        return Rows(rows.dense, tuple(columns), rows.labels)
+
+    return type(raw)(raw.name, tuple(features), numbers(raw.train), numbers(raw.test))
+
+
+def quarters(ids: Ids, batch_size: int) -> dict[str, int]:
+    """Rows for a quarter of the ids of each large table: those that have room for an id of each sample of two batches,
+    as the rows of the batch before are not evicted."""
+    return {name: len(found) // 4 for name, found in ids.items() if len(found) // 4 >= 2 * batch_size}
+
+
+def dynamic_tables(
+    raw: Dataset, ids: Ids, dim: int, rows_of: dict[str, int], eviction: EvictionConfig, admission: AdmissionConfig
+) -> list[TableConfig]:
+    """With room for all ids, but for large tables with `rows_of` rows."""
+    return [
+        dataclasses.replace(
+            table, capacity=rows_of.get(table.name, len(ids[table.name])), eviction=eviction,
+            admission=admission if table.name in rows_of else AdmissionConfig(),
+        )
+        for table in raw.tables(dim)
+    ]  # fmt: skip
+
+
+def static_tables(data: Dataset, dim: int) -> list[TableConfig]:
+    """With the scale of initial values that dynamic tables have."""
+    return [dataclasses.replace(table, init_bound=dim**-0.5) for table in data.tables(dim)]
+
+
+def model_of(config: TrainConfig, tables: Sequence[TableConfig], num_dense: int) -> te.nn.DLRM:
+    """Its dense layers follow from the seed alone."""
+    torch.manual_seed(config.seed)
+    options: dict[str, Any] = {"bottom_mlp": config.bottom_mlp, "top_mlp": config.top_mlp}
+    one_row = [TableConfig(table.name, 1, table.embedding_dim, pooling=table.pooling) for table in tables]
+    dense = te.nn.DLRM(one_row, num_dense, **options).state_dict()
+    model = te.nn.DLRM(tables, num_dense, optimizer=build_optimizer(config), **options)
+    model.load_state_dict({k: v for k, v in dense.items() if not k.startswith("embeddings.")}, strict=False)
+    return model
+
+
+def trained(config: TrainConfig, data: Dataset, model: te.nn.DLRM) -> Run:
+    losses = Losses()
+    trainer = te.Trainer(
+        model, data, batch_size=config.batch_size, epochs=config.epochs, dense_lr=config.dense_lr, seed=config.seed,
+        verbose=False, log_every=1, callbacks=[losses], pipeline=False,
+    )  # fmt: skip
+    if isinstance(data, InOrder):
+        found: list[Tensor] = []
+        with model.register_forward_hook(lambda _model, _inputs, logits: found.append(logits.detach().clone())):
+            trainer.fit()
+        logits, labels = torch.cat(found), data.train.labels
+    else:
+        trainer.fit()
+        logits, labels = predict_logits(model, data.open("test", 1024), torch.device("cpu"))
+    return Run(losses.found, logits, binary_metrics(logits, labels).auc)
+
+
+def with_weights_of(static: te.nn.DLRM, dynamic: te.nn.DLRM, ids: Ids) -> te.nn.DLRM:
+    """The static model with the initial values that the dynamic tables give the vocabulary's ids."""
+    for table in static.embeddings.tables:
+        twin = dynamic.embeddings[table.config.name]
+        assert isinstance(twin, DynamicTable)
+        table.weight.data.copy_(twin.initial_values(ids[table.config.name]))
+    return static
+
+
+def arms(config: TrainConfig, raw: Dataset) -> dict[str, Callable[[TrainConfig], Run]]:
+    """What is trained, by name."""
+    ids, dim = ids_of(raw), config.embedding_dim
+    quarter = quarters(ids, config.batch_size)
+    whole = dynamic_tables(raw, ids, dim, {}, EvictionConfig(protect=1), AdmissionConfig())
+    vocabulary = numbered(raw, ids, {})
+
+    def static(data: Dataset, own_bound: bool = False) -> Arm:
+        tables = data.tables(dim) if own_bound else static_tables(data, dim)
+        return lambda seeded: trained(seeded, data, model_of(seeded, tables, raw.num_dense))
+
+    def dynamic(tables: Sequence[TableConfig]) -> Arm:
+        return lambda seeded: trained(seeded, raw, model_of(seeded, tables, raw.num_dense))
+
+    def same_values(seeded: TrainConfig) -> Run:
+        static = model_of(seeded, static_tables(vocabulary, dim), raw.num_dense)
+        dynamic = model_of(seeded, whole, raw.num_dense)
+        for table in static.embeddings.tables:
+            twin = dynamic.embeddings[table.config.name]
+            assert isinstance(twin, DynamicTable)
+            table.weight.data.copy_(twin.initial_values(ids[table.config.name]))
+        return trained(seeded, vocabulary, static)
+
+    found = {REFERENCE: static(vocabulary), SAME: same_values, OWN: dynamic(whole)}
+    for name, (eviction, admission) in EVICTED.items():
+        found[name] = dynamic(dynamic_tables(raw, ids, dim, quarter, eviction, admission))
+    return found | {HASHED: static(numbered(raw, ids, quarter))}
+
+
+def compare(config: TrainConfig, raw: Dataset, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each arm: its AUC, and how that differs from the vocabulary's."""
+    aucs: dict[str, list[float]] = {}
+    same_bits = True
+    for seed in seeds:
+        seeded = dataclasses.replace(config, seed=seed)
+        runs = {name: train(seeded) for name, train in arms(config, raw).items()}
+        same_bits &= same(runs[SAME], runs[OWN])
+        for name, run in runs.items():
+            aucs.setdefault(name, []).append(run.auc)
+    ids = ids_of(raw)
+    shared = {
+        "data": raw.name, "seeds": len(seeds), "optimizer": config.embedding_optimizer,
+        "batch_size": config.batch_size, "epochs": config.epochs, "train_rows": len(raw.train),
+        "test_rows": None if isinstance(raw, InOrder) else len(raw.test),
+        "test_rows_seen_in_training": None if isinstance(raw, InOrder) else seen_share(raw),
+        "ids": {name: len(found) for name, found in ids.items()}, "rows_of_a_quarter": quarters(ids, config.batch_size),
+    }  # fmt: skip
+    return [paired(name, found, aucs[REFERENCE], same_bits) | shared for name, found in aucs.items()]
+
+
+def same(one: Run, other: Run) -> bool:
+    """Whether two runs agree in every bit."""
+    return one.losses == other.losses and torch.equal(one.logits.view(torch.int32), other.logits.view(torch.int32))
+
+
+def paired(name: str, aucs: list[float], reference: list[float], same_bits: bool) -> dict[str, Any]:
+    differences = [one - other for one, other in zip(aucs, reference, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+    row = {
+        "arm": name, "auc": statistics.fmean(aucs), "auc_of_each_seed": aucs,
+        "difference": statistics.fmean(differences), "standard_error": error,
+    }  # fmt: skip
+    if name == SAME:
+        row["bitwise_equal_to_dynamic"] = same_bits
+    if name == OWN:
+        row["within_two_standard_errors"] = abs(row["difference"]) <= STANDARD_ERRORS * error
+    return row
+
+
+def movielens(in_order: bool = False) -> Dataset:
+    """MovieLens-100K with ids of 64 bits: of users and movies the raw numbers times an odd constant, of the rest the
+    data set's own. Ids of the test rows that no training row has are ids like others. `in_order` of time, all rows
+    are train rows."""
+    data = load_movielens_100k()
+    ratings = pyarrow.parquet.read_table(cache_dir() / next(iter(FILES))).to_pydict()
+    order = np.random.RandomState(0).permutation(len(ratings["rating"]))  # as it is split
+    users, movies = (torch.from_numpy(np.asarray(ratings[key])[order].astype(np.int64)) for key in RAW)
+    rows = concat([data.train, *([data.validation] if data.validation else ()), data.test])
+    raw_of = torch.zeros(data.features[1].num_embeddings, dtype=torch.int64)
+    raw_of[rows.columns[1].values.long()] = movies
+    columns = []
+    for feature, column in zip(data.features, rows.columns, strict=True):
+        values, offsets = column.values.long(), column.offsets
+        if feature.name in ("liked", "disliked"):
+            values, offsets = last_ones(raw_of[values], offsets, HISTORY)
+        elif feature.name in RAW:
+            values = (users, movies)[RAW.index(feature.name)]
+        columns.append(Column(values * ODD, offsets))
+    rows = Rows(rows.dense, tuple(columns), rows.labels)
+    features = tuple(dataclasses.replace(each, dynamic=True) for each in data.features)
+    if in_order:
+        rows = concat([rows], np.argsort(np.asarray(ratings["timestamp"])[order], kind="stable"))
+        return InOrder(f"{data.name}, in order of time", features, rows, rows.slice(0, 1))
+    train, test = rows.slice(0, len(data.train)), rows.slice(len(rows) - len(data.test), len(rows))
+    return Dataset(data.name, features, train, test)
+
+
+def last_ones(values: Tensor, offsets: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+    """The last ids of each bag."""
+    assert offsets is not None
+    ends = offsets[1:].repeat_interleave(offsets.diff())
+    kept = torch.arange(len(values)) >= ends - number
+    lengths = offsets.diff().clamp(max=number)
+    return values[kept], torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def criteo(path: str | Path) -> Dataset:
+    """A file in Criteo's format; categories are the integers that their hexadecimal digits say. Of equal rows one is
+    kept, and of these the last sixth is held out."""
+    lines = [line.split("\t") for line in dict.fromkeys(Path(path).read_text().splitlines())]
+    labels = torch.tensor([float(line[0]) for line in lines])
+    dense = torch.tensor([[math.log1p(max(0, int(field or 0))) for field in line[1:14]] for line in lines])
+    categories = torch.tensor([[int(field, 16) if field else MISSING for field in line[14:40]] for line in lines])
+    columns = tuple(Column(categories[:, index].contiguous()) for index in range(26))
+    rows, held_out = Rows(dense, columns, labels), len(lines) - len(lines) // 6
+    features = tuple(Feature(f"C{index + 1}", 1, dynamic=True) for index in range(26))
+    return Dataset("criteo", features, rows.slice(0, held_out), rows.slice(held_out, len(lines)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--criteo", metavar="FILE", help="a file in Criteo's format")
+    parser.add_argument("--seeds", type=int, default=20, help="number of seeds")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    environment_, rows = environment() | {"threads": 1}, []
+    config = dataclasses.replace(preset("movielens-100k"), batch_size=64, dense_lr=1e-3, epochs=1)
+    studies = [(movielens(), config, arguments.seeds), (movielens(in_order=True), config, max(2, arguments.seeds // 4))]
+    if arguments.criteo:
+        few = dataclasses.replace(config, batch_size=16, epochs=4)
+        studies.append((criteo(arguments.criteo), few, arguments.seeds))
+    for raw, options, seeds in studies:
+        for row in compare(options, raw, range(seeds)):
+            print(
+                f"{row['data']}, {row['arm']}: AUC {row['auc']:.4f}, "
+                f"difference {row['difference']:+.4f}, standard error {row['standard_error']:.4f}"
+            )
+            rows.append(row | environment_)
+    print(f"wrote {results_file.write('accuracy-dynamic', {'date': environment_['date'], 'rows': rows}).name}")
+    report.report_dynamic()
+    if not all(row.get("bitwise_equal_to_dynamic", True) for row in rows):
+        sys.exit("dynamic tables and a vocabulary with the same initial values differ")
+    if not all(row.get("within_two_standard_errors", True) for row in rows):
+        sys.exit("dynamic tables with initial values of their own differ by more than two standard errors")
+
+
+if __name__ == "__main__":
+    main()
