@@ -264,6 +264,19 @@ def test_the_least_recently_used_row_goes_and_comes_back_new():
     assert table_of(collection).statistics() == te.tables.dynamic_table.DynamicStatistics(8, 2, 5, 0, 2, 3, 3)
 
 
+def test_rows_of_as_many_batches_as_are_protected_stay():
+    def third_batch(protect: int) -> te.nn.EmbeddingBagCollection:
+        table = config(capacity=2, eviction=te.EvictionConfig(protect=protect))
+        collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD())
+        for id in (1, 2, 3):
+            step(collection, bag(id))
+        return collection
+
+    assert table_of(third_batch(protect=1)).ids().tolist() == [2, 3]
+    with pytest.raises(ValueError, match="rows of the last 2 batches stay"):
+        third_batch(protect=2)
+
+
 def test_a_row_expires():
     table = config(capacity=30, eviction=te.EvictionConfig(protect=1, ttl=2))
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.5))
