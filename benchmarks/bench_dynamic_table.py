@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.cases import OURS, Case, contenders, equal
+from benchmarks.cases import OURS, Case, contenders, copy_contender, equal
 from benchmarks.clock import Clock, Contender, Timing
 from benchmarks.record import timing_rows
 from tritonemb.kernels.cpu.dynamic_index import dynamic_find, dynamic_insert_
@@ -136,10 +136,11 @@ def step(capacity: int, batch: int, new: float, clock: Clock) -> list[Contender]
 
     num_bytes = batch * (8 + 4 * 4 * DIM)
     models = {OURS: stream.dynamic, "static table": stream.static}
-    return [
+    found = [
         Contender(name, partial(prepare, which), partial(run, model), num_bytes, lambda _: None)
         for which, (name, model) in enumerate(models.items())
     ]
+    return [*found, copy_contender(num_bytes, clock.device)]
 
 
 def bench_dynamic_table(case: Case, measure_case: Callable[[Case], None]) -> None:

@@ -51,17 +51,11 @@ class GraphDataParallel:
 
     def start(self, grads: Sequence[Tensor], bucket: Sequence[int], back: bool) -> Receive:
         """Average this pass's gradients and those that passes in `no_sync` have left, which are taken away."""
-        parameters, scale = self.buckets[bucket[0]].values(), 1 / self.group.size
         parts = []
-        for parameter, grad in zip(parameters, grads, strict=True):
+        for parameter, grad in zip(self.buckets[bucket[0]].values(), grads, strict=True):
             parts.append((grad if parameter.grad is None else parameter.grad + grad).reshape(-1))
             parameter.grad = None
-        if parts[0].is_cpu:  # one pass; elsewhere two launches
-            sums = parts[0].new_empty(self.shape(bucket, back))
-            for part, scaled in zip(parts, sums.split([*map(len, parts)]), strict=True):
-                torch.mul(part, scale, out=scaled)
-        else:
-            sums = torch.cat(parts).mul_(scale)
+        sums = torch.cat(parts).mul_(1 / self.group.size)
         work = dist.all_reduce(sums, group=self.group.process_group, async_op=True)
         return partial(wait_for, work, sums)
 

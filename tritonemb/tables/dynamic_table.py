@@ -160,8 +160,8 @@ class DynamicTable(Table):
             raise ValueError(
                 f"table {self.config.name!r}: a batch has {wanted.numel():,} new ids, and {missing:,} of them find no "
                 f"room among {len(self.index.ids):,} rows, of which {self.num_rows:,} are taken, as rows of the last "
-                f"{eviction.protect} batches stay; give it more capacity, or make batches smaller, or "
-                f"EvictionConfig(protect=...) less than {eviction.protect}"
+                f"{eviction.protect} batches stay; give it more capacity, make batches smaller, or protect those of "
+                "fewer batches: EvictionConfig(protect=...), at least 1"
             )
         return batch
 
