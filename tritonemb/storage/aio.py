@@ -312,6 +312,7 @@ class IoContext:
         """Read or write extents, whose addresses are counted from the buffer's start, in any order.
 
         Asynchronous I/O does it for a file that is open for direct I/O, if the system has it, else the shared threads.
+        Their part of the buffer must be left alone meanwhile.
         """
         raise_if_cancelled()
         buffer, count = self.buffer, extents.sizes.size
