@@ -205,6 +205,7 @@ def test_accumulating_more_micro_batches_than_are_protected_is_an_error():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.few(1)
 def test_a_compiled_model_takes_a_prefetched_batch(backend):
     def run(compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(4)

@@ -144,6 +144,7 @@ def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epoch
     assert_same_bits(tensors_at(folder, 10 * resumed), tensors_at(whole, 10 * resumed))
 
 
+@pytest.mark.more
 def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_path):
     """No vocabulary; tables of 40 rows for 50 ids and missing ones, which come in their second occurrence."""
 
