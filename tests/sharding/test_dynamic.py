@@ -123,6 +123,29 @@ def rows_on_ranks(rank: int, world: int, folder: Path) -> None:
         assert_same_bits(contents(again), found)
 
 
+def rows_of_one_rank_alone(rank: int, world: int) -> None:
+    def made(sharding: Any) -> te.HybridParallel:
+        table = te.TableConfig("user", None, 4, capacity=40)
+        collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+        return te.HybridParallel(collection, ShardingPlan({"user": sharding}, world, world), exchange=EXACT)
+
+    with small_partitions():
+        by_rows, other, whole = made(RowWise()), made(RowWise()), made(TableWise(0))
+        ids = torch.tensor([5])  # one row, so other ranks have none
+        by_rows(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
+        other.load_state_dict(by_rows.state_dict())
+        assert other.state_dict()["user.ids"].gather(other.group).tolist() == [5]
+        ids = torch.arange(30)
+        by_rows(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
+        with pytest.raises(RuntimeError, match="of another plan"):
+            whole.load_state_dict(by_rows.state_dict())
+        assert whole.state_dict()["user.ids"].numel() == 0
+
+
+def test_a_rank_without_rows_and_shards_of_another_plan(ranks):
+    ranks(2).run(rows_of_one_rank_alone, 2)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.few(1)
 def test_rows_are_those_of_one_process(ranks, world, tmp_path):

@@ -321,6 +321,25 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
                 found[f"{config.name}.{name}"] = whole
         return found
 
+    def _adopt_dynamic(self, state_dict: Any, prefix: str) -> list[str]:
+        """Give dynamic tables what a `state_dict` has of them; what does not fit. A collective, as `_dynamic_state`."""
+        problems, held = [], {each.table: table for each, table in self.dynamic_tables()}
+        for number, config in enumerate(self.configs):
+            of_table, table = f"{prefix}{config.name}.", held.get(number)
+            if not config.is_dynamic or (ids := state_dict.get(f"{of_table}ids")) is None:
+                continue
+            mine = 0 if table is None else int(table.owns(_own_part(ids)).sum())
+            if self.groups.shards.all_gather(torch.tensor([mine], device=self.device), "rows").sum() != ids.shape[0]:
+                problems.append(f"{of_table}ids: these shards are of another plan; load a checkpoint, or whole tensors")
+                continue
+            given = {} if table is None else {name: state_dict.get(of_table + name) for name in table.templates(0)}
+            if table is not None and not any(value is None for value in given.values()):
+                try:
+                    table.adopt({name: _own_part(value) for name, value in given.items()})
+                except ValueError as error:
+                    problems.append(str(error))
+        return problems
+
     def dynamic_tables(self) -> list[tuple[PlacedShard, DynamicTable]]:
         """This rank's parts of dynamic tables."""
         return [(each, table) for each, table, _ in self._local_tables() if isinstance(table, DynamicTable)]
@@ -341,14 +360,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         _, strict, missing_keys, unexpected_keys, error_msgs = args
         wanted, copies = self._state(prefix)
         dynamic = tuple(f"{prefix}{config.name}." for config in self.configs if config.is_dynamic)
-        for each, of_ids in self.dynamic_tables():
-            of_table = f"{prefix}{self.configs[each.table].name}."
-            given = {name: state_dict.get(of_table + name) for name in of_ids.templates(0)}
-            if not any(value is None for value in given.values()):
-                try:
-                    of_ids.adopt({name: _own_part(value) for name, value in given.items()})
-                except ValueError as error:
-                    error_msgs.append(str(error))
+        error_msgs += self._adopt_dynamic(state_dict, prefix)
         for key, here in wanted.items():
             if key not in state_dict:
                 missing_keys.append(key)
@@ -379,7 +391,9 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
 def _own_part(given: Tensor) -> Tensor:
     """Of what a sharded dynamic table's `state_dict` had, this rank's."""
-    return given.shards[0].tensor if isinstance(given, TableShards) else given
+    if not isinstance(given, TableShards):
+        return given
+    return given.shards[0].tensor if given.shards else torch.empty(0, *given.shape[1:], dtype=given.dtype)
 
 
 def _average(group: RankGroup, tensor: Tensor) -> None:

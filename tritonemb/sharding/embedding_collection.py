@@ -84,13 +84,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return KeyedJaggedTensor(batch.keys(), total, offsets=batch.offsets())
 
     def _rows(
-        self,
-        sets: list[TableSet],
-        exchange: OutputExchange,
-        width: int,
-        received: Received,
+        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received,
         groups: list[Groups | None],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ids, _, routes = received
         found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too

@@ -376,6 +376,12 @@ class DynamicTable(Table):
             except ValueError as error:
                 error_msgs.append(str(error))
 
+    def owns(self, ids: Tensor) -> Tensor:
+        """bool `[N]`: whether ids belong to this part of the table."""
+        whole, first = self.index.whole.tolist()
+        places = partitions_of(ids, whole) - first
+        return (places >= 0) & (places < self.index.num_sets.numel())
+
     @torch.no_grad()
     def adopt(self, saved: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` had saved; of a part of a table, its own part of that.
@@ -387,11 +393,9 @@ class DynamicTable(Table):
         self._check_rows(ids, values)
         if self.sketch is not None:
             self.sketch.check(saved, title)
-        (whole, first), partitions = self.index.whole.tolist(), self.index.num_sets.numel()
-        wanted = partitions_of(ids, whole) - first
-        mine = (wanted >= 0) & (wanted < partitions)
-        ids, order, room = ids[mine], order[mine], len(self.index.ids) // partitions
-        if (most := int(wanted[mine].bincount(minlength=1).max())) > room:
+        mine = self.owns(ids)
+        ids, order, room = ids[mine], order[mine], len(self.index.ids) // self.index.num_sets.numel()
+        if (most := int(partitions_of(ids, int(self.index.whole[0])).bincount(minlength=1).max())) > room:
             raise ValueError(
                 f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room "
                 f"for {room:,}; give it more capacity"
