@@ -234,11 +234,8 @@ class TableConfig:
                 f"{title}: an init fills all rows, and those of a dynamic table come with their ids; use init_bound, "
                 "or insert rows"
             )
-        if self.placement != "device" or self.dtype not in TRAINABLE_DTYPES:
-            raise ValueError(
-                f"{title}: a dynamic table is placed on the device and has one of the dtypes {TRAINABLE_DTYPES}, got "
-                f"{self.placement!r} and {self.dtype}"
-            )
+        if self.dtype not in TRAINABLE_DTYPES:
+            raise ValueError(f"{title}: a dynamic table has one of the dtypes {TRAINABLE_DTYPES}, got {self.dtype}")
 
     def _checked_features(self) -> tuple[str, ...]:
         if self.features is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ from tritonemb.tables.lookup import prefetch
 EXTREMES = [-(2**63), -(2**32) - 7, -1, 0, 1, 2**31, 2**32 + 1, 2**63 - 1]
 IDS = torch.tensor(sorted({*EXTREMES, *(7**n % 2**61 * (-1) ** n for n in range(1, 60))}))
 BATCH = 16
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"placement": "host", "cache": te.CacheConfig(rows=32)},
+    "disk": {"placement": "disk", "cache": te.CacheConfig(rows=32, host_rows=64)},
+}
+on_tiers = pytest.mark.parametrize("tier", TIERS)
 
 
 def batches(number: int, keys: Sequence[str] = ("user", "item"), seed: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -76,16 +83,26 @@ def same_rows(dynamic: TableCollection, static: TableCollection) -> None:
 
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda each: each.name)
 def test_it_is_bitwise_a_static_table_of_the_same_rows(optimizer):
+    """Tables on the device, and the same in host memory and on disk."""
     tables = [config(pooling="mean"), config("item", dim=5, features=["item", "user"])]
     dynamic = te.nn.EmbeddingBagCollection(tables, optimizer)
     static = static_twin(dynamic, tables, optimizer)
+    low = te.nn.EmbeddingBagCollection(
+        [dataclasses.replace(t, **TIERS[tier]) for t, tier in zip(tables, ("host", "disk"), strict=True)], optimizer
+    )
+    for table in tables:
+        table_of(low, table.name).seed = table_of(dynamic, table.name).seed
     for ids, numbers in batches(6):
         with torch.no_grad():
             assert torch.equal(dynamic(ids), static(numbers))  # unknown ids among them
-        assert torch.equal(step(dynamic, ids), step(static, numbers))
+        out = step(static, numbers)
+        assert torch.equal(step(dynamic, ids), out)
+        assert torch.equal(step(low, ids), out)
         with torch.no_grad():
             assert torch.equal(dynamic(ids), static(numbers))
+            assert torch.equal(low(ids), static(numbers))
     same_rows(dynamic, static)
+    same_rows(low, static)
     assert table_of(dynamic).statistics().evictions == 0
 
 
@@ -102,39 +119,44 @@ def test_rows_without_pooling_and_ids_of_32_bits():
     assert torch.isin(torch.tensor([-5, 3]), table_of(dynamic).ids()).all()
 
 
-def test_beside_static_tables_whose_ids_are_checked():
-    tables = [config(), te.TableConfig("item", 10, 12)]
+@on_tiers
+@pytest.mark.parametrize("static", TIERS)
+def test_beside_static_tables_whose_ids_are_checked(tier, static):
+    tables = [config(**TIERS[tier]), te.TableConfig("item", 10, 12, **TIERS[static])]
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
     bad = te.KeyedJaggedTensor(["item", "user"], torch.tensor([3, 10, -4, 7]), lengths=torch.tensor([1, 1, 1, 1]))
     with pytest.raises(ValueError, match=r"'item'.*10"):
         collection(bad)
+    assert table_of(collection).ids().tolist() == []
     good = te.KeyedJaggedTensor(["item", "user"], torch.tensor([3, 9, -4, 7]), lengths=torch.tensor([1, 1, 1, 1]))
-    before = collection["item"].weight[:9].clone()
+    before = collection.state_dict()["item.weight"].clone()
     step(collection, good)
-    assert (collection["item"].weight[:9] != before).any(1).tolist() == [n == 3 for n in range(9)]
+    after = collection.state_dict()["item.weight"]
+    assert (after != before).any(1).tolist() == [n in (3, 9) for n in range(10)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_table_is_the_same_to_the_bit(dtype):
-    """Also where rows are evicted, admitted late, and expire; and what is saved is copied."""
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier):
+    """On each tier, from one to another, and where rows are evicted, admitted late, and expire."""
 
-    def make() -> te.nn.EmbeddingBagCollection:
+    def make(tier: str) -> te.nn.EmbeddingBagCollection:
         torch.manual_seed(1)
         late = te.AdmissionConfig(appearances=2)
         tables = [
-            config(capacity=60, dtype=dtype, eviction=te.EvictionConfig("lfu", protect=1, half_life=3)),
-            config("item", dtype=dtype, admission=late, eviction=te.EvictionConfig(protect=1, ttl=4)),
+            config(capacity=60, dtype=dtype, eviction=te.EvictionConfig("lfu", protect=1, half_life=3), **TIERS[tier]),
+            config("item", dtype=dtype, admission=late, eviction=te.EvictionConfig(protect=1, ttl=4), **TIERS[tier]),
         ]
         return te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
 
-    whole, first = make(), make()
+    whole, first = make("device"), make(tier)
     for ids, _ in batches(30):
         step(whole, ids)
     for ids, _ in batches(15):
         step(first, ids)
     saved = first.state_dict()
     kept = copy.deepcopy(saved)
-    resumed = make()
+    resumed = make("host" if tier == "disk" else "device")
     table_of(resumed).reset_parameters(seed=5)
     resumed.load_state_dict(saved)
     for number, (ids, _) in enumerate(batches(30)):
@@ -150,10 +172,17 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_every_prefetch_depth_gives_the_same_bits(depth):
-    def run(depth: int) -> dict[str, Tensor]:
+@on_tiers
+def test_every_prefetch_depth_gives_the_same_bits(depth, tier):
+    """Also of ids that are refused: they are read beside rows that the batches before have changed."""
+
+    def run(depth: int, tier: str) -> dict[str, Tensor]:
         torch.manual_seed(2)
-        tables = [config(capacity=30, eviction=te.EvictionConfig(protect=3)), config("item")]
+        late = te.AdmissionConfig(appearances=2)
+        tables = [
+            config(capacity=30, eviction=te.EvictionConfig(protect=3), **TIERS[tier]),
+            config("item", admission=late),
+        ]
         collection = te.nn.EmbeddingBagCollection(tables, te.optim.Adagrad(lr=0.1))
         waiting = list[Any]()
         for ids in IDS[torch.randperm(64, generator=torch.Generator().manual_seed(4)).repeat(3)].split(8):
@@ -164,13 +193,15 @@ def test_every_prefetch_depth_gives_the_same_bits(depth):
         while waiting:
             step(collection, waiting.pop(0))
         assert table_of(collection).statistics().evictions > 0
+        assert table_of(collection, "item").statistics().refused > 0
         return collection.state_dict()
 
-    assert_same_bits(run(depth), run(0))
+    assert_same_bits(run(depth, tier), run(0, "device"))
 
 
-def test_a_batch_that_was_prefetched_too_early_is_an_error():
-    table = config(capacity=30, eviction=te.EvictionConfig(protect=2))
+@on_tiers
+def test_a_batch_that_was_prefetched_too_early_is_an_error(tier):
+    table = config(capacity=30, eviction=te.EvictionConfig(protect=2), **TIERS[tier])
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
     early, *others = [prefetch(collection, bag(id)) for id in range(4)]
     with pytest.raises(ValueError, match=r"prefetched 3 batches ago.*protect"):
@@ -179,10 +210,11 @@ def test_a_batch_that_was_prefetched_too_early_is_an_error():
         step(collection, later)
 
 
-def test_an_accumulated_step_is_that_of_the_whole_batch():
+@on_tiers
+def test_an_accumulated_step_is_that_of_the_whole_batch(tier):
     def run(parts: int) -> Tensor:
         torch.manual_seed(3)
-        collection = te.nn.EmbeddingBagCollection([config()], te.optim.Adagrad(lr=0.1))
+        collection = te.nn.EmbeddingBagCollection([config(**TIERS[tier])], te.optim.Adagrad(lr=0.1))
         ids = IDS[torch.arange(24) % 9]
         with collection.accumulate():
             for part in ids.split(24 // parts):
@@ -193,8 +225,9 @@ def test_an_accumulated_step_is_that_of_the_whole_batch():
     assert torch.equal(run(1), run(3))
 
 
-def test_accumulating_more_micro_batches_than_are_protected_is_an_error():
-    table = config(capacity=4, eviction=te.EvictionConfig(protect=2))
+@on_tiers
+def test_accumulating_more_micro_batches_than_are_protected_is_an_error(tier):
+    table = config(capacity=4, eviction=te.EvictionConfig(protect=2), **TIERS[tier])
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
     with collection.accumulate():
         for id in range(3):
@@ -236,8 +269,9 @@ def bag(*ids: int) -> te.KeyedJaggedTensor:
     return te.KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
 
 
-def test_a_batch_without_room_changes_nothing():
-    tables = [config(capacity=9), config("item", capacity=4, features=["user"])]
+@on_tiers
+def test_a_batch_without_room_changes_nothing(tier):
+    tables = [config(capacity=9, **TIERS[tier]), config("item", capacity=4, features=["user"], **TIERS[tier])]
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
     step(collection, bag(1, 2))
     before = collection.state_dict()
@@ -318,8 +352,9 @@ def test_counts_for_admission_are_halved():
     assert table_of(collection).ids().tolist() == [7]
 
 
-def test_insert_lookup_remove_and_export(tmp_path):
-    collection = te.nn.EmbeddingBagCollection([config(dim=3)], te.optim.RowWiseAdagrad(lr=0.1))
+@on_tiers
+def test_insert_lookup_remove_and_export(tmp_path, tier):
+    collection = te.nn.EmbeddingBagCollection([config(dim=3, **TIERS[tier])], te.optim.RowWiseAdagrad(lr=0.1))
     table = table_of(collection)
     step(collection, bag(5, 8))
     rows = torch.arange(9.0).view(3, 3)
@@ -397,7 +432,6 @@ def test_capacity_in_bytes():
         ({"capacity": 5, "capacity_bytes": 5}, "one of capacity"),
         ({"capacity": 0}, "at least 1"),
         ({"capacity": 5, "init": torch.zero_}, "init"),
-        ({"capacity": 5, "placement": "host"}, "placed on the device"),
         ({"capacity": 5, "init_bound": -1.0}, "init_bound"),
         ({"capacity": 5, "dtype": torch.float8_e5m2}, "dtypes"),
     ],
@@ -432,8 +466,6 @@ def test_options_that_are_refused(kind, options, message):
 
 def test_what_dynamic_tables_cannot_do_is_said():
     dynamic = config()
-    with pytest.raises(ValueError, match=r"is dynamic, and others.*collections of their own"):
-        te.nn.EmbeddingBagCollection([dynamic, te.TableConfig("item", 9, 12, placement="host")], te.optim.SGD())
     with pytest.raises(ValueError, match="'user' is dynamic, which is sharded in an EmbeddingBagCollection only"):
         te.HybridParallel(te.nn.EmbeddingCollection([config(pooling="none")], te.optim.SGD()))
     plain = te.nn.EmbeddingBagCollection([dynamic])

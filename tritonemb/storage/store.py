@@ -239,8 +239,8 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
             raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}; there is no row {row}")
 
 
-def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec]) -> Record:
-    """The record of a table's rows: the weight first, then the optimizer's states, always float32.
+def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec], has_ids: bool = False) -> Record:
+    """The record of a table's rows: the weight first, then the optimizer's states, always float32, and perhaps its id.
 
     Its size is a multiple of 4 bytes, so every field of many records has a view.
     """
@@ -250,6 +250,9 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
         size = embedding_dim if state.per_element else 1
         fields.append(Field(state.name, torch.float32, size, end, not state.per_element))
         end += 4 * size
+    if has_ids:
+        fields.append(Field("id", torch.int64, 1, -(-end // 8) * 8, True))
+        end = fields[-1].offset + 8
     return Record(tuple(fields), end)
 
 

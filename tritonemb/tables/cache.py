@@ -23,6 +23,7 @@ from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, lay_out
 from tritonemb.storage import CacheDirectory, HostRows, IoFuture
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, synchronize
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
+from tritonemb.tables.dynamic_table import CachedDynamicTable
 from tritonemb.tables.lookup import Lookup, sequence_number
 from tritonemb.tables.table import Table
 
@@ -45,7 +46,7 @@ class RowCache:
         self.device = tables[0].weight.device
         num_sets = [0 if table is None else table.num_sets for table in (*self.tables, None)]
         self._directory = CacheDirectory(num_sets, policy, self.device)
-        whole = [*(TableRow(0, table.config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
+        whole = [*(TableRow(0, table.row_config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
         self._whole = lay_out(whole, [], [], [], False, self.device).tables
         self._first_rows = self._whole[:, FIRST_ROW].contiguous()
         self._first_slots = self._first_rows + self._directory.first_slots  # in layouts of the slots
@@ -225,8 +226,19 @@ class RowCache:
         rows = rows - self._first_rows.index_select(0, tables)
         if sum(overflows):
             slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
-        parts = enumerate(zip(rows[missing].split(misses), slots[missing].split(misses), strict=True))
-        self._transfer.read([self._part(READ, table, *part) for table, part in parts if part[0].numel()])
+        parts, to_read = zip(rows[missing].split(misses), slots[missing].split(misses), strict=True), list[TableRows]()
+        for index, (some, into) in enumerate(parts):
+            if isinstance(table := self.tables[index], CachedDynamicTable):
+                known = ~table.is_new(some)
+                some, into = some[known], into[known]
+            if some.numel():
+                to_read.append(self._part(READ, index, some, into))
+        self._transfer.read(to_read)
+        for index, table in enumerate(self.tables):
+            if isinstance(table, CachedDynamicTable):
+                mine = tables == index
+                new = table.initialize_slots(rows[mine], slots[mine])
+                directory.dirty.index_fill_(0, new + directory.starts[index], True)
         return slots, cached
 
     def _pin_overflow(self, rows: Tensor, found: Tensor, tables: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class CacheStorage:
         directory, more = self._directory, []
         for index, number in enumerate(lacking):
             size = directory.num_slots[index] - directory.in_sets[index]
-            room = self._tables[index].config.num_embeddings - size
+            room = self._tables[index].row_config.num_embeddings - size
             more.append(min(max(number, size, MIN_GROWTH), room) if number > 0 else 0)
         with self.lock:
             synchronize(directory.device)  # nobody may be reading what is about to move
@@ -102,9 +102,12 @@ class CacheStorage:
     def _update_layouts(self, *layouts: Layout) -> None:
         for layout in layouts:
             for index, table in enumerate(self._tables):
+                row_ids = table.row_ids()
                 if isinstance(table, CachedTable):
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    layout.tables[index, ROW_IDS] = self._directory.parts[0][index].data_ptr()
+                    row_ids = self._directory.parts[0][index] if row_ids is None else row_ids
+                if row_ids is not None:
+                    layout.tables[index, ROW_IDS] = row_ids.data_ptr()
 
 
 def synchronize(device: torch.device) -> None:

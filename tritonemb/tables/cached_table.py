@@ -50,8 +50,9 @@ class CachedTable(Table):
                 f"table {config.name!r}: an init fills a whole table in memory, and this table is on disk; leave init "
                 "out, or load values with load_state_dict"
             )
-        self.num_sets = -(-config.cache.rows_of(config.num_embeddings) // WAYS)
-        self.record: Record = record_of(config.embedding_dim, config.dtype, states)
+        self.config = config
+        self.num_sets = -(-config.cache.rows_of(self.row_config.num_embeddings) // WAYS)
+        self.record: Record = record_of(config.embedding_dim, config.dtype, states, config.is_dynamic)
         self._cache: Callable[[], Any] | None = None
         self.counted = Counts()  # by the host caches of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
@@ -111,7 +112,7 @@ class CachedTable(Table):
                 self.store = self.empty_store(seed) if self.config.placement == "disk" else self._host_rows(seed)
 
     def _host_rows(self, seed: int) -> HostRows:
-        config, gpu = self.config, self.weight.device if self.weight.is_cuda else None
+        config, gpu = self.row_config, self.weight.device if self.weight.is_cuda else None
         rows = HostRows(config.num_embeddings, self.record, self._initial_values(seed), gpu, table_name=config.name)
         if config.init is not None:
             dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
@@ -124,14 +125,33 @@ class CachedTable(Table):
         config = self.config
         return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
 
+    def read_records(self, rows: Tensor) -> dict[str, Tensor]:
+        """Fields of some rows of the store, ascending and distinct."""
+        if isinstance(self.store, HostRows):
+            return {name: field[rows] for name, field in self.store.fields().items()}
+        records = torch.zeros(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
+        self.store.read(rows, records).wait()
+        return self.record.views(records)
+
+    def write_records(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
+        """Write all fields of some rows, ascending and distinct, to the store."""
+        if isinstance(self.store, HostRows):
+            for name, field in self.store.fields().items():
+                field[rows] = fields[name].to(field)
+            return
+        records = torch.zeros(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
+        for name, field in self.record.views(records).items():
+            field.copy_(fields[name])
+        self.store.write(rows, records).wait()
+
     def _pieces(self, read: bool = True, write: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """All rows of the store, in order: the first of a piece, and its fields, which are written back if asked."""
         if isinstance(self.store, HostRows):
             yield 0, self.store.fields()
             return
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
-        for first in range(0, self.config.num_embeddings, step):
-            rows = torch.arange(first, min(first + step, self.config.num_embeddings), device="cpu")
+        for first in range(0, self.row_config.num_embeddings, step):
+            rows = torch.arange(first, min(first + step, self.row_config.num_embeddings), device="cpu")
             records = torch.zeros(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
             if read:
                 self.store.read(rows, records).wait()
@@ -195,7 +215,7 @@ class CachedTable(Table):
             return DiskRows.create(path, **self._store_options(seed))
 
     def _store_options(self, seed: int) -> dict[str, Any]:
-        c, cache = self.config, self.config.cache
+        c, cache = self.row_config, self.config.cache
         identity = TableIdentity(c.name, c.num_embeddings, self.record, seed, c.row_origin, c.column_origin)
         values = self._initial_values(seed)
         return {"identity": identity, "initializer": values, "host_rows": cache.host_rows, "policy": cache.policy}

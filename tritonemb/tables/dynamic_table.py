@@ -14,6 +14,7 @@ from tritonemb.layout import WAYS, DynamicIndex
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
+from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
 from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import AdmissionConfig, Device, EvictionConfig, TableConfig
 from tritonemb.utils import require
@@ -22,6 +23,7 @@ INDEX_BYTES = 16 + 4 + WAYS * 5 // 25  # a row: id, step, count, free row, and s
 NUM_HASHES = 4  # of an id, in the count-min sketch
 HALVED_AFTER = 8  # occurrences for each cell of a partition's part of a hash
 _CPU = torch.device("cpu")
+_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -91,34 +93,38 @@ class DynamicTable(Table):
     index: DynamicIndex
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
+        if (there := torch.empty(0, device=device).device).type not in ("cpu", "meta"):
+            raise ValueError(f"table {config.name!r}: a dynamic table is on the CPU, got device {str(there)!r}")
         num_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
         num_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
-        super().__init__(config, states, device, config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes))
+        num_bytes += 0 if config.placement == "device" else 8  # a record has its id
+        num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes)
+        with _CPU:
+            self.index = make_index(num_rows, part=config.partitions)
+        self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
+        self._state_names = tuple(spec.name for spec in states)
+        self.clock, self.seed = 0, 0
+        self.sketch = _Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
+        self.config = config
+        super().__init__(config, states, device)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         config = self.config
-        with _CPU:
-            self.index = make_index(num_rows, part=config.partitions)
-        num_rows = self.index.ids.numel()
-        self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
-        if (there := torch.empty(0, device=device).device).type not in ("cpu", "meta"):
-            raise ValueError(f"table {config.name!r}: a dynamic table is on the CPU, got device {str(there)!r}")
         # In huge pages, a batch that reaches a new one would wait for the system to clear it: 5 times the median.
         self.weight = nn.Parameter(torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device))
         for spec in states:
             shape = self.weight.shape if spec.per_element else self.weight.shape[:1]
             self.register_buffer(spec.name, torch.empty(shape, dtype=torch.float32, device=self.weight.device))
-        self._state_names = tuple(spec.name for spec in states)
-        self.clock, self.seed = 0, 0
-        self.sketch = _Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
 
     @property
     def row_config(self) -> TableConfig:
-        """Of the memory that lookups and updates see, whose rows are numbers that ids get."""
         return replace(
-            self.config, num_embeddings=self.weight.shape[0], capacity=None, capacity_bytes=None,
+            self.config, num_embeddings=len(self.index.ids), capacity=None, capacity_bytes=None,
             eviction=EvictionConfig(), admission=AdmissionConfig(),
         )  # fmt: skip
+
+    def row_ids(self) -> Tensor | None:
+        return self.index.ids
 
     @property
     def num_rows(self) -> int:
@@ -179,7 +185,8 @@ class DynamicTable(Table):
             if self.sketch is not None:
                 self.sketch.add(new, batch.occurrences)
             found, admitted = torch.full_like(new, -1), batch.admitted
-            found[admitted] = self._insert(new[admitted], batch.occurrences[admitted])
+            given = found[admitted] = self._insert(new[admitted], batch.occurrences[admitted])
+            self._initialize(given, new[admitted])
             rows[batch.unknown] = found[batch.inverse]
             self._count(refused=int(batch.occurrences[~admitted].sum()))
         (whole, first), ttl = self.index.whole.tolist(), self.config.eviction.ttl
@@ -196,15 +203,28 @@ class DynamicTable(Table):
         return values
 
     def _insert(self, ids: Tensor, occurrences: Tensor) -> Tensor:
-        """Rows of distinct new ids, ascending, which there is room for."""
+        """Rows for distinct new ids, ascending, which there is room for; nothing is written to these."""
         eviction, step = self.config.eviction, self.clock
         half_life = eviction.half_life if eviction.policy == "lfu" else 0
         done = _call("dynamic_insert_", self.index, ids, occurrences, step, self._last(step), half_life)
-        self.weight.data.index_copy_(0, done.rows, self.initial_values(ids))
-        for name in self._state_names:
-            self._memory(name).index_fill_(0, done.rows, 0.0)
         self._count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
-        return done.rows
+        rows: Tensor = done.rows
+        return rows
+
+    def _initialize(self, rows: Tensor, ids: Tensor) -> None:
+        """Give rows of new ids their first values, before a lookup reads them."""
+        self.weight.data.index_copy_(0, rows, self.initial_values(ids))
+        for name in self._state_names:
+            self._memory(name).index_fill_(0, rows, 0.0)
+
+    def _read(self, rows: Tensor) -> dict[str, Tensor]:
+        """Copies of weight and states of distinct rows."""
+        return {name: self._memory(name).detach()[rows] for name in ("weight", *self._state_names)}
+
+    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Write weight and all states of distinct rows."""
+        for name, value in values.items():
+            self._memory(name)[rows] = value.to(self._memory(name))
 
     def _last(self, step: int) -> int:
         """Rows used after this step are not evicted for that one."""
@@ -233,13 +253,11 @@ class DynamicTable(Table):
     @torch.no_grad()
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
         """`[N, embedding_dim]`: the rows of ids, initial values of those that have none."""
-        ids = _as_ids(ids)
-        rows = self.find(ids)
-        found = self.weight.detach()[rows.clamp(min=0)]
-        unknown = rows < 0
-        if unknown.any():
-            found[unknown] = self.initial_values(ids[unknown])
-        return found
+        distinct, inverse = _as_ids(ids).unique(return_inverse=True)
+        rows, found = self.find(distinct), self.initial_values(distinct)
+        known = rows >= 0
+        found[known] = self._read(rows[known])["weight"]
+        return found[inverse]
 
     @torch.no_grad()
     def insert(self, ids: Tensor | Sequence[int], rows: Tensor, **states: Tensor) -> None:
@@ -254,16 +272,21 @@ class DynamicTable(Table):
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
         found, before = _call("dynamic_use_", self.index, ids, self.clock)  # so that they are not evicted for others
-        new = ids[found < 0]
+        known, new = found >= 0, ids[found < 0]
         if missing := _call("dynamic_missing", self.index, new, self._last(self.clock)):
             _call("dynamic_unuse_", self.index, found, before)
             raise ValueError(
                 f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more "
                 "capacity"
             )
-        found[found < 0] = self._insert(new, torch.ones_like(new))
-        for name, values in {"weight": rows, **states}.items():
-            self._memory(name)[found] = values[order].to(self._memory(name).dtype)
+        found[~known] = self._insert(new, torch.ones_like(new))
+        values = {name: value[order] for name, value in {"weight": rows, **states}.items()}
+        if left := [name for name in self._state_names if name not in states]:
+            as_they_were = self._read(found[known])
+            for name in left:
+                values[name] = torch.zeros(ids.numel(), *self._memory(name).shape[1:])
+                values[name][known] = as_they_were[name]
+        self._write(found, values)
 
     def remove(self, ids: Tensor | Sequence[int]) -> int:
         """Forget ids, their rows and their states; how many of them had a row.
@@ -337,8 +360,7 @@ class DynamicTable(Table):
     def saved(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
         ids, rows = dynamic_rows(self.index)
-        found = {"ids": ids, "weight": self.weight.detach()[rows]}
-        found |= {name: self._memory(name)[rows] for name in self._state_names}
+        found = {"ids": ids, **self._read(rows)}
         found |= {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
         found |= {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
         return found | ({} if self.sketch is None else self.sketch.tensors())
@@ -403,8 +425,7 @@ class DynamicTable(Table):
         self._clear()
         self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
         rows = _call("dynamic_insert_", self.index, ids, saved["count"][order], 0, -1, 0).rows
-        for name, value in values.items():
-            self._memory(name)[rows] = value[order].to(self._memory(name))
+        self._write(rows, {name: value[order] for name, value in values.items()})
         self.index.used[rows] = saved["step"][order].to(self.index.used)
         if self.sketch is not None:
             self.sketch.adopt(saved)
@@ -416,6 +437,66 @@ class DynamicTable(Table):
                 f"table {self.config.name!r} is dynamic: it is on the CPU, and cannot move to {probe.device}"
             )
         return super()._apply(fn, recurse)
+
+
+class CachedDynamicTable(DynamicTable, CachedTable):
+    """A dynamic table in host memory or on disk, of whose rows a cache on the device has some.
+
+    A record has its row's id, too: which random numbers round a row of 16 bits depends on that.
+    """
+
+    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
+        super().__init__(config, states, device)
+        self._new = _NOTHING, _NOTHING  # rows, ascending, and their new ids, of a batch that is not pinned yet
+
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
+        CachedTable._allocate(self, num_rows, states, device)
+        self.register_buffer("id", torch.zeros(num_rows, dtype=torch.int64, device=self.weight.device))
+
+    def row_ids(self) -> Tensor | None:
+        return self._buffers["id"]
+
+    def _initial_values(self, seed: int) -> Any:
+        return lambda rows, records: None  # a row is written when it is given to an id
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        CachedTable.reset_parameters(self, 0)
+        DynamicTable.reset_parameters(self, seed)
+
+    def _initialize(self, rows: Tensor, ids: Tensor) -> None:
+        rows, order = rows.sort()
+        self._new = rows, ids[order]
+
+    def is_new(self, rows: Tensor) -> Tensor:
+        """bool `[N]`, of a batch's distinct rows: which of them ids have just got, so that they need not be read."""
+        return torch.isin(rows, self._new[0], assume_unique=True)
+
+    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """Give new rows of a batch, whose `rows`, ascending, have been pinned, their first values; their slots."""
+        (new, ids), self._new = self._new, (_NOTHING, _NOTHING)
+        into = slots[torch.searchsorted(rows, new)]
+        DynamicTable._initialize(self, into, ids)
+        self._memory("id").index_copy_(0, into, ids)
+        return into
+
+    def _read(self, rows: Tensor) -> dict[str, Tensor]:
+        if self.cache is not None:
+            self.cache.write_back()
+        found, (rows, order) = self.templates(rows.numel()), rows.sort()
+        step = max(1, CHUNK_BYTES // self.record.num_bytes)
+        for some, places in zip(rows.split(step), order.split(step), strict=True):
+            fields = self.read_records(some)
+            for name in ("weight", *self._state_names):
+                found[name][places] = fields[name]
+        return {name: found[name] for name in ("weight", *self._state_names)}
+
+    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        rows, order = rows.sort()
+        step = max(1, CHUNK_BYTES // self.record.num_bytes)
+        with self._reloading():
+            for some, places in zip(rows.split(step), order.split(step), strict=True):
+                of_some = {name: value[places] for name, value in values.items()}
+                self.write_records(some, of_some | {"id": self.index.ids[some]})
 
 
 class _Sketch:

@@ -51,6 +51,7 @@ class Lookup:
         stream: that reads the slots; whoever reuses them waits for it first.
         number, events: the release's sequence number; behind which nobody uses the slots for this batch.
         ticket: int64 `[]` on the CPU, its number in graphs.
+        assigned: the batch with rows in place of ids, where tables are dynamic.
     """
 
     values: Tensor
@@ -71,6 +72,7 @@ class Lookup:
     number: int = 0
     events: Sequence[torch.cuda.Event] = ()
     ticket: Tensor | None = None
+    assigned: "AssignedRows | None" = None
 
     def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
         """The pinned rows of a table, ascending, and their slots."""
@@ -99,16 +101,31 @@ class AssignedRows(NamedTuple):
         features: with rows in place of ids, and a key of its own for each lookup where one feature feeds several
             tables; -1 for ids that have no row.
         groups: the distinct rows, where it pays to have them before they are needed.
-        unknown: where there are such ids, the tables' weights, values and layout to read them from.
+        unknown: where there are such ids, how they are read.
         training: whether new ids were given rows.
         step: int64 `[]`, of the tables.
     """
 
     features: KeyedJaggedTensor
     groups: ops.RowGroups | None
-    unknown: tuple[list[Tensor], Tensor, Layout] | None
+    unknown: "UnknownIds | None"
     training: bool
     step: Tensor
+
+
+class UnknownIds(NamedTuple):
+    """How a batch is read of which some ids have no row: from tables of its rows alone, and of initial values.
+
+    Attributes:
+        rows: of each such table, by number, its distinct rows in the tables' memory.
+        initial: initial values, which stand behind them.
+        values, layout: the batch, as of these tables.
+    """
+
+    rows: dict[int, Tensor]
+    initial: dict[int, Tensor]
+    values: Tensor
+    layout: Layout
 
 
 _clock = itertools.count(1)
@@ -187,9 +204,13 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
     Waits for the device as `RowCache` does, and more often for replicas' rows, unless `before`, an earlier prefetch of
     the batch, has them, and for an id out of range, a ValueError before anything changes; StorageError as of its `pin`.
     """
+    assigned = None if before is None else before.assigned
+    if tables.dynamic:
+        assigned = assign_rows(tables, features) if assigned is None else assigned
+        features = assigned.features
     keys, values, offsets, weights = parts_of(features)
     layout = tables.layout(keys, values.device)
-    given = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    given = KeyedJaggedTensor.unchecked(keys, values, weights, offsets)
     batch = _one_key_a_lookup(tables, given, layout)
     whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
     training, released = torch.is_grad_enabled() and _trains(tables), _released_before.get()
@@ -197,14 +218,13 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
     with torch.no_grad(), torch.inference_mode(False):  # what changes here is used in training too
         groups = ops.row_groups(batch.values(), batch.offsets(), whole)
         lookup, bad = Lookup(batch.values(), batch.offsets(), batch.weights_or_none(), groups, own), None
-        lookup.training = training
+        lookup.training, lookup.assigned = training, assigned
         lookup.replica_rows = None if before is None or find_replica_rows is None else before.replica_rows
-        if tables.bounds_check == "raise" and batch.values().numel():
+        if tables.bounds_check == "raise" and batch.values().numel() and not tables.dynamic:
             asked = batch.lengths() * whole.key_starts.diff().repeat_interleave(batch.stride())
             bad = groups.starts[-1] != asked.sum()
         if find_replica_rows is not None or not tables.cache.pin(lookup, bad, released):
-            uses = [(key, c.name, c.num_embeddings) for key in keys for c in tables.configs if key in c.feature_names]
-            problem = first_bad_id(given, uses) if bad is not None and bad else None
+            problem = first_bad_id(given, _uses(tables, keys)) if bad is not None and bad else None
             if find_replica_rows is not None and lookup.replica_rows is None:
                 lookup.replica_rows = find_replica_rows(groups.rows, problem)
             elif problem is not None:
@@ -241,20 +261,24 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
     """
     # A batch that is looked up twice, by a checkpointed forward say, is prefetched again: its rows are still in slots.
     cache, lookup = tables.cache, groups if isinstance(groups, Lookup) else None
+    tables.check_protected(None if lookup is None else lookup.assigned)
     if lookup is None or not cache.acquire(lookup):
         begin = time.perf_counter()
         lookup = prefetch_batch(tables, features, lookup)
         cache.acquire(lookup)
         cache.stall += time.perf_counter() - begin
+    read = partial(tables.read, lookup)
+    if lookup.assigned is not None and lookup.assigned.unknown is not None:
+        read = partial(read_unknown, tables, _of_slots(tables, lookup), lookup.offsets, lookup.sample_weights)
     if not torch.is_grad_enabled():
-        found: Tensor = tables.read(lookup)
+        found: Tensor = read()
         lookup.release()
         return found
     _check_gradients(tables, lookup)
     if not _trains(tables):
         weights = [table.weight for table in tables.tables]
         stand_for_all = next((weight for weight in weights if weight.requires_grad), weights[0])
-        found = ops.fused_lookup(stand_for_all, None, partial(tables.read, lookup), partial(_refuse_gradient, tables))
+        found = ops.fused_lookup(stand_for_all, None, read, partial(_refuse_gradient, tables))
         lookup.release()
         return found
     tables.check_trainable(tables.weights())
@@ -262,7 +286,8 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
         keys, values, _, _ = parts_of(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
         tables.pins.append(lookup)
-    return tables.look_up_trained(lookup)
+        tables.remember_step(lookup.assigned)
+    return tables.look_up_trained(lookup, read)
 
 
 @_disable_dynamo
@@ -275,6 +300,8 @@ def assign_rows(tables: Tables, features: Features, ahead: bool = False) -> Assi
     keys, values, offsets, weights = parts_of(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
     batch = KeyedJaggedTensor.unchecked(keys, values, weights, offsets)
+    if tables.bounds_check == "raise" and (problem := first_bad_id(batch, _uses(tables, keys))):
+        raise problem
     if layout.multiplicity > 1:
         batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
         layout = tables.layout(batch.keys(), values.device)
@@ -296,8 +323,14 @@ def assign_rows(tables: Tables, features: Features, ahead: bool = False) -> Assi
             rows[at] = table.finish(begun[number]) if training else table.find(ids[number])
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
-        unknown, step = _rows_to_read(tables, rows, positions, ids, layout), torch.tensor(table.clock)
+        unknown, step = _unknown_ids(tables, rows, positions, ids, layout), torch.tensor(table.clock)
         return AssignedRows(assigned, groups, unknown, training, step)
+
+
+def _uses(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
+    """Keys, tables and their rows, of tables with so many rows."""
+    static = [config for config in tables.configs if not config.is_dynamic]
+    return [(key, c.name, c.num_embeddings) for key in keys for c in static if key in c.feature_names]
 
 
 @_disable_dynamo
@@ -326,37 +359,57 @@ def _positions(batch: KeyedJaggedTensor, layout: Layout, dynamic: Mapping[int, A
     }
 
 
-def _rows_to_read(
+def _unknown_ids(
     tables: Tables, rows: Tensor, positions: Mapping[int, Any], ids: Mapping[int, Tensor], layout: Layout
-) -> tuple[list[Tensor], Tensor, Layout] | None:
-    """Tables of a batch's rows alone, and of initial values of ids that have none; None if all have."""
+) -> UnknownIds | None:
     unknown = [number for number, at in positions.items() if (rows[at] < 0).any()]
     if not unknown:
         return None
-    values, weights = rows.clone(), [table.weight.detach() for table in tables.tables]
-    own = layout._replace(tables=layout.tables.clone())
+    found = UnknownIds({}, {}, rows.clone(), layout._replace(tables=layout.tables.clone()))
     for number in unknown:
         places, mine = rows[positions[number]].clone(), rows[positions[number]] < 0
-        known, of_known = places[~mine].unique(return_inverse=True)
+        found.rows[number], of_known = places[~mine].unique(return_inverse=True)
         new, of_new = ids[number][mine].unique(return_inverse=True)
-        places[~mine], places[mine] = of_known, known.numel() + of_new
-        values[positions[number]] = places
-        weights[number] = torch.cat([weights[number][known], tables.dynamic[number].initial_values(new)])
-        own.tables[number, NUM_ROWS] = len(weights[number])
-    return weights, values, own
+        places[~mine], places[mine] = of_known, len(found.rows[number]) + of_new
+        found.values[positions[number]] = places
+        found.initial[number] = tables.dynamic[number].initial_values(new)
+        found.layout.tables[number, NUM_ROWS] = len(found.rows[number]) + len(new)
+    return found
+
+
+def _of_slots(tables: Tables, lookup: Lookup) -> UnknownIds:
+    """How a batch is read of which some ids have no row, where the others' rows are in slots."""
+    assert lookup.assigned is not None
+    assert lookup.assigned.unknown is not None
+    batch, of_rows, found = lookup.assigned.features, lookup.assigned.unknown, dict[int, Tensor]()
+    values, own = lookup.values.clone(), lookup.layout._replace(tables=lookup.layout.tables.clone())
+    positions = _positions(batch, lookup.layout, tables.dynamic)
+    for number, distinct in of_rows.rows.items():
+        if tables.cache.tables[number] is None:
+            found[number] = distinct
+        else:
+            rows, slots = lookup.rows_of(number)
+            found[number] = slots[torch.searchsorted(rows, distinct)]
+        values[positions[number]] = of_rows.values[positions[number]]
+        own.tables[number, NUM_ROWS] = of_rows.layout.tables[number, NUM_ROWS]
+    return UnknownIds(found, of_rows.initial, values, own)
+
+
+def read_unknown(tables: Tables, batch: UnknownIds, offsets: Tensor, sample_weights: Tensor | None) -> Tensor:
+    """`[B, width]` if pooled, else `[N, width]`: ids without rows read as initial values; no gradient."""
+    with torch.no_grad(), tables.memory():
+        weights = [table.weight.detach() for table in tables.tables]
+        for number, rows in batch.rows.items():
+            weights[number] = torch.cat([weights[number][rows], batch.initial[number]])
+        dtype, check_bounds = tables.dtype_of(weights), tables.bounds_check == "raise"
+        return ops.embedding_bag(weights, batch.values, offsets, sample_weights, batch.layout, check_bounds, dtype)
 
 
 def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
-    """As `TableSet.look_up`, where some ids have no row: they read as initial values, and get no gradient."""
+    """As `TableSet.look_up`, where some ids have no row: they get no gradient."""
     assert batch.unknown is not None
-    weights, values, layout = batch.unknown
     keys, rows, offsets, sample_weights = parts_of(batch.features)
-
-    def read() -> Tensor:
-        dtype, check_bounds = tables.dtype_of(weights), tables.bounds_check == "raise"
-        with torch.no_grad():
-            return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
-
+    read = partial(read_unknown, tables, batch.unknown, offsets, sample_weights)
     if not batch.training or not torch.is_grad_enabled():
         return read()
     if sample_weights is not None and sample_weights.requires_grad:
@@ -463,7 +516,7 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
     """
     found: tuple[Layout, Layout] | None = tables.cache.storage.layouts.get(keys)
     if found is None:
-        configs = configs_of(tables.configs, keys)
+        configs = configs_of(tables.row_configs, keys)
         with torch.inference_mode(False):  # they are kept, for training too
             found = tables.cache.storage.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
     return found

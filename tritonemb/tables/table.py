@@ -55,7 +55,7 @@ class Table(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self._allocate(config.num_embeddings if num_rows is None else num_rows, states, device)
+        self._allocate(self.row_config.num_embeddings if num_rows is None else num_rows, states, device)
         self.reset_parameters()
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
@@ -64,6 +64,15 @@ class Table(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
         for name, state in new_states(weight, states).items():
             self.register_buffer(name, state)
+
+    @property
+    def row_config(self) -> TableConfig:
+        """Of the memory that lookups and updates see: of a dynamic table, whose rows are numbers that ids get."""
+        return self.config
+
+    def row_ids(self) -> Tensor | None:
+        """int64, what each row of `weight` is in the whole table; None where these are the rows' own numbers."""
+        return None
 
     def tensors(self) -> dict[str, Tensor]:
         """Weight and states by name."""

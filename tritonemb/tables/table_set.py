@@ -19,7 +19,7 @@ from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable
 from tritonemb.tables.lookup import (
     AssignedRows,
     FindReplicaRows,
@@ -124,10 +124,7 @@ class TableSet(OptimizedTables):
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = _make_cache(self.tables)
         self.dynamic = {number: each for number, each in enumerate(made) if isinstance(each, DynamicTable)}
-        self._row_configs = [
-            each.row_config if isinstance(each, DynamicTable) else config
-            for each, config in zip(made, self.configs, strict=True)
-        ]
+        self.row_configs = [each.row_config for each in made]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
@@ -188,7 +185,7 @@ class TableSet(OptimizedTables):
         key = (tuple(keys), device)
         found = self._layouts.get(key)
         if found is None:
-            configs = configs_of(self._row_configs, key[0])
+            configs = configs_of(self.row_configs, key[0])
             if torch.compiler.is_compiling():
                 return make_layout(configs, key[0], self.pooled, device)
             with torch.inference_mode(False):  # it is kept, for training too
@@ -201,7 +198,8 @@ class TableSet(OptimizedTables):
     def look_up(self, features: Features, groups: Groups | None = None) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
         if self.cache is not None:
-            if torch.compiler.is_compiling() and isinstance(groups, Lookup) and not self.update.is_shared:
+            one_graph = not (self.update.is_shared or self.dynamic)
+            if one_graph and torch.compiler.is_compiling() and isinstance(groups, Lookup):
                 return look_up_pinned(self, groups)
             assert not isinstance(groups, AssignedRows)
             return look_up_cached(self, features, groups)
@@ -238,16 +236,25 @@ class TableSet(OptimizedTables):
         )  # fmt: skip
 
     def _assigned(self, features: Features, groups: Groups | None) -> AssignedRows:
-        if self.accumulator.is_open and self._oldest is not None:
-            ahead = 0 if isinstance(groups, AssignedRows) else 1
-            check_protected(self, self._oldest - ahead, "the first of the accumulated micro-batches came")
-        batch = groups if isinstance(groups, AssignedRows) else assign_rows(self, features)
+        assert not isinstance(groups, Lookup | ops.RowGroups)
+        self.check_protected(groups)
+        batch = assign_rows(self, features) if groups is None else groups
         check_prefetched(self, batch.training)
-        if batch.training and not torch.compiler.is_compiling():
-            check_protected(self, int(batch.step), "a batch was prefetched")
-            if self.accumulator.is_open and self._oldest is None:
-                self._oldest = int(batch.step)
+        self.remember_step(batch)
         return batch
+
+    def check_protected(self, batch: AssignedRows | None) -> None:
+        """ValueError if rows of this batch, or of accumulated ones, may have been evicted; None: or might be for it."""
+        if self._oldest is not None and self.accumulator.is_open:
+            ahead = batch is None
+            check_protected(self, self._oldest - ahead, "the first of the accumulated micro-batches came")
+        if batch is not None and batch.training and not torch.compiler.is_compiling():
+            check_protected(self, int(batch.step), "a batch was prefetched")
+
+    def remember_step(self, batch: AssignedRows | None) -> None:
+        """Of the first micro-batch that is accumulated."""
+        if self._oldest is None and self.accumulator.is_open and batch is not None and batch.training:
+            self._oldest = int(batch.step)
 
     def update_shared(
         self, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: ops.RowGroups,
@@ -413,9 +420,8 @@ class TableSet(OptimizedTables):
 
 
 def _kind(config: TableConfig) -> type[Table]:
-    if config.is_dynamic:
-        return DynamicTable
-    return Table if config.placement == "device" else CachedTable
+    kinds = (DynamicTable, CachedDynamicTable) if config.is_dynamic else (Table, CachedTable)
+    return kinds[config.placement != "device"]
 
 
 def _make_cache(tables: Sequence[Table]) -> RowCache | None:
@@ -449,11 +455,6 @@ def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
             raise ValueError(
                 f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use "
                 "'device', 'host' or 'disk'"
-            )
-        if table.is_dynamic and any(other.placement != "device" for other in tables):
-            raise ValueError(
-                f"table {table.name!r} is dynamic, and others of its collection are in host memory or on disk; put "
-                "them into collections of their own"
             )
         if optimizer is not None and table.dtype not in TRAINABLE_DTYPES:
             raise ValueError(
