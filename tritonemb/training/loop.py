@@ -147,7 +147,10 @@ class Loop:
                 step, over = self._next(steps)
                 if over or self._over or self._stopped is not None:
                     self._report_left_out(step[1], f"train {epoch}")
-                self._due_after_step(epoch, last=over)
+                draining = (self._stopped is not None or self._checkpoint_due()) and self._rows_ahead()
+                self._due_after_step(epoch, last=over, save=not draining)
+                if draining:
+                    continue
                 if progress.ended or self._over or self._stopped is not None:
                     return
 
@@ -162,6 +165,8 @@ class Loop:
         progress.epoch_samples += info.rows
         progress.logged_samples += info.rows
         progress.position = info.position
+        if self.state.rows_ahead is not None:
+            self.state.rows_ahead.trained(progress.step)
         self.clock.step(info.rows)
         if self.callbacks:
             self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
@@ -190,7 +195,14 @@ class Loop:
             progress.position, progress.epoch_samples = None, 0
         return step, over
 
-    def _due_after_step(self, epoch: int, last: bool) -> None:
+    def _rows_ahead(self) -> bool:
+        """Prefetch no more; whether there are rows of prefetched steps, which are to be trained before all is saved."""
+        if self.state.rows_ahead is not None:
+            self.state.hold()
+            self.state.settle()
+        return self.state.hold()
+
+    def _due_after_step(self, epoch: int, last: bool, save: bool) -> None:
         progress, over = self.progress, self._over
         if progress.step % self.options.log_every == 0 or over:
             self._log(epoch)
@@ -199,8 +211,11 @@ class Loop:
             self._evaluate(epoch)
         if over and not progress.ended:
             progress.ended = "finished"
-        if self.folder is not None and self._checkpoint_due():
+        if save and self.folder is not None and self._checkpoint_due():
             self._checkpoint()
+        if save and self.state.rows_ahead is not None:
+            self.state.seen = progress.step
+            self.state.rows_ahead.hold(False)
 
     def _log(self, epoch: int) -> None:
         progress = self.progress

@@ -4,6 +4,7 @@ While a step computes, the next one is ready, and the one after it is being made
 batches without samples until all have.
 """
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -154,6 +155,54 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
             return model.prefetch(features) if isinstance(model, HybridParallel) else prefetch(model, features)
 
     return prefetch_features
+
+
+class RowsAhead:
+    """Prefetches batches of cached dynamic tables, whose new ids get rows then: in the order in which they are trained.
+
+    Where tables are saved or evaluated there must be no rows of batches that come later. So a step beyond `limit`, or
+    one that comes to be prefetched while the pipeline is held, is left as it is, and gets its rows when it is trained;
+    the next ones wait until then.
+
+    Args:
+        step: steps trained so far.
+        accumulate: batches of a step.
+        depth: steps that may be prefetched at once.
+        limit: the last step that may be, now.
+    """
+
+    def __init__(self, prefetch: Prefetch, step: int, accumulate: int, depth: int, limit: Callable[[], int]) -> None:
+        self._prefetch, self._accumulate, self._depth, self._limit = prefetch, accumulate, depth, limit
+        self._changed, self._calls, self._left = threading.Condition(), 0, False
+        self._step = self._assigned = self._trained = step
+        self.held = False
+
+    def __call__(self, features: Any) -> Any:
+        """For the pipeline's thread: a batch's features, prefetched or not."""
+        if self._calls % self._accumulate == 0:
+            self._step += 1
+            with self._changed:
+                self._changed.wait_for(lambda: self.held or self._may_follow())
+                self._left = not self._may_follow() or self.held or self._step > self._limit()
+                self._assigned += not self._left
+        self._calls += 1
+        return features if self._left else self._prefetch(features)
+
+    def _may_follow(self) -> bool:
+        return self._assigned == self._step - 1 and self._step <= self._trained + self._depth
+
+    def trained(self, step: int) -> None:
+        """A step has been trained, prefetched or not."""
+        with self._changed:
+            self._trained, self._assigned = step, max(self._assigned, step)
+            self._changed.notify()
+
+    def hold(self, held: bool) -> bool:
+        """Prefetch nothing more, or again; whether something is prefetched that has not been trained."""
+        with self._changed:
+            self.held = held
+            self._changed.notify()
+            return self._assigned > self._trained
 
 
 def count(caches: Iterable[RowCache]) -> Counter[str]:

@@ -25,7 +25,7 @@ from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_nu
 from tritonemb.tables.table_set import TableSet
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, count, prefetch_for, prepare
+from tritonemb.training.step import PLAIN, PreparedStep, RowsAhead, TrainStep, count, prefetch_for, prepare
 
 DEPTH = 2  # steps beyond the one that is trained
 
@@ -68,6 +68,8 @@ class TrainState:
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
         prefetched: steps of the epoch that is being trained, or of the evaluation.
+        rows_ahead: of an epoch that trains cached dynamic tables.
+        seen: the last step after which tables were saved or evaluated, if that was due.
 
     Attributes:
         last_epoch, last_step: where the whole run ends.
@@ -85,6 +87,8 @@ class TrainState:
     begun: bool = False
     fitted: bool = False
     prefetched: Prefetcher[PreparedStep] | None = None
+    rows_ahead: RowsAhead | None = None
+    seen: int = 0
 
     def __post_init__(self) -> None:
         self.last_epoch: int = self.options.epochs
@@ -108,6 +112,11 @@ class TrainState:
         ranks, options = self.ranks, self.options
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         caches = caches_of(self.model)
+        protect = [t.config.eviction.protect for each in table_sets(self.model) for t in each.dynamic.values()]
+        if training and prefetch is not None and protect:
+            depth = max(1, (min(protect) + 1) // options.accumulate)
+            self.seen = self.progress.step
+            prefetch = self.rows_ahead = RowsAhead(prefetch, self.seen, options.accumulate, depth, self._next_to_see)
         # Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards.
         sharded = [module for module in self.model.modules() if isinstance(module, ShardedCollection)]
         placements = {config.placement for module in sharded for config in module.configs}
@@ -130,6 +139,9 @@ class TrainState:
                 yield prefetcher
             finally:
                 self.prefetched = before
+                if training:
+                    self.hold()
+                    self.rows_ahead = None
 
     @property
     def samples_per_step(self) -> int:
@@ -155,7 +167,21 @@ class TrainState:
     def settle(self) -> None:
         """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""
         if self.prefetched is not None:
+            held = self.rows_ahead is not None and self.rows_ahead.held
+            self.hold()
             self.prefetched.settle()
+            if self.rows_ahead is not None:
+                self.rows_ahead.hold(held)
+
+    def hold(self) -> bool:
+        """Prefetch no rows of dynamic tables any more; whether some are there of steps that have not been trained."""
+        return self.rows_ahead is not None and self.rows_ahead.hold(True)
+
+    def _next_to_see(self) -> int:
+        """The next step after which tables are saved or evaluated, as far as that is known."""
+        every = self.options.checkpoints.checkpoint_steps, self.options.evaluate_every
+        ends = [(self.seen // steps + 1) * steps for steps in every if steps]
+        return min([*ends, *([] if self.last_step is None else [self.last_step])], default=2**63)
 
 
 def empty_batch(data: Data) -> Batch:

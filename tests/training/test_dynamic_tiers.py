@@ -1,0 +1,97 @@
+"""Dynamic tables in host memory and on disk are trained ahead, and saved as if nothing were."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.training import jobs
+from tritonemb.training import Interrupted
+from tritonemb.training.config import CheckpointOptions
+
+OFTEN = CheckpointOptions(checkpoint_minutes=1e-9)
+EVERY = CheckpointOptions(checkpoint_steps=6)
+CACHE = {"host": te.CacheConfig(rows=64), "disk": te.CacheConfig(rows=64, host_rows=96)}
+
+
+def trainer_of(tier: str, folder: Path | None = None, *callbacks: Any, **options: Any) -> te.Trainer:
+    data = jobs.planted()
+    torch.manual_seed(0)
+    dynamic: dict[str, Any] = {
+        "user": {"capacity": 2_000, "eviction": te.EvictionConfig(ttl=12)},
+        "item": {"capacity": 160, "eviction": te.EvictionConfig("lfu", protect=2, half_life=5)},
+        "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3)},
+    }
+    placed = {} if tier == "device" else {"placement": tier, "cache": CACHE[tier]}
+    tables = [
+        replace(table, num_embeddings=None, **dynamic[table.name], **placed) if table.name in dynamic else table
+        for table in data.tables(8)
+    ]
+    model = te.nn.DLRM(
+        tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=te.optim.RowWiseAdagrad(lr=0.05)
+    )
+    settings = {"batch_size": 50, "epochs": 2, "log_every": 4, "verbose": False, "evaluate_every": 7} | options
+    return te.Trainer(model, data, folder=folder, callbacks=list(callbacks), **settings)
+
+
+def trained(tier: str, folder: Path | None = None, **options: Any) -> tuple[jobs.Record, dict[str, Tensor]]:
+    record = jobs.Record()
+    trainer = trainer_of(tier, folder, record, **options)
+    trainer.fit()
+    table = trainer.model.embeddings["item"]
+    assert isinstance(table, te.nn.DynamicTable)
+    assert table.statistics().evictions > 0
+    return record, trainer.model.state_dict()
+
+
+class SignalAt(te.training.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: Any) -> None:
+        if step.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoints": OFTEN}, {"checkpoints": EVERY, "prefetch_depth": 1}, {"accumulate": 2}],
+    ids=["plain", "often", "every", "accumulate"],
+)
+@pytest.mark.parametrize("tier", CACHE)
+def test_losses_metrics_and_rows_are_those_of_tables_on_the_device(tier, options, tmp_path):
+    expected, rows = trained("device", accumulate=options.get("accumulate", 1))
+    found, same_rows = trained(tier, tmp_path / "run", **options)
+    assert_same_bits(same_rows, rows)
+    assert found.losses == expected.losses
+    assert found.evaluations == expected.evaluations
+    if (checkpoints := options.get("checkpoints")) is OFTEN:  # each waits for steps that have been prefetched
+        assert len(found.saved) > 10
+    elif checkpoints is EVERY:
+        assert set(range(6, 41, 6)) <= set(found.saved)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("tier", CACHE)
+@pytest.mark.parametrize("step", [13, 20])
+def test_a_run_that_a_signal_has_ended_is_resumed_to_the_same_bits(tier, step, tmp_path):
+    _, rows = trained("device")
+    with pytest.raises(Interrupted):
+        trainer_of(tier, tmp_path / "run", SignalAt(step)).fit()
+    resumed = trainer_of(tier, tmp_path / "run")
+    assert resumed.resume("auto") in [tmp_path / "run" / "checkpoints" / f"step-{step + late}" for late in range(4)]
+    resumed.fit()
+    assert_same_bits(resumed.model.state_dict(), rows)
