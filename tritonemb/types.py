@@ -287,6 +287,16 @@ class TableConfig:
             object.__setattr__(part, field_name, value)
         return part
 
+    def memory(self, num_rows: int, first_row: int = 0) -> "TableConfig":
+        """The static table that the memory of a dynamic table, or of a part of one, is: so many rows, with numbers."""
+        made = replace(
+            self, num_embeddings=num_rows, capacity=None, capacity_bytes=None, eviction=EvictionConfig(),
+            admission=AdmissionConfig(), init_bound=self.bound,
+        )  # fmt: skip
+        for field_name, value in {"seed": self.seed, "row_origin": first_row}.items():
+            object.__setattr__(made, field_name, value)
+        return made
+
     @property
     def bound(self) -> float:
         """Initial values are uniform in ± this, where there is no `init`."""

@@ -22,15 +22,18 @@ from tritonemb.training import Interrupted
 from tritonemb.training.config import CheckpointOptions
 
 OFTEN = CheckpointOptions(checkpoint_minutes=1e-9)
+INCREMENTAL = CheckpointOptions(checkpoint_steps=6, checkpoint_incremental=True, keep=9)
 EVERY = CheckpointOptions(checkpoint_steps=6)
 CACHE = {"host": te.CacheConfig(rows=64), "disk": te.CacheConfig(rows=64, host_rows=96)}
 
 
-def trainer_of(tier: str, folder: Path | None = None, *callbacks: Any, **options: Any) -> te.Trainer:
+def trainer_of(
+    tier: str, folder: Path | None = None, *callbacks: Any, users: int = 2_000, **options: Any
+) -> te.Trainer:
     data = jobs.planted()
     torch.manual_seed(0)
     dynamic: dict[str, Any] = {
-        "user": {"capacity": 2_000, "eviction": te.EvictionConfig(ttl=12)},
+        "user": {"capacity": users, "eviction": te.EvictionConfig(ttl=12)},
         "item": {"capacity": 160, "eviction": te.EvictionConfig("lfu", protect=2, half_life=5)},
         "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3)},
     }
@@ -82,6 +85,24 @@ def test_losses_metrics_and_rows_are_those_of_tables_on_the_device(tier, options
         assert len(found.saved) > 10
     elif checkpoints is EVERY:
         assert set(range(6, 41, 6)) <= set(found.saved)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("after", ["device", "host", "disk", "larger"])
+@pytest.mark.parametrize("before", ["device", "disk"])
+def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
+    """Of tables on disk it has their files, changes among them, which another tier or capacity reads, too."""
+    _, rows = trained("device")
+    folder = tmp_path / "run"
+    trainer_of(before, folder, epochs=1, checkpoints=INCREMENTAL).fit()
+    (checkpoint,) = folder.glob("checkpoints/step-18")
+    assert (before == "disk") == any("changes" in path.name for path in checkpoint.iterdir())
+    tier, users = ("disk", 3_000) if after == "larger" else (after, 2_000)
+    resumed = trainer_of(tier, tmp_path / "other", users=users, checkpoints=INCREMENTAL)
+    resumed.resume(checkpoint)
+    resumed.fit()
+    found = resumed.model.state_dict()
+    assert_same_bits(found, rows)
 
 
 @pytest.mark.more

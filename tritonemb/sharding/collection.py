@@ -4,7 +4,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables
 from tritonemb.tables.table import Table
-from tritonemb.tables.table_set import Groups, TableSet
+from tritonemb.tables.table_set import Groups, TableSet, kind_of
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
 # A batch, the distinct rows for each table set of replicated tables, and for each ID exchange what it has received and
@@ -307,13 +307,17 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
             ranks = [each.shard.rank for each in self.placement.shards if each.table == number]  # by partition
             before = ranks[: ranks.index(self.groups.shards.rank)] if number in held else []
             first_row, total = (sum(int(by_rank[rank][number]) for rank in some) for some in (before, ranks))
-            shard, table = held.get(number, (None, DynamicTable(config, self.optimizer.states, "meta")))
+            nobody = None, cast(DynamicTable, kind_of(config)(config, self.optimizer.states, "meta"))
+            shard, table = held.get(number, nobody)
             for name, value in table.saved().items():
                 size, first, mine = list(value.shape), (first_row, 0), shard is not None
                 if name in ("clock", "seed"):
                     mine = mine and not before
                 elif name in ("sketch", "added"):
                     size, first = table.sketch_place(name)
+                elif name.startswith("rows."):  # all memory of a table on disk
+                    partitions, (whole, _) = table.index.num_sets.numel(), table.index.whole.tolist()
+                    size[0], first = size[0] // partitions * whole, (table.row_config.row_origin, 0)
                 else:
                     size[0] = total
                 parts = [LocalShard(value, *first, mine)] if shard is not None else []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, Layout
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, ROW_ORIGIN, Layout
 from tritonemb.storage import CacheDirectory
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
@@ -102,12 +102,11 @@ class CacheStorage:
     def _update_layouts(self, *layouts: Layout) -> None:
         for layout in layouts:
             for index, table in enumerate(self._tables):
-                row_ids = table.row_ids()
                 if isinstance(table, CachedTable):
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    row_ids = self._directory.parts[0][index] if row_ids is None else row_ids
-                if row_ids is not None:
-                    layout.tables[index, ROW_IDS] = row_ids.data_ptr()
+                    layout.tables[index, ROW_IDS] = self._directory.parts[0][index].data_ptr()
+                if (row_ids := table.row_ids()) is not None:
+                    layout.tables[index, ROW_IDS], layout.tables[index, ROW_ORIGIN] = row_ids.data_ptr(), 0
 
 
 def synchronize(device: torch.device) -> None:

@@ -164,12 +164,8 @@ class CachedTable(Table):
 
         Within `metadata_only`, a `DiskTensor` for each tensor of a table on disk.
         """
-        if _metadata_only.get() and self.config.placement == "disk":
-            sizes = {f.name: [f.size] * (not f.one_a_row) for f in self.record.fields}
-            return {
-                f.name: DiskTensor(self, f.name, (self.config.num_embeddings, *sizes[f.name]), f.dtype)
-                for f in self.record.fields
-            }
+        if (references := self.disk_tensors()) is not None:
+            return references
         if not self.has_store:
             size = self.config.num_embeddings, self.record.num_bytes
             return self.record.views(torch.empty(size, dtype=torch.uint8, device=self.weight.device))
@@ -185,6 +181,16 @@ class CachedTable(Table):
                     whole[name] = part.new_empty((self.config.num_embeddings, *part.shape[1:]))
                 whole[name][first : first + part.shape[0]] = part
         return whole
+
+    def disk_tensors(self) -> dict[str, Tensor] | None:
+        """References to the fields of a table on disk, within `metadata_only`."""
+        if not _metadata_only.get() or self.config.placement != "disk":
+            return None
+        sizes = {f.name: [f.size] * (not f.one_a_row) for f in self.record.fields}
+        return {
+            f.name: DiskTensor(self, f.name, (self.row_config.num_embeddings, *sizes[f.name]), f.dtype)
+            for f in self.record.fields
+        }
 
     @torch.no_grad()
     def assign(self, tensors: Mapping[str, Tensor]) -> None:
@@ -307,17 +313,25 @@ def _temporary_path(config: TableConfig) -> Iterator[Path]:
         yield Path(own) / f"{config.name.replace('/', '-')[:100]}.rows"
 
 
-_metadata_only: ContextVar[bool] = ContextVar("metadata_only", default=False)
+_metadata_only: ContextVar[str] = ContextVar("metadata_only", default="")
 
 
 @contextmanager
-def metadata_only() -> Iterator[None]:
-    """Within, a `state_dict` has a `DiskTensor` for weight and states of a table on disk, and does not read them."""
-    token = _metadata_only.set(True)
+def metadata_only(parameters: bool = False) -> Iterator[None]:
+    """Within, a `state_dict` has a `DiskTensor` for weight and states of a table on disk, and does not read them.
+
+    With `parameters` it is asked for parameters alone: it has nothing of dynamic tables, which would be copied.
+    """
+    token = _metadata_only.set("parameters" if parameters else "disk")
     try:
         yield
     finally:
         _metadata_only.reset(token)
+
+
+def only_parameters() -> bool:
+    """Whether a `state_dict` is asked for parameters alone."""
+    return _metadata_only.get() == "parameters"
 
 
 class DiskTensor(Tensor):

@@ -1,7 +1,7 @@
 """A dynamic table: any int64 is an id, and gets a row when it is first trained."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.kernels.dynamic_index import dynamic_rows, make_index, mix64, partitions_of
-from tritonemb.layout import WAYS, DynamicIndex
+from tritonemb.layout import MOST_USES, WAYS, DynamicIndex
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
-from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
+from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, only_parameters
 from tritonemb.tables.table import Table, draw_seed
-from tritonemb.types import AdmissionConfig, Device, EvictionConfig, TableConfig
+from tritonemb.types import Device, TableConfig
 from tritonemb.utils import require
 
 INDEX_BYTES = 16 + 4 + WAYS * 5 // 25  # a row: id, step, count, free row, and slots
@@ -101,11 +101,13 @@ class DynamicTable(Table):
         num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes)
         with _CPU:
             self.index = make_index(num_rows, part=config.partitions)
+        num_rows = len(self.index.ids)
+        first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
+        self._row_config = config.memory(num_rows, first)
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self._state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
         self.sketch = _Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
-        self.config = config
         super().__init__(config, states, device)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
@@ -118,10 +120,7 @@ class DynamicTable(Table):
 
     @property
     def row_config(self) -> TableConfig:
-        return replace(
-            self.config, num_embeddings=len(self.index.ids), capacity=None, capacity_bytes=None,
-            eviction=EvictionConfig(), admission=AdmissionConfig(),
-        )  # fmt: skip
+        return self._row_config
 
     def row_ids(self) -> Tensor | None:
         return self.index.ids
@@ -360,10 +359,13 @@ class DynamicTable(Table):
     def saved(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
         ids, rows = dynamic_rows(self.index)
-        found = {"ids": ids, **self._read(rows)}
+        found = {"ids": ids, **self._saved_rows(rows)}
         found |= {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
         found |= {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
         return found | ({} if self.sketch is None else self.sketch.tensors())
+
+    def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        return self._read(rows)
 
     def sketch_place(self, name: str) -> tuple[list[int], tuple[int, int]]:
         """The shape of the whole table's `sketch` or `added`, and where this part's begins."""
@@ -379,6 +381,8 @@ class DynamicTable(Table):
         return found | ({} if self.sketch is None else self.sketch.templates())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if only_parameters():
+            return
         for name, tensor in self.saved().items():
             destination[prefix + name] = tensor
 
@@ -408,9 +412,11 @@ class DynamicTable(Table):
     def adopt(self, saved: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` had saved; of a part of a table, its own part of that.
 
-        ValueError, before anything changes, if it does not fit.
+        Or what a checkpoint has of a table on disk: `row`, int64 `[rows]`, in place of weight and states, whose store
+        has these already. ValueError, before anything changes, if it does not fit.
         """
-        title, values = f"table {self.config.name!r}", {name: saved[name] for name in ("weight", *self._state_names)}
+        title = f"table {self.config.name!r}"
+        values = {name: saved[name] for name in ("weight", *self._state_names) if "row" not in saved}
         ids, order = saved["ids"].to(_CPU).sort()
         self._check_rows(ids, values)
         if self.sketch is not None:
@@ -425,7 +431,11 @@ class DynamicTable(Table):
         self._clear()
         self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
         rows = _call("dynamic_insert_", self.index, ids, saved["count"][order], 0, -1, 0).rows
-        self._write(rows, {name: value[order] for name, value in values.items()})
+        if values:
+            self._write(rows, {name: value[order] for name, value in values.items()})
+        else:
+            rows, before = saved["row"][order] - self.row_config.row_origin, rows
+            _renumber(self.index, before, rows)
         self.index.used[rows] = saved["step"][order].to(self.index.used)
         if self.sketch is not None:
             self.sketch.adopt(saved)
@@ -456,6 +466,19 @@ class CachedDynamicTable(DynamicTable, CachedTable):
     def row_ids(self) -> Tensor | None:
         return self._buffers["id"]
 
+    def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""
+        if (found := self.disk_tensors()) is None:
+            return self._read(rows)
+        return {"row": rows + self.row_config.row_origin, **{f"rows.{name}": value for name, value in found.items()}}
+
+    def remove(self, ids: Tensor | Sequence[int]) -> int:
+        """As of `DynamicTable`; nothing of these rows is left in the store, either."""
+        rows = self.find(_as_ids(ids).unique())
+        rows = rows[rows >= 0]
+        self._write(rows, {name: torch.zeros_like(value) for name, value in self._read(rows).items()})
+        return super().remove(ids)
+
     def _initial_values(self, seed: int) -> Any:
         return lambda rows, records: None  # a row is written when it is given to an id
 
@@ -484,7 +507,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
             self.cache.write_back()
         found, (rows, order) = self.templates(rows.numel()), rows.sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
-        for some, places in zip(rows.split(step), order.split(step), strict=True):
+        for some, places in zip(rows.split(step), order.split(step), strict=True) if rows.numel() else ():
             fields = self.read_records(some)
             for name in ("weight", *self._state_names):
                 found[name][places] = fields[name]
@@ -562,6 +585,26 @@ class _Sketch:
         hashes = [mix64(torch.from_numpy((mixed + np.uint64(n)).view(np.int64))) for n in range(1, NUM_HASHES + 1)]
         cells = torch.from_numpy(np.stack([each % np.uint64(self._width) for each in hashes]).astype(np.int64))
         return partitions, partitions * self._width + cells
+
+
+def _renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
+    """Let ids whose rows are `before` have other rows of their partitions; what is between these is free."""
+    partitions, numbers = index.num_sets.numel(), torch.zeros(len(index.ids), dtype=torch.int32)
+    numbers[before] = rows.int()
+    slots = index.digests.nonzero()[:, 0]
+    index.rows[slots] = numbers[index.rows[slots].long()]
+    ids, uses = index.ids[before], index.uses[before]
+    index.ids[rows], index.uses[rows] = ids, uses
+    index.num_made.zero_().scatter_reduce_(0, rows % partitions, (rows // partitions + 1).int(), "amax")
+    every = torch.arange(len(index.ids))
+    freed = every // partitions < index.num_made[every % partitions]
+    freed[rows] = False
+    unused = every[freed]
+    unused = unused[torch.argsort(unused % partitions, stable=True)]
+    counts = (unused % partitions).bincount(minlength=partitions)
+    numbers_in_partition = torch.arange(len(unused)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    index.free[numbers_in_partition * partitions + unused % partitions] = unused.int()
+    index.used[unused] = MOST_USES
 
 
 def _call(op: str, *args: Any) -> Any:

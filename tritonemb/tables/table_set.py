@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import ROW_IDS, Layout, TensorList, dtypes_of, fact, make_layout
+from tritonemb.layout import ROW_IDS, ROW_ORIGIN, Layout, TensorList, dtypes_of, fact, make_layout
 from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
@@ -117,7 +117,7 @@ class TableSet(OptimizedTables):
                 "pending": torch.zeros((), dtype=torch.int64, device=real),
             }
         states = () if optimizer is None else optimizer.states
-        made = [_kind(config)(config, states, device) for config in self.configs]
+        made = [kind_of(config)(config, states, device) for config in self.configs]
         # As of `counters`, a module that owns the tables gives its own dictionary.
         self._names = [config.name for config in tables]
         self.by_name: dict[str, Any] = dict(zip(self._names, made, strict=True))
@@ -191,7 +191,7 @@ class TableSet(OptimizedTables):
             with torch.inference_mode(False):  # it is kept, for training too
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
-                found.tables[table, ROW_IDS] = dynamic.index.ids.data_ptr()
+                found.tables[table, ROW_IDS], found.tables[table, ROW_ORIGIN] = dynamic.index.ids.data_ptr(), 0
             self._layouts[key] = found
         return found
 
@@ -419,7 +419,8 @@ class TableSet(OptimizedTables):
         self.accumulator.tables = ref(self)
 
 
-def _kind(config: TableConfig) -> type[Table]:
+def kind_of(config: TableConfig) -> type[Table]:
+    """The class of a table."""
     kinds = (DynamicTable, CachedDynamicTable) if config.is_dynamic else (Table, CachedTable)
     return kinds[config.placement != "device"]
 

@@ -321,7 +321,7 @@ def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
     owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
     named: dict[int, tuple[str, nn.Parameter]] = {}
-    with metadata_only():
+    with metadata_only(parameters=True):
         entries = model.state_dict(keep_vars=True)
     for name, value in entries.items():
         if id(value) in owned:

@@ -21,15 +21,17 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.data.loader import merge_positions, rank_position
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.cached_table import CachedTable
+from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
-from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.reader import has_part, load_tensors, read_manifest, saved_tables, stored_tensors
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, Manifest, Tensors
 from tritonemb.training.config import plain
 from tritonemb.training.doctor import versions
+from tritonemb.training.ranks import on_each_rank
 from tritonemb.utils import print_error
 
 
@@ -101,17 +103,45 @@ def load_model(
 ) -> None:  # fmt: skip
     """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
+    on_disk = on_each_rank(group, lambda: saved_tables(Path(path)))
     for name, table in _dynamic_tables(model):
-        tensors = {key: value for key, value in tensors.items() if not key.startswith(f"model.{name}.")}
-        if table is not None and (ids := stored.get(f"model.{name}.ids")) is not None:
-            dynamic[table] = table.templates(ids.size[0])
-            tensors |= {f"model.{name}.{part}": value for part, value in dynamic[table].items()}
+        prefix = f"model.{name}."
+        of_table = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        tensors = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
+        if table is None or (ids := stored.get(f"{prefix}ids")) is None:
+            continue
+        wanted = table.templates(ids.size[0])
+        if (entry := on_disk.get(f"{prefix}rows")) is not None:
+            if isinstance(table, CachedTable) and table.config.placement == "disk" and has_part(entry, table):
+                rows = {key: value for key, value in of_table.items() if key.startswith("rows.")}
+            else:
+                rows = {f"rows.{field}": _room_for(stored[f"{prefix}rows.{field}"]) for field in entry["fields"]}
+            wanted = {key: value for key, value in wanted.items() if key not in entry["fields"]}
+            wanted |= {"row": torch.empty_like(wanted["ids"]), **rows}
+        dynamic[table] = wanted
+        tensors |= {prefix + part: value for part, value in wanted.items()}
     load_tensors(path, tensors | {**others}, ignore, group)
     for table, saved in dynamic.items():
-        table.adopt(saved)
+        table.adopt(_by_id(saved, path))
     for cached in model.modules():
         if isinstance(cached, CachedTable) and cached.config.placement == "host":
             cached.reload_cached_rows()
+
+
+def _room_for(entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def _by_id(saved: dict[str, Tensor], path: str | Path) -> dict[str, Tensor]:
+    """What a checkpoint has of a dynamic table; if that was on disk, the memory's rows become those of the ids."""
+    fields = {name.removeprefix("rows."): value for name, value in saved.items() if name.startswith("rows.")}
+    others = {name: value for name, value in saved.items() if not name.startswith("rows.")}
+    if not fields or any(isinstance(value, DiskTensor | TableShards) for value in fields.values()):
+        return others  # or it is in the table's store
+    rows = others.pop("row")
+    if not torch.equal(fields.pop("id")[rows], others["ids"]):
+        raise ValueError(f"{path} is damaged: rows of a dynamic table are not those of its ids; use another checkpoint")
+    return others | {name: value[rows] for name, value in fields.items()}
 
 
 def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:

@@ -156,13 +156,18 @@ def _differences(stored: Stored, every: list[dict[str, str]], ignore: tuple[str,
     return problems
 
 
+def has_part(entry: Mapping[str, Any], table: CachedTable) -> bool:
+    """Whether the manifest's `entry` of a whole table has the same part of it that a table on disk is."""
+    return any(part | describe_part(table.row_config) == part for part in entry["parts"])
+
+
 def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
     """Rows that a table on disk, or a part of one, can adopt: its own files, where the same part was saved.
 
     `entry` is the manifest's of the whole table. Else rows never written are left out if all initial values are alike.
     """
     for part in entry["parts"]:
-        if part | describe_part(table.config) == part:
+        if part | describe_part(table.row_config) == part:
             base, *changes = [path / name for name in part["files"]]
             return table.restore_store(base, changes)
     config, parts = table.config, _parts_of(path, entry)

@@ -206,12 +206,12 @@ class TableSnapshots:
     def begin(self, folder: Path, earlier: Earlier) -> None:
         """Submit the snapshots: they hold the rows of this moment. Changes may follow some earlier checkpoint."""
         for part, prefixes in self._parts.items():
-            store, stem = _store(part), stem_of(prefixes[0], part.config)
+            store, stem = _store(part), stem_of(prefixes[0], part.row_config)
             follows = store.last_snapshot
             linked = _link_chain(folder, prefixes[0], store, follows, earlier)
             path = folder / (f"{stem}.{len(linked)}{CHANGES}" if linked else f"{stem}{ROWS}")
             future = store.snapshot(path, changes_only=bool(linked))
-            self._snapshots.append(_Snapshot(prefixes, part.config, linked, follows, path, future))
+            self._snapshots.append(_Snapshot(prefixes, part.row_config, linked, follows, path, future))
 
     def finish(self, files: Files) -> RankFiles:
         """Wait until the snapshots are on the disk; returns all that this rank has written, with these other files.
