@@ -91,8 +91,6 @@ class HybridParallel(nn.Module):
             )
         tables = [config for collection in found for config in collection.configs]
         sequences = [each for each in found if isinstance(each, EmbeddingCollection)]
-        if dynamic := [config.name for each in sequences for config in each.configs if config.is_dynamic]:
-            raise ValueError(f"table {dynamic[0]!r} is dynamic, which is sharded in an EmbeddingBagCollection only")
         if pipeline > 1 and (dense == "fsdp" or sequences):
             raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
         if plan is not None and mesh is None and local_world_size is None:

@@ -266,11 +266,14 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
 
 
 @_disable_dynamo
-def assign_rows(tables: Tables, features: Features, ahead: bool = False) -> AssignedRows:
+def assign_rows(
+    tables: Tables, features: Features, ahead: bool = False, occurrences: Tensor | None = None
+) -> AssignedRows:
     """Find the rows of a batch's ids in dynamic tables. New ids of a batch that is to be trained are given rows.
 
-    `ahead` of the lookup, they are grouped, too. ValueError, before anything changes, if they find no room in some
-    table, or the tables have no optimizer to train them.
+    `ahead` of the lookup, they are grouped, too. `occurrences`: int `[N]`, how often each id was in the batch before it
+    was deduplicated. ValueError, before anything changes, if ids find no room in some table, or the tables have no
+    optimizer to train them.
     """
     keys, values, offsets, weights = parts_of(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
@@ -286,14 +289,19 @@ def assign_rows(tables: Tables, features: Features, ahead: bool = False) -> Assi
         rows, begun = values.clone(), dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}
         try:
-            begun.update((number, dynamic[number].begin(ids[number])) for number in (dynamic if training else ()))
+            for number in dynamic if training else ():
+                of_table = ids[number]
+                if occurrences is not None:
+                    of_table = of_table.repeat_interleave(occurrences[positions[number]])
+                begun[number] = dynamic[number].begin(of_table)
         except ValueError:
             for number, found in begun.items():
                 dynamic[number].undo(found)
             raise
         for number, at in positions.items():
             table = dynamic[number]
-            rows[at] = table.finish(begun[number]) if training else table.find(ids[number])
+            found = table.finish(begun[number]) if training else table.find(ids[number])
+            rows[at] = found if occurrences is None or not training else found[occurrences[at].cumsum(0) - 1]
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
         unknown, step = _rows_to_read(tables, rows, positions, ids, layout), torch.tensor(table.clock)

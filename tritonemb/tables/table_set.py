@@ -170,12 +170,12 @@ class TableSet(OptimizedTables):
         grads = [batch.grad.mul_(factor) for batch in self.accumulator.kept]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
-    def group(self, features: Features) -> Groups:
-        """See `EmbeddingBagCollection.group`."""
+    def group(self, features: Features, occurrences: Tensor | None = None) -> Groups:
+        """See `EmbeddingBagCollection.group`, and `assign_rows`."""
         if self.cache is not None:
             return prefetch_batch(self, features)
         if self.dynamic:
-            return assign_rows(self, features, ahead=True)
+            return assign_rows(self, features, True, occurrences)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
@@ -198,7 +198,9 @@ class TableSet(OptimizedTables):
             self._layouts[key] = found
         return found
 
-    def look_up(self, features: Features, groups: Groups | None = None) -> Tensor:
+    def look_up(
+        self, features: Features, groups: Groups | None = None, occurrences: Tensor | None = None
+    ) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
         if self.cache is not None:
             if torch.compiler.is_compiling() and isinstance(groups, Lookup) and not self.update.is_shared:
@@ -207,7 +209,7 @@ class TableSet(OptimizedTables):
             return look_up_cached(self, features, groups)
         assert not isinstance(groups, Lookup)
         if self.dynamic:
-            batch = self._assigned(features, groups)
+            batch = self._assigned(features, groups, occurrences)
             if batch.unknown is not None:
                 return look_up_unknown(self, batch)
             features, groups = batch.features, batch.groups
@@ -237,11 +239,11 @@ class TableSet(OptimizedTables):
             self.counters["pending"], accumulator, shared,
         )  # fmt: skip
 
-    def _assigned(self, features: Features, groups: Groups | None) -> AssignedRows:
+    def _assigned(self, features: Features, groups: Groups | None, occurrences: Tensor | None) -> AssignedRows:
         if self.accumulator.is_open and self._oldest is not None:
             ahead = 0 if isinstance(groups, AssignedRows) else 1
             check_protected(self, self._oldest - ahead, "the first of the accumulated micro-batches came")
-        batch = groups if isinstance(groups, AssignedRows) else assign_rows(self, features)
+        batch = groups if isinstance(groups, AssignedRows) else assign_rows(self, features, False, occurrences)
         check_prefetched(self, batch.training)
         if batch.training and not torch.compiler.is_compiling():
             check_protected(self, int(batch.step), "a batch was prefetched")
