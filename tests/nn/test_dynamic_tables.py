@@ -153,7 +153,8 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype):
 def test_every_prefetch_depth_gives_the_same_bits(depth):
     def run(depth: int) -> dict[str, Tensor]:
         torch.manual_seed(2)
-        tables = [config(capacity=30, eviction=te.EvictionConfig(protect=3)), config("item")]
+        admission = te.AdmissionConfig(appearances=2)
+        tables = [config(capacity=30, eviction=te.EvictionConfig(protect=3)), config("item", admission=admission)]
         collection = te.nn.EmbeddingBagCollection(tables, te.optim.Adagrad(lr=0.1))
         waiting = list[Any]()
         for ids in IDS[torch.randperm(64, generator=torch.Generator().manual_seed(4)).repeat(3)].split(8):
@@ -164,6 +165,7 @@ def test_every_prefetch_depth_gives_the_same_bits(depth):
         while waiting:
             step(collection, waiting.pop(0))
         assert table_of(collection).statistics().evictions > 0
+        assert table_of(collection, "item").statistics().refused > 0
         return collection.state_dict()
 
     assert_same_bits(run(depth), run(0))
@@ -209,7 +211,8 @@ def test_accumulating_more_micro_batches_than_are_protected_is_an_error():
 def test_a_compiled_model_takes_a_prefetched_batch(backend):
     def run(compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(4)
-        tables = [config(), config("item", features=["item", "user"])]
+        admission = te.AdmissionConfig(appearances=2)
+        tables = [config(), config("item", features=["item", "user"], admission=admission)]
         collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
         called = torch.compile(collection, fullgraph=True, backend=backend) if compiled else collection
         for ids, _ in batches(4):
@@ -434,8 +437,6 @@ def test_what_dynamic_tables_cannot_do_is_said():
     dynamic = config()
     with pytest.raises(ValueError, match=r"is dynamic, and others.*collections of their own"):
         te.nn.EmbeddingBagCollection([dynamic, te.TableConfig("item", 9, 12, placement="host")], te.optim.SGD())
-    with pytest.raises(ValueError, match="'user' is dynamic, which is sharded in an EmbeddingBagCollection only"):
-        te.HybridParallel(te.nn.EmbeddingCollection([config(pooling="none")], te.optim.SGD()))
     plain = te.nn.EmbeddingBagCollection([dynamic])
     with pytest.raises(ValueError, match="only a fused optimizer can train"):
         plain(bag(1))

@@ -182,6 +182,30 @@ def sequences_are_loaded(rank: int, world: int, folder: Path) -> None:
         assert_same_bits(contents(sharded), found)
 
 
+def one_graph(rank: int, world: int, pooled: bool) -> None:
+    def trained(ahead: bool, compiled: bool) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        sharded, waiting = parallel(world, pooled), []
+        called = torch.compile(sharded, fullgraph=True, backend="aot_eager") if compiled else sharded
+        for step in range(STEPS):
+            dense, sparse = batch(step, rank, world)
+            waiting.append((dense, sharded.prefetch(sparse) if ahead else sparse))
+            if len(waiting) > ahead:
+                called(*waiting.pop(0)).mean().backward()
+        for of_step in waiting:
+            called(*of_step).mean().backward()
+        dense, sparse = batch(77, rank, world)
+        with torch.no_grad():
+            read = called(dense, sharded.prefetch(sparse))
+        torch._dynamo.reset()
+        return contents(sharded) | {"read": read}
+
+    with small_partitions():
+        expected = trained(False, False)
+        for compiled in {False, pooled}:  # a row an id ends a graph
+            assert_same_bits(trained(True, compiled), expected)
+
+
 def rows_of_one_rank_alone(rank: int, world: int) -> None:
     def made(sharding: Any) -> te.HybridParallel:
         table = te.TableConfig("user", None, 4, capacity=40)
@@ -223,6 +247,11 @@ def test_rows_of_sequences_are_those_of_one_process(ranks, world, loaded, tmp_pa
 @pytest.mark.more
 def test_gradients_of_sequences_are_clamped_one_by_one(ranks, tmp_path):
     ranks(2).run(sequences_on_ranks, 2, tmp_path, 0.01)
+
+
+@pytest.mark.parametrize("pooled", [True, pytest.param(False, marks=pytest.mark.more)])
+def test_prefetched_batches_are_one_graph_and_have_the_same_bits(ranks, pooled):
+    ranks(2).run(one_graph, 2, pooled)
 
 
 @pytest.mark.parametrize("pooled", [True, False])

@@ -99,14 +99,15 @@ class AssignedRows(NamedTuple):
         features: with rows in place of ids, and a key of its own for each lookup where one feature feeds several
             tables; -1 for ids that have no row.
         groups: the distinct rows, where it pays to have them before they are needed.
-        unknown: where there are such ids, the tables' weights, values and layout to read them from.
+        unknown: where there are such ids, values and layout to read them by, from tables of their own for these tables:
+            rows int64 `[n]` of the whole table, and behind them initial values `[m, dim]`.
         training: whether new ids were given rows.
         step: int64 `[]`, of the tables.
     """
 
     features: KeyedJaggedTensor
     groups: ops.RowGroups | None
-    unknown: tuple[list[Tensor], Tensor, Layout] | None
+    unknown: tuple[Tensor, Layout, dict[int, tuple[Tensor, Tensor]]] | None
     training: bool
     step: Tensor
 
@@ -304,7 +305,7 @@ def assign_rows(
             rows[at] = found if occurrences is None or not training else found[occurrences[at].cumsum(0) - 1]
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
-        unknown, step = _rows_to_read(tables, rows, positions, ids, layout), torch.tensor(table.clock)
+        unknown, step = _rows_to_read(tables, rows, positions, ids, layout, ahead), torch.tensor(table.clock)
         return AssignedRows(assigned, groups, unknown, training, step)
 
 
@@ -335,40 +336,48 @@ def _positions(batch: KeyedJaggedTensor, layout: Layout, dynamic: Mapping[int, A
 
 
 def _rows_to_read(
-    tables: Tables, rows: Tensor, positions: Mapping[int, Any], ids: Mapping[int, Tensor], layout: Layout
-) -> tuple[list[Tensor], Tensor, Layout] | None:
-    """Tables of a batch's rows alone, and of initial values of ids that have none; None if all have."""
-    unknown = [number for number, at in positions.items() if (rows[at] < 0).any()]
+    tables: Tables, rows: Tensor, positions: Mapping[int, Any], ids: Mapping[int, Tensor], layout: Layout, ahead: bool
+) -> tuple[Tensor, Layout, dict[int, tuple[Tensor, Tensor]]] | None:
+    """See `AssignedRows.unknown`. Rows are read when they are looked up: updates may come before."""
+    unknown: Any = [number for number, at in positions.items() if (rows[at] < 0).any()]
     if not unknown:
         return None
-    values, weights = rows.clone(), [table.weight.detach() for table in tables.tables]
+    values, parts = rows.clone(), {}
     own = layout._replace(tables=layout.tables.clone())
-    for number in unknown:
+    # A graph is of certain tables, and of sizes that are neither 0 nor 1: all tables, and two rows more.
+    for number in positions if ahead else unknown:
         places, mine = rows[positions[number]].clone(), rows[positions[number]] < 0
         known, of_known = places[~mine].unique(return_inverse=True)
         new, of_new = ids[number][mine].unique(return_inverse=True)
+        known, new = (torch.nn.functional.pad(each, (0, 2)) for each in (known, new))
         places[~mine], places[mine] = of_known, known.numel() + of_new
         values[positions[number]] = places
-        weights[number] = torch.cat([weights[number][known], tables.dynamic[number].initial_values(new)])
-        own.tables[number, NUM_ROWS] = len(weights[number])
-    return weights, values, own
+        parts[number] = known, tables.dynamic[number].initial_values(new)
+        own.tables[number, NUM_ROWS] = known.numel() + new.numel()
+    return values, own, parts
 
 
 def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     """As `TableSet.look_up`, where some ids have no row: they read as initial values, and get no gradient."""
     assert batch.unknown is not None
-    weights, values, layout = batch.unknown
+    values, layout, parts = batch.unknown
     keys, rows, offsets, sample_weights = parts_of(batch.features)
 
     def read() -> Tensor:
-        dtype, check_bounds = tables.dtype_of(weights), tables.bounds_check == "raise"
+        weights, check_bounds = [table.weight.detach() for table in tables.tables], tables.bounds_check == "raise"
+        dtype = tables.dtype_of(weights)
         with torch.no_grad():
+            for number, (known, initial) in parts.items():
+                weights[number] = torch.cat([weights[number][known], initial])
             return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
 
     if not batch.training or not torch.is_grad_enabled():
         return read()
     if sample_weights is not None and sample_weights.requires_grad:
         raise ValueError(_no_weight_gradient(tables))
+    if torch.compiler.is_compiling():  # no op of a graph reads other rows than it trains
+        known_alone: Tensor = tables.look_up_rows(batch.features, batch.groups, check_bounds=False)
+        return read() + (known_alone - known_alone.detach())
     tables.check_trainable(tables.weights())
     if tables.accumulator.is_open:
         tables.remember_keys(keys)

@@ -214,9 +214,12 @@ class TableSet(OptimizedTables):
                 return look_up_unknown(self, batch)
             features, groups = batch.features, batch.groups
         assert not isinstance(groups, AssignedRows)
+        return self.look_up_rows(features, groups, self.bounds_check == "raise")
+
+    def look_up_rows(self, features: Features, groups: ops.RowGroups | None, check_bounds: bool) -> Tensor:
+        """As `look_up`, of rows that are in the tables' memory."""
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
-        check_bounds = self.bounds_check == "raise"
         if self.optimizer is None or not torch.is_grad_enabled():
             weights = self.weights()
             return ops.embedding_bag(
