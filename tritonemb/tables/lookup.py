@@ -286,7 +286,7 @@ def assign_rows(
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         raise ValueError(_no_gradient(tables))
     with torch.no_grad(), torch.inference_mode(False):
-        values, positions = batch.values().long(), _positions(batch, layout, dynamic)
+        values, positions = batch.values().long(), _positions(batch, tables.dynamic_keys[tuple(batch.keys())])
         rows, begun = values.clone(), dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}
         try:
@@ -321,14 +321,18 @@ def check_protected(tables: Tables, step: int, what: str) -> None:
         )
 
 
-def _positions(batch: KeyedJaggedTensor, layout: Layout, dynamic: Mapping[int, Any]) -> dict[int, Any]:
+def keys_of_tables(layout: Layout, dynamic: Mapping[int, Any]) -> dict[int, list[int]]:
+    """The numbers of each dynamic table's keys."""
+    tables, starts = layout.lookups[:, TABLE].tolist(), pairwise(layout.key_starts.tolist())
+    of_keys = [tables[first:last] for first, last in starts]
+    return {number: [key for key, of_key in enumerate(of_keys) if number in of_key] for number in dynamic}
+
+
+def _positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
     """Where the values of each dynamic table are: a slice, or of several keys int64 `[n]`."""
-    size, starts, tables = batch.stride(), layout.key_starts.tolist(), layout.lookups[:, TABLE].tolist()
-    ends = batch.offsets()[::size].tolist() if size else [0] * len(starts)
-    found: dict[int, list[slice]] = {number: [] for number in dynamic}
-    for key, (first, last) in enumerate(pairwise(starts)):
-        if first < last and tables[first] in found:
-            found[tables[first]].append(slice(ends[key], ends[key + 1]))
+    size = batch.stride()
+    ends = batch.offsets()[::size].tolist() if size else [0] * (len(batch.keys()) + 1)
+    found = {number: [slice(ends[key], ends[key + 1]) for key in of] for number, of in keys.items()}
     return {
         number: of[0] if len(of) == 1 else torch.cat([torch.arange(each.start, each.stop) for each in of])
         for number, of in found.items()

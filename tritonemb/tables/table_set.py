@@ -28,6 +28,7 @@ from tritonemb.tables.lookup import (
     check_prefetched,
     check_protected,
     configs_of,
+    keys_of_tables,
     look_up_cached,
     look_up_pinned,
     look_up_unknown,
@@ -129,6 +130,7 @@ class TableSet(OptimizedTables):
             for each, config in zip(made, self.configs, strict=True)
         ]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
+        self.dynamic_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # see `keys_of_tables`
         self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
         self._oldest: int | None = None  # step of the first accumulated micro-batch of dynamic tables
@@ -195,12 +197,11 @@ class TableSet(OptimizedTables):
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
                 found.tables[table, ROW_IDS] = dynamic.index.ids.data_ptr()
+            self.dynamic_keys[key[0]] = keys_of_tables(found, self.dynamic)
             self._layouts[key] = found
         return found
 
-    def look_up(
-        self, features: Features, groups: Groups | None = None, occurrences: Tensor | None = None
-    ) -> Tensor:
+    def look_up(self, features: Features, groups: Groups | None = None, occurrences: Tensor | None = None) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
         if self.cache is not None:
             if torch.compiler.is_compiling() and isinstance(groups, Lookup) and not self.update.is_shared:

@@ -152,7 +152,7 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
     def prefetch_features(features: Any) -> PrefetchedFeatures:
         with torch.set_grad_enabled(training):
             if isinstance(model, HybridParallel):
-                return model.prefetch(features, assign=False)  # new ids get rows in their step: see checkpoints
+                return model.prefetch(features, assign=False)  # a checkpoint has no rows of steps to come
             return prefetch(model, features)
 
     return prefetch_features
