@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self
 from weakref import WeakValueDictionary
 
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
-from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
+from tritonemb.layout import NUM_ROWS, Layout, make_layout
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -319,13 +318,6 @@ def check_protected(tables: Tables, step: int, what: str) -> None:
             f"table {table.config.name!r}: {what} {table.clock - step} batches ago, and only rows of the last "
             f"{protect} stay; use EvictionConfig(protect=...) of more than {protect}"
         )
-
-
-def keys_of_tables(layout: Layout, dynamic: Mapping[int, Any]) -> dict[int, list[int]]:
-    """The numbers of each dynamic table's keys."""
-    tables, starts = layout.lookups[:, TABLE].tolist(), pairwise(layout.key_starts.tolist())
-    of_keys = [tables[first:last] for first, last in starts]
-    return {number: [key for key, of_key in enumerate(of_keys) if number in of_key] for number in dynamic}
 
 
 def _positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:

@@ -28,7 +28,6 @@ from tritonemb.tables.lookup import (
     check_prefetched,
     check_protected,
     configs_of,
-    keys_of_tables,
     look_up_cached,
     look_up_pinned,
     look_up_unknown,
@@ -130,7 +129,7 @@ class TableSet(OptimizedTables):
             for each, config in zip(made, self.configs, strict=True)
         ]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
-        self.dynamic_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # see `keys_of_tables`
+        self.dynamic_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # of each table, by keys of a batch
         self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
         self._oldest: int | None = None  # step of the first accumulated micro-batch of dynamic tables
@@ -197,7 +196,8 @@ class TableSet(OptimizedTables):
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
                 found.tables[table, ROW_IDS] = dynamic.index.ids.data_ptr()
-            self.dynamic_keys[key[0]] = keys_of_tables(found, self.dynamic)
+                own = configs[table].feature_names
+                self.dynamic_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
             self._layouts[key] = found
         return found
 
