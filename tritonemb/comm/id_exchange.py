@@ -7,7 +7,8 @@ weights. So there is one wait for the sizes, whatever the number of tables.
 
 Where an owner sends back a row for each id, an id that comes several times in a route may be sent once.
 
-Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight.
+Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight,
+or what a deduplicated id of dynamic tables has instead: how often it occurs.
 """
 
 from collections.abc import Sequence
