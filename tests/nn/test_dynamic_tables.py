@@ -242,7 +242,8 @@ def test_accumulating_more_micro_batches_than_are_protected_is_an_error(tier):
 def test_a_compiled_model_takes_a_prefetched_batch(backend):
     def run(compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(4)
-        tables = [config(), config("item", features=["item", "user"])]
+        admission = te.AdmissionConfig(appearances=2)
+        tables = [config(), config("item", features=["item", "user"], admission=admission)]
         collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
         called = torch.compile(collection, fullgraph=True, backend=backend) if compiled else collection
         for ids, _ in batches(4):
@@ -466,8 +467,6 @@ def test_options_that_are_refused(kind, options, message):
 
 def test_what_dynamic_tables_cannot_do_is_said():
     dynamic = config()
-    with pytest.raises(ValueError, match="'user' is dynamic, which is sharded in an EmbeddingBagCollection only"):
-        te.HybridParallel(te.nn.EmbeddingCollection([config(pooling="none")], te.optim.SGD()))
     plain = te.nn.EmbeddingBagCollection([dynamic])
     with pytest.raises(ValueError, match="only a fused optimizer can train"):
         plain(bag(1))

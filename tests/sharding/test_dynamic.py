@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
@@ -23,51 +23,70 @@ BATCH, STEPS = 12, 9  # samples of all ranks
 EXACT = ExchangePrecision("fp32", "fp32")
 
 
-def model() -> te.nn.DLRM:
+class Sequences(nn.Module):
+    """A number for each sample, of the rows of all its ids."""
+
+    def __init__(self, tables: list[te.TableConfig], optimizer: Any) -> None:
+        super().__init__()
+        self.embeddings = te.nn.EmbeddingCollection(tables, optimizer)
+
+    def forward(self, dense: Tensor, sparse: Any) -> Tensor:
+        rows = self.embeddings(sparse).values()
+        return (rows.view(4, len(dense), -1).square().sum(2) * dense.T).sum(0)
+
+
+def model(pooled: bool = True, max_gradient: float | None = None) -> Any:
     torch.manual_seed(3)
-    evict = te.EvictionConfig("lfu", protect=1, half_life=3)
+    evict, twice = te.EvictionConfig("lfu", protect=1, half_life=3), te.AdmissionConfig(appearances=2)
+    of_item = ["user", "item"] if pooled else ["item"]
     tables = [
         te.TableConfig("user", None, 8, capacity=48, eviction=evict),
-        te.TableConfig(
-            "item", None, 8, features=["user", "item"], capacity=90, admission=te.AdmissionConfig(appearances=2)
-        ),
+        te.TableConfig("item", None, 8, features=of_item, capacity=90, admission=twice),
         te.TableConfig("city", None, 8, capacity=500, eviction=te.EvictionConfig(protect=1, ttl=3)),
-        te.TableConfig("static", 10, 8),
+        te.TableConfig("static", 40, 8),
     ]
-    return te.nn.DLRM(tables, 4, (8,), (8,), te.optim.RowWiseAdagrad(lr=0.1))
+    optimizer = te.optim.RowWiseAdagrad(lr=0.1, max_gradient=max_gradient)
+    return te.nn.DLRM(tables, 4, (8,), (8,), optimizer) if pooled else Sequences(tables, optimizer)
 
 
 def plan(world: int) -> ShardingPlan:
     node = TableRowWise(0) if world < 4 else TableRowWise(1)
-    tables = {"user": RowWise(), "item": TableWise(world - 1), "city": node, "static": TableWise(0)}
+    tables = {"user": RowWise(), "item": TableWise(world - 1), "city": node, "static": RowWise()}
     return ShardingPlan(tables, world, min(2, world))
 
 
-def batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, te.KeyedJaggedTensor]:
+def parallel(world: int, *args: Any) -> te.HybridParallel:
+    return te.HybridParallel(model(*args), plan(world), exchange=EXACT, local_world_size=min(2, world))
+
+
+def batch(step: int, rank: int = 0, world: int = 1, number: int = 1) -> tuple[Tensor, te.KeyedJaggedTensor]:
+    """A feature's single ids are distinct in each half of the samples; of several, many are the same."""
     generator = torch.Generator().manual_seed(step)
     dense = torch.randn(BATCH, 4, generator=generator)
-    ids = torch.randint(40, (4, BATCH), generator=generator) * 7**20 * (-1) ** step - 2**62 * (step % 2)
-    ids[3] = torch.randint(10, (BATCH,), generator=generator)
+    ids = torch.rand(4, 2, 40, generator=generator).argsort(2)[:, :, : BATCH // 2].reshape(4, BATCH, 1)
+    if number > 1:
+        ids = torch.randint(12, (4, BATCH, number), generator=generator)
+    ids[:3] = ids[:3] * 7**20 * (-1) ** step - 2**62 * (step % 2)
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-    values = ids[:, mine].flatten()
-    return dense[mine], te.KeyedJaggedTensor(
-        ["user", "item", "city", "static"], values, lengths=torch.ones_like(values)
-    )
+    values, lengths = ids[:, mine].flatten(), torch.full((4 * len(dense[mine]),), number)
+    return dense[mine], te.KeyedJaggedTensor(["user", "item", "city", "static"], values, lengths=lengths)
 
 
-def train(model: Any, steps: range, rank: int = 0, world: int = 1) -> None:
+def train(model: Any, steps: range, rank: int = 0, world: int = 1, number: int = 1) -> None:
     for step in steps:
-        dense, sparse = batch(step, rank, world)
+        dense, sparse = batch(step, rank, world, number)
         model(dense, sparse).mean().backward()
 
 
-def contents(model: Any) -> dict[str, Tensor]:
-    """Of dynamic tables, by id: whole, on each rank."""
-    state, found = model.state_dict(), {}
+def whole_state(model: Any) -> dict[str, Tensor]:
     group = getattr(model, "group", None)
-    for name, value in state.items():
-        if name.startswith("embeddings.") and not name.startswith("embeddings.static"):
-            found[name] = value.gather(group) if isinstance(value, TableShards) else value
+    found = model.state_dict().items()
+    return {name: value.gather(group) if isinstance(value, TableShards) else value.clone() for name, value in found}
+
+
+def contents(model: Any) -> dict[str, Tensor]:
+    """Of tables, by id: whole, on each rank."""
+    found = {name: value for name, value in whole_state(model).items() if name.startswith("embeddings.")}
     for table in ("user", "item", "city"):
         order = found[f"embeddings.{table}.ids"].argsort()
         for name in ("ids", "weight", "sum", "step", "count"):
@@ -81,10 +100,7 @@ def small_partitions() -> Any:
 
 def rows_on_ranks(rank: int, world: int, folder: Path) -> None:
     with small_partitions():
-        whole, sharded = (
-            model(),
-            te.HybridParallel(model(), plan(world), exchange=EXACT, local_world_size=min(2, world)),
-        )
+        whole, sharded = model(), parallel(world)
         begun = contents(whole)
         train(whole, range(STEPS))
         train(sharded, range(STEPS), rank, world)
@@ -106,7 +122,7 @@ def rows_on_ranks(rank: int, world: int, folder: Path) -> None:
         group = sharded.group
         CheckpointFolder(folder).save(1, model_tensors(sharded), {}, group)
         stored = stored_tensors(folder / "step-1", group)
-        again = te.HybridParallel(model(), plan(world), exchange=EXACT, local_world_size=min(2, world))
+        again = parallel(world)
         load_model(folder / "step-1", again, {}, stored, (), group)
         assert_same_bits(contents(again), found)
         alone = model()
@@ -121,6 +137,73 @@ def rows_on_ranks(rank: int, world: int, folder: Path) -> None:
         assert_same_bits(contents(sharded), found)
         again.load_state_dict(sharded.state_dict())
         assert_same_bits(contents(again), found)
+
+
+def sequences_on_ranks(rank: int, world: int, folder: Path, max_gradient: float | None = None) -> None:
+    with small_partitions():
+        whole, sharded = model(False, max_gradient), parallel(world, False, max_gradient)
+        train(whole, range(5))
+        train(sharded, range(5), rank, world)
+        assert_same_bits(contents(sharded), contents(whole))
+        train(whole, range(5, STEPS), number=4)
+        train(sharded, range(5, STEPS), rank, world, number=4)
+        found, expected = contents(sharded), contents(whole)
+        for name, value in found.items():
+            if name.endswith((".weight", ".sum")) and ".item." not in name:
+                torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)  # sums of ranks are added
+            else:
+                assert torch.equal(value, expected[name]), name
+        for table in ("user", "item", "city"):
+            assert expected[f"embeddings.{table}.count"].max() > 4
+        assert whole.embeddings["user"].statistics().evictions > 0
+        assert whole.embeddings["item"].statistics().refused > 0
+        statistics = [table.statistics().lookups for of in sharded.collections for _, table in of.dynamic_tables()]
+        lookups = sharded.group.all_gather(torch.tensor([sum(statistics)]), "test")
+        assert sum(map(int, lookups)) == 3 * BATCH * (5 + 4 * (STEPS - 5))
+
+        # Ids that nobody knows.
+        whole.load_state_dict(whole_state(sharded))
+        with torch.no_grad():
+            given = [batch(77, *of, number=4)[1] for of in ((), (rank, world))]
+            rows, mine = whole.embeddings(given[0]).values(), sharded.module.embeddings(given[1]).values()
+            mine = mine.wait() if world > 1 else mine
+            rows = rows.view(4, world, -1, 8)[:, rank].flatten(0, 1)
+            assert torch.equal(mine, rows)
+        CheckpointFolder(folder).save(1, model_tensors(sharded), {}, sharded.group)
+        torch.save(found, folder / f"found-{rank}")
+
+
+def sequences_are_loaded(rank: int, world: int, folder: Path) -> None:
+    with small_partitions():
+        sharded, found = parallel(world, False), torch.load(folder / "found-0")
+        load_model(folder / "step-1", sharded, {}, stored_tensors(folder / "step-1", sharded.group), (), sharded.group)
+        assert_same_bits(contents(sharded), found)
+        sharded.load_state_dict(sharded.state_dict())
+        assert_same_bits(contents(sharded), found)
+
+
+def one_graph(rank: int, world: int, pooled: bool) -> None:
+    def trained(ahead: bool, compiled: bool) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        sharded, waiting = parallel(world, pooled), []
+        called = torch.compile(sharded, fullgraph=True, backend="aot_eager") if compiled else sharded
+        for step in range(5):
+            dense, sparse = batch(step, rank, world)
+            waiting.append((dense, sharded.prefetch(sparse) if ahead else sparse))
+            if len(waiting) > ahead:
+                called(*waiting.pop(0)).mean().backward()
+        for of_step in waiting:
+            called(*of_step).mean().backward()
+        dense, sparse = batch(77, rank, world)
+        with torch.no_grad():
+            read = called(dense, sharded.prefetch(sparse))
+        torch._dynamo.reset()
+        return contents(sharded) | {"read": read}
+
+    with small_partitions():
+        expected = trained(False, False)
+        for compiled in {False, pooled}:  # a row an id ends a graph
+            assert_same_bits(trained(True, compiled), expected)
 
 
 def rows_of_one_rank_alone(rank: int, world: int) -> None:
@@ -152,9 +235,29 @@ def test_rows_are_those_of_one_process(ranks, world, tmp_path):
     ranks(world).run(rows_on_ranks, world, tmp_path)
 
 
-def test_one_rank_is_the_model_itself():
+@pytest.mark.parametrize(("world", "loaded"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.more)])
+def test_rows_of_sequences_are_those_of_one_process(ranks, world, loaded, tmp_path):
+    ranks(world).run(sequences_on_ranks, world, tmp_path)
+    if loaded == 1:
+        sequences_are_loaded(0, 1, tmp_path)
+    else:
+        ranks(loaded).run(sequences_are_loaded, loaded, tmp_path)
+
+
+@pytest.mark.more
+def test_gradients_of_sequences_are_clamped_one_by_one(ranks, tmp_path):
+    ranks(2).run(sequences_on_ranks, 2, tmp_path, 0.01)
+
+
+@pytest.mark.parametrize("pooled", [True, pytest.param(False, marks=pytest.mark.more)])
+def test_prefetched_batches_are_one_graph_and_have_the_same_bits(ranks, pooled):
+    ranks(2).run(one_graph, 2, pooled)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_one_rank_is_the_model_itself(pooled):
     with small_partitions():
-        alone, hybrid = model(), te.HybridParallel(model())
+        alone, hybrid = model(pooled), te.HybridParallel(model(pooled))
         train(alone, range(STEPS))
         train(hybrid, range(STEPS))
         assert_same_bits(contents(hybrid), contents(alone))

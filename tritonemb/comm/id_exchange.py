@@ -7,7 +7,8 @@ weights. So there is one wait for the sizes, whatever the number of tables.
 
 Where an owner sends back a row for each id, an id that comes several times in a route may be sent once.
 
-Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight.
+Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight,
+or what a deduplicated id of dynamic tables has instead: how often it occurs.
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ class RowRoutes(NamedTuple):
     positions: Tensor  # int32 `[M]`: the position of each id, route by route, in the messages sent
     samples: int  # of all ranks
     inverse: Tensor | None  # int64 `[I]`: if deduplicated, which id sent each id of the batch is, route by route
+    occurrences: Tensor | None  # int32 `[N]`: if deduplicated, of each value received, where dynamic tables count them
 
 
 # The ids of all ranks' samples, in the order of ranks, whose keys are those of routes (see `route_key`); how many bags
@@ -107,8 +109,7 @@ class IdExchange:
         if problem is not None:
             ids, route, offsets, weights = ids[:0], route[:0], torch.zeros_like(offsets), None
         if self.deduplicate:
-            ids, route, offsets, inverse = self._distinct(ids, route)
-            weights = None
+            ids, route, offsets, inverse, weights = self._distinct(ids, route)
         bags = 1 if self.deduplicate else batch.stride()
         # Each id's owner and its row there, in one number; an id of -1 is a row that its route's first owner lacks.
         number = torch.where(ids < 0, 0, ids // blocks[route])
@@ -141,9 +142,15 @@ class IdExchange:
         packed = self._pack(of_routes, ids, weights, ids_sent).to(self._device, non_blocking=True)
         words = self._network.all_to_all(packed, out_words, in_words, "ids")
         features, source = self._unpack(words, received, in_words, weighted)
-        samples = sum(each.samples for each in received)
-        routes = RowRoutes(ids_sent, ids_received, source, positions, samples, inverse) if self.returns_rows else None
-        return features, [each.bags for each in received], routes
+        batch_sizes, samples = [each.bags for each in received], sum(each.samples for each in received)
+        if not self.returns_rows:
+            return features, batch_sizes, None
+        occurrences = None
+        if self.deduplicate and self._dynamic:
+            occurrences = features.weights().view(torch.int32)
+            features = KeyedJaggedTensor(features.keys(), features.values(), offsets=features.offsets())
+        routes = RowRoutes(ids_sent, ids_received, source, positions, samples, inverse, occurrences)
+        return features, batch_sizes, routes
 
     def _by_route(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         keys = batch.keys()
@@ -183,11 +190,20 @@ class IdExchange:
             problem = first_bad_id(batch, [each[:3] for each in self.routes if not each.dynamic])
         return torch.where(inside, ids, -1), route, problem
 
-    def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The distinct ids of each route, ascending, their routes, where each route begins, and the inverse."""
+    def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The distinct ids of each route, ascending, their routes, where each route begins, and the inverse.
+
+        With dynamic tables occurrences too, whose bits are sent as weights.
+        """
+        values = None
+        if self._dynamic:  # ids are too large for that: their numbers are not
+            values, ids = torch.unique(ids, return_inverse=True)
         found, inverse = torch.unique(route * _OWNER + ids + 1, sorted=True, return_inverse=True)
-        route = found // _OWNER
-        return found % _OWNER - 1, route, ops.segment_offsets(route.bincount(minlength=len(self.routes))), inverse
+        route, ids = found // _OWNER, found % _OWNER - 1
+        offsets = ops.segment_offsets(route.bincount(minlength=len(self.routes)))
+        if values is None:
+            return ids, route, offsets, inverse, None
+        return values[ids], route, offsets, inverse, inverse.bincount().to(torch.int32).view(torch.float32)
 
     def _is_weighted(self, sizes: Sequence[_Sizes]) -> bool:
         found = {each.weighted for each in sizes if each.weighted >= 0}

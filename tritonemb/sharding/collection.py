@@ -39,7 +39,7 @@ from tritonemb.tables.table_set import Groups, TableSet, kind_of
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
 # A batch, the distinct rows for each table set of replicated tables, and for each ID exchange what it has received and
-# the distinct rows for each table set that looks it up, unless it has dynamic tables: new ids get rows in the forward.
+# the distinct rows for each table set that looks it up; None where ids of dynamic tables become rows in the forward.
 Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups | None]]]]
 # An ID exchange, and the table sets of this rank's shards that look up what it receives.
 ShardedLookup = tuple[IdExchange, list[TableSet]]
@@ -139,21 +139,22 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         state, _ = self._state()
         return {config.name: state[f"{config.name}.weight"] for config in self.configs}
 
-    def prefetch(self, features: Features | PrefetchedFeatures) -> Exchanged:
+    def prefetch(self, features: Features | PrefetchedFeatures, assign: bool = False) -> Exchanged:
         """Exchange the ids of all ranks' batches, and prefetch the rows of those received; a collective.
 
-        May be called before `forward`, from another thread, if every rank does so in the same order.
+        May be called before `forward`, from another thread, if every rank does so in the same order. `assign`: whether
+        ids of dynamic tables become rows, too.
         """
-        return features.of(self) if isinstance(features, PrefetchedFeatures) else self._exchange_ids(features)
+        return features.of(self) if isinstance(features, PrefetchedFeatures) else self._exchange_ids(features, assign)
 
-    def _exchange_ids(self, features: Features) -> Exchanged:
+    def _exchange_ids(self, features: Features, assign: bool) -> Exchanged:
         batch = self.own_batch(features)
         sent, problem = self._batch_to_send(batch), first_bad_id(batch, self._checked)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
             batch, received = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
         found = [
-            (of_ids, [None if tables.dynamic else tables.group(of_ids[0]) for tables in sets])
+            (of_ids, [None if tables.dynamic and not assign else tables.group(*_counted(of_ids)) for tables in sets])
             for (_, sets), of_ids in zip(self._lookups, received, strict=True)
         ]
         return batch, [tables.group(batch) for tables in self._replicated], found
@@ -391,6 +392,11 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
     def extra_repr(self) -> str:
         return ", ".join(f"{config.name}: {self.plan.tables[config.name]}" for config in self.configs)
+
+
+def _counted(received: Received) -> tuple[KeyedJaggedTensor, Tensor | None]:
+    """Ids, and their occurrences."""
+    return received[0], None if received[2] is None else received[2].occurrences
 
 
 def _own_part(given: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         groups: list[Groups | None],
     ) -> Tensor:  # fmt: skip
         ids, _, routes = received
-        found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]
+        assert routes is not None
+        found = [tables.look_up(ids, of_ids, routes.occurrences) for tables, of_ids in zip(sets, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
             found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
         return exchange(functools.reduce(operator.add, found), routes)

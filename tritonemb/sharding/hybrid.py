@@ -91,8 +91,6 @@ class HybridParallel(nn.Module):
             )
         tables = [config for collection in found for config in collection.configs]
         sequences = [each for each in found if isinstance(each, EmbeddingCollection)]
-        if dynamic := [config.name for each in sequences for config in each.configs if config.is_dynamic]:
-            raise ValueError(f"table {dynamic[0]!r} is dynamic, which is sharded in an EmbeddingBagCollection only")
         if pipeline > 1 and (dense == "fsdp" or sequences):
             raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
         if plan is not None and mesh is None and local_world_size is None:
@@ -148,15 +146,16 @@ class HybridParallel(nn.Module):
             return result
         return tree_map_only(Tensor, ordinary, self._called[0](*args, **kwargs))
 
-    def prefetch(self, features: Features | PrefetchedFeatures) -> PrefetchedFeatures:
+    def prefetch(self, features: Features | PrefetchedFeatures, assign: bool = True) -> PrefetchedFeatures:
         """Exchange the ids of a batch, and prefetch its rows, before `forward`; all ranks, in the same order.
 
-        Another thread may do so for the next batch while this one is computed.
+        Another thread may do so for the next batch while this one is computed. New ids of dynamic tables get rows now
+        unless gradients are disabled, or, without `assign`, in the forward.
         """
         if isinstance(features, PrefetchedFeatures):
             return features
         batch = self.collections[0].own_batch(features)
-        return PrefetchedFeatures(batch, {id(each): each.prefetch(batch) for each in self.collections})
+        return PrefetchedFeatures(batch, {id(each): each.prefetch(batch, assign) for each in self.collections})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

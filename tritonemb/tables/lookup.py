@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self
 from weakref import WeakValueDictionary
 
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
-from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
+from tritonemb.layout import NUM_ROWS, Layout, make_layout
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -198,7 +197,9 @@ pytree.register_pytree_node(
 )
 
 
-def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = None) -> Lookup:
+def prefetch_batch(
+    tables: Tables, features: Features, before: Lookup | None = None, occurrences: Tensor | None = None
+) -> Lookup:
     """Pin a batch's rows in slots; the batch with slots in place of ids. See `released_before` for what is evicted.
 
     Waits for the device as `RowCache` does, and more often for replicas' rows, unless `before`, an earlier prefetch of
@@ -206,7 +207,7 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
     """
     assigned = None if before is None else before.assigned
     if tables.dynamic:
-        assigned = assign_rows(tables, features) if assigned is None else assigned
+        assigned = assign_rows(tables, features, occurrences=occurrences) if assigned is None else assigned
         features = assigned.features
     keys, values, offsets, weights = parts_of(features)
     layout = tables.layout(keys, values.device)
@@ -253,7 +254,9 @@ def look_up_pinned(tables: Tables, lookup: Lookup) -> Tensor:
 
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
-def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | Lookup | None) -> Tensor:
+def look_up_cached(
+    tables: Tables, features: Features, groups: ops.RowGroups | Lookup | None, occurrences: Tensor | None = None
+) -> Tensor:
     """As `TableSet.look_up`. Without an optimizer the result wants gradients as weights do, and its backward raises.
 
     ValueError for per-sample weights that want gradients, or a batch that another collection has prefetched, or that
@@ -264,7 +267,7 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
     tables.check_protected(None if lookup is None else lookup.assigned)
     if lookup is None or not cache.acquire(lookup):
         begin = time.perf_counter()
-        lookup = prefetch_batch(tables, features, lookup)
+        lookup = prefetch_batch(tables, features, lookup, occurrences)
         cache.acquire(lookup)
         cache.stall += time.perf_counter() - begin
     read = partial(tables.read, lookup)
@@ -291,11 +294,14 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
 
 
 @_disable_dynamo
-def assign_rows(tables: Tables, features: Features, ahead: bool = False) -> AssignedRows:
+def assign_rows(
+    tables: Tables, features: Features, ahead: bool = False, occurrences: Tensor | None = None
+) -> AssignedRows:
     """Find the rows of a batch's ids in dynamic tables. New ids of a batch that is to be trained are given rows.
 
-    `ahead` of the lookup, they are grouped, too. ValueError, before anything changes, if they find no room in some
-    table, or the tables have no optimizer to train them.
+    `ahead` of the lookup, they are grouped, too. `occurrences`: int `[N]`, how often each id was in the batch before it
+    was deduplicated. ValueError, before anything changes, if ids find no room in some table, or the tables have no
+    optimizer to train them.
     """
     keys, values, offsets, weights = parts_of(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
@@ -309,21 +315,26 @@ def assign_rows(tables: Tables, features: Features, ahead: bool = False) -> Assi
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         raise ValueError(_no_gradient(tables))
     with torch.no_grad(), torch.inference_mode(False):
-        values, positions = batch.values().long(), _positions(batch, layout, dynamic)
+        values, positions = batch.values().long(), _positions(batch, tables.dynamic_keys[tuple(batch.keys())])
         rows, begun = values.clone(), dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}
         try:
-            begun.update((number, dynamic[number].begin(ids[number])) for number in (dynamic if training else ()))
+            for number in dynamic if training else ():
+                of_table = ids[number]
+                if occurrences is not None:
+                    of_table = of_table.repeat_interleave(occurrences[positions[number]])
+                begun[number] = dynamic[number].begin(of_table)
         except ValueError:
             for number, found in begun.items():
                 dynamic[number].undo(found)
             raise
         for number, at in positions.items():
             table = dynamic[number]
-            rows[at] = table.finish(begun[number]) if training else table.find(ids[number])
+            found = table.finish(begun[number]) if training else table.find(ids[number])
+            rows[at] = found if occurrences is None or not training else found[occurrences[at].cumsum(0) - 1]
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
-        unknown, step = _unknown_ids(tables, rows, positions, ids, layout), torch.tensor(table.clock)
+        unknown, step = _unknown_ids(tables, rows, positions, ids, layout, ahead), torch.tensor(table.clock)
         return AssignedRows(assigned, groups, unknown, training, step)
 
 
@@ -345,14 +356,11 @@ def check_protected(tables: Tables, step: int, what: str) -> None:
         )
 
 
-def _positions(batch: KeyedJaggedTensor, layout: Layout, dynamic: Mapping[int, Any]) -> dict[int, Any]:
+def _positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
     """Where the values of each dynamic table are: a slice, or of several keys int64 `[n]`."""
-    size, starts, tables = batch.stride(), layout.key_starts.tolist(), layout.lookups[:, TABLE].tolist()
-    ends = batch.offsets()[::size].tolist() if size else [0] * len(starts)
-    found: dict[int, list[slice]] = {number: [] for number in dynamic}
-    for key, (first, last) in enumerate(pairwise(starts)):
-        if first < last and tables[first] in found:
-            found[tables[first]].append(slice(ends[key], ends[key + 1]))
+    size = batch.stride()
+    ends = batch.offsets()[::size].tolist() if size else [0] * (len(batch.keys()) + 1)
+    found = {number: [slice(ends[key], ends[key + 1]) for key in of] for number, of in keys.items()}
     return {
         number: of[0] if len(of) == 1 else torch.cat([torch.arange(each.start, each.stop) for each in of])
         for number, of in found.items()
@@ -360,20 +368,22 @@ def _positions(batch: KeyedJaggedTensor, layout: Layout, dynamic: Mapping[int, A
 
 
 def _unknown_ids(
-    tables: Tables, rows: Tensor, positions: Mapping[int, Any], ids: Mapping[int, Tensor], layout: Layout
+    tables: Tables, rows: Tensor, positions: Mapping[int, Any], ids: Mapping[int, Tensor], layout: Layout, ahead: bool
 ) -> UnknownIds | None:
-    unknown = [number for number, at in positions.items() if (rows[at] < 0).any()]
+    unknown: Any = [number for number, at in positions.items() if (rows[at] < 0).any()]
     if not unknown:
         return None
     found = UnknownIds({}, {}, rows.clone(), layout._replace(tables=layout.tables.clone()))
-    for number in unknown:
+    # A graph is of certain tables, and of sizes that are neither 0 nor 1: all tables, and two rows more.
+    for number in positions if ahead else unknown:
         places, mine = rows[positions[number]].clone(), rows[positions[number]] < 0
-        found.rows[number], of_known = places[~mine].unique(return_inverse=True)
+        known, of_known = places[~mine].unique(return_inverse=True)
         new, of_new = ids[number][mine].unique(return_inverse=True)
-        places[~mine], places[mine] = of_known, len(found.rows[number]) + of_new
+        known, new = (torch.nn.functional.pad(each, (0, 2 * ahead)) for each in (known, new))
+        places[~mine], places[mine] = of_known, known.numel() + of_new
         found.values[positions[number]] = places
-        found.initial[number] = tables.dynamic[number].initial_values(new)
-        found.layout.tables[number, NUM_ROWS] = len(found.rows[number]) + len(new)
+        found.rows[number], found.initial[number] = known, tables.dynamic[number].initial_values(new)
+        found.layout.tables[number, NUM_ROWS] = known.numel() + new.numel()
     return found
 
 
@@ -383,7 +393,7 @@ def _of_slots(tables: Tables, lookup: Lookup) -> UnknownIds:
     assert lookup.assigned.unknown is not None
     batch, of_rows, found = lookup.assigned.features, lookup.assigned.unknown, dict[int, Tensor]()
     values, own = lookup.values.clone(), lookup.layout._replace(tables=lookup.layout.tables.clone())
-    positions = _positions(batch, lookup.layout, tables.dynamic)
+    positions = _positions(batch, tables.dynamic_keys[tuple(batch.keys())])
     for number, distinct in of_rows.rows.items():
         if tables.cache.tables[number] is None:
             found[number] = distinct
@@ -399,9 +409,9 @@ def read_unknown(tables: Tables, batch: UnknownIds, offsets: Tensor, sample_weig
     """`[B, width]` if pooled, else `[N, width]`: ids without rows read as initial values; no gradient."""
     with torch.no_grad(), tables.memory():
         weights = [table.weight.detach() for table in tables.tables]
+        dtype, check_bounds = tables.dtype_of(weights), tables.bounds_check == "raise"
         for number, rows in batch.rows.items():
             weights[number] = torch.cat([weights[number][rows], batch.initial[number]])
-        dtype, check_bounds = tables.dtype_of(weights), tables.bounds_check == "raise"
         return ops.embedding_bag(weights, batch.values, offsets, sample_weights, batch.layout, check_bounds, dtype)
 
 
@@ -414,6 +424,9 @@ def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
         return read()
     if sample_weights is not None and sample_weights.requires_grad:
         raise ValueError(_no_weight_gradient(tables))
+    if torch.compiler.is_compiling():  # no op of a graph reads other rows than it trains
+        known_alone: Tensor = tables.look_up_rows(batch.features, batch.groups, check_bounds=False)
+        return read() + (known_alone - known_alone.detach())
     tables.check_trainable(tables.weights())
     if tables.accumulator.is_open:
         tables.remember_keys(keys)

@@ -126,6 +126,7 @@ class TableSet(OptimizedTables):
         self.dynamic = {number: each for number, each in enumerate(made) if isinstance(each, DynamicTable)}
         self.row_configs = [each.row_config for each in made]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
+        self.dynamic_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # of each table, by keys of a batch
         self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
         self._oldest: int | None = None  # step of the first accumulated micro-batch of dynamic tables
@@ -167,12 +168,12 @@ class TableSet(OptimizedTables):
         grads = [batch.grad.mul_(factor) for batch in self.accumulator.kept]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
-    def group(self, features: Features) -> Groups:
-        """See `EmbeddingBagCollection.group`."""
+    def group(self, features: Features, occurrences: Tensor | None = None) -> Groups:
+        """See `EmbeddingBagCollection.group`, and `assign_rows`."""
         if self.cache is not None:
-            return prefetch_batch(self, features)
+            return prefetch_batch(self, features, None, occurrences)
         if self.dynamic:
-            return assign_rows(self, features, ahead=True)
+            return assign_rows(self, features, True, occurrences)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
@@ -192,27 +193,32 @@ class TableSet(OptimizedTables):
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
                 found.tables[table, ROW_IDS], found.tables[table, ROW_ORIGIN] = dynamic.index.ids.data_ptr(), 0
+                own = configs[table].feature_names
+                self.dynamic_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
             self._layouts[key] = found
         return found
 
-    def look_up(self, features: Features, groups: Groups | None = None) -> Tensor:
+    def look_up(self, features: Features, groups: Groups | None = None, occurrences: Tensor | None = None) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
         if self.cache is not None:
             one_graph = not (self.update.is_shared or self.dynamic)
             if one_graph and torch.compiler.is_compiling() and isinstance(groups, Lookup):
                 return look_up_pinned(self, groups)
             assert not isinstance(groups, AssignedRows)
-            return look_up_cached(self, features, groups)
+            return look_up_cached(self, features, groups, occurrences)
         assert not isinstance(groups, Lookup)
         if self.dynamic:
-            batch = self._assigned(features, groups)
+            batch = self._assigned(features, groups, occurrences)
             if batch.unknown is not None:
                 return look_up_unknown(self, batch)
             features, groups = batch.features, batch.groups
         assert not isinstance(groups, AssignedRows)
+        return self.look_up_rows(features, groups, self.bounds_check == "raise")
+
+    def look_up_rows(self, features: Features, groups: ops.RowGroups | None, check_bounds: bool) -> Tensor:
+        """As `look_up`, of rows that are in the tables' memory."""
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
-        check_bounds = self.bounds_check == "raise"
         if self.optimizer is None or not torch.is_grad_enabled():
             weights = self.weights()
             return ops.embedding_bag(
@@ -235,10 +241,10 @@ class TableSet(OptimizedTables):
             self.counters["pending"], accumulator, shared,
         )  # fmt: skip
 
-    def _assigned(self, features: Features, groups: Groups | None) -> AssignedRows:
+    def _assigned(self, features: Features, groups: Groups | None, occurrences: Tensor | None) -> AssignedRows:
         assert not isinstance(groups, Lookup | ops.RowGroups)
         self.check_protected(groups)
-        batch = assign_rows(self, features) if groups is None else groups
+        batch = assign_rows(self, features, False, occurrences) if groups is None else groups
         check_prefetched(self, batch.training)
         self.remember_step(batch)
         return batch

@@ -152,7 +152,9 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
 
     def prefetch_features(features: Any) -> PrefetchedFeatures:
         with torch.set_grad_enabled(training):
-            return model.prefetch(features) if isinstance(model, HybridParallel) else prefetch(model, features)
+            if isinstance(model, HybridParallel):
+                return model.prefetch(features, assign=False)  # a checkpoint has no rows of steps to come
+            return prefetch(model, features)
 
     return prefetch_features
 
