@@ -20,6 +20,7 @@ from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.train_state import model_tensors
 
 BATCH, STEPS = 12, 9  # samples of all ranks
+CITY = torch.bfloat16  # rounded by random numbers that follow from ids
 EXACT = ExchangePrecision("fp32", "fp32")
 
 
@@ -35,14 +36,18 @@ class Sequences(nn.Module):
         return (rows.view(4, len(dense), -1).square().sum(2) * dense.T).sum(0)
 
 
-def model(pooled: bool = True, max_gradient: float | None = None) -> Any:
+def model(pooled: bool = True, max_gradient: float | None = None, placed: bool = False) -> Any:
+    """With two of its tables `placed` in host memory and on disk."""
     torch.manual_seed(3)
+    tiers: list[dict[str, Any]] = [{}, {}]
+    if placed:
+        tiers = [{"placement": tier, "cache": te.CacheConfig(rows=32)} for tier in ("host", "disk")]
     evict, twice = te.EvictionConfig("lfu", protect=1, half_life=3), te.AdmissionConfig(appearances=2)
     of_item = ["user", "item"] if pooled else ["item"]
     tables = [
-        te.TableConfig("user", None, 8, capacity=48, eviction=evict),
-        te.TableConfig("item", None, 8, features=of_item, capacity=90, admission=twice),
-        te.TableConfig("city", None, 8, capacity=500, eviction=te.EvictionConfig(protect=1, ttl=3)),
+        te.TableConfig("user", None, 8, capacity=48, eviction=evict, **tiers[0]),
+        te.TableConfig("item", None, 8, features=of_item, capacity=90, admission=twice, **tiers[1]),
+        te.TableConfig("city", None, 8, capacity=500, dtype=CITY, eviction=te.EvictionConfig(protect=1, ttl=3)),
         te.TableConfig("static", 40, 8),
     ]
     optimizer = te.optim.RowWiseAdagrad(lr=0.1, max_gradient=max_gradient)
@@ -98,9 +103,10 @@ def small_partitions() -> Any:
     return mock.patch.object(layout, "LEAST_ROWS", 16)
 
 
-def rows_on_ranks(rank: int, world: int, folder: Path) -> None:
+def rows_on_ranks(rank: int, world: int, folder: Path, placed: bool) -> None:
+    options = True, None, placed
     with small_partitions():
-        whole, sharded = model(), parallel(world)
+        whole, sharded = model(), parallel(world, *options)
         begun = contents(whole)
         train(whole, range(STEPS))
         train(sharded, range(STEPS), rank, world)
@@ -122,12 +128,13 @@ def rows_on_ranks(rank: int, world: int, folder: Path) -> None:
         group = sharded.group
         CheckpointFolder(folder).save(1, model_tensors(sharded), {}, group)
         stored = stored_tensors(folder / "step-1", group)
-        again = parallel(world)
+        again = parallel(world, *options)
         load_model(folder / "step-1", again, {}, stored, (), group)
         assert_same_bits(contents(again), found)
-        alone = model()
+        alone = model(*options)
         load_model(folder / "step-1", alone, {}, stored, ())
         assert_same_bits(contents(alone), found)
+        assert any(path.suffix == ".rows" for path in (folder / "step-1").iterdir()) == placed
         # A state dict of its own, and one of whole tensors.
         train(again, range(STEPS, STEPS + 2), rank, world)
         later = contents(again)
@@ -230,9 +237,10 @@ def test_a_rank_without_rows_and_shards_of_another_plan(ranks):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.more)])
 @pytest.mark.few(1)
-def test_rows_are_those_of_one_process(ranks, world, tmp_path):
-    ranks(world).run(rows_on_ranks, world, tmp_path)
+def test_rows_are_those_of_one_process(ranks, world, placed, tmp_path):
+    ranks(world).run(rows_on_ranks, world, tmp_path, placed)
 
 
 @pytest.mark.parametrize(("world", "loaded"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.more)])
