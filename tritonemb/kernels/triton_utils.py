@@ -72,14 +72,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
     if 0 in grid:
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    key: list[Any] = [kernel, num_warps, device.index, *constants.values()]
-    for arg in args:
-        if isinstance(arg, Tensor):
-            key += arg.dtype, arg.data_ptr() % 16 == 0
-        elif isinstance(arg, int):
-            key += arg == 1, arg % 16 == 0, arg >= 2**31
-        else:
-            key.append(type(arg))
+    key: list[Any] = [kernel, num_warps, device.index, *constants.values(), *_specialised_on(args)]
     with _current(device):
         compiled = _compiled.get(tuple(key))
         if compiled is not None:
@@ -89,6 +82,20 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
         compiled = kernel[tuple(grid)](*args, **options, **constants)
         if compiled is not None:  # not interpreted
             _compiled[tuple(key)] = compiled
+
+
+def _specialised_on(args: Iterable[Any]) -> list[Any]:
+    key: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            key += arg.dtype, arg.data_ptr() % 16 == 0
+        elif isinstance(arg, int):
+            key += arg == 1, arg % 16 == 0, arg >= 2**31
+        elif isinstance(arg, tuple):
+            key += _specialised_on(arg)
+        else:
+            key.append(type(arg))
+    return key
 
 
 def compiler_options(num_warps: int, nvidia: bool) -> dict[str, Any]:
@@ -350,6 +357,15 @@ def row_id(tables, table, row, mask):
     row_ids = tl.load(field_at(tables, table, ROW_IDS), mask=mask, other=0)
     found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row, mask=row_ids != 0, other=0)
     return tl.where(row_ids != 0, found, row)
+
+
+@jit
+def mix(ids):
+    """`layout.mix64`."""
+    mixed = ids.to(tl.uint64)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return (mixed ^ (mixed >> 31)).to(tl.int64)
 
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (tl.constexpr(kind) for kind in range(1, 6))

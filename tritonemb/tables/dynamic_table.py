@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.kernels.dynamic_index import dynamic_rows, make_index, mix64, partitions_of
-from tritonemb.layout import WAYS, DynamicIndex
+from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index, mix64, partitions_of
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
@@ -214,8 +213,8 @@ class DynamicTable(Table):
         admission = self.config.admission
         admitted = torch.ones(ids.numel(), dtype=torch.bool, device=_CPU)
         if admission.probability < 1.0:
-            drawn = mix64(torch.from_numpy((mix64(ids) ^ np.uint64(self.seed)).view(np.int64))) >> np.uint64(11)
-            admitted &= torch.from_numpy(drawn < np.uint64(int(admission.probability * 2.0**53)))
+            drawn = mix64(mix64(ids) ^ self.seed) >> 11 & 2**53 - 1
+            admitted &= drawn < int(admission.probability * 2.0**53)
         if self.sketch is not None:
             admitted &= self.sketch.counts(ids) + occurrences >= admission.appearances
         return admitted
@@ -478,9 +477,8 @@ class _Sketch:
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         mixed, partitions = mix64(ids), partitions_of(ids, self._whole) - self._first
-        hashes = [mix64(torch.from_numpy((mixed + np.uint64(n)).view(np.int64))) for n in range(1, NUM_HASHES + 1)]
-        cells = torch.from_numpy(np.stack([each % np.uint64(self._width) for each in hashes]).astype(np.int64))
-        return partitions, partitions * self._width + cells
+        cells = [mix64(mixed + n) & self._width - 1 for n in range(1, NUM_HASHES + 1)]  # a power of two
+        return partitions, partitions * self._width + torch.stack(cells)
 
 
 def _call(op: str, *args: Any) -> Any:
