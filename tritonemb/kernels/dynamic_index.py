@@ -21,6 +21,8 @@ one task, so the result depends on the sequence of calls alone.
 **Aged count**: `counts >> (step - used) / half_life`, at most by 31: a row that is not used loses half.
 
 **find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id; **use**: 16 more.
+**insert**: 69 an id, 32 of digests, and the sort by partition; for a victim 700 more, for a split 450. **remove**: as
+find, and 60 for a row. **missing**: the sort, and 8 for each row that is counted. GPUs move 32 at least at a time.
 A row takes 16 bytes beside its values, and at most 6.25 of slots where all sets are.
 """
 
@@ -32,19 +34,10 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.triton_utils import cdiv, jit, launch, mix, tl
-from tritonemb.layout import (
-    DIGEST_SHIFT,
-    GROWN_ROWS,
-    MOST_USES,
-    WAYS,
-    DynamicIndex,
-    dynamic_rows,
-    mix64,
-    partitions_of,
-)
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, dynamic_rows, mix64, partitions_of
 
 FIND_IDS = 16  # of a program of a warp: 16 bytes of digests a lane
-BLOCK = 1024  # rows of a partition that are looked at once
+BLOCK = tl.constexpr(256)  # rows that are counted at once
 _WAYS, _DIGEST_SHIFT, _GROWN_ROWS, _MOST_USES = map(tl.constexpr, (WAYS, DIGEST_SHIFT, GROWN_ROWS, MOST_USES))
 _Parts: Any = namedtuple("_Parts", (*DynamicIndex._fields, "partitions", "most_rows", "num_places"))  # type: ignore[misc]
 
@@ -98,7 +91,7 @@ def _look_up(index, ids, valid):
         behind = tl.load(index.overflowed + place, mask=first & unknown, other=0) > 0
         overflow = tl.load(index.num_overflow + partition, mask=behind, other=0)
         left = tl.where(first, overflow, tl.where(unknown, left - tl.sum((digests != 0).to(tl.int32), 1), 0))
-        at = tl.where(first, index.num_places + partition, at + index.partitions)
+        at = tl.maximum(at + index.partitions, index.num_places + partition)
     return slot, row
 
 
@@ -118,17 +111,18 @@ def _find_kernel(index, ids, step, rows, before, num_ids, USE: tl.constexpr, IDS
 
 
 @jit(varying=["last"])
-def _missing_kernel(index, starts, last, missing, BLOCK: tl.constexpr):
+def _missing_kernel(index, starts, order, ids, last, missing):
     """For how many of a partition's new ids there is no row; it is looked for as many as there are."""
     partition = tl.program_id(0)
-    made, number = tl.load(index.num_made + partition), tl.arange(0, BLOCK)
+    made, first = tl.load(index.num_made + partition), 0
     left = tl.load(starts + partition + 1) - tl.load(starts + partition)
     left -= index.most_rows - tl.load(index.num_rows + partition)
-    while (left > 0) & (tl.min(number, 0) < made):
+    while (left > 0) & (first < made):
+        number = first + tl.arange(0, BLOCK)
         row = number.to(tl.int64) * index.partitions + partition
         used = tl.load(index.uses + 2 * row, mask=number < made, other=_MOST_USES)
         left -= tl.sum((used <= last).to(tl.int32), 0)
-        number += BLOCK
+        first += BLOCK
     tl.store(missing + partition, tl.maximum(left, 0))
 
 
@@ -136,7 +130,7 @@ def _missing_kernel(index, starts, last, missing, BLOCK: tl.constexpr):
 
 
 @jit
-def _tags(index, partition, at, sets):
+def _tags(index, at, sets):
     """Slots at a place, their digests and rows, the rows' ids, and the number of each id's set."""
     slots = at * _WAYS + tl.arange(0, _WAYS)
     digests = tl.load(index.digests + slots)
@@ -146,14 +140,21 @@ def _tags(index, partition, at, sets):
 
 
 @jit
+def _empty_way(index, at):
+    """The first at a place, `WAYS` if there is none."""
+    ways = tl.arange(0, _WAYS)
+    return tl.min(tl.where(tl.load(index.digests + at * _WAYS + ways) == 0, ways, _WAYS), 0)
+
+
+@jit
 def _come_home(index, partition, number, sets):
     """Move rows of a set from overflow slots to its empty ways."""
     place, at, ways = number * index.partitions + partition, index.num_places + partition, tl.arange(0, _WAYS)
     left, others = tl.load(index.overflowed + place), tl.load(index.num_overflow + partition)
     others -= left
-    way = tl.min(tl.where(tl.load(index.digests + place * _WAYS + ways) == 0, ways, _WAYS), 0)
+    way = _empty_way(index, place)
     while (left > 0) & (way < _WAYS):
-        slots, digests, rows, _, numbers = _tags(index, partition, at, sets)
+        slots, digests, rows, _, numbers = _tags(index, at, sets)
         slot = tl.max(tl.where(numbers == number, slots, -1), 0)
         if slot >= 0:
             to = place * _WAYS + way + 0 * ways
@@ -162,7 +163,7 @@ def _come_home(index, partition, number, sets):
             tl.store(index.digests + slot, 0)
             left -= 1
             tl.debug_barrier()
-            way = tl.min(tl.where(tl.load(index.digests + place * _WAYS + ways) == 0, ways, _WAYS), 0)
+            way = _empty_way(index, place)
         else:
             at += index.partitions
     tl.store(index.overflowed + place, left)
@@ -195,7 +196,7 @@ def _victim(index, partition, number, sets, step, last, half_life):
         place = number * index.partitions + partition
         at, left, least, least_id = place, tl.load(index.overflowed + place) + 1, most, most
         while left > 0:
-            slots, _, rows, ids, numbers = _tags(index, partition, at, sets)
+            slots, _, rows, ids, numbers = _tags(index, at, sets)
             mine = numbers == number
             uses = index.uses + 2 * rows.to(tl.int64)
             used, count = tl.load(uses, mask=mine, other=_MOST_USES), tl.load(uses + 1, mask=mine, other=0)
@@ -208,7 +209,7 @@ def _victim(index, partition, number, sets, step, last, half_life):
                 victim = tl.max(tl.where((key == low) & (ids == low_id), slots, -1), 0)
                 least, least_id = low, low_id
             left -= tl.where(at == place, 1, tl.sum(mine.to(tl.int32), 0))
-            at = tl.where(at == place, index.num_places + partition, at + index.partitions)
+            at = tl.maximum(at + index.partitions, index.num_places + partition)
         number = tl.where(number + 1 < sets, number + 1, 0)
     return victim
 
@@ -218,7 +219,7 @@ def _split(index, partition, sets):
     """Give a partition another set, which gets its rows of an older one."""
     old = _number_of(sets, sets)
     place, new = old * index.partitions + partition, sets * index.partitions + partition
-    slots, digests, rows, _, numbers = _tags(index, partition, place, sets + 1)
+    slots, digests, rows, _, numbers = _tags(index, place, sets + 1)
     moves = numbers == sets
     to = new * _WAYS + tl.cumsum(moves.to(tl.int32), 0) - 1
     tl.store(index.digests + to, digests, mask=moves)
@@ -228,7 +229,7 @@ def _split(index, partition, sets):
     overflowed, of_new, at = tl.load(index.overflowed + place), 0, index.num_places + partition
     left = overflowed
     while left > 0:
-        numbers = _tags(index, partition, at, sets + 1)[4]
+        numbers = _tags(index, at, sets + 1)[4]
         moved = tl.sum((numbers == sets).to(tl.int32), 0)
         of_new += moved
         left -= moved + tl.sum((numbers == old).to(tl.int32), 0)
@@ -242,15 +243,14 @@ def _split(index, partition, sets):
 
 @jit
 def _empty_slot(index, partition, number):
-    place, ways = number * index.partitions + partition, tl.arange(0, _WAYS)
-    at = place
-    way = tl.min(tl.where(tl.load(index.digests + at * _WAYS + ways) == 0, ways, _WAYS), 0)
+    place = number * index.partitions + partition
+    at, way = place, _empty_way(index, place)
     if way == _WAYS:
         tl.store(index.overflowed + place, tl.load(index.overflowed + place) + 1)
         tl.store(index.num_overflow + partition, tl.load(index.num_overflow + partition) + 1)
     while way == _WAYS:
-        at = tl.where(at == place, index.num_places + partition, at + index.partitions)
-        way = tl.min(tl.where(tl.load(index.digests + at * _WAYS + ways) == 0, ways, _WAYS), 0)
+        at = tl.maximum(at + index.partitions, index.num_places + partition)
+        way = _empty_way(index, at)
     return at * _WAYS + way
 
 
@@ -303,12 +303,13 @@ def _parts(index: DynamicIndex) -> Any:
     return _Parts._make((*index, partitions, index.ids.numel() // partitions, index.overflowed.numel()))
 
 
-def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 `[P + 1]`: where those of each partition begin in int64 `[N]`, positions of ids by partition."""
+def _launch(kernel: Any, index: DynamicIndex, ids: Tensor, *args: Any) -> None:
+    """A program for each partition, with its ids: their positions are `order[starts[p] … starts[p + 1] - 1]`."""
     partitions = partitions_of(ids, index.whole[0]) - index.whole[1]
     partitions, order = torch.sort(partitions.short(), stable=True)
     edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int16, device=ids.device)
-    return torch.searchsorted(partitions, edges), order
+    starts = torch.searchsorted(partitions, edges)
+    launch(kernel, index.num_sets.shape, _parts(index), starts, order, ids.contiguous(), *args, num_warps=1)
 
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -324,10 +325,8 @@ def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, T
 def _find(index: DynamicIndex, ids: Tensor, step: int, use: bool) -> tuple[Tensor, Tensor]:
     num_ids = ids.numel()
     rows, before = torch.empty_like(ids), torch.empty(num_ids if use else 0, dtype=torch.int32, device=ids.device)
-    grid = (cdiv(num_ids, FIND_IDS),)
-    launch(
-        _find_kernel, grid, _parts(index), ids, step, rows, before, num_ids, USE=use, IDS=FIND_IDS, num_warps=1,
-    )  # fmt: skip
+    grid, args = (cdiv(num_ids, FIND_IDS),), (ids.contiguous(), step, rows, before, num_ids)
+    launch(_find_kernel, grid, _parts(index), *args, USE=use, IDS=FIND_IDS, num_warps=1)
     return rows, before
 
 
@@ -342,9 +341,7 @@ def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """A launch behind a sort, and the host waits. As the reference."""
     missing = torch.empty_like(index.num_sets)
-    launch(
-        _missing_kernel, missing.shape, _parts(index), _by_partition(index, ids)[0], last, missing, BLOCK=BLOCK,
-    )  # fmt: skip
+    _launch(_missing_kernel, index, ids, last, missing)
     return int(missing.sum())
 
 
@@ -353,10 +350,7 @@ def dynamic_insert_(
 ) -> DynamicInsertion:
     """A launch behind a sort; the host waits for the number of victims. As the reference."""
     rows, evicted = torch.empty_like(ids), ids.new_full((ids.numel(), 2), -1)
-    launch(
-        _insert_kernel, index.num_sets.shape, _parts(index), *_by_partition(index, ids), ids, occurrences, step, last,
-        half_life, rows, evicted, num_warps=1,
-    )  # fmt: skip
+    _launch(_insert_kernel, index, ids, occurrences.contiguous(), step, last, half_life, rows, evicted)
     return insertion(rows, evicted)
 
 
@@ -370,9 +364,7 @@ def insertion(rows: Tensor, evicted: Tensor) -> DynamicInsertion:
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """A launch behind a sort. As the reference."""
     rows = torch.empty_like(ids)
-    launch(
-        _remove_kernel, index.num_sets.shape, _parts(index), *_by_partition(index, ids), ids, rows, num_warps=1,
-    )  # fmt: skip
+    _launch(_remove_kernel, index, ids, rows)
     return rows
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
 from tritonemb.kernels.cpu.simd import count_bits, equal_ways, lowest_bit, mix, prefetch
-from tritonemb.kernels.dynamic_index import DynamicInsertion, insertion
+from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_expired, dynamic_unuse_, insertion  # noqa: F401
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
 
 TASKS_A_THREAD = 4
