@@ -202,7 +202,7 @@ def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Te
     """Two batches of an index, the second with more new ids than there are rows."""
     index = make_index(capacity, _device, num_partitions)
     assert index.num_sets.numel() == num_partitions
-    ids = torch.randint(-(2**63), 2**63 - 1, (capacity,)).unique().to(_device)
+    ids = torch.randint(-(2**63), 2**63 - 1, (capacity * 3 // 2,)).unique().to(_device)
     first, second = (part[: capacity * 3 // 5] for part in (ids[::2], ids[1::2]))
     ones, insert = torch.ones_like(first), load("dynamic_insert_", _kernels)
     found = [insert(index, first, ones, 1, 0, half_life).rows]
