@@ -331,7 +331,7 @@ def _find(index: DynamicIndex, ids: Tensor, step: int, use: bool) -> tuple[Tenso
 
 
 def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """As the reference, on any device."""
+    """As the reference, by PyTorch, on any device."""
     rows, before = rows[rows >= 0], before[rows >= 0]
     earlier = before < index.used[rows]
     index.used[rows[earlier]] = before[earlier]
@@ -369,7 +369,7 @@ def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
 
 
 def dynamic_expired(index: DynamicIndex, partition: int, last: int) -> Tensor:
-    """As the reference, on any device. A freed row counts as used."""
+    """As the reference, by PyTorch, on any device. A freed row counts as used."""
     partitions = index.num_sets.numel()
     rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
     return index.ids[rows][index.used[rows] <= last].sort().values

@@ -72,7 +72,14 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
     if 0 in grid:
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    key: list[Any] = [kernel, num_warps, device.index, *constants.values(), *_specialised_on(args)]
+    key: list[Any] = [kernel, num_warps, device.index, *constants.values()]
+    for arg in (*args[0], *args[1:]) if isinstance(args[0], tuple) else args:  # several may come first, by name
+        if isinstance(arg, Tensor):
+            key += arg.dtype, arg.data_ptr() % 16 == 0
+        elif isinstance(arg, int):
+            key += arg == 1, arg % 16 == 0, arg >= 2**31
+        else:
+            key.append(type(arg))
     with _current(device):
         compiled = _compiled.get(tuple(key))
         if compiled is not None:
@@ -82,20 +89,6 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
         compiled = kernel[tuple(grid)](*args, **options, **constants)
         if compiled is not None:  # not interpreted
             _compiled[tuple(key)] = compiled
-
-
-def _specialised_on(args: Iterable[Any]) -> list[Any]:
-    key: list[Any] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            key += arg.dtype, arg.data_ptr() % 16 == 0
-        elif isinstance(arg, int):
-            key += arg == 1, arg % 16 == 0, arg >= 2**31
-        elif isinstance(arg, tuple):
-            key += _specialised_on(arg)
-        else:
-            key.append(type(arg))
-    return key
 
 
 def compiler_options(num_warps: int, nvidia: bool) -> dict[str, Any]:
