@@ -32,7 +32,7 @@ from tritonemb.data import Column, Dataset, Feature, Rows, load_movielens_100k
 from tritonemb.data.batch import concat
 from tritonemb.data.datasets import FILES
 from tritonemb.data.protocol import Split, Stream
-from tritonemb.kernels.dynamic_index import mix64
+from tritonemb.kernels.row_cache import set_of
 from tritonemb.nn import DynamicTable
 from tritonemb.training.callbacks import Log
 from tritonemb.training.config import TrainConfig, preset
@@ -101,7 +101,7 @@ def numbered(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Dataset:
         columns = []
         for feature, column in zip(features, rows.columns, strict=True):
             if feature.name in rows_of:
-                found = torch.from_numpy((mix64(column.values) % np.uint64(feature.num_embeddings)).astype(np.int64))
+                found = set_of(column.values, feature.num_embeddings)
             else:
                 found = torch.searchsorted(ids[feature.name], column.values)
             columns.append(Column(found, column.offsets))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ MOST_PARTITIONS = 1_024  # of a dynamic table
 LEAST_ROWS = 4_096  # of a partition, where there are several: one that is full refuses a batch while others have room
 GROWN_ROWS = 14  # of each set of a partition of a dynamic table; with more, the partition gets another set
 MOST_USES = 2**31 - 1  # that are counted of a row of a dynamic table, and its last step
+ALIGNMENT = 64  # bytes, of the digests of a dynamic table, so that those of a set lie in one cache line
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
 
 
@@ -129,6 +131,81 @@ def partition_sizes(capacity: int, most_partitions: int | None = None) -> tuple[
         most_sets *= 2
     partitions = -(-sets // most_sets)
     return partitions, most_sets, -(-capacity // partitions)
+
+
+def mix64(ids: Tensor) -> Tensor:
+    """int64 `[N]` of int64 `[N]`, both as unsigned numbers: SplitMix64's finaliser (Steele et al., OOPSLA 2014)."""
+    mixed: Any = ids.numpy() if ids.device.type == "cpu" else ids  # NumPy takes half the time
+    mixed = (mixed ^ _shifted(mixed, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    mixed = (mixed ^ _shifted(mixed, 27)) * (0x94D049BB133111EB - 2**64)
+    return torch.as_tensor(mixed ^ _shifted(mixed, 31))
+
+
+def _shifted(numbers: Any, bits: int) -> Any:
+    """int64, shifted down as unsigned numbers."""
+    return numbers >> bits & 2 ** (64 - bits) - 1
+
+
+def partitions_of(ids: Tensor, num_partitions: Tensor | int) -> Tensor:
+    """int64 `[N]`: the partition of each id, of as many as there are in the whole table."""
+    return torch.as_tensor(_shifted(mix64(ids), 32) * num_partitions >> 32)
+
+
+def make_index(
+    capacity: int, device: Device = None, most_partitions: int | None = None, part: tuple[int, int] | None = None
+) -> DynamicIndex:
+    """An empty index for at least `capacity` rows; or a part of it: the first partition, and how many."""
+    whole, most_sets, num_rows = partition_sizes(capacity, most_partitions)
+    first, partitions = (0, whole) if part is None else part
+    slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
+    shapes = (
+        ((num_rows * partitions,), torch.int64), ((num_rows * partitions, 2), torch.int32), ((slots,), torch.int32),
+        ((num_rows * partitions,), torch.int32),
+    )  # fmt: skip
+    ids, uses, rows, free = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+    num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
+    return DynamicIndex(
+        ids, uses, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
+        num_sets + 1, num_rows, num_made, num_overflow, torch.tensor([whole, first], device=device),
+    )  # fmt: skip
+
+
+def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
+    """On the CPU, of pages that the system provides when they are written: `torch.zeros` writes them all."""
+    if torch.empty(0, device=device).device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8))
+    first = -memory.data_ptr() % ALIGNMENT
+    return memory[first : first + size * dtype.itemsize].view(dtype)
+
+
+def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
+    """Let ids whose rows are `before` have other rows of their partitions; what is between these is free."""
+    partitions, numbers = index.num_sets.numel(), torch.zeros_like(index.free)
+    numbers[before] = rows.int()
+    slots = index.digests.nonzero()[:, 0]
+    index.rows[slots] = numbers[index.rows[slots].long()]
+    ids, uses = index.ids[before], index.uses[before]
+    index.ids[rows], index.uses[rows] = ids, uses
+    index.num_made.zero_().scatter_reduce_(0, rows % partitions, (rows // partitions + 1).int(), "amax")
+    every = torch.arange(len(index.ids), device=rows.device)
+    freed = every // partitions < index.num_made[every % partitions]
+    freed[rows] = False
+    unused = every[freed]
+    unused = unused[torch.argsort(unused % partitions, stable=True)]
+    counts = (unused % partitions).bincount(minlength=partitions)
+    numbers_in_partition = torch.arange(len(unused), device=rows.device) - (
+        counts.cumsum(0) - counts
+    ).repeat_interleave(counts)
+    index.free[numbers_in_partition * partitions + unused % partitions] = unused.int()
+    index.used[unused] = MOST_USES
+
+
+def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:
+    """All ids, ascending, and their rows; int64 `[num_rows]` both. On any device."""
+    rows = index.rows[index.digests.nonzero()[:, 0]].long()
+    ids, order = torch.sort(index.ids[rows])
+    return ids, rows[order]
 
 
 def rows_to_shard(table: TableConfig) -> int:

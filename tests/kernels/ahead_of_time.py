@@ -144,6 +144,8 @@ def describe(launch: Launch) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f":{str(value.dtype).removeprefix('torch.')}" + "%16" * (value.data_ptr() % 16 == 0)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_kind, value))})"
     if isinstance(value, int) and value != 1:
         return "%16" * (value % 16 == 0)
     return "" if isinstance(value, float) else f"={value}"

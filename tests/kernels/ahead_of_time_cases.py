@@ -19,7 +19,7 @@ from torch import Tensor
 import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import Layout, make_layout
+from tritonemb.layout import Layout, dynamic_rows, make_index, make_layout
 from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
 
@@ -196,6 +196,22 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
         by_group[: slots.numel()] = slots
         found += [slots, evicted, load("row_cache_translate", _kernels)(by_group, starts, order, num_groups)]
     return [*found, *tags, *used, *pins]
+
+
+def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Tensor]:
+    """Two batches of an index, the second with more new ids than there are rows."""
+    index = make_index(capacity, _device, num_partitions)
+    assert index.num_sets.numel() == num_partitions
+    ids = torch.randint(-(2**63), 2**63 - 1, (capacity * 3 // 2,)).unique().to(_device)
+    first, second = (part[: capacity * 3 // 5] for part in (ids[::2], ids[1::2]))
+    ones, insert = torch.ones_like(first), load("dynamic_insert_", _kernels)
+    found = [insert(index, first, ones, 1, 0, half_life).rows]
+    found.append(load("dynamic_use_", _kernels)(index, torch.cat([first[:20], second[:5], first[:20]]), 2)[0])
+    found.append(torch.tensor(load("dynamic_missing", _kernels)(index, ids, 1)))
+    found += [*insert(index, second, ones, 2, 1, half_life), load("dynamic_find", _kernels)(index, ids)]
+    found.append(load("dynamic_remove_", _kernels)(index, ids[::3]))
+    ids, rows = dynamic_rows(index)
+    return [*found, load("dynamic_expired", _kernels)(index, 0, 1), ids, rows, index.uses[rows], *index[5:]]
 
 
 def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> list[Tensor]:
@@ -404,6 +420,12 @@ def row_cache_cases() -> Iterator[Case]:
         yield Case(f"move_rows-{name}", functools.partial(move_rows, rows_of), True)
 
 
+def dynamic_cases() -> Iterator[Case]:
+    for name, capacity, num_partitions, half_life in (("one", 60, 1, 0), ("several", 150, 3, 4)):
+        call = functools.partial(dynamic_index, capacity, num_partitions, half_life)
+        yield Case(f"dynamic_index-{name}", call, True)
+
+
 def initial_cases() -> Iterator[Case]:
     for dim, named in itertools.product((3, 128, 1030), (False, True)):
         name = f"initial-dim{dim}{'-named' if named else ''}"
@@ -429,6 +451,7 @@ CASES = [
     *exchange_cases(),
     *jagged_cases(),
     *row_cache_cases(),
+    *dynamic_cases(),
     *initial_cases(),
 ]
 assert len({case.name for case in CASES}) == len(CASES)

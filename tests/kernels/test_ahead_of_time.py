@@ -110,7 +110,7 @@ EVERYWHERE = {
     "update-own-steps-adam-float32", "row_gradients-dim128", "padding-int64", "interaction-26x128-float32",
     "interaction-26x128-bfloat16", "cross-3456-bfloat16", "exchange-fp16", "exchange-fp8_e4m3", "exchange-int8",
     "jagged-int64", "row_cache-lru-several", "row_cache-lfu-several", "move_rows-wide", "move_rows-mixed",
-    "initial-dim128-named",
+    "dynamic_index-several", "initial-dim128-named",
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ EVERYWHERE = {
 ONCE = {
     "forward-dim64", "forward-none", "sample_weights-mean", "group-int64", "update-row_wise_adagrad", "padding-int64",
     "interaction-3x16-float32", "cross-3456-float32", "exchange-fp16", "jagged-int64", "row_cache-lru-several",
-    "move_rows-wide", "initial-dim128",
+    "move_rows-wide", "dynamic_index-several", "initial-dim128",
 }  # fmt: skip
 
 

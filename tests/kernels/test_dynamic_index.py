@@ -1,4 +1,4 @@
-"""The index of a dynamic table against a model that keeps a dictionary for each set: CPU kernels and reference."""
+"""The index of a dynamic table against a model that keeps a dictionary for each set: all kernels and the reference."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.helpers import fewer
 from tests.kernels.test_row_cache import MASK64, WAYS, mixed
 from tests.strategies import seeds
-from tritonemb.kernels import dynamic_index as reference
+from tritonemb.kernels import dynamic_index as triton
 from tritonemb.kernels.cpu import dynamic_index as cpu
 from tritonemb.kernels.cpu import row_cache
-from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_rows, make_index
-from tritonemb.layout import MOST_USES, DynamicIndex
+from tritonemb.kernels.dynamic_index import DynamicInsertion
+from tritonemb.layout import MOST_USES, DynamicIndex, dynamic_rows, make_index, partitions_of
 
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32) - 1, -1, 0, 1, 2**31, 2**32, 2**32 + 5, 2**62, 2**63 - 1]
 
@@ -149,30 +149,33 @@ class Problem(NamedTuple):
 
 IDS = ("dense", "strided", "random", "one set", "one partition", "equal digests", "no digest")
 CAPACITIES = (1, 40, 100, 250, 300, 700)
-problems = st.builds(
-    Problem,
-    st.sampled_from(CAPACITIES),
-    st.sampled_from((1, 1, 3, 1024)),
-    st.sampled_from(IDS),
-    st.sampled_from((0, 1, 4)),
-    st.sampled_from((0, 1, 2, 3, 8)),
-    st.integers(1, 8),
-    st.sampled_from((3, 30, 100, 300)),
-    seeds,
-)
+
+
+def problems(most_steps: int = 8, most_ids: tuple[int, ...] = (3, 30, 100, 300)) -> st.SearchStrategy[Problem]:
+    return st.builds(
+        Problem,
+        st.sampled_from(CAPACITIES),
+        st.sampled_from((1, 1, 3, 1024)),
+        st.sampled_from(IDS),
+        st.sampled_from((0, 1, 4)),
+        st.sampled_from((0, 1, 2, 3, 8)),
+        st.integers(1, most_steps),
+        st.sampled_from(most_ids),
+        seeds,
+    )
 
 
 def served(kernels: str, function: str) -> Any:
-    if kernels == "cpu":
-        return getattr(cpu, function)
-    return getattr(reference, f"{function.removesuffix('_')}_reference{'_' * function.endswith('_')}")
+    if kernels == "reference":
+        function = f"{function.removesuffix('_')}_reference{'_' * function.endswith('_')}"
+    return getattr(cpu if kernels == "cpu" else triton, function)
 
 
-def run(problem: Problem, kernels: str) -> tuple[DynamicIndex, int]:
+def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> tuple[DynamicIndex, int]:
     """Do the same to the index and to the model, and compare after each step. The index, and the number of ids."""
     rng, find = random.Random(problem.seed), served(kernels, "dynamic_find")
     pool, step, met = problem.pool(rng), rng.choice((0, 2**30)), 0
-    index = make_index(problem.capacity, "cpu", problem.most_partitions)
+    index = make_index(problem.capacity, device, problem.most_partitions)
     num_partitions = index.num_sets.numel()
     sizes = index.overflowed.numel() // num_partitions, index.ids.numel() // num_partitions
     model = Model(num_partitions, *sizes)
@@ -182,7 +185,7 @@ def run(problem: Problem, kernels: str) -> tuple[DynamicIndex, int]:
         first = rng.randint(0, len(pool) - size)
         ids = rng.sample(pool, size) if rng.random() < 0.6 else pool[first : first + size]  # ids come back, or are new
         met += size
-        action, wanted = rng.random(), torch.tensor(ids, dtype=torch.int64)
+        action, wanted = rng.random(), torch.tensor(ids, dtype=torch.int64, device=device)
         if action < 0.2:
             assert find(index, wanted).tolist() == [row_of.get(id, -1) for id in ids]
         elif action < 0.3:
@@ -207,17 +210,22 @@ def use(
     problem: Problem, kernels: str, index: DynamicIndex, model: Model, row_of: dict[int, int], ids: list[int], step: int
 ) -> None:
     """A batch: known ids are marked, new ones are inserted; or all is as before, if there are too many."""
-    rule = step, step - 1 - problem.protect, problem.half_life
+    rule, device = (step, step - 1 - problem.protect, problem.half_life), index.ids.device
     copies = [part.clone() for part in index]
     known, times = [id for id in ids if id in row_of], random.Random(step).choice((1, 1, 1, MOST_USES))
     new = {id: ids.count(id) * times for id in sorted({*ids} - {*known})}
-    rows, before = served(kernels, "dynamic_use_")(index, torch.tensor(ids, dtype=torch.int64), step)
+    rows, before = served(kernels, "dynamic_use_")(index, torch.tensor(ids, dtype=torch.int64, device=device), step)
     assert rows.tolist() == [row_of.get(id, -1) for id in ids]
-    assert before.tolist() == [steps_before(copies, ids, row_of, position, step) for position in range(len(ids))]
+    steps: dict[int, list[int]] = {}
+    for id, used in zip(ids, before.tolist(), strict=True):
+        steps.setdefault(id, []).append(used)
+    for id, old in steps.items():
+        assert min(old) == (int(DynamicIndex(*copies).used[row_of[id]]) if id in row_of else 0)
+        assert {*old} <= {min(old), step}
     found = model.rows()
     model.mark(known, step)
     victims, missing = model.insert(new, *rule)
-    new_ids, counts = (torch.tensor([*part], dtype=torch.int64) for part in (new.keys(), new.values()))
+    new_ids, counts = (torch.tensor([*part], dtype=torch.int64, device=device) for part in (new.keys(), new.values()))
     assert served(kernels, "dynamic_missing")(index, new_ids, rule[1]) == missing
     if missing:
         served(kernels, "dynamic_unuse_")(index, rows, before)
@@ -231,13 +239,6 @@ def use(
     assert done.evicted_ids.tolist() == sorted(victims)
     assert done.evicted_rows.tolist() == [row_of.pop(id) for id in sorted(victims)]
     row_of.update(zip(new, done.rows.tolist(), strict=True))
-
-
-def steps_before(copies: list[torch.Tensor], ids: list[int], row_of: dict[int, int], position: int, step: int) -> int:
-    id = ids[position]
-    if id not in row_of:
-        return 0
-    return step if id in ids[:position] else int(DynamicIndex(*copies).used[row_of[id]])
 
 
 def check_index(index: DynamicIndex, model: Model, row_of: dict[int, int]) -> None:
@@ -264,14 +265,14 @@ def test_ids_with_given_bits():
 
 
 @settings(max_examples=fewer(30, 4))
-@given(problems)
+@given(problems())
 @pytest.mark.usefixtures("poisoned")
 def test_the_reference_is_the_model(problem):
     run(problem, "reference")
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@given(problems)
+@given(problems())
 @pytest.mark.usefixtures("poisoned")
 def test_the_cpu_kernels_are_the_model_on_any_number_of_threads(monkeypatch, num_threads, problem):
     monkeypatch.setattr(row_cache, "FEW_ROWS", 0)
@@ -284,19 +285,77 @@ def test_the_cpu_kernels_are_the_model_on_any_number_of_threads(monkeypatch, num
 @pytest.mark.usefixtures("poisoned")
 def test_both_give_the_same_rows(ids, half_life):
     problem = Problem(300, 1, ids, half_life, 2, 12, 100, 5)
-    ours, theirs = (run(problem, kernels)[0] for kernels in ("cpu", "reference"))
-    for mine, right in zip(dynamic_rows(ours), dynamic_rows(theirs), strict=True):
-        assert torch.equal(mine, right)
-    for name in ("overflowed", "num_sets", "num_rows", "num_made", "num_overflow"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert_alike(*(run(problem, kernels)[0] for kernels in ("cpu", "reference")))
 
 
-def insert(index: DynamicIndex, ids: list[int], step: int, protect: int = 0, half_life: int = 0) -> DynamicInsertion:
+def assert_alike(one: DynamicIndex, other: DynamicIndex) -> None:
+    """But for the places of slots."""
+
+    def facts(index: DynamicIndex) -> list[torch.Tensor]:
+        ids, rows = dynamic_rows(index)
+        in_order = index.free.view(-1, index.num_sets.numel()).T
+        free = [each[:n] for each, n in zip(in_order, (index.num_made - index.num_rows).tolist(), strict=True)]
+        return [ids, rows, index.uses[rows], *free, *index[5:]]
+
+    for mine, theirs in zip(facts(one), facts(other), strict=True):
+        assert torch.equal(mine.cpu(), theirs.cpu())
+
+
+@pytest.mark.triton
+@settings(max_examples=4)
+@given(problems(most_steps=4, most_ids=(3, 20, 60)))
+@pytest.mark.usefixtures("poisoned")
+def test_triton_is_the_model(device, problem):
+    run(problem, "triton", device)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("half_life", [0, 4])
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_gives_the_same_rows(device, ids, half_life):
+    problem = Problem(70, 1, ids, half_life, half_life // 4, 7, 40, 5)
+    assert_alike(run(problem, "triton", device)[0], run(problem, "cpu")[0])
+
+
+@pytest.mark.triton
+def test_triton_has_a_part_of_an_index(device):
+    ids = torch.randint(-(2**63), 2**63 - 1, (200,)).unique()
+    batches = ids[partitions_of(ids, 3) > 0].chunk(2)
+    parts = [make_index(150, each, 3, (1, 2)) for each in ("cpu", device)]
+    for step, batch in enumerate(batches, 1):
+        one, other = (
+            insert(part, batch.tolist(), step, kernels=each)
+            for each, part in zip(("cpu", "triton"), parts, strict=True)
+        )
+        assert [each.tolist() for each in one] == [each.tolist() for each in other]
+    assert one.evicted_ids.numel()
+    assert_alike(*parts)
+
+
+@pytest.mark.triton
+def test_an_id_is_used_many_times_at_once(device):
+    index, ids = make_index(25, device), torch.arange(10, device=device)
+    insert(index, ids.tolist(), 1, kernels="triton")
+    index.counts[3] = MOST_USES - 5
+    batch = torch.cat([ids, ids.new_full((1_000,), 7), ids.new_full((90,), 3)])
+    rows, before = triton.dynamic_use_(index, batch, 2)
+    assert index.counts[:10].tolist() == [2, 2, 2, MOST_USES, 2, 2, 2, 1_002, 2, 2]
+    assert index.used[:10].tolist() == [2] * 10
+    triton.dynamic_unuse_(index, rows, before)
+    assert index.used[:10].tolist() == [1] * 10
+    assert index.counts[:10].tolist() == [1, 1, 1, MOST_USES - 91, 1, 1, 1, 1, 1, 1]
+
+
+def insert(
+    index: DynamicIndex, ids: list[int], step: int, protect: int = 0, half_life: int = 0, kernels: str = "cpu"
+) -> DynamicInsertion:
     """Use the known ones and insert the others."""
-    wanted = torch.tensor(sorted(ids))
-    new = wanted[cpu.dynamic_use_(index, wanted, step)[0] < 0]
-    assert cpu.dynamic_missing(index, new, step - 1 - protect) == 0
-    return cpu.dynamic_insert_(index, new, torch.ones_like(new), step, step - 1 - protect, half_life)
+    wanted = torch.tensor(sorted(ids), device=index.ids.device)
+    new = wanted[served(kernels, "dynamic_use_")(index, wanted, step)[0] < 0]
+    assert served(kernels, "dynamic_missing")(index, new, step - 1 - protect) == 0
+    rule = step, step - 1 - protect, half_life
+    return served(kernels, "dynamic_insert_")(index, new, torch.ones_like(new), *rule)
 
 
 def test_the_number_of_partitions_and_sets():
@@ -364,14 +423,17 @@ def same_set(count: int) -> list[int]:
     return sorted(id_of(index << 20) for index in range(count))
 
 
-def test_overflow_rows_are_found_behind_holes_of_their_list():
-    index, ids = make_index(32 * 9, most_partitions=1), same_set(200)
-    rows = insert(index, ids, 1).rows
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("triton", marks=pytest.mark.triton)])
+def test_overflow_rows_are_found_behind_holes_of_their_list(request, kernels):
+    device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
+    index, ids = make_index(32 * 9, most_partitions=1), torch.tensor(same_set(200), device=device)
+    rows, find = insert(index, ids.tolist(), 1).rows.to(device), served(kernels, "dynamic_find")
+    index = DynamicIndex(*(part.to(device) for part in index))
     assert int(index.num_overflow[0]) == 200 - 32
-    cpu.dynamic_remove_(index, torch.tensor(ids[40:150]))
+    served(kernels, "dynamic_remove_")(index, ids[40:150])
     assert int(index.num_overflow[0]) == 90 - 32
-    assert torch.equal(cpu.dynamic_find(index, torch.tensor(ids[150:])), rows[150:])
-    assert torch.equal(cpu.dynamic_find(index, torch.tensor(ids[:40])), rows[:40])
+    assert torch.equal(find(index, ids[150:]), rows[150:])
+    assert torch.equal(find(index, ids[:40]), rows[:40])
 
 
 @pytest.mark.usefixtures("poisoned")

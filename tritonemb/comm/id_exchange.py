@@ -21,7 +21,7 @@ from tritonemb import ops
 from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
-from tritonemb.kernels.dynamic_index import partitions_of
+from tritonemb.layout import partitions_of
 
 _OWNER = 1 << 40  # an id is sent as its owner times this, plus its row there
 

@@ -21,20 +21,25 @@ one task, so the result depends on the sequence of calls alone.
 **Aged count**: `counts >> (step - used) / half_life`, at most by 31: a row that is not used loses half.
 
 **find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id; **use**: 16 more.
+**insert**: 69 an id, 32 of digests, and the sort by partition; for a victim 700 more, for a split 450. **remove**: as
+find, and 60 for a row. **missing**: the sort, and 8 for each row that is counted. GPUs move 32 at least at a time.
 A row takes 16 bytes beside its values, and at most 6.25 of slots where all sets are.
 """
 
 import functools
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, partition_sizes
-from tritonemb.types import Device
+from tritonemb.kernels.triton_utils import cdiv, jit, launch, mix, tl
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, dynamic_rows, mix64, partitions_of
 
-ALIGNMENT = 64  # bytes, so that the digests of a set lie in one cache line
+FIND_IDS = 16  # of a program of a warp: 16 bytes of digests a lane
+BLOCK = tl.constexpr(256)  # rows that are counted at once
+_WAYS, _DIGEST_SHIFT, _GROWN_ROWS, _MOST_USES = map(tl.constexpr, (WAYS, DIGEST_SHIFT, GROWN_ROWS, MOST_USES))
+_Parts: Any = namedtuple("_Parts", (*DynamicIndex._fields, "partitions", "most_rows", "num_places"))  # type: ignore[misc]
 
 
 class DynamicInsertion(NamedTuple):
@@ -50,53 +55,324 @@ class DynamicInsertion(NamedTuple):
     evicted_rows: Tensor
 
 
-def mix64(rows: Tensor) -> np.ndarray:
-    """uint64 `[N]` of int64 `[N]`: SplitMix64's finaliser (Steele et al., OOPSLA 2014)."""
-    mixed = rows.cpu().numpy().astype(np.uint64)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+@jit
+def _number_of(mixed, sets):
+    """Of an id's set among those of its partition."""
+    mask = sets
+    for level in tl.static_range(5):
+        mask |= mask >> (1 << level)
+    number = mixed & mask
+    return tl.where(number < sets, number, number & (mask >> 1))
 
 
-def partitions_of(ids: Tensor, num_partitions: Tensor | int) -> Tensor:
-    """int64 `[N]`: the partition of each id, of as many as there are in the whole table."""
-    high = torch.from_numpy((mix64(ids) >> np.uint64(32)).astype(np.int64))
-    return (high * num_partitions) >> 32
+@jit
+def _digest_of(mixed):
+    return tl.maximum((mixed >> _DIGEST_SHIFT) & 255, 1).to(tl.uint8)
 
 
-def make_index(
-    capacity: int, device: Device = None, most_partitions: int | None = None, part: tuple[int, int] | None = None
-) -> DynamicIndex:
-    """An empty index for at least `capacity` rows; or a part of it: the first partition, and how many."""
-    whole, most_sets, num_rows = partition_sizes(capacity, most_partitions)
-    first, partitions = (0, whole) if part is None else part
-    slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
-    shapes = (
-        ((num_rows * partitions,), torch.int64), ((num_rows * partitions, 2), torch.int32), ((slots,), torch.int32),
-        ((num_rows * partitions,), torch.int32),
-    )  # fmt: skip
-    ids, uses, rows, free = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
-    num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
-    return DynamicIndex(
-        ids, uses, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
-        num_sets + 1, num_rows, num_made, num_overflow, torch.tensor([whole, first], device=device),
-    )  # fmt: skip
+@jit
+def _look_up(index, ids, valid):
+    """Slots and rows of a tile of ids; -1 of those that are unknown."""
+    ways, mixed = tl.arange(0, _WAYS)[None, :], mix(ids)
+    partition = ((((mixed >> 32) & 0xFFFFFFFF) * tl.load(index.whole)) >> 32) - tl.load(index.whole + 1)
+    sets = tl.load(index.num_sets + partition, mask=valid, other=1).to(tl.int64)
+    place = _number_of(mixed, sets) * index.partitions + partition
+    at, left = place, valid.to(tl.int32)  # the set, then overflow slots until all of the partition's are seen
+    slot, row = ids * 0 - 1, ids * 0 - 1
+    while tl.max(left, 0) > 0:
+        slots = at[:, None] * _WAYS + ways
+        digests = tl.load(index.digests + slots, mask=left[:, None] > 0, other=0)
+        same = digests == _digest_of(mixed)[:, None]
+        rows = tl.load(index.rows + slots, mask=same, other=0)
+        same = same & (tl.load(index.ids + rows, mask=same, other=0) == ids[:, None])
+        slot = tl.maximum(slot, tl.max(tl.where(same, slots, -1), 1))
+        row = tl.maximum(row, tl.max(tl.where(same, rows, -1), 1))
+        first, unknown = at == place, (left > 0) & (slot < 0)
+        behind = tl.load(index.overflowed + place, mask=first & unknown, other=0) > 0
+        overflow = tl.load(index.num_overflow + partition, mask=behind, other=0)
+        left = tl.where(first, overflow, tl.where(unknown, left - tl.sum((digests != 0).to(tl.int32), 1), 0))
+        at = tl.maximum(at + index.partitions, index.num_places + partition)
+    return slot, row
 
 
-def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
-    """On the CPU, of pages that the system provides when they are written: `torch.zeros` writes them all."""
-    if torch.empty(0, device=device).device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8))
-    first = -memory.data_ptr() % ALIGNMENT
-    return memory[first : first + size * dtype.itemsize].view(dtype)
+@jit(varying=["step", "num_ids"])
+def _find_kernel(index, ids, step, rows, before, num_ids, USE: tl.constexpr, IDS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
+    valid = at < num_ids
+    row = _look_up(index, tl.load(ids + at, mask=valid, other=0), valid)[1]
+    tl.store(rows + at, row, mask=valid)
+    if USE:
+        known, used = row >= 0, index.uses + 2 * row
+        tl.store(before + at, tl.load(used, mask=known, other=0), mask=valid)
+        tl.store(used, tl.zeros((IDS,), tl.int32) + step, mask=known)
+        counts, most = (used + 1).to(tl.pointer_type(tl.uint32)), tl.full((IDS,), _MOST_USES, tl.uint32)
+        count = tl.atomic_add(counts, tl.full((IDS,), 1, tl.uint32), mask=known, sem="relaxed")
+        tl.atomic_min(counts, most, mask=known & (count >= most), sem="relaxed")  # as often as it is too large
 
 
-def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:
-    """All ids, ascending, and their rows; int64 `[num_rows]` both. On any device."""
-    rows = index.rows[index.digests.nonzero()[:, 0]].long()
-    ids, order = torch.sort(index.ids[rows])
-    return ids, rows[order]
+@jit(varying=["last"])
+def _missing_kernel(index, starts, order, ids, last, missing):
+    """For how many of a partition's new ids there is no row; it is looked for as many as there are."""
+    partition = tl.program_id(0)
+    made, first = tl.load(index.num_made + partition), 0
+    left = tl.load(starts + partition + 1) - tl.load(starts + partition)
+    left -= index.most_rows - tl.load(index.num_rows + partition)
+    while (left > 0) & (first < made):
+        number = first + tl.arange(0, BLOCK)
+        row = number.to(tl.int64) * index.partitions + partition
+        used = tl.load(index.uses + 2 * row, mask=number < made, other=_MOST_USES)
+        left -= tl.sum((used <= last).to(tl.int32), 0)
+        first += BLOCK
+    tl.store(missing + partition, tl.maximum(left, 0))
+
+
+# Below, a program of one warp has a partition to itself. Its lanes wait before they read what others have written.
+
+
+@jit
+def _tags(index, at, sets):
+    """Slots at a place, their digests and rows, the rows' ids, and the number of each id's set."""
+    slots = at * _WAYS + tl.arange(0, _WAYS)
+    digests = tl.load(index.digests + slots)
+    rows = tl.load(index.rows + slots, mask=digests != 0, other=0)
+    ids = tl.load(index.ids + rows, mask=digests != 0, other=0)
+    return slots, digests, rows, ids, tl.where(digests != 0, _number_of(mix(ids), sets), -1)
+
+
+@jit
+def _empty_way(index, at):
+    """The first at a place, `WAYS` if there is none."""
+    ways = tl.arange(0, _WAYS)
+    return tl.min(tl.where(tl.load(index.digests + at * _WAYS + ways) == 0, ways, _WAYS), 0)
+
+
+@jit
+def _come_home(index, partition, number, sets):
+    """Move rows of a set from overflow slots to its empty ways."""
+    place, at, ways = number * index.partitions + partition, index.num_places + partition, tl.arange(0, _WAYS)
+    left, others = tl.load(index.overflowed + place), tl.load(index.num_overflow + partition)
+    others -= left
+    way = _empty_way(index, place)
+    while (left > 0) & (way < _WAYS):
+        slots, digests, rows, _, numbers = _tags(index, at, sets)
+        slot = tl.max(tl.where(numbers == number, slots, -1), 0)
+        if slot >= 0:
+            to = place * _WAYS + way + 0 * ways
+            tl.store(index.digests + to, digests, mask=slots == slot)
+            tl.store(index.rows + to, rows, mask=slots == slot)
+            tl.store(index.digests + slot, 0)
+            left -= 1
+            tl.debug_barrier()
+            way = _empty_way(index, place)
+        else:
+            at += index.partitions
+    tl.store(index.overflowed + place, left)
+    tl.store(index.num_overflow + partition, others + left)
+    tl.debug_barrier()
+
+
+@jit
+def _free(index, partition, slot):
+    """Take the row of a slot out of the index."""
+    row, sets = tl.load(index.rows + slot).to(tl.int64), tl.load(index.num_sets + partition).to(tl.int64)
+    number, made = _number_of(mix(tl.load(index.ids + row)), sets), tl.load(index.num_made + partition)
+    place, held = number * index.partitions + partition, tl.load(index.num_rows + partition)
+    tl.store(index.free + (made - held).to(tl.int64) * index.partitions + partition, row)
+    tl.store(index.uses + 2 * row, _MOST_USES)  # so that it is never counted as one that may be evicted
+    tl.store(index.num_rows + partition, held - 1)
+    tl.store(index.digests + slot, 0)
+    if slot // _WAYS != place:
+        tl.store(index.overflowed + place, tl.load(index.overflowed + place) - 1)
+        tl.store(index.num_overflow + partition, tl.load(index.num_overflow + partition) - 1)
+    tl.debug_barrier()
+    _come_home(index, partition, number, sets)
+
+
+@jit
+def _victim(index, partition, number, sets, step, last, half_life):
+    """The slot of the row that is evicted for an id of a set."""
+    victim, most = number * 0 - 1, number * 0 + 0x7FFFFFFFFFFFFFFF
+    while victim < 0:
+        place = number * index.partitions + partition
+        at, left, least, least_id = place, tl.load(index.overflowed + place) + 1, most, most
+        while left > 0:
+            slots, _, rows, ids, numbers = _tags(index, at, sets)
+            mine = numbers == number
+            uses = index.uses + 2 * rows.to(tl.int64)
+            used, count = tl.load(uses, mask=mine, other=_MOST_USES), tl.load(uses + 1, mask=mine, other=0)
+            halvings = tl.minimum((step - used) // tl.maximum(half_life, 1), 31)
+            key = tl.where(half_life > 0, count >> halvings, 0).to(tl.int64) << 32 | used
+            key = tl.where(used <= last, key, most)
+            low = tl.min(key, 0)
+            low_id = tl.min(tl.where(key == low, ids, most), 0)
+            if (low < least) | ((low == least) & (low < most) & (low_id < least_id)):
+                victim = tl.max(tl.where((key == low) & (ids == low_id), slots, -1), 0)
+                least, least_id = low, low_id
+            left -= tl.where(at == place, 1, tl.sum(mine.to(tl.int32), 0))
+            at = tl.maximum(at + index.partitions, index.num_places + partition)
+        number = tl.where(number + 1 < sets, number + 1, 0)
+    return victim
+
+
+@jit
+def _split(index, partition, sets):
+    """Give a partition another set, which gets its rows of an older one."""
+    old = _number_of(sets, sets)
+    place, new = old * index.partitions + partition, sets * index.partitions + partition
+    slots, digests, rows, _, numbers = _tags(index, place, sets + 1)
+    moves = numbers == sets
+    to = new * _WAYS + tl.cumsum(moves.to(tl.int32), 0) - 1
+    tl.store(index.digests + to, digests, mask=moves)
+    tl.store(index.rows + to, rows, mask=moves)
+    tl.store(index.digests + slots, tl.zeros((_WAYS,), tl.uint8), mask=moves)
+    tl.store(index.num_sets + partition, sets + 1)
+    overflowed, of_new, at = tl.load(index.overflowed + place), 0, index.num_places + partition
+    left = overflowed
+    while left > 0:
+        numbers = _tags(index, at, sets + 1)[4]
+        moved = tl.sum((numbers == sets).to(tl.int32), 0)
+        of_new += moved
+        left -= moved + tl.sum((numbers == old).to(tl.int32), 0)
+        at += index.partitions
+    tl.store(index.overflowed + place, overflowed - of_new)
+    tl.store(index.overflowed + new, of_new)
+    tl.debug_barrier()
+    _come_home(index, partition, old, sets + 1)
+    _come_home(index, partition, sets, sets + 1)
+
+
+@jit
+def _empty_slot(index, partition, number):
+    place = number * index.partitions + partition
+    at, way = place, _empty_way(index, place)
+    if way == _WAYS:
+        tl.store(index.overflowed + place, tl.load(index.overflowed + place) + 1)
+        tl.store(index.num_overflow + partition, tl.load(index.num_overflow + partition) + 1)
+    while way == _WAYS:
+        at = tl.maximum(at + index.partitions, index.num_places + partition)
+        way = _empty_way(index, at)
+    return at * _WAYS + way
+
+
+@jit(varying=["step", "last", "half_life"])
+def _insert_kernel(index, starts, order, ids, occurrences, step, last, half_life, rows, evicted):
+    partition = tl.program_id(0).to(tl.int64)
+    for i in range(tl.load(starts + partition), tl.load(starts + partition + 1)):
+        at = tl.load(order + i)
+        id = tl.load(ids + at)
+        mixed, sets = mix(id), tl.load(index.num_sets + partition).to(tl.int64)
+        number = _number_of(mixed, sets)
+        if tl.load(index.num_rows + partition) == index.most_rows:
+            victim = _victim(index, partition, number, sets, step, last, half_life)
+            evicted_row = tl.load(index.rows + victim)
+            tl.store(evicted + 2 * at, tl.load(index.ids + evicted_row))
+            tl.store(evicted + 2 * at + 1, evicted_row)
+            _free(index, partition, victim)
+        held, made = tl.load(index.num_rows + partition), tl.load(index.num_made + partition)
+        row = made.to(tl.int64) * index.partitions + partition
+        if held < made:
+            row = tl.load(index.free + (made - held - 1).to(tl.int64) * index.partitions + partition).to(tl.int64)
+        else:
+            tl.store(index.num_made + partition, made + 1)
+        tl.store(index.num_rows + partition, held + 1)
+        tl.store(rows + at, row)
+        tl.store(index.ids + row, id)
+        tl.store(index.uses + 2 * row, step)
+        tl.store(index.uses + 2 * row + 1, tl.minimum(tl.load(occurrences + at), _MOST_USES))
+        slot = _empty_slot(index, partition, number)
+        tl.store(index.digests + slot, _digest_of(mixed))
+        tl.store(index.rows + slot, row)
+        tl.debug_barrier()
+        if (held + 1 > sets * _GROWN_ROWS) & (sets * index.partitions < index.num_places):
+            _split(index, partition, sets)
+
+
+@jit
+def _remove_kernel(index, starts, order, ids, rows):
+    partition, one = tl.program_id(0).to(tl.int64), tl.arange(0, 1)
+    for i in range(tl.load(starts + partition), tl.load(starts + partition + 1)):
+        at = tl.load(order + i) + one
+        slot, row = _look_up(index, tl.load(ids + at), one == 0)
+        tl.store(rows + at, row)
+        if tl.max(slot, 0) >= 0:
+            _free(index, partition, tl.max(slot, 0))
+
+
+def _parts(index: DynamicIndex) -> Any:
+    partitions = index.num_sets.numel()
+    return _Parts._make((*index, partitions, index.ids.numel() // partitions, index.overflowed.numel()))
+
+
+def _launch(kernel: Any, index: DynamicIndex, ids: Tensor, *args: Any) -> None:
+    """A program for each partition, with its ids: their positions are `order[starts[p] … starts[p + 1] - 1]`."""
+    partitions = partitions_of(ids, index.whole[0]) - index.whole[1]
+    partitions, order = torch.sort(partitions.short(), stable=True)
+    edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int16, device=ids.device)
+    starts = torch.searchsorted(partitions, edges)
+    launch(kernel, index.num_sets.shape, _parts(index), starts, order, ids.contiguous(), *args, num_warps=1)
+
+
+def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
+    """One launch. As the reference."""
+    return _find(index, ids, 0, False)[0]
+
+
+def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """One launch. As the reference."""
+    return _find(index, ids, step, True)
+
+
+def _find(index: DynamicIndex, ids: Tensor, step: int, use: bool) -> tuple[Tensor, Tensor]:
+    num_ids = ids.numel()
+    rows, before = torch.empty_like(ids), torch.empty(num_ids if use else 0, dtype=torch.int32, device=ids.device)
+    grid, args = (cdiv(num_ids, FIND_IDS),), (ids.contiguous(), step, rows, before, num_ids)
+    launch(_find_kernel, grid, _parts(index), *args, USE=use, IDS=FIND_IDS, num_warps=1)
+    return rows, before
+
+
+def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
+    """As the reference, by PyTorch, on any device."""
+    rows, before = rows[rows >= 0], before[rows >= 0]
+    earlier = before < index.used[rows]
+    index.used[rows[earlier]] = before[earlier]
+    index.counts.index_add_(0, rows, torch.full_like(before, -1))
+
+
+def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
+    """A launch behind a sort, and the host waits. As the reference."""
+    missing = torch.empty_like(index.num_sets)
+    _launch(_missing_kernel, index, ids, last, missing)
+    return int(missing.sum())
+
+
+def dynamic_insert_(
+    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
+) -> DynamicInsertion:
+    """A launch behind a sort; the host waits for the number of victims. As the reference."""
+    rows, evicted = torch.empty_like(ids), ids.new_full((ids.numel(), 2), -1)
+    _launch(_insert_kernel, index, ids, occurrences.contiguous(), step, last, half_life, rows, evicted)
+    return insertion(rows, evicted)
+
+
+def insertion(rows: Tensor, evicted: Tensor) -> DynamicInsertion:
+    """Of ids' rows, and the victim's id and row for each, or -1; int64 `[N]` and `[N, 2]`."""
+    evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
+    evicted_ids, order = evicted_ids.sort()
+    return DynamicInsertion(rows, evicted_ids, evicted_rows[order])
+
+
+def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
+    """A launch behind a sort. As the reference."""
+    rows = torch.empty_like(ids)
+    _launch(_remove_kernel, index, ids, rows)
+    return rows
+
+
+def dynamic_expired(index: DynamicIndex, partition: int, last: int) -> Tensor:
+    """As the reference, by PyTorch, on any device. A freed row counts as used."""
+    partitions = index.num_sets.numel()
+    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
+    return index.ids[rows][index.used[rows] <= last].sort().values
 
 
 def dynamic_find_reference(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -109,8 +385,8 @@ def dynamic_use_reference_(index: DynamicIndex, ids: Tensor, step: int) -> tuple
     """Find a batch's ids, which may occur several times, and note that they are used in a step, once an occurrence.
 
     Returns:
-        rows int64 `[N]`, as `dynamic_find`; and int32 `[N]`: the steps in which they were used before, for
-        `dynamic_unuse_`.
+        rows int64 `[N]`, as `dynamic_find`; and int32 `[N]` for `dynamic_unuse_`: of one occurrence of each id the
+        step in which it was used before, of the others that one or `step`.
     """
     rows, before = dynamic_find_reference(index, ids), torch.zeros(ids.numel(), dtype=torch.int32, device=ids.device)
     for position, row in enumerate(rows.tolist()):
@@ -122,9 +398,9 @@ def dynamic_use_reference_(index: DynamicIndex, ids: Tensor, step: int) -> tuple
 
 def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
     """Undo `dynamic_use_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
-    for row, step in zip(reversed(rows.tolist()), reversed(before.tolist()), strict=True):
+    for row, step in zip(rows.tolist(), before.tolist(), strict=True):
         if row >= 0:
-            index.used[row] = step
+            index.used[row] = min(step, int(index.used[row]))
             index.counts[row] -= 1
 
 
@@ -258,4 +534,4 @@ class _Rows:
 
 @functools.cache
 def _mixed(id: int) -> int:
-    return int(mix64(torch.tensor([id]))[0])
+    return int(mix64(torch.tensor([id]))) % 2**64

@@ -30,12 +30,10 @@ Bytes: 16 of indices a pair and row, and twice its row, once over the bus for pi
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tritonemb import layout
-from tritonemb.kernels.dynamic_index import mix64
 from tritonemb.kernels.triton_utils import (
     FIRST_ROW,
     INTEGERS,
@@ -44,12 +42,13 @@ from tritonemb.kernels.triton_utils import (
     jit,
     last_at_most,
     launch,
+    mix,
     next_power_of_2,
     on_device,
     table_of,
     tl,
 )
-from tritonemb.layout import NO_ROW
+from tritonemb.layout import NO_ROW, mix64
 
 WAYS, EMPTY = tl.constexpr(layout.WAYS), tl.constexpr(NO_ROW)
 TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directory`, addresses
@@ -66,11 +65,7 @@ MOST_COLUMNS = 64  # units of a row copied at once; longer rows take turns
 @jit
 def _set_of(row, num_sets):
     """`set_of`; 0 where there are no sets."""
-    mixed = row.to(tl.uint64)
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    mixed = mixed ^ (mixed >> 31)
-    return (mixed % tl.maximum(num_sets, 1).to(tl.uint64)).to(tl.int64)
+    return (mix(row).to(tl.uint64) % tl.maximum(num_sets, 1).to(tl.uint64)).to(tl.int64)
 
 
 @jit
@@ -323,7 +318,8 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
 
 def set_of(rows: Tensor, num_sets: int) -> Tensor:
     """int64 `[N]`: the set of each of a table's rows int64 `[N]`; `num_sets` in [1, 2^62)."""
-    return torch.from_numpy((mix64(rows) % np.uint64(num_sets)).astype(np.int64)).to(rows.device)
+    mixed = mix64(rows)
+    return (2 * ((mixed >> 1 & 2**63 - 1) % num_sets) + (mixed & 1)) % num_sets  # of a number without sign
 
 
 def _table_rows(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     key: list[Any] = [kernel, num_warps, device.index, *constants.values()]
-    for arg in args:
+    for arg in (*args[0], *args[1:]) if isinstance(args[0], tuple) else args:  # several may come first, by name
         if isinstance(arg, Tensor):
             key += arg.dtype, arg.data_ptr() % 16 == 0
         elif isinstance(arg, int):
@@ -350,6 +350,15 @@ def row_id(tables, table, row, mask):
     row_ids = tl.load(field_at(tables, table, ROW_IDS), mask=mask, other=0)
     found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row, mask=row_ids != 0, other=0)
     return tl.where(row_ids != 0, found, row)
+
+
+@jit
+def mix(ids):
+    """`layout.mix64`."""
+    mixed = ids.to(tl.uint64)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return (mixed ^ (mixed >> 31)).to(tl.int64)
 
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (tl.constexpr(kind) for kind in range(1, 6))

@@ -184,6 +184,7 @@ class TableCollection(FusedModule):
                 table._apply(fn)  # raises before others have been moved
         rate = self._buffers.get("learning_rate")
         super()._apply(fn, recurse)
+        self.table_set.forget_layouts()
         if rate is not None:
             self._buffers["learning_rate"] = rate.to(self.step.device)
         return self

@@ -46,7 +46,6 @@ _BY_TORCH = (
     "embedding_bag", "sample_weight_gradient", "row_update_", "row_gradients_", "interaction", "interaction_gradient",
     "cross", "cross_gradient",
 )  # fmt: skip
-_CPU_ONLY = ("dynamic_index",)  # files without Triton kernels
 _CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels are PyTorch's operators, and the references
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -62,8 +61,6 @@ def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) 
         return _forced if _forced in kernels_of(op) else REFERENCE
     if device.type not in (CPU, "cuda"):
         return None
-    if _FILES[op] in _CPU_ONLY:
-        return CPU if device.type == CPU else None
     name = TRITON if _HAS_TRITON and (device.type == "cuda" or _INTERPRETING) else CPU
     if all(dtype in _DTYPES[name] for dtype in dtypes):
         return name if name == TRITON or device.type == CPU else None
@@ -91,8 +88,6 @@ def ops() -> tuple[str, ...]:
 
 def kernels_of(op: str) -> tuple[str, ...]:
     """The kernels that there are for an op."""
-    if _FILES[op] in _CPU_ONLY:
-        return REFERENCE, CPU
     return (REFERENCE, CPU, TRITON, TORCH) if op in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 

@@ -9,21 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.kernels.dynamic_index import dynamic_rows, make_index, mix64, partitions_of
-from tritonemb.layout import MOST_USES, WAYS, DynamicIndex
+from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index, partitions_of, renumber
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
+from tritonemb.tables.admission import Sketch, admits
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, only_parameters
 from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import Device, TableConfig
 from tritonemb.utils import require
 
 INDEX_BYTES = 16 + 4 + WAYS * 5 // 25  # a row: id, step, count, free row, and slots
-NUM_HASHES = 4  # of an id, in the count-min sketch
-HALVED_AFTER = 8  # occurrences for each cell of a partition's part of a hash
-_CPU = torch.device("cpu")
-_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -93,21 +89,21 @@ class DynamicTable(Table):
     index: DynamicIndex
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
-        if (there := torch.empty(0, device=device).device).type not in ("cpu", "meta"):
-            raise ValueError(f"table {config.name!r}: a dynamic table is on the CPU, got device {str(there)!r}")
+        there = torch.empty(0, device=device).device
+        there = torch.device("cpu") if there.type == "meta" else there
         num_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
         num_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
         num_bytes += 0 if config.placement == "device" else 8  # a record has its id
         num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes)
-        with _CPU:
-            self.index = make_index(num_rows, part=config.partitions)
+        self.index = make_index(num_rows, there, part=config.partitions)
+        self._whole: tuple[int, int] = tuple(self.index.whole.tolist())
         num_rows = len(self.index.ids)
         first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
         self._row_config = config.memory(num_rows, first)
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self._state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
-        self.sketch = _Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
+        self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
@@ -146,7 +142,7 @@ class DynamicTable(Table):
 
     def find(self, ids: Tensor) -> Tensor:
         """Rows int64 `[N]` of ids, -1 of those that have none."""
-        return _call("dynamic_find", self.index, ids)
+        return self._call("dynamic_find", ids)
 
     def begin(self, ids: Tensor) -> NewIds:
         """Mark a batch's ids int64 `[N]` as used in the next step. ValueError if new ones find no room; as before then.
@@ -154,12 +150,20 @@ class DynamicTable(Table):
         `finish` or `undo` follows.
         """
         step = self.clock + 1
-        rows, before = _call("dynamic_use_", self.index, ids, step)
+        rows, before = self._call("dynamic_use_", ids, step)
         unknown = (rows < 0).nonzero()[:, 0]
         new, inverse, occurrences = ids[unknown].unique(return_inverse=True, return_counts=True)
-        batch = NewIds(rows, before, unknown, new, inverse, occurrences, self._admits(new, occurrences))
+        batch = NewIds(
+            rows,
+            before,
+            unknown,
+            new,
+            inverse,
+            occurrences,
+            admits(self.config.admission, new, occurrences, self.seed, self.sketch),
+        )
         wanted = new[batch.admitted]
-        if wanted.numel() and (missing := _call("dynamic_missing", self.index, wanted, self._last(step))):
+        if wanted.numel() and (missing := self._call("dynamic_missing", wanted, self._last(step))):
             self.undo(batch)
             eviction = self.config.eviction
             raise ValueError(
@@ -172,7 +176,7 @@ class DynamicTable(Table):
 
     def undo(self, batch: NewIds) -> None:
         """Leave the table as it was before `begin`."""
-        _call("dynamic_unuse_", self.index, batch.rows, batch.before)
+        self._call("dynamic_unuse_", batch.rows, batch.before)
 
     @torch.no_grad()
     def finish(self, batch: NewIds) -> Tensor:
@@ -188,11 +192,11 @@ class DynamicTable(Table):
             self._initialize(given, new[admitted])
             rows[batch.unknown] = found[batch.inverse]
             self._count(refused=int(batch.occurrences[~admitted].sum()))
-        (whole, first), ttl = self.index.whole.tolist(), self.config.eviction.ttl
+        (whole, first), ttl = self._whole, self.config.eviction.ttl
         if ttl is not None and 0 <= (partition := self.clock % whole - first) < self.index.num_sets.numel():
-            old = _call("dynamic_expired", self.index, partition, self.clock - ttl - 1)
+            old = self._call("dynamic_expired", partition, self.clock - ttl - 1)
             self._count(evictions=old.numel())
-            _call("dynamic_remove_", self.index, old)
+            self._call("dynamic_remove_", old)
         return rows
 
     def initial_values(self, ids: Tensor) -> Tensor:
@@ -205,7 +209,7 @@ class DynamicTable(Table):
         """Rows for distinct new ids, ascending, which there is room for; nothing is written to these."""
         eviction, step = self.config.eviction, self.clock
         half_life = eviction.half_life if eviction.policy == "lfu" else 0
-        done = _call("dynamic_insert_", self.index, ids, occurrences, step, self._last(step), half_life)
+        done = self._call("dynamic_insert_", ids, occurrences, step, self._last(step), half_life)
         self._count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
         rows: Tensor = done.rows
         return rows
@@ -229,19 +233,18 @@ class DynamicTable(Table):
         """Rows used after this step are not evicted for that one."""
         return step - 1 - self.config.eviction.protect
 
-    def _admits(self, ids: Tensor, occurrences: Tensor) -> Tensor:
-        admission = self.config.admission
-        admitted = torch.ones(ids.numel(), dtype=torch.bool, device=_CPU)
-        if admission.probability < 1.0:
-            drawn = mix64(torch.from_numpy((mix64(ids) ^ np.uint64(self.seed)).view(np.int64))) >> np.uint64(11)
-            admitted &= torch.from_numpy(drawn < np.uint64(int(admission.probability * 2.0**53)))
-        if self.sketch is not None:
-            admitted &= self.sketch.counts(ids) + occurrences >= admission.appearances
-        return admitted
+    def _as_ids(self, ids: Tensor | Sequence[int]) -> Tensor:
+        found = torch.as_tensor(ids, dtype=torch.int64, device=self.index.ids.device)
+        if found.dim() != 1:
+            raise ValueError(f"ids must have one dimension, got shape {tuple(found.shape)}")
+        return found.contiguous()
 
     def _count(self, **numbers: int) -> None:
         for name, number in numbers.items():
             self._counted[name] += number
+
+    def _call(self, op: str, *args: Any) -> Any:
+        return kernel(op, self.index.ids.device)(self.index, *args)
 
     # For users.
 
@@ -252,7 +255,7 @@ class DynamicTable(Table):
     @torch.no_grad()
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
         """`[N, embedding_dim]`: the rows of ids, initial values of those that have none."""
-        distinct, inverse = _as_ids(ids).unique(return_inverse=True)
+        distinct, inverse = self._as_ids(ids).unique(return_inverse=True)
         rows, found = self.find(distinct), self.initial_values(distinct)
         known = rows >= 0
         found[known] = self._read(rows[known])["weight"]
@@ -267,13 +270,13 @@ class DynamicTable(Table):
         Raises:
             ValueError: for ids given twice, other shapes, and if new ids find no room; nothing has changed.
         """
-        ids = _as_ids(ids)
+        ids = self._as_ids(ids)
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
-        found, before = _call("dynamic_use_", self.index, ids, self.clock)  # so that they are not evicted for others
+        found, before = self._call("dynamic_use_", ids, self.clock)  # so that they are not evicted for others
         known, new = found >= 0, ids[found < 0]
-        if missing := _call("dynamic_missing", self.index, new, self._last(self.clock)):
-            _call("dynamic_unuse_", self.index, found, before)
+        if missing := self._call("dynamic_missing", new, self._last(self.clock)):
+            self._call("dynamic_unuse_", found, before)
             raise ValueError(
                 f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more "
                 "capacity"
@@ -292,7 +295,7 @@ class DynamicTable(Table):
 
         Rows of batches that are prefetched or whose backward has not run must not be removed.
         """
-        return int((_call("dynamic_remove_", self.index, _as_ids(ids).unique()) >= 0).sum())
+        return int((self._call("dynamic_remove_", self._as_ids(ids).unique()) >= 0).sum())
 
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
         """`ids`, `weight`, states, `step` and `count`, sorted by id; written to a .parquet or .npz file, too, if given.
@@ -306,8 +309,8 @@ class DynamicTable(Table):
         suffix = Path(path).suffix
         if suffix not in (".parquet", ".npz"):
             raise ValueError(f"an export is a .parquet or .npz file, got {str(path)!r}")
-        arrays = {name: value.numpy() for name, value in found.items() if name != "weight"}
-        arrays["weight"] = found["weight"].float().numpy()  # NumPy has no bfloat16
+        arrays = {name: value.cpu().numpy() for name, value in found.items() if name != "weight"}
+        arrays["weight"] = found["weight"].float().cpu().numpy()  # NumPy has no bfloat16
         if suffix == ".npz":
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
@@ -417,7 +420,7 @@ class DynamicTable(Table):
         """
         title = f"table {self.config.name!r}"
         values = {name: saved[name] for name in ("weight", *self._state_names) if "row" not in saved}
-        ids, order = saved["ids"].to(_CPU).sort()
+        ids, order = saved["ids"].to(self.index.ids).sort()
         self._check_rows(ids, values)
         if self.sketch is not None:
             self.sketch.check(saved, title)
@@ -430,23 +433,23 @@ class DynamicTable(Table):
             )
         self._clear()
         self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
-        rows = _call("dynamic_insert_", self.index, ids, saved["count"][order], 0, -1, 0).rows
+        rows = self._call("dynamic_insert_", ids, saved["count"][order], 0, -1, 0).rows
         if values:
             self._write(rows, {name: value[order] for name, value in values.items()})
         else:
             rows, before = saved["row"][order] - self.row_config.row_origin, rows
-            _renumber(self.index, before, rows)
+            renumber(self.index, before, rows)
         self.index.used[rows] = saved["step"][order].to(self.index.used)
         if self.sketch is not None:
             self.sketch.adopt(saved)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
-        if probe.device.type not in ("cpu", "meta"):
-            raise RuntimeError(
-                f"table {self.config.name!r} is dynamic: it is on the CPU, and cannot move to {probe.device}"
-            )
-        return super()._apply(fn, recurse)
+        moved = super()._apply(fn, recurse)
+        if (device := self.weight.device) != self.index.ids.device and device.type != "meta":
+            self.index = DynamicIndex(*(part.to(device) for part in self.index))
+            if self.sketch is not None:
+                self.sketch.move(device)
+        return moved
 
 
 class CachedDynamicTable(DynamicTable, CachedTable):
@@ -457,7 +460,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
         super().__init__(config, states, device)
-        self._new = _NOTHING, _NOTHING  # rows, ascending, and their new ids, of a batch that is not pinned yet
+        self._new: tuple[Tensor, Tensor] | None = None  # rows and their new ids, of a batch that is not pinned yet
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         CachedTable._allocate(self, num_rows, states, device)
@@ -474,7 +477,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
 
     def remove(self, ids: Tensor | Sequence[int]) -> int:
         """As of `DynamicTable`; nothing of these rows is left in the store, either."""
-        rows = self.find(_as_ids(ids).unique())
+        rows = self.find(self._as_ids(ids).unique())
         rows = rows[rows >= 0]
         self._write(rows, {name: torch.zeros_like(value) for name, value in self._read(rows).items()})
         return super().remove(ids)
@@ -487,16 +490,16 @@ class CachedDynamicTable(DynamicTable, CachedTable):
         DynamicTable.reset_parameters(self, seed)
 
     def _initialize(self, rows: Tensor, ids: Tensor) -> None:
-        rows, order = rows.sort()
-        self._new = rows, ids[order]
+        self._new = rows, ids
 
     def is_new(self, rows: Tensor) -> Tensor:
         """bool `[N]`, of a batch's distinct rows: which of them ids have just got, so that they need not be read."""
-        return torch.isin(rows, self._new[0], assume_unique=True)
+        new = rows[:0] if self._new is None else self._new[0]
+        return torch.isin(rows, new, assume_unique=True)
 
     def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
         """Give new rows of a batch, whose `rows`, ascending, have been pinned, their first values; their slots."""
-        (new, ids), self._new = self._new, (_NOTHING, _NOTHING)
+        (new, ids), self._new = self._new or (rows[:0], rows[:0]), None
         into = slots[torch.searchsorted(rows, new)]
         DynamicTable._initialize(self, into, ids)
         self._memory("id").index_copy_(0, into, ids)
@@ -505,114 +508,18 @@ class CachedDynamicTable(DynamicTable, CachedTable):
     def _read(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:
             self.cache.write_back()
-        found, (rows, order) = self.templates(rows.numel()), rows.sort()
+        found, (rows, order) = self.templates(rows.numel()), rows.cpu().sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         for some, places in zip(rows.split(step), order.split(step), strict=True) if rows.numel() else ():
             fields = self.read_records(some)
             for name in ("weight", *self._state_names):
                 found[name][places] = fields[name]
-        return {name: found[name] for name in ("weight", *self._state_names)}
+        return {name: found[name].to(self.weight.device) for name in ("weight", *self._state_names)}
 
     def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        rows, order = rows.sort()
+        ids, (rows, order) = self.index.ids[rows], rows.sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         with self._reloading():
             for some, places in zip(rows.split(step), order.split(step), strict=True):
-                of_some = {name: value[places] for name, value in values.items()}
-                self.write_records(some, of_some | {"id": self.index.ids[some]})
-
-
-class _Sketch:
-    """Counts occurrences of ids without rows: count-min (Cormode and Muthukrishnan, 2005), conservative, in partitions.
-
-    A partition's counts are halved when `HALVED_AFTER` occurrences have come for each of its cells.
-    """
-
-    def __init__(self, index: DynamicIndex, appearances: int) -> None:
-        (self._whole, self._first), self._partitions = index.whole.tolist(), index.num_sets.numel()
-        most = torch.iinfo(torch.int16).max
-        if appearances > most:
-            raise ValueError(f"an admission's appearances may be {most} at most, got {appearances}")
-        self._width = 1 << (len(index.ids) // self._partitions).bit_length()
-        with _CPU:
-            self._cells = torch.zeros(NUM_HASHES, self._partitions * self._width, dtype=torch.int16)
-            self._added = torch.zeros(self._partitions, dtype=torch.int64)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"sketch": self._cells.int(), "added": self._added.clone()}
-
-    def templates(self) -> dict[str, Tensor]:
-        """Room for those of the whole table."""
-        cells = torch.empty(NUM_HASHES, self._whole * self._width, dtype=torch.int32)  # gloo sends no int16
-        return {"sketch": cells, "added": torch.empty(self._whole, dtype=torch.int64)}
-
-    def place(self, name: str) -> tuple[list[int], tuple[int, int]]:
-        whole, first = self._whole, self._first
-        if name == "added":
-            return [whole], (first, 0)
-        return [NUM_HASHES, whole * self._width], (0, first * self._width)
-
-    def clear(self) -> None:
-        self._cells.zero_()
-        self._added.zero_()
-
-    def check(self, saved: Mapping[str, Tensor], title: str) -> None:
-        if saved["sketch"].shape != (shape := (NUM_HASHES, self._whole * self._width)):
-            found = tuple(saved["sketch"].shape)
-            raise ValueError(f"{title}: sketch must have shape {shape}, got {found}; it is of another capacity")
-
-    def adopt(self, saved: Mapping[str, Tensor]) -> None:
-        self._cells.copy_(saved["sketch"][:, self._first * self._width :][:, : self._cells.shape[1]])
-        self._added.copy_(saved["added"][self._first :][: self._partitions])
-
-    def counts(self, ids: Tensor) -> Tensor:
-        """int64 `[N]`, at least how often the ids were added since they were halved."""
-        return self._cells.gather(1, self._places(ids)[1]).amin(0).long()
-
-    def add(self, ids: Tensor, occurrences: Tensor) -> None:
-        """Count distinct ids."""
-        partitions, places = self._places(ids)
-        counts = (self._cells.gather(1, places).amin(0) + occurrences).clamp(max=torch.iinfo(torch.int16).max)
-        self._cells.scatter_reduce_(1, places, counts.short().expand_as(places), "amax")
-        self._added.index_add_(0, partitions, occurrences)
-        full = self._added >= HALVED_AFTER * self._width
-        if full.any():
-            self._cells.view(NUM_HASHES, self._partitions, self._width)[:, full] >>= 1
-            self._added[full] = 0
-
-    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        mixed, partitions = mix64(ids), partitions_of(ids, self._whole) - self._first
-        hashes = [mix64(torch.from_numpy((mixed + np.uint64(n)).view(np.int64))) for n in range(1, NUM_HASHES + 1)]
-        cells = torch.from_numpy(np.stack([each % np.uint64(self._width) for each in hashes]).astype(np.int64))
-        return partitions, partitions * self._width + cells
-
-
-def _renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
-    """Let ids whose rows are `before` have other rows of their partitions; what is between these is free."""
-    partitions, numbers = index.num_sets.numel(), torch.zeros(len(index.ids), dtype=torch.int32)
-    numbers[before] = rows.int()
-    slots = index.digests.nonzero()[:, 0]
-    index.rows[slots] = numbers[index.rows[slots].long()]
-    ids, uses = index.ids[before], index.uses[before]
-    index.ids[rows], index.uses[rows] = ids, uses
-    index.num_made.zero_().scatter_reduce_(0, rows % partitions, (rows // partitions + 1).int(), "amax")
-    every = torch.arange(len(index.ids))
-    freed = every // partitions < index.num_made[every % partitions]
-    freed[rows] = False
-    unused = every[freed]
-    unused = unused[torch.argsort(unused % partitions, stable=True)]
-    counts = (unused % partitions).bincount(minlength=partitions)
-    numbers_in_partition = torch.arange(len(unused)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    index.free[numbers_in_partition * partitions + unused % partitions] = unused.int()
-    index.used[unused] = MOST_USES
-
-
-def _call(op: str, *args: Any) -> Any:
-    return kernel(op, _CPU)(*args)
-
-
-def _as_ids(ids: Tensor | Sequence[int]) -> Tensor:
-    found = torch.as_tensor(ids, dtype=torch.int64, device=_CPU)
-    if found.dim() != 1:
-        raise ValueError(f"ids must have one dimension, got shape {tuple(found.shape)}")
-    return found.contiguous()
+                fields = {name: value.to(places.device)[places].cpu() for name, value in (*values.items(), ("id", ids))}
+                self.write_records(some.cpu(), fields)

@@ -411,6 +411,11 @@ class TableSet(OptimizedTables):
         for name, counter in self.counters.items():
             moved = fn(counter)
             self.counters[name] = counter.to(moved.device) if name == "learning_rate" else moved
+        self.forget_layouts()
+
+    def forget_layouts(self) -> None:
+        """Tables have moved, and layouts may have addresses of what has been with them."""
+        self._layouts.clear()
 
     def memory(self) -> AbstractContextManager[Any]:
         """Held while the tables' tensors are used, as their cache may replace them by larger ones."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
 from tritonemb.kernels.cpu.simd import count_bits, equal_ways, lowest_bit, mix, prefetch
-from tritonemb.kernels.dynamic_index import DynamicInsertion
+from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_expired, dynamic_unuse_, insertion  # noqa: F401
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
 
 TASKS_A_THREAD = 4
@@ -147,14 +147,6 @@ def _use(task, num_tasks, index, ids, step, rows, before):
                 before[at[i]], use[0] = use[0], step
                 use[1] = min(MOST_USES, np.int64(use[1]) + 1)
         size = 0
-
-
-@compiled
-def _unuse(index, rows, before):
-    for i in range(rows.size - 1, -1, -1):
-        if rows[i] >= 0:
-            index.uses[rows[i], 0] = before[i]
-            index.uses[rows[i], 1] -= 1
 
 
 @called
@@ -363,11 +355,6 @@ def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, T
     return rows, before
 
 
-def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """See `kernels/dynamic_index.py`."""
-    _unuse(_arrays(index), rows.numpy(), before.numpy())
-
-
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """See `kernels/dynamic_index.py`."""
     return int(_missing(_arrays(index), ids.numpy(), last))
@@ -384,9 +371,7 @@ def dynamic_insert_(
         num_threads, num_tasks, _arrays(index), ids.numpy(), occurrences.numpy(), step, last, half_life, rows.numpy(),
         evicted.numpy(),
     )  # fmt: skip
-    evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
-    evicted_ids, order = evicted_ids.sort()
-    return DynamicInsertion(rows, evicted_ids, evicted_rows[order])
+    return insertion(rows, evicted)
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -394,10 +379,3 @@ def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     rows = torch.empty_like(ids)
     _remove(_arrays(index), ids.numpy(), rows.numpy())
     return rows
-
-
-def dynamic_expired(index: DynamicIndex, partition: int, last: int) -> Tensor:
-    """See `kernels/dynamic_index.py`. A freed row counts as used."""
-    partitions = index.num_sets.numel()
-    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
-    return index.ids[rows][index.used[rows] <= last].sort().values
