@@ -45,7 +45,7 @@ def batches(number: int, keys: Sequence[str] = ("user", "item"), seed: int = 0) 
 def step(model: Any, features: Any, *groups: Any) -> Tensor:
     found = model(features, *groups)
     out: Tensor = found if isinstance(found, Tensor) else found.values()
-    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    (out * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
     return out.detach()
 
 
@@ -65,9 +65,10 @@ def static_twin(dynamic: TableCollection, tables: Sequence[te.TableConfig], opti
         te.TableConfig(t.name, len(IDS), t.embedding_dim, t.features, t.pooling, t.dtype, init_bound=t.bound)
         for t in tables
     ]
-    made = type(dynamic)(static, optimizer)
+    device = dynamic.tables[0].weight.device
+    made = type(dynamic)(static, optimizer, device)
     for table in made.tables:
-        table.weight.data.copy_(table_of(dynamic, table.config.name).initial_values(IDS))
+        table.weight.data.copy_(table_of(dynamic, table.config.name).initial_values(IDS.to(device)))
     return made
 
 
@@ -75,24 +76,24 @@ def same_rows(dynamic: TableCollection, static: TableCollection) -> None:
     for table in static.tables:
         mine = table_of(dynamic, table.config.name)
         assert torch.equal(mine.lookup(IDS), table.weight)
-        saved, known = mine.export(), torch.isin(IDS, mine.ids())
-        assert torch.equal(saved["ids"], IDS[known])
+        saved, known = mine.export(), torch.isin(IDS, mine.ids().cpu())
+        assert torch.equal(saved["ids"].cpu(), IDS[known])
         for name, state in table.tensors().items():
-            assert torch.equal(saved[name], state[known]), name
+            assert torch.equal(saved[name], state[known.to(state.device)]), name
 
 
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda each: each.name)
-def test_it_is_bitwise_a_static_table_of_the_same_rows(optimizer):
+def test_it_is_bitwise_a_static_table_of_the_same_rows(optimizer, device):
     """Tables on the device, and the same in host memory and on disk."""
     tables = [config(pooling="mean"), config("item", dim=5, features=["item", "user"])]
-    dynamic = te.nn.EmbeddingBagCollection(tables, optimizer)
+    dynamic = te.nn.EmbeddingBagCollection(tables, optimizer, device)
     static = static_twin(dynamic, tables, optimizer)
-    low = te.nn.EmbeddingBagCollection(
-        [dataclasses.replace(t, **TIERS[tier]) for t, tier in zip(tables, ("host", "disk"), strict=True)], optimizer
-    )
+    placed = [dataclasses.replace(t, **TIERS[tier]) for t, tier in zip(tables, ("host", "disk"), strict=True)]
+    low = te.nn.EmbeddingBagCollection(placed, optimizer, device)
     for table in tables:
         table_of(low, table.name).seed = table_of(dynamic, table.name).seed
-    for ids, numbers in batches(6):
+    for batch in batches(6):
+        ids, numbers = (each.to(device) for each in batch)
         with torch.no_grad():
             assert torch.equal(dynamic(ids), static(numbers))  # unknown ids among them
         out = step(static, numbers)
@@ -137,7 +138,7 @@ def test_beside_static_tables_whose_ids_are_checked(tier, static):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier):
+def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier, device):
     """On each tier, from one to another, and where rows are evicted, admitted late, and expire."""
 
     def make(tier: str) -> te.nn.EmbeddingBagCollection:
@@ -147,13 +148,13 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier):
             config(capacity=60, dtype=dtype, eviction=te.EvictionConfig("lfu", protect=1, half_life=3), **TIERS[tier]),
             config("item", dtype=dtype, admission=late, eviction=te.EvictionConfig(protect=1, ttl=4), **TIERS[tier]),
         ]
-        return te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
+        return te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1), device)
 
     whole, first = make("device"), make(tier)
     for ids, _ in batches(30):
-        step(whole, ids)
+        step(whole, ids.to(device))
     for ids, _ in batches(15):
-        step(first, ids)
+        step(first, ids.to(device))
     saved = first.state_dict()
     kept = copy.deepcopy(saved)
     resumed = make("host" if tier == "disk" else "device")
@@ -161,8 +162,8 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier):
     resumed.load_state_dict(saved)
     for number, (ids, _) in enumerate(batches(30)):
         if number >= 15:
-            step(resumed, ids)
-            step(first, ids)
+            step(resumed, ids.to(device))
+            step(first, ids.to(device))
     assert_same_bits(*({key: value for key, value in state.items() if key != "step"} for state in (saved, kept)))
     assert_same_bits(first.state_dict(), whole.state_dict())
     assert_same_bits(resumed.state_dict(), whole.state_dict())
@@ -173,7 +174,7 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier):
 
 @pytest.mark.parametrize("depth", [1, 3])
 @on_tiers
-def test_every_prefetch_depth_gives_the_same_bits(depth, tier):
+def test_every_prefetch_depth_gives_the_same_bits(depth, tier, device):
     """Also of ids that are refused: they are read beside rows that the batches before have changed."""
 
     def run(depth: int, tier: str) -> dict[str, Tensor]:
@@ -183,10 +184,10 @@ def test_every_prefetch_depth_gives_the_same_bits(depth, tier):
             config(capacity=30, eviction=te.EvictionConfig(protect=3), **TIERS[tier]),
             config("item", admission=late),
         ]
-        collection = te.nn.EmbeddingBagCollection(tables, te.optim.Adagrad(lr=0.1))
+        collection = te.nn.EmbeddingBagCollection(tables, te.optim.Adagrad(lr=0.1), device)
         waiting = list[Any]()
         for ids in IDS[torch.randperm(64, generator=torch.Generator().manual_seed(4)).repeat(3)].split(8):
-            features = te.KeyedJaggedTensor(["user", "item"], ids, lengths=torch.full((4,), 2))
+            features = te.KeyedJaggedTensor(["user", "item"], ids, lengths=torch.full((4,), 2)).to(device)
             waiting.append(prefetch(collection, features))
             if len(waiting) > depth:
                 step(collection, waiting.pop(0))

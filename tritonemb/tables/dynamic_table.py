@@ -221,7 +221,7 @@ class DynamicTable(Table):
             self._memory(name).index_fill_(0, rows, 0.0)
 
     def _read(self, rows: Tensor) -> dict[str, Tensor]:
-        """Copies of weight and states of distinct rows."""
+        """Copies of weight and states of distinct rows, where these are."""
         return {name: self._memory(name).detach()[rows] for name in ("weight", *self._state_names)}
 
     def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -258,7 +258,7 @@ class DynamicTable(Table):
         distinct, inverse = self._as_ids(ids).unique(return_inverse=True)
         rows, found = self.find(distinct), self.initial_values(distinct)
         known = rows >= 0
-        found[known] = self._read(rows[known])["weight"]
+        found[known] = self._read(rows[known])["weight"].to(found)
         return found[inverse]
 
     @torch.no_grad()
@@ -273,21 +273,22 @@ class DynamicTable(Table):
         ids = self._as_ids(ids)
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
-        found, before = self._call("dynamic_use_", ids, self.clock)  # so that they are not evicted for others
+        found, used = self._call("dynamic_use_", ids, self.clock)  # so that they are not evicted for others
         known, new = found >= 0, ids[found < 0]
         if missing := self._call("dynamic_missing", new, self._last(self.clock)):
-            self._call("dynamic_unuse_", found, before)
+            self._call("dynamic_unuse_", found, used)
             raise ValueError(
                 f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more "
                 "capacity"
             )
         found[~known] = self._insert(new, torch.ones_like(new))
-        values = {name: value[order] for name, value in {"weight": rows, **states}.items()}
+        values = {name: value[order.to(value.device)] for name, value in {"weight": rows, **states}.items()}
         if left := [name for name in self._state_names if name not in states]:
             as_they_were = self._read(found[known])
             for name in left:
-                values[name] = torch.zeros(ids.numel(), *self._memory(name).shape[1:])
-                values[name][known] = as_they_were[name]
+                before = as_they_were[name]
+                values[name] = before.new_zeros(ids.numel(), *before.shape[1:])
+                values[name][known.to(before.device)] = before
         self._write(found, values)
 
     def remove(self, ids: Tensor | Sequence[int]) -> int:
@@ -433,13 +434,18 @@ class DynamicTable(Table):
             )
         self._clear()
         self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
-        rows = self._call("dynamic_insert_", ids, saved["count"][order], 0, -1, 0).rows
+        of_rows = {
+            name: saved[name][order.to(saved[name].device)]
+            for name in ("step", "count", "row", *values)
+            if name in saved
+        }
+        rows = self._call("dynamic_insert_", ids, of_rows["count"].to(ids), 0, -1, 0).rows
         if values:
-            self._write(rows, {name: value[order] for name, value in values.items()})
+            self._write(rows, {name: of_rows[name] for name in values})
         else:
-            rows, before = saved["row"][order] - self.row_config.row_origin, rows
+            rows, before = of_rows["row"].to(ids) - self.row_config.row_origin, rows
             renumber(self.index, before, rows)
-        self.index.used[rows] = saved["step"][order].to(self.index.used)
+        self.index.used[rows] = of_rows["step"].to(self.index.used)
         if self.sketch is not None:
             self.sketch.adopt(saved)
 
@@ -514,12 +520,12 @@ class CachedDynamicTable(DynamicTable, CachedTable):
             fields = self.read_records(some)
             for name in ("weight", *self._state_names):
                 found[name][places] = fields[name]
-        return {name: found[name].to(self.weight.device) for name in ("weight", *self._state_names)}
+        return {name: found[name] for name in ("weight", *self._state_names)}
 
     def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         ids, (rows, order) = self.index.ids[rows], rows.sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         with self._reloading():
             for some, places in zip(rows.split(step), order.split(step), strict=True):
-                fields = {name: value.to(places.device)[places].cpu() for name, value in (*values.items(), ("id", ids))}
+                fields = {name: value[places.to(value.device)].cpu() for name, value in {**values, "id": ids}.items()}
                 self.write_records(some.cpu(), fields)
