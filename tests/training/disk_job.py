@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,16 @@ OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.05)
 def model_of(
     data: Dataset, placement: str, folder: Path | None = None, optimizer: te.optim.Optimizer = OPTIMIZER
 ) -> te.nn.DLRM:
-    """Tables whose caches hold few rows; "mixed" places them in turn."""
+    """Tables whose caches hold few rows; "mixed" places them in turn; "dynamic" ones are on disk, too."""
     torch.manual_seed(0)
     cache = te.CacheConfig(rows=32, folder=folder)
     places = ["disk", "device", "host"] if placement == "mixed" else [placement]
-    tables = [living(table, places[number % len(places)], cache) for number, table in enumerate(data.tables(4))]
+    if placement.startswith("dynamic"):
+        few: dict[str, Any] = {"capacity": 400, "eviction": te.EvictionConfig("lfu", protect=2), "cache": cache}
+        few["placement"] = "disk" if placement == "dynamic" else "device"
+        tables = [replace(table, num_embeddings=None, **few) for table in data.tables(4)]
+    else:
+        tables = [living(table, places[number % len(places)], cache) for number, table in enumerate(data.tables(4))]
     return te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=optimizer)
 
 
@@ -136,12 +142,10 @@ class Probe:
         return in_memory(self.folder.path(step))["model.t.weight"]
 
 
-def main(folder: str, asynchronous: str) -> None:
+def main(folder: str, kind: str, placement: str) -> None:
     torch.set_num_threads(1)
-    every = CheckpointOptions(
-        checkpoint_steps=2, keep=2, checkpoint_incremental=True, checkpoint_async=asynchronous == "async"
-    )
-    trainer = make_trainer(planted(600, validation=False), Path(folder), epochs=5, checkpoints=every)
+    every = CheckpointOptions(checkpoint_steps=2, keep=2, checkpoint_incremental=True, checkpoint_async=kind == "async")
+    trainer = make_trainer(planted(600, validation=False), Path(folder), placement, epochs=5, checkpoints=every)
     trainer.resume("auto")
     assert trainer.fit().steps == LAST_STEP
 

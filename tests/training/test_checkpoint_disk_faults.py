@@ -20,7 +20,7 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.training.disk_job import LAST_STEP, Probe, bits, in_memory, make_trainer, model_of
+from tests.training.disk_job import LAST_STEP, Probe, bits, make_trainer, model_of
 from tests.training.jobs import planted
 from tritonemb.storage import StorageError
 from tritonemb.storage.aio import PageFile
@@ -217,27 +217,31 @@ class TestFaults:
         found.tables[0].store.close()
 
 
-def start(folder: Path, kind: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.training.disk_job", str(folder), kind]
+def start(folder: Path, *kind: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.training.disk_job", str(folder), *kind]
     quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 @pytest.mark.parametrize(
-    ("kind", "kills"),
+    ("kind", "placement", "kills"),
     [
-        ("async", 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sync", 2), ("async", 12), ("sync", 12))),
+        ("async", "disk", 2),
+        ("sync", "dynamic", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sync", "disk", 2), ("async", "disk", 12), ("sync", "disk", 12), ("async", "dynamic", 12))
+        ),
     ],
 )
 @pytest.mark.timeout(600)
 @pytest.mark.more
-def test_killed_training_ends_with_the_same_bits(tmp_path, kind, kills):
+def test_killed_training_ends_with_the_same_bits(tmp_path, kind, placement, kills):
     folder, chance, killed = tmp_path / "run", random.Random(kills), 0
     checkpoints = CheckpointFolder(folder / "checkpoints")
     for number in range(kills):
-        process, before = start(folder, kind), checkpoints.steps()
+        process, before = start(folder, kind, placement), checkpoints.steps()
         if number % 2:  # while a checkpoint is written
             while process.poll() is None and (
                 checkpoints.steps() == before or not any(checkpoints.folder.glob(".writing-*"))
@@ -251,14 +255,16 @@ def test_killed_training_ends_with_the_same_bits(tmp_path, kind, kills):
         process.communicate()
         killed += process.returncode == -signal.SIGKILL
     assert killed >= kills - 1
-    process = start(folder, kind)
+    process = start(folder, kind, placement)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors.decode()
-    undisturbed = make_trainer(planted(600, validation=False), tmp_path / "plain", "device", epochs=5)
+    in_place = {"disk": "device", "dynamic": "dynamic, on the device"}[placement]
+    data = planted(600, validation=False)
+    undisturbed = make_trainer(data, tmp_path / "plain", in_place, epochs=5)
     undisturbed.fit()
-    found = in_memory(checkpoints.path(LAST_STEP))
-    expected = {f"model.{name}": tensor for name, tensor in bits(undisturbed).items()}
-    assert_same_bits({name: found[name] for name in expected}, expected)
+    saved = make_trainer(data, folder, placement, epochs=5)
+    saved.resume(checkpoints.path(LAST_STEP))
+    assert_same_bits(bits(saved), bits(undisturbed))
     logs = [read_run_log(path / "log.jsonl") for path in (folder, tmp_path / "plain")]
     losses = [[(e["step"], e["loss"]) for e in log if e["event"] == "log"] for log in logs]
     assert losses[0] == losses[1]

@@ -145,11 +145,12 @@ def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epoch
 
 
 @pytest.mark.more
-def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_path):
+@pytest.mark.parametrize("placement", ["device", "disk"])
+def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_path, placement):
     """No vocabulary; tables of 40 rows for 50 ids and missing ones, which come in their second occurrence."""
 
     def run(name: str) -> TrainConfig:
-        tables = TableOptions(evict="lfu", admit_after=2)
+        tables = TableOptions(evict="lfu", admit_after=2, placement=placement, placed_rows=100)
         read = LogOptions(schema=Schema(dynamic=True, num_embeddings=300, sizes=("cat_2=60",)), shuffle_rows=200)
         return replace(text_run(tmp_path / name, 2), read=read, tables=tables)
 

@@ -5,7 +5,6 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -142,13 +141,17 @@ class TableOptions(Options):
         cache = CacheConfig(
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
-        placed = partial(replace, placement=self.placement, cache=cache)
-        rows = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
+        rows: dict[str, Any] = {
+            "eviction": EvictionConfig(self.evict),
+            "admission": AdmissionConfig(appearances=self.admit_after),
+        }
+        tables = [replace(table, **rows) if table.is_dynamic else table for table in tables]
         return [
-            replace(table, eviction=rows[0], admission=rows[1]) if table.is_dynamic
-            else placed(table) if table.num_embeddings >= self.placed_rows else table
+            replace(table, placement=self.placement, cache=cache)
+            if (table.num_embeddings or table.capacity or 0) >= self.placed_rows
+            else table
             for table in tables
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(frozen=True)
