@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
-from tritonemb.kernels.cpu.simd import count_bits, equal_ways, lowest_bit, mix, prefetch
+from tritonemb.kernels.cpu.simd import atomic_increment, count_bits, equal_ways, highest_bit, lowest_bit, mix, prefetch
 from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_expired, dynamic_unuse_, insertion  # noqa: F401
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
 
@@ -16,22 +16,14 @@ TASKS_A_THREAD = 4
 
 
 @inlined
-def _share_of(mixed, number):
-    """Which of so many equal shares of all mixed ids one belongs to."""
-    return np.int64(((np.uint64(mixed) >> np.uint64(32)) * np.uint64(number)) >> np.uint64(32))
-
-
-@inlined
 def _partition_of(index, mixed):
-    return _share_of(mixed, index.whole[0]) - index.whole[1]
+    return np.int64(((np.uint64(mixed) >> np.uint64(32)) * np.uint64(index.whole[0])) >> np.uint64(32)) - index.whole[1]
 
 
 @inlined
 def _mask(sets):
     """`2^(L + 1) - 1` for `2^L ≤ sets < 2^(L + 1)`."""
-    for shift in (1, 2, 4, 8, 16):
-        sets |= sets >> shift
-    return sets
+    return (np.int64(2) << highest_bit(sets)) - 1
 
 
 @inlined
@@ -92,61 +84,41 @@ def _slot_of(index, place, id):
     return slot
 
 
-@inlined
-def _find_chunk(index, ids, mixed, at, size, slots, rows):
-    """Rows of the ids at some positions `at`, which are `mixed`. Each step asks for what the next reads."""
+@parallel
+def _find(task, num_tasks, index, ids, step, rows, before):
+    """With room in `before` they are used in the step. For a chunk of ids, each loop asks for what the next reads."""
+    mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
     id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
-    for i in range(size):
-        slots[i] = _place_of(index, mixed[i]) * WAYS
-        prefetch(digests + slots[i], 1)
-    for i in range(size):
-        ways = equal_ways(digests + slots[i], _digest_of(mixed[i]))
-        slots[i] += lowest_bit(ways) if ways != 0 else 0
-        prefetch(row_of + slots[i] * 4, 1)
-    for i in range(size):
-        row = np.int64(index.rows[slots[i]])
-        if index.digests[slots[i]] != 0:
-            prefetch(id_of + row * 8, 1)
-            prefetch(uses + row * 8, 1)
-    for i in range(size):
-        slot, id = slots[i], ids[at[i]]
-        if index.digests[slot] != 0 and _id_at(index, slot) == id:
-            rows[at[i]] = index.rows[slot]
-        else:  # not there, or behind another of its digest
-            slot = _slot_of(index, _place_of(index, mixed[i]), id)
-            rows[at[i]] = np.int64(index.rows[slot]) if slot >= 0 else -1
-
-
-@parallel
-def _find(task, num_tasks, index, ids, rows):
-    mixed, at, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
     begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
-            at[i], mixed[i] = start + i, mix(ids[start + i])
-        _find_chunk(index, ids, mixed, at, size, slots, rows)
-
-
-@parallel
-def _use(task, num_tasks, index, ids, step, rows, before):
-    """All occurrences of an id belong to one task."""
-    mixed, at, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
-    size, position = 0, 0
-    while position < ids.size:
-        while size < CHUNK and position < ids.size:
-            mixed[size], at[size] = mix(ids[position]), position
-            size += 1 if _share_of(mixed[size], num_tasks) == task else 0
-            position += 1
-        _find_chunk(index, ids, mixed, at, size, slots, rows)
+            mixed[i] = mix(ids[start + i])
+            slots[i] = _place_of(index, mixed[i]) * WAYS
+            prefetch(digests + slots[i], 1)
         for i in range(size):
-            row = rows[at[i]]
+            ways = equal_ways(digests + slots[i], _digest_of(mixed[i]))
+            slots[i] = slots[i] + lowest_bit(ways) if ways != 0 else -1
+            if ways != 0:
+                prefetch(row_of + slots[i] * 4, 1)
+        for i in range(size):
+            row = np.int64(index.rows[slots[i]]) if slots[i] >= 0 else np.int64(-1)
+            rows[start + i] = row
             if row >= 0:
-                use = index.uses[row]
-                before[at[i]], use[0] = use[0], step
-                use[1] = min(MOST_USES, np.int64(use[1]) + 1)
-        size = 0
+                prefetch(id_of + row * 8, 1)
+                if before.size > 0:
+                    prefetch(uses + row * 8, 1)
+        for i in range(size):
+            at, row = start + i, rows[start + i]
+            if row < 0 or index.ids[row] != ids[at]:  # not there, or behind another of its digest
+                slot = _slot_of(index, _place_of(index, mixed[i]), ids[at])
+                row = rows[at] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
+            if before.size > 0 and row >= 0:
+                before[at], index.uses[row, 0] = index.uses[row, 0], step
+                count = atomic_increment(uses + row * 8 + 4)
+                if count == MOST_USES or count < 0:  # it has come round
+                    index.uses[row, 1] = MOST_USES
 
 
 @called
@@ -343,15 +315,17 @@ def _arrays(index: DynamicIndex) -> Any:
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    rows, num_tasks = torch.empty_like(ids), tasks_for(ids.numel())
-    _find(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), rows.numpy())
-    return rows
+    return _found(index, ids, 0, 0)[0]
 
 
 def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    rows, before, num_tasks = torch.empty_like(ids), torch.zeros(ids.numel(), dtype=torch.int32), tasks_for(ids.numel())
-    _use(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), step, rows.numpy(), before.numpy())
+    return _found(index, ids, step, ids.numel())
+
+
+def _found(index: DynamicIndex, ids: Tensor, step: int, used: int) -> tuple[Tensor, Tensor]:
+    rows, before, num_tasks = torch.empty_like(ids), torch.zeros(used, dtype=torch.int32), tasks_for(ids.numel())
+    _find(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), step, rows.numpy(), before.numpy())
     return rows, before
 
 

@@ -90,6 +90,17 @@ def prefetch(address, num_bytes):
 
 
 @intrinsic
+def atomic_increment(typing_context: Any, address: types.Type) -> Any:
+    """Add 1 to the int32 at an address, whoever else does; what was there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.PointerType(_INT))
+        return builder.atomic_rmw("add", pointer, _INT(1), "monotonic")
+
+    return types.int32(address), generate
+
+
+@intrinsic
 def copy_bytes(typing_context: Any, to: types.Type, source: types.Type, num_bytes: types.Type) -> Any:
     """Copy bytes from one address to another; they do not overlap."""
 
@@ -117,6 +128,9 @@ def equal_ways(typing_context: Any, address: types.Type, byte: types.Type) -> An
 
 
 lowest_bit = _cast(types.int64, types.int64, lambda builder, bits: builder.cttz(bits, ir.IntType(1)(1)))
+highest_bit = _cast(  # of a number that is not 0
+    types.int64, types.int64, lambda builder, bits: builder.sub(_LONG(63), builder.ctlz(bits, ir.IntType(1)(1)))
+)
 count_bits = _cast(types.int64, types.int64, lambda builder, bits: builder.ctpop(bits))
 
 
