@@ -67,16 +67,17 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 def check_step(device: torch.device) -> float:
     """The largest difference between a step by the kernels that serve `device` and one by the references.
 
-    Two tables, pooled by sum and by mean, with repeated ids and empty bags; forward, backward and update.
+    Tables pooled by sum and by mean, and a dynamic one, with repeated ids and empty bags; forward, backward, update.
     """
     tables = [TableConfig("sums", 50, 16), TableConfig("means", 7, 16, pooling="mean")]
+    tables.append(TableConfig("dynamic", None, 16, capacity=50))
     torch.manual_seed(0)
     served = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
     reference = copy.deepcopy(served)
-    lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2])
+    lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2, 1, 0, 2, 3])
     ids = torch.randint(7, (int(lengths.sum()),))
-    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], ids, lengths).to(device)
-    gradient = torch.randn(4, 32, device=device)
+    batch = KeyedJaggedTensor.from_lengths([table.name for table in tables], ids, lengths).to(device)
+    gradient = torch.randn(4, 48, device=device)
     outputs = []
     for module, kernels in ((served, nullcontext()), (reference, forced(REFERENCE))):
         with kernels:
