@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ from tritonemb.storage.aio import PageFile
 from tritonemb.storage.disk import RowFile
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.train_state import model_tensors
 
 EVERY = CheckpointOptions(checkpoint_steps=4, keep=2)
@@ -60,6 +62,10 @@ def swap(path: Path) -> None:
     content = other.read_bytes()
     other.write_bytes(path.read_bytes())
     path.write_bytes(content)
+
+
+def bits_of(model: te.nn.EmbeddingBagCollection) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 class TestDamage:
@@ -124,6 +130,34 @@ class TestDamage:
         in_table = {f"model.{name}": tensor for name, tensor in in_table.items()}
         with pytest.raises(StorageError, match=f"{message}|not of table"):
             load_tensors(tmp_path / "copy", in_table)
+
+    @pytest.mark.parametrize("suffix", [".rows", ".changes"])
+    @pytest.mark.parametrize("damage", [swap, lambda path: os.truncate(path, 100), lambda path: path.unlink()])
+    def test_a_missing_link_changes_no_dynamic_table(self, tmp_path, suffix, damage):
+        def made() -> te.nn.EmbeddingBagCollection:
+            options: dict[str, Any] = {"placement": "disk", "cache": te.CacheConfig(rows=32)}
+            tables = [te.TableConfig(name, None, 8, capacity=500, **options) for name in "ab"]
+            return te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=1.0))
+
+        def load(path: Path, model: te.nn.EmbeddingBagCollection) -> None:
+            load_model(path, model, {}, stored_tensors(path), ())
+
+        folder, trained = CheckpointFolder(tmp_path, incremental=True), made()
+        for step in range(1, 3):
+            ids = (torch.arange(250 // step) * 7**20 * (-1) ** step).repeat(2)
+            batch = te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, torch.ones_like(ids))
+            trained(batch).sum().backward()
+            folder.save(step, model_tensors(trained), {})
+        shutil.copytree(folder.path(2), tmp_path / "copy")
+        damage(sorted((tmp_path / "copy").glob(f"b-*{suffix}"))[0])
+        found = made()
+        load(folder.path(1), found)
+        before = bits_of(found)
+        with pytest.raises(StorageError):
+            load(tmp_path / "copy", found)
+        assert_same_bits(bits_of(found), before)
+        load(folder.path(2), found)
+        assert_same_bits(bits_of(found), bits_of(trained))
 
     def test_another_optimizer_or_size_is_told_before_anything_is_read(self, data, tmp_path):
         make_trainer(data, tmp_path / "run", epochs=1).fit()
