@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -198,6 +199,40 @@ def test_every_prefetch_depth_gives_the_same_bits(depth, tier, device):
         return collection.state_dict()
 
     assert_same_bits(run(depth, tier), run(0, "device"))
+
+
+@on_tiers
+def test_threads_may_prefetch_read_and_evaluate_at_once(tier):
+    """What is found while another thread inserts is one of a row's values, or its initial ones; and nothing is lost."""
+
+    def run(disturbed: bool) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        collection = te.nn.EmbeddingBagCollection(
+            [config(capacity=3_000, dim=4, **TIERS[tier])], te.optim.Adagrad(lr=0.1)
+        )
+        table, over, found = table_of(collection), threading.Event(), []
+
+        def disturb() -> None:
+            while not over.is_set():
+                with torch.no_grad():
+                    collection(bag(*range(64)))
+                found.append((len(table.ids()), table.lookup([1, -9]).isfinite().all(), table.statistics().load))
+
+        thread = threading.Thread(target=disturb)
+        if disturbed:
+            thread.start()
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(60):
+            ids = torch.randint(-(10**4), 10**4, (200,), generator=generator)
+            step(collection, te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids)))
+        over.set()
+        if disturbed:
+            thread.join()
+            assert found
+            assert all(finite for _, finite, _ in found)
+        return collection.state_dict()
+
+    assert_same_bits(run(True), run(False))
 
 
 @on_tiers

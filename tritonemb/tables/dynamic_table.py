@@ -1,9 +1,12 @@
 """A dynamic table: any int64 is an id, and gets a row when it is first trained."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import Device, TableConfig
 from tritonemb.utils import require
 
+R = TypeVar("R")
 INDEX_BYTES = 16 + 4 + WAYS * 5 // 25  # a row: id, step, count, free row, and slots
 
 
@@ -76,6 +80,31 @@ class NewIds(NamedTuple):
     admitted: Tensor
 
 
+class Lock:
+    """A reentrant lock, instead of which a copy of its owner has another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return Lock, ()
+
+
+def _locked(method: Callable[..., R]) -> Callable[..., R]:
+    @functools.wraps(method)
+    def call(table: "DynamicTable", *args: Any, **kwargs: Any) -> R:
+        with table.lock, torch.no_grad():
+            return method(table, *args, **kwargs)
+
+    return call
+
+
 class DynamicTable(Table):
     """Weight `[capacity, embedding_dim]` and states, of which the index says which row an id has.
 
@@ -84,6 +113,7 @@ class DynamicTable(Table):
     initial values follow from; with `AdmissionConfig.appearances`, `sketch` and `added` too.
 
     A step is a batch that was trained, or prefetched to be trained. Memory is taken as rows are, not for the capacity.
+    Any thread may call any method; the tables of a collection have one `lock`, held from `begin` to `finish`.
     """
 
     index: DynamicIndex
@@ -103,6 +133,7 @@ class DynamicTable(Table):
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self._state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
+        self.lock: AbstractContextManager[Any] = Lock()
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
 
@@ -248,11 +279,12 @@ class DynamicTable(Table):
 
     # For users.
 
+    @_locked
     def ids(self) -> Tensor:
         """All ids that have a row, int64, ascending."""
         return dynamic_rows(self.index)[0]
 
-    @torch.no_grad()
+    @_locked
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
         """`[N, embedding_dim]`: the rows of ids, initial values of those that have none."""
         distinct, inverse = self._as_ids(ids).unique(return_inverse=True)
@@ -261,7 +293,7 @@ class DynamicTable(Table):
         found[known] = self._read(rows[known])["weight"].to(found)
         return found[inverse]
 
-    @torch.no_grad()
+    @_locked
     def insert(self, ids: Tensor | Sequence[int], rows: Tensor, **states: Tensor) -> None:
         """Write rows `[N, embedding_dim]` of distinct ids, known or new, and their states, of new ones zero by default.
 
@@ -291,6 +323,7 @@ class DynamicTable(Table):
                 values[name][known.to(before.device)] = before
         self._write(found, values)
 
+    @_locked
     def remove(self, ids: Tensor | Sequence[int]) -> int:
         """Forget ids, their rows and their states; how many of them had a row.
 
@@ -360,6 +393,7 @@ class DynamicTable(Table):
             part.zero_()
         index.num_sets.fill_(1)
 
+    @_locked
     def saved(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
         ids, rows = dynamic_rows(self.index)
@@ -412,7 +446,7 @@ class DynamicTable(Table):
         places = partitions_of(ids, whole) - first
         return (places >= 0) & (places < self.index.num_sets.numel())
 
-    @torch.no_grad()
+    @_locked
     def adopt(self, saved: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` had saved; of a part of a table, its own part of that.
 
@@ -481,6 +515,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
             return self._read(rows)
         return {"row": rows + self.row_config.row_origin, **{f"rows.{name}": value for name, value in found.items()}}
 
+    @_locked
     def remove(self, ids: Tensor | Sequence[int]) -> int:
         """As of `DynamicTable`; nothing of these rows is left in the store, either."""
         rows = self.find(self._as_ids(ids).unique())

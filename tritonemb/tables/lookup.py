@@ -267,7 +267,8 @@ def look_up_cached(
     tables.check_protected(None if lookup is None else lookup.assigned)
     if lookup is None or not cache.acquire(lookup):
         begin = time.perf_counter()
-        lookup = prefetch_batch(tables, features, lookup, occurrences)
+        with tables.lock:
+            lookup = prefetch_batch(tables, features, lookup, occurrences)
         cache.acquire(lookup)
         cache.stall += time.perf_counter() - begin
     read = partial(tables.read, lookup)
@@ -314,7 +315,7 @@ def assign_rows(
     training = torch.is_grad_enabled() and _trains(tables)
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         raise ValueError(_no_gradient(tables))
-    with torch.no_grad(), torch.inference_mode(False):
+    with tables.lock, torch.no_grad(), torch.inference_mode(False):
         values, positions = batch.values().long(), _positions(batch, tables.dynamic_keys[tuple(batch.keys())])
         rows, begun = values.clone(), dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}

@@ -19,7 +19,7 @@ from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable
+from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable, Lock
 from tritonemb.tables.lookup import (
     AssignedRows,
     FindReplicaRows,
@@ -124,6 +124,9 @@ class TableSet(OptimizedTables):
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = _make_cache(self.tables)
         self.dynamic = {number: each for number, each in enumerate(made) if isinstance(each, DynamicTable)}
+        self.lock: AbstractContextManager[Any] = Lock() if self.dynamic else nullcontext()
+        for table in self.dynamic.values():
+            table.lock = self.lock
         self.row_configs = [each.row_config for each in made]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self.dynamic_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # of each table, by keys of a batch
@@ -171,7 +174,8 @@ class TableSet(OptimizedTables):
     def group(self, features: Features, occurrences: Tensor | None = None) -> Groups:
         """See `EmbeddingBagCollection.group`, and `assign_rows`."""
         if self.cache is not None:
-            return prefetch_batch(self, features, None, occurrences)
+            with self.lock:
+                return prefetch_batch(self, features, None, occurrences)
         if self.dynamic:
             return assign_rows(self, features, True, occurrences)
         keys, values, offsets, _ = parts_of(features)
