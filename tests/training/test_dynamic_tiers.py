@@ -17,7 +17,7 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.training import jobs
+from tests.training import disk_job, jobs
 from tritonemb.training import Interrupted
 from tritonemb.training.config import CheckpointOptions
 
@@ -103,6 +103,20 @@ def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
     resumed.fit()
     found = resumed.model.state_dict()
     assert_same_bits(found, rows)
+
+
+@pytest.mark.more
+def test_ranks_resume_tables_on_disk(ranks, tmp_path):
+    """From incremental checkpoints, to the bits of a run that was not stopped."""
+    options = "rows", 2, INCREMENTAL
+    whole = ranks(2).run(disk_job.sharded, tmp_path / "whole" / "run", "dynamic", *options)
+    ranks(2).run(disk_job.sharded, tmp_path / "first" / "run", "dynamic", "rows", 1, INCREMENTAL)
+    again = ranks(2).run(disk_job.sharded, tmp_path / "first" / "run", "dynamic", *options, True)
+    for found, expected in zip(again, whole, strict=True):
+        assert_same_bits(found, expected)
+    alone = disk_job.sharded(0, tmp_path / "first" / "run", "dynamic", "", 2, INCREMENTAL, True, True)
+    ids = whole[0]["embeddings.user.ids"]
+    assert torch.equal(alone["embeddings.user.ids"], ids.sort().values)
 
 
 @pytest.mark.more
