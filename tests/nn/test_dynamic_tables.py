@@ -247,6 +247,17 @@ def test_a_batch_that_was_prefetched_too_early_is_an_error(tier):
 
 
 @on_tiers
+@pytest.mark.parametrize("offsets", [[0, 3, 1, 4], [0, 1, 2, 9], [1, 1, 2, 4], [0, 1, 2, 3]])
+def test_offsets_that_nobody_looked_at_give_no_id_a_row(tier, offsets):
+    collection = te.nn.EmbeddingBagCollection([config(**TIERS[tier])], te.optim.SGD())
+    bad = te.KeyedJaggedTensor.unchecked(["user"], torch.arange(4), None, torch.tensor(offsets))
+    for use in (collection, collection.group):
+        with pytest.raises(ValueError, match="offsets"):
+            use(bad)
+    assert table_of(collection).ids().tolist() == []
+
+
+@on_tiers
 def test_an_accumulated_step_is_that_of_the_whole_batch(tier):
     def run(parts: int) -> Tensor:
         torch.manual_seed(3)

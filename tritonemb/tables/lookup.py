@@ -205,13 +205,12 @@ def prefetch_batch(
     Waits for the device as `RowCache` does, and more often for replicas' rows, unless `before`, an earlier prefetch of
     the batch, has them, and for an id out of range, a ValueError before anything changes; StorageError as of its `pin`.
     """
-    assigned = None if before is None else before.assigned
-    if tables.dynamic:
-        assigned = assign_rows(tables, features, occurrences=occurrences) if assigned is None else assigned
-        features = assigned.features
     keys, values, offsets, weights = parts_of(features)
-    layout = tables.layout(keys, values.device)
-    given = KeyedJaggedTensor.unchecked(keys, values, weights, offsets)
+    assigned = None if before is None else before.assigned
+    if tables.dynamic and assigned is None:
+        assigned = assign_rows(tables, features, occurrences=occurrences)
+    given = KeyedJaggedTensor(keys, values, weights, offsets=offsets) if assigned is None else assigned.features
+    layout = tables.layout(given.keys(), given.values().device)
     batch = _one_key_a_lookup(tables, given, layout)
     whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
     training, released = torch.is_grad_enabled() and _trains(tables), _released_before.get()
@@ -306,11 +305,11 @@ def assign_rows(
     """
     keys, values, offsets, weights = parts_of(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
-    batch = KeyedJaggedTensor.unchecked(keys, values, weights, offsets)
+    batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     if tables.bounds_check == "raise" and (problem := first_bad_id(batch, _uses(tables, keys))):
         raise problem
     if layout.multiplicity > 1:
-        batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
+        batch = _one_key_a_lookup(tables, batch, layout)
         layout = tables.layout(batch.keys(), values.device)
     training = torch.is_grad_enabled() and _trains(tables)
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
