@@ -344,7 +344,9 @@ def test_the_least_recently_used_row_goes_and_comes_back_new():
     saved = table_of(collection).export()
     assert saved["ids"].tolist() == [1, 2, 4]
     assert (saved["step"].tolist(), saved["count"].tolist()) == ([7, 6, 5], [2, 3, 1])
-    assert table_of(collection).statistics() == te.tables.dynamic_table.DynamicStatistics(8, 2, 5, 0, 2, 3, 3)
+    assert table_of(collection).statistics() == te.tables.dynamic_table.DynamicStatistics(
+        8, 2, 5, 0, 2, 3, 3, 3 * (12 * 4 + 12 * 4 + 16) + 32 * 5 + 4
+    )
 
 
 def test_rows_of_as_many_batches_as_are_protected_stay():

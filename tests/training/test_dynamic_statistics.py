@@ -19,7 +19,7 @@ from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.types import AdmissionConfig, EvictionConfig
 
-EVERY, BATCH, LEVELS = 5, 50, ("rows", "capacity")
+EVERY, BATCH, LEVELS = 5, 50, ("rows", "capacity", "num_bytes")
 
 
 class Told(te.training.Callback):
@@ -63,7 +63,8 @@ def counted(data: Any, feature: str, known: set[int]) -> list[dict[str, float]]:
         logs[-1]["hits"] += sum(id in known for id in ids) / EVERY
         logs[-1]["inserts"] += len({*ids} - known) / EVERY
         known.update(ids)
-        logs[-1] |= {"rows": len(known), "capacity": 2_000}
+        sets = -(-len(known) // 14)
+        logs[-1] |= {"rows": len(known), "capacity": 2_000, "num_bytes": len(known) * (9 * 4 + 16) + sets * 164}
     return logs
 
 

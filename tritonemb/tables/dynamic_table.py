@@ -37,6 +37,7 @@ class DynamicStatistics:
         refused: occurrences of ids that were not admitted.
         evictions: rows that were taken from ids, to make room or after `EvictionConfig.ttl` steps.
         rows, capacity: rows now, and at most.
+        num_bytes: of memory or disk that weights, states and the index take, as far as rows have reached.
     """
 
     lookups: int = 0
@@ -46,6 +47,7 @@ class DynamicStatistics:
     evictions: int = 0
     rows: int = 0
     capacity: int = 0
+    num_bytes: int = 0
 
     @property
     def load(self) -> float:
@@ -56,6 +58,11 @@ class DynamicStatistics:
     def hit_rate(self) -> float:
         """Hits a lookup; 1 if there were none."""
         return self.hits / self.lookups if self.lookups else 1.0
+
+    @property
+    def bytes_per_row(self) -> float:
+        """0 without rows."""
+        return self.num_bytes / self.rows if self.rows else 0.0
 
 
 class NewIds(NamedTuple):
@@ -121,10 +128,9 @@ class DynamicTable(Table):
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
         there = torch.empty(0, device=device).device
         there = torch.device("cpu") if there.type == "meta" else there
-        num_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
-        num_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
-        num_bytes += 0 if config.placement == "device" else 8  # a record has its id
-        num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // num_bytes)
+        self._row_bytes = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
+        self._row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
+        num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._row_bytes + INDEX_BYTES))
         self.index = make_index(num_rows, there, part=config.partitions)
         self._whole: tuple[int, int] = tuple(self.index.whole.tolist())
         num_rows = len(self.index.ids)
@@ -163,7 +169,9 @@ class DynamicTable(Table):
 
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far."""
-        return DynamicStatistics(**self._counted, rows=self.num_rows, capacity=self.index.ids.numel())
+        made, sets = int(self.index.num_made.sum()), int(self.index.num_sets.sum())
+        num_bytes = made * (self._row_bytes + 16) + sets * (WAYS * 5 + 4)
+        return DynamicStatistics(**self._counted, rows=self.num_rows, capacity=len(self.index.ids), num_bytes=num_bytes)
 
     def extra_repr(self) -> str:
         c = self.config

@@ -29,7 +29,7 @@ from tritonemb.utils import require
 MIN_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
 MAX_WIDENED = 6
-LEVELS = ("rows", "capacity")  # of a dynamic table; the rest of its statistics are counts
+LEVELS = ("rows", "capacity", "num_bytes")  # of a dynamic table; the rest of its statistics are counts
 HOST = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
 
 

@@ -65,7 +65,7 @@ class Log:
             waited for rows; with a host cache also rows found there, `host_hits`, and bytes that the disk has read and
             written, `disk_read` and `disk_written`.
         dynamic: of each of this rank's dynamic tables, by name, the fields of `DynamicStatistics`, mean of a step since
-            the last log; `rows` and `capacity` are those of now.
+            the last log; `rows`, `capacity` and `num_bytes` are those of now.
     """
 
     step: int
