@@ -11,6 +11,7 @@ import torch
 from benchmarks import accuracy_dynamic, report
 from benchmarks.accuracy_dynamic import (
     EVICTED,
+    FREQUENT,
     HASHED,
     ODD,
     OWN,
@@ -22,6 +23,7 @@ from benchmarks.accuracy_dynamic import (
     criteo,
     ids_of,
     last_ones,
+    most_frequent,
     numbered,
     paired,
     quarters,
@@ -47,7 +49,7 @@ def planted(kind: type[Dataset] = Dataset, num_rows: int = 400) -> Dataset:
 @pytest.mark.parametrize("kind", [Dataset, InOrder])
 def test_the_study_compares_all_arms_and_finds_the_same_bits(kind):
     rows = {row["arm"]: row for row in compare(CONFIG, planted(kind), range(2))}
-    assert list(rows) == [REFERENCE, SAME, OWN, *EVICTED, HASHED]
+    assert list(rows) == [REFERENCE, SAME, OWN, *EVICTED, HASHED, FREQUENT]
     assert rows[SAME]["bitwise_equal_to_dynamic"] is True
     assert rows[SAME]["auc_of_each_seed"] == rows[OWN]["auc_of_each_seed"] != rows[REFERENCE]["auc_of_each_seed"]
     assert rows[REFERENCE]["difference"] == 0
@@ -88,6 +90,20 @@ def test_ids_of_all_splits_have_rows_of_their_own_unless_they_are_hashed():
     assert quarters(ids, 16) == {}
     hashed = torch.cat([rows.columns[0].values for rows in (numbered(raw, ids, quarter).train, data.train)])
     assert len(hashed[:200].unique()) <= quarter["id"] < len(hashed[200:].unique())
+
+
+def test_the_most_frequent_ids_have_rows_and_others_share_the_last():
+    raw = planted()
+    ids = ids_of(raw)
+    kept = most_frequent(raw, ids, {"id": 20})
+    values, numbers = (data.train.columns[0].values for data in (raw, numbered(raw, kept, {})))
+    counts = {int(each): int((values == each).sum()) for each in values.unique()}
+    own = {int(each) for each in kept["id"][:-1]}
+    assert len(own) == 19
+    assert min(counts[each] for each in own) >= max(count for each, count in counts.items() if each not in own)
+    assert [int(each) in own for each in values] == (numbers < 19).tolist()
+    assert torch.equal(kept["id"][numbers[numbers < 19]], values[numbers < 19])
+    assert kept["bag"] is ids["bag"]
 
 
 def test_histories_are_cut_to_their_last_ids():
