@@ -3,8 +3,9 @@
 With the same initial values both must be the same in every bit: losses of all steps, and logits of the test rows. With
 initial values of their own, the mean difference over the seeds must lie within two standard errors. Then large tables
 get rows for a quarter of their ids: ids are evicted, or hashed into as many rows, or those that are most frequent in
-the train rows have one each but the last, which all others share. At last MovieLens is read once in order of time, and
-its AUC is that of predictions made before a row is trained. Usage:
+the train rows have one each but the last, which all others share. MovieLens is also read once in order of time, and its
+AUC is that of predictions made before a row is trained. The ids of MovieLens all come often; most of `zipf` come once.
+Usage:
 
     python -m benchmarks.accuracy_dynamic --criteo train.txt
 """
@@ -285,6 +286,20 @@ def movielens(in_order: bool = False) -> Dataset:
     return Dataset(data.name, features, train, test)
 
 
+def zipf(num_rows: int = 100_000) -> Dataset:
+    """Four ids a row, drawn by Zipf's law with exponent 1.3: three of four occur once. The label's logit is the sum of
+    effects of the ids, normal with deviation 0.8; of the rows, in random order, the last fifth is held out."""
+    draw, columns, logits = np.random.RandomState(0), [], np.zeros(num_rows)
+    for _ in range(4):
+        found, places = np.unique(draw.zipf(1.3, num_rows), return_inverse=True)
+        logits += draw.normal(0, 0.8, len(found))[places]
+        columns.append(Column(torch.from_numpy(found[places]) * ODD))
+    labels = torch.from_numpy((draw.uniform(size=num_rows) < 1 / (1 + np.exp(-logits))).astype(np.float32))
+    rows, held_out = Rows(torch.zeros(num_rows, 1), tuple(columns), labels), num_rows - num_rows // 5
+    features = tuple(Feature(f"id_{index}", 1, dynamic=True) for index in range(4))
+    return Dataset("zipf", features, rows.slice(0, held_out), rows.slice(held_out, num_rows))
+
+
 def last_ones(values: Tensor, offsets: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
     """The last ids of each bag."""
     assert offsets is not None
@@ -315,10 +330,11 @@ def main() -> None:
     torch.set_num_threads(1)
     environment_, rows = environment() | {"threads": 1}, []
     config = dataclasses.replace(preset("movielens-100k"), batch_size=64, dense_lr=1e-3, epochs=1)
-    studies = [(movielens(), config, arguments.seeds), (movielens(in_order=True), config, max(2, arguments.seeds // 4))]
+    few = max(2, arguments.seeds // 4)
+    studies = [(movielens(), config, arguments.seeds), (movielens(in_order=True), config, few), (zipf(), config, few)]
     if arguments.criteo:
-        few = dataclasses.replace(config, batch_size=16, epochs=4)
-        studies.append((criteo(arguments.criteo), few, arguments.seeds))
+        small = dataclasses.replace(config, batch_size=16, epochs=4)
+        studies.append((criteo(arguments.criteo), small, arguments.seeds))
     for raw, options, seeds in studies:
         for row in compare(options, raw, range(seeds)):
             print(

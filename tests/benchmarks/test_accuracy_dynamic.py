@@ -28,6 +28,7 @@ from benchmarks.accuracy_dynamic import (
     paired,
     quarters,
     same,
+    zipf,
 )
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.training.config import preset
@@ -123,6 +124,17 @@ def test_a_criteo_file_has_the_integers_of_its_digits(tmp_path):
     assert [int(column.values[0]) for column in data.train.columns[1:]] == [2**32 - 1, -(2**63)] * 12 + [16]
     assert data.train.dense[0].tolist() == pytest.approx([0, np.log(8), *[0] * 11])
     assert data.test.labels.tolist() == [0, 1]
+
+
+def test_most_ids_of_a_long_tail_come_once():
+    data = zipf(10_000)
+    assert (len(data.train), len(data.test)) == (8_000, 2_000)
+    assert 0.4 < float(data.train.labels.mean()) < 0.6
+    for index, ids in enumerate(ids_of(data).values()):
+        values = torch.cat([rows.columns[index].values for rows in (data.train, data.test)])
+        counts = values.unique(return_counts=True)[1]
+        assert len(ids) == len(counts)
+        assert float((counts == 1).float().mean()) > 0.7
 
 
 def test_rows_that_come_in_order_are_predicted_before_they_are_trained():
