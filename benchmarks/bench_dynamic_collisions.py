@@ -1,7 +1,4 @@
-"""Steps of a dynamic table beside TorchRec's managed collisions: the same ids of 64 bits, forward, backward, optimizer.
-
-A process of its own: what it frees would be taken for memory of rows.
-"""
+"""Steps of a dynamic table beside TorchRec's managed collisions, on the same ids: forward, backward, optimizer."""
 
 from __future__ import annotations
 
