@@ -20,6 +20,9 @@ VENV ?= .venv
 TORCH ?= $(shell sed -n '/^torch==/p' constraints.txt)
 CONSTRAINTS ?= constraints.txt
 PEERS ?= fbgemm-gpu-cpu==1.8.0
+# What TorchRec needs here, as it requires FBGEMM's build for CUDA.
+TORCHREC ?= torchrec==1.8.0 tensordict==0.15.3 pyvers==0.2.3 cloudpickle==3.1.3 pyre-extensions==0.0.32 \
+  typing-inspect==0.9.0 mypy-extensions==1.2.0 tqdm==4.70.1
 PIP_ARGS ?=
 DATA ?= movielens-100k
 ARGS ?=
@@ -134,4 +137,5 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 $(VENV)/.bench: $(VENV)/.torch pyproject.toml
 	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,bench]"
 	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) $(PEERS)
+	$(PIP) install $(PIP_ARGS) --no-deps $(TORCHREC)
 	@touch $@

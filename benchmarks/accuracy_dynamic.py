@@ -2,8 +2,10 @@
 
 With the same initial values both must be the same in every bit: losses of all steps, and logits of the test rows. With
 initial values of their own, the mean difference over the seeds must lie within two standard errors. Then large tables
-get rows for a quarter of their ids: ids are evicted, or hashed into as many rows. At last MovieLens is read once in
-order of time, and its AUC is that of predictions made before a row is trained. Usage:
+get rows for a quarter of their ids: ids are evicted, or hashed into as many rows, or those that are most frequent in
+the train rows have one each but the last, which all others share. MovieLens is also read once in order of time, and its
+AUC is that of predictions made before a row is trained. The ids of MovieLens all come often; most of `zipf` come once.
+Usage:
 
     python -m benchmarks.accuracy_dynamic --criteo train.txt
 """
@@ -46,11 +48,12 @@ HISTORY = 3  # of each history of MovieLens: rows of two batches must fit into a
 MISSING = -(2**63)
 STANDARD_ERRORS = 2
 RAW = ("user_id", "movie_id")
-REFERENCE, SAME, OWN, HASHED = "vocabulary", "vocabulary, dynamic's values", "dynamic", "a quarter, hashed"
+REFERENCE, SAME, OWN = "vocabulary", "vocabulary, dynamic's values", "dynamic"
+HASHED, FREQUENT = "a quarter, hashed", "a quarter, most frequent"
 EVICTED = {
     "a quarter, lru": (EvictionConfig(protect=1), AdmissionConfig()),
     "a quarter, lfu": (EvictionConfig("lfu", protect=1), AdmissionConfig()),
-    "a quarter, lfu, admission": (EvictionConfig("lfu", protect=1), AdmissionConfig(appearances=2)),
+    "a quarter, lfu, admission": (EvictionConfig("lfu", protect=1, half_life=100), AdmissionConfig(appearances=10)),
 }
 
 Ids = dict[str, Tensor]  # int64, the distinct ones of all splits by feature, ascending
@@ -92,7 +95,8 @@ def ids_of(raw: Dataset) -> Ids:
 
 
 def numbered(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Dataset:
-    """For static tables: ids by their place among all, or hashed where `rows_of` has a table's rows."""
+    """For static tables: ids by their place among `ids`, others have the last one; or hashed where `rows_of` has a
+    table's rows."""
     features = [
         Feature(each.name, rows_of.get(each.name, len(ids[each.name])), each.multi_hot) for each in raw.features
     ]
@@ -103,11 +107,24 @@ def numbered(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Dataset:
             if feature.name in rows_of:
                 found = set_of(column.values, feature.num_embeddings)
             else:
-                found = torch.searchsorted(ids[feature.name], column.values)
+                known = ids[feature.name]
+                found = torch.searchsorted(known, column.values)
+                found[known[found] != column.values] = len(known) - 1
             columns.append(Column(found, column.offsets))
         return Rows(rows.dense, tuple(columns), rows.labels)
 
     return type(raw)(raw.name, tuple(features), numbers(raw.train), numbers(raw.test))
+
+
+def most_frequent(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Ids:
+    """Of the tables in `rows_of`, one id less than rows, and then the largest number in the place of all others."""
+    found = dict(ids)
+    for feature, column in zip(raw.features, raw.train.columns, strict=True):
+        if feature.name in rows_of:
+            each, counts = column.values.unique(return_counts=True)
+            most = each[counts.argsort(descending=True, stable=True)[: rows_of[feature.name] - 1]].sort().values
+            found[feature.name] = torch.cat([most, torch.tensor([torch.iinfo(torch.int64).max])])
+    return found
 
 
 def quarters(ids: Ids, batch_size: int) -> dict[str, int]:
@@ -197,7 +214,8 @@ def arms(config: TrainConfig, raw: Dataset) -> dict[str, Callable[[TrainConfig],
     found = {REFERENCE: static(vocabulary), SAME: same_values, OWN: dynamic(whole)}
     for name, (eviction, admission) in EVICTED.items():
         found[name] = dynamic(dynamic_tables(raw, ids, dim, quarter, eviction, admission))
-    return found | {HASHED: static(numbered(raw, ids, quarter))}
+    frequent = numbered(raw, most_frequent(raw, ids, quarter), {})
+    return found | {HASHED: static(numbered(raw, ids, quarter)), FREQUENT: static(frequent)}
 
 
 def compare(config: TrainConfig, raw: Dataset, seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -268,6 +286,20 @@ def movielens(in_order: bool = False) -> Dataset:
     return Dataset(data.name, features, train, test)
 
 
+def zipf(num_rows: int = 100_000) -> Dataset:
+    """Four ids a row, drawn by Zipf's law with exponent 1.3: three of four occur once. The label's logit is the sum of
+    effects of the ids, normal with deviation 0.8; of the rows, in random order, the last fifth is held out."""
+    draw, columns, logits = np.random.RandomState(0), [], np.zeros(num_rows)
+    for _ in range(4):
+        found, places = np.unique(draw.zipf(1.3, num_rows), return_inverse=True)
+        logits += draw.normal(0, 0.8, len(found))[places]
+        columns.append(Column(torch.from_numpy(found[places]) * ODD))
+    labels = torch.from_numpy((draw.uniform(size=num_rows) < 1 / (1 + np.exp(-logits))).astype(np.float32))
+    rows, held_out = Rows(torch.zeros(num_rows, 1), tuple(columns), labels), num_rows - num_rows // 5
+    features = tuple(Feature(f"id_{index}", 1, dynamic=True) for index in range(4))
+    return Dataset("zipf", features, rows.slice(0, held_out), rows.slice(held_out, num_rows))
+
+
 def last_ones(values: Tensor, offsets: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
     """The last ids of each bag."""
     assert offsets is not None
@@ -298,10 +330,11 @@ def main() -> None:
     torch.set_num_threads(1)
     environment_, rows = environment() | {"threads": 1}, []
     config = dataclasses.replace(preset("movielens-100k"), batch_size=64, dense_lr=1e-3, epochs=1)
-    studies = [(movielens(), config, arguments.seeds), (movielens(in_order=True), config, max(2, arguments.seeds // 4))]
+    few = max(2, arguments.seeds // 4)
+    studies = [(movielens(), config, arguments.seeds), (movielens(in_order=True), config, few), (zipf(), config, few)]
     if arguments.criteo:
-        few = dataclasses.replace(config, batch_size=16, epochs=4)
-        studies.append((criteo(arguments.criteo), few, arguments.seeds))
+        small = dataclasses.replace(config, batch_size=16, epochs=4)
+        studies.append((criteo(arguments.criteo), small, arguments.seeds))
     for raw, options, seeds in studies:
         for row in compare(options, raw, range(seeds)):
             print(

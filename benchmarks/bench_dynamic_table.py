@@ -1,14 +1,12 @@
-"""Dynamic tables: rows read through their ids, ids found, a whole step, batches while a table grows, memory.
+"""Dynamic tables: rows read through their ids, ids found, a whole step, batches while a table grows.
 
 The peer of a pull, find and gather, is a gather of as many rows of a static table, in ascending order as a batch has
 them. That of a find is the same find in an index half full, and PyTorch's binary search in sorted ids. That of a step
-is a static table's on the numbers of the same ids.
+is a static table's on the numbers of the same ids, and TorchRec's: `bench_dynamic_collisions.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +25,7 @@ from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index
 
 DIM, BATCH = 64, 50_000
 HALF_FULL = f"{OURS}, half full"
+OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.1)
 
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
@@ -99,10 +98,9 @@ class Stream:
     """Batches of ids, a bag an id, of which a share is new; and the numbers of the same ids in a static table."""
 
     def __init__(self, capacity: int, batch: int, new: float, rows: int) -> None:
-        optimizer = te.optim.RowWiseAdagrad(lr=0.1)
         dynamic = te.TableConfig("t", None, DIM, capacity=capacity, eviction=te.EvictionConfig(protect=1))
-        self.dynamic = te.nn.EmbeddingBagCollection([dynamic], optimizer)
-        self.static = te.nn.EmbeddingBagCollection([te.TableConfig("t", capacity, DIM)], optimizer)
+        self.dynamic = te.nn.EmbeddingBagCollection([dynamic], OPTIMIZER)
+        self.static = te.nn.EmbeddingBagCollection([te.TableConfig("t", capacity, DIM)], OPTIMIZER)
         self.capacity, self.batch, self.new = capacity, batch, new
         self.last = rows  # ids 0 ... last - 1, mixed, have been met
         self._table: Any = self.dynamic["t"]
@@ -163,37 +161,3 @@ def bench_growth(benchmark: Any, record: Callable[..., None], rounds: int) -> No
     share = {"op": "dynamic table growth", "shape": shape, "measured": "p99.9 over median, of a static table's"}
     targets = [share | {"ratio": tails[0] / tails[1], "target": "at most 1.5", "met": tails[0] / tails[1] <= 1.5}]
     record(timing_rows("dynamic table growth", shape, [ours, static], dict.fromkeys(names, 0)), targets)
-
-
-def resident(tensor: Tensor) -> int:
-    """Bytes of a tensor's pages that are in memory: those that nobody has written to are not."""
-    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    pages = -(-(tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE)
-    flags = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), flags) == 0
-    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
-
-
-def bench_memory_of_rows(benchmark: Any, record: Callable[..., None]) -> None:
-    """Bytes a row beside weight and states, of all pages of a table that are in memory, while it fills."""
-    capacity, shares, last, found = 1 << 20, [0.1, 0.25, 0.5, 0.9, 1.3], 0, []
-    made = te.nn.EmbeddingBagCollection([te.TableConfig("t", None, DIM, capacity=capacity)], te.optim.RowWiseAdagrad())
-    table: Any = made["t"]
-    for share in shares:
-        table.clock += 10  # so that earlier ones may be evicted
-        for part in torch.arange(last, int(share * capacity)).split(1 << 14):
-            table.insert(part * 0x9E3779B97F4A7C1 + 12345, torch.zeros(part.numel(), DIM))
-        last = int(share * capacity)
-        taken = sum(resident(tensor) for tensor in (*table.index, table.weight, *table.buffers()))
-        found.append((table.num_rows, taken - table.num_rows * (4 * DIM + 4)))
-    benchmark.pedantic(lambda: None, rounds=1)
-    targets = []
-    for rows, num_bytes in found:
-        entry = {"op": "dynamic table memory", "shape": f"{rows:,} of {capacity:,} rows, D{DIM}"}
-        whole = 1 + num_bytes / rows / (4 * DIM + 4)
-        goal = {"target": "at most 1.35", "met": whole <= 1.35}
-        targets += [entry | {"measured": "bytes, of weight and states", "ratio": whole} | goal]
-        if rows >= capacity:
-            goal = {"target": "at most 21", "met": num_bytes / rows <= 21}
-            targets += [entry | {"measured": "bytes a row beside them", "ratio": num_bytes / rows} | goal]
-    record([], targets)

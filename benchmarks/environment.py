@@ -22,6 +22,7 @@ DISTRIBUTIONS = {
     "numba": ("numba",),
     "triton": ("triton",),
     "fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
+    "torchrec": ("torchrec",),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from benchmarks import accuracy_dynamic, report
 from benchmarks.accuracy_dynamic import (
     EVICTED,
+    FREQUENT,
     HASHED,
     ODD,
     OWN,
@@ -22,10 +23,12 @@ from benchmarks.accuracy_dynamic import (
     criteo,
     ids_of,
     last_ones,
+    most_frequent,
     numbered,
     paired,
     quarters,
     same,
+    zipf,
 )
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.training.config import preset
@@ -47,7 +50,7 @@ def planted(kind: type[Dataset] = Dataset, num_rows: int = 400) -> Dataset:
 @pytest.mark.parametrize("kind", [Dataset, InOrder])
 def test_the_study_compares_all_arms_and_finds_the_same_bits(kind):
     rows = {row["arm"]: row for row in compare(CONFIG, planted(kind), range(2))}
-    assert list(rows) == [REFERENCE, SAME, OWN, *EVICTED, HASHED]
+    assert list(rows) == [REFERENCE, SAME, OWN, *EVICTED, HASHED, FREQUENT]
     assert rows[SAME]["bitwise_equal_to_dynamic"] is True
     assert rows[SAME]["auc_of_each_seed"] == rows[OWN]["auc_of_each_seed"] != rows[REFERENCE]["auc_of_each_seed"]
     assert rows[REFERENCE]["difference"] == 0
@@ -90,6 +93,20 @@ def test_ids_of_all_splits_have_rows_of_their_own_unless_they_are_hashed():
     assert len(hashed[:200].unique()) <= quarter["id"] < len(hashed[200:].unique())
 
 
+def test_the_most_frequent_ids_have_rows_and_others_share_the_last():
+    raw = planted()
+    ids = ids_of(raw)
+    kept = most_frequent(raw, ids, {"id": 20})
+    values, numbers = (data.train.columns[0].values for data in (raw, numbered(raw, kept, {})))
+    counts = {int(each): int((values == each).sum()) for each in values.unique()}
+    own = {int(each) for each in kept["id"][:-1]}
+    assert len(own) == 19
+    assert min(counts[each] for each in own) >= max(count for each, count in counts.items() if each not in own)
+    assert [int(each) in own for each in values] == (numbers < 19).tolist()
+    assert torch.equal(kept["id"][numbers[numbers < 19]], values[numbers < 19])
+    assert kept["bag"] is ids["bag"]
+
+
 def test_histories_are_cut_to_their_last_ids():
     values, offsets = last_ones(torch.arange(7), torch.tensor([0, 5, 5, 7]), 3)
     assert values.tolist() == [2, 3, 4, 5, 6]
@@ -107,6 +124,17 @@ def test_a_criteo_file_has_the_integers_of_its_digits(tmp_path):
     assert [int(column.values[0]) for column in data.train.columns[1:]] == [2**32 - 1, -(2**63)] * 12 + [16]
     assert data.train.dense[0].tolist() == pytest.approx([0, np.log(8), *[0] * 11])
     assert data.test.labels.tolist() == [0, 1]
+
+
+def test_most_ids_of_a_long_tail_come_once():
+    data = zipf(10_000)
+    assert (len(data.train), len(data.test)) == (8_000, 2_000)
+    assert 0.4 < float(data.train.labels.mean()) < 0.6
+    for index, ids in enumerate(ids_of(data).values()):
+        values = torch.cat([rows.columns[index].values for rows in (data.train, data.test)])
+        counts = values.unique(return_counts=True)[1]
+        assert len(ids) == len(counts)
+        assert float((counts == 1).float().mean()) > 0.7
 
 
 def test_rows_that_come_in_order_are_predicted_before_they_are_trained():

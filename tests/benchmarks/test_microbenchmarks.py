@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from benchmarks import bench_dynamic_table, bench_embedding_bag, peers
+from benchmarks import bench_dynamic_collisions, bench_dynamic_table, bench_embedding_bag, peers
 from benchmarks.cases import COPY, OURS
 from benchmarks.clock import Clock, Timing
 from benchmarks.gpu.run import FAMILIES, ON_TABLES
@@ -35,6 +35,17 @@ def test_all_cases_run_and_contenders_agree(family: ModuleType) -> None:
         assert outcome.errors == {}
         assert [timing.name for timing in outcome.timings] == [one.name for one in contenders]
         assert min(outcome.num_bytes.values()) == outcome.num_bytes[COPY] > 0
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("interval", [1, 10])
+def test_managed_collisions_take_the_same_steps(interval: int) -> None:
+    """What they have trained is compared where they are made."""
+    pytest.importorskip("torchrec", reason="torchrec is not installed")
+    found = bench_dynamic_collisions.managed_collisions(2_000, 500, interval)
+    outcome = Clock(CPU).measure(found, rounds=1, warmup_rounds=0)
+    assert outcome.errors == {}
+    assert [timing.name for timing in outcome.timings] == [OURS, "torchrec, LRU", "torchrec, LFU"]
 
 
 @pytest.mark.few(2)
