@@ -160,10 +160,10 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
     parallel = te.HybridParallel(model, plan)
     send = parallel.prefetch
 
-    def sleepily(features):
+    def sleepily(features, **options):
         elsewhere.pause()
         sends.append(features.stride())
-        return send(features)
+        return send(features, **options)
 
     parallel.prefetch = sleepily
     te.Trainer(
