@@ -201,9 +201,14 @@ def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
     index.used[unused] = MOST_USES
 
 
+def nonzero(flags: Tensor) -> Tensor:
+    """Where bool `[N]` is set, int64 `[n]`. On the CPU, PyTorch's own takes several times longer."""
+    return flags.nonzero()[:, 0] if flags.device.type != "cpu" else torch.from_numpy(np.flatnonzero(flags.numpy()))
+
+
 def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:
     """All ids, ascending, and their rows; int64 `[num_rows]` both. On any device."""
-    rows = index.rows[index.digests.nonzero()[:, 0]].long()
+    rows = index.rows[nonzero(index.digests != 0)].long()
     ids, order = torch.sort(index.ids[rows])
     return ids, rows[order]
 

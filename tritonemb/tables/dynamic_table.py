@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index, partitions_of, renumber
+from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index, nonzero, partitions_of, renumber
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
@@ -75,7 +75,7 @@ class NewIds(NamedTuple):
         ids: int64 `[U]`, these ids, distinct and ascending.
         inverse: int64 `[M]`, for each position the number of its id.
         occurrences: int64 `[U]`.
-        admitted: bool `[U]`.
+        admitted: bool `[U]`, or a slice of all.
     """
 
     rows: Tensor
@@ -84,7 +84,12 @@ class NewIds(NamedTuple):
     ids: Tensor
     inverse: Tensor
     occurrences: Tensor
-    admitted: Tensor
+    admitted: Tensor | slice
+
+    @property
+    def refused(self) -> int:
+        """Occurrences of ids that were not admitted."""
+        return 0 if isinstance(self.admitted, slice) else int(self.occurrences[~self.admitted].sum())
 
 
 class Lock:
@@ -190,17 +195,10 @@ class DynamicTable(Table):
         """
         step = self.clock + 1
         rows, before = self._call("dynamic_use_", ids, step)
-        unknown = (rows < 0).nonzero()[:, 0]
+        unknown = nonzero(rows < 0)
         new, inverse, occurrences = ids[unknown].unique(return_inverse=True, return_counts=True)
-        batch = NewIds(
-            rows,
-            before,
-            unknown,
-            new,
-            inverse,
-            occurrences,
-            admits(self.config.admission, new, occurrences, self.seed, self.sketch),
-        )
+        admitted = admits(self.config.admission, new, occurrences, self.seed, self.sketch)
+        batch = NewIds(rows, before, unknown, new, inverse, occurrences, admitted)
         wanted = new[batch.admitted]
         if wanted.numel() and (missing := self._call("dynamic_missing", wanted, self._last(step))):
             self.undo(batch)
@@ -230,7 +228,7 @@ class DynamicTable(Table):
             given = found[admitted] = self._insert(new[admitted], batch.occurrences[admitted])
             self._initialize(given, new[admitted])
             rows[batch.unknown] = found[batch.inverse]
-            self._count(refused=int(batch.occurrences[~admitted].sum()))
+            self._count(refused=batch.refused)
         (whole, first), ttl = self._whole, self.config.eviction.ttl
         if ttl is not None and 0 <= (partition := self.clock % whole - first) < self.index.num_sets.numel():
             old = self._call("dynamic_expired", partition, self.clock - ttl - 1)

@@ -316,7 +316,7 @@ def assign_rows(
         raise ValueError(_no_gradient(tables))
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
         values, positions = batch.values().long(), _positions(batch, tables.dynamic_keys[tuple(batch.keys())])
-        rows, begun = values.clone(), dict[int, Any]()
+        rows, begun = values, dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}
         try:
             for number in dynamic if training else ():
@@ -331,11 +331,17 @@ def assign_rows(
         for number, at in positions.items():
             table = dynamic[number]
             found = table.finish(begun[number]) if training else table.find(ids[number])
-            rows[at] = found if occurrences is None or not training else found[occurrences[at].cumsum(0) - 1]
+            found = found if occurrences is None or not training else found[occurrences[at].cumsum(0) - 1]
+            if isinstance(at, slice) and at == slice(0, len(values)):
+                rows = found
+            else:
+                rows = values.clone() if rows is values else rows
+                rows[at] = found
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
-        unknown, step = _unknown_ids(tables, rows, positions, ids, layout, ahead), torch.tensor(table.clock)
-        return AssignedRows(assigned, groups, unknown, training, step)
+        all_known = training and not any(found.refused for found in begun.values())
+        unknown = None if all_known else _unknown_ids(tables, rows, positions, ids, layout, ahead)
+        return AssignedRows(assigned, groups, unknown, training, torch.tensor(table.clock))
 
 
 def _uses(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
