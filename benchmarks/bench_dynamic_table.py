@@ -145,19 +145,23 @@ def bench_dynamic_table(case: Case, measure_case: Callable[[Case], None]) -> Non
 
 
 def bench_growth(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    """Batches of 2,000 ids, 10 % new, while a table grows to ten times its size."""
+    """Batches of 2,000 ids, 10 % new, while a table grows to ten times its size.
+
+    The median of three runs: p99.9 is that of five batches, and what else the machine does decides some of them.
+    """
     number, batch, shape = 5_000, 2_000, f"5,000 batches of 2,000 ids, D{DIM}"
-    stream = Stream(1_200_000, batch, 0.1, 100_000)
-    grad, seconds = torch.randn(batch, DIM), ([], [])  # type: tuple[list[float], list[float]]
-    for each in range(number):
-        for of_model, model, features in zip(seconds, (stream.dynamic, stream.static), stream(each), strict=True):
-            begin = time.perf_counter()
-            model(features).backward(grad)
-            of_model.append(1000 * (time.perf_counter() - begin))
+    grad, names, found = torch.randn(batch, DIM), (OURS, "static table"), []
+    for _ in range(3):
+        stream, seconds = Stream(1_200_000, batch, 0.1, 100_000), ([], [])  # type: Stream, tuple[list[float], list[float]]
+        for each in range(number):
+            for of_model, model, features in zip(seconds, (stream.dynamic, stream.static), stream(each), strict=True):
+                begin = time.perf_counter()
+                model(features).backward(grad)
+                of_model.append(1000 * (time.perf_counter() - begin))
+        ours, static = (quantiles(each, n=1000)[998] / median(each) for each in seconds)
+        found.append((ours / static, [Timing(name, tuple(each)) for name, each in zip(names, seconds, strict=True)]))
     benchmark.pedantic(lambda: None, rounds=1)
-    names = OURS, "static table"
-    ours, static = (Timing(name, tuple(each)) for name, each in zip(names, seconds, strict=True))
-    tails = [quantiles(each, n=1000)[998] / median(each) for each in seconds]
+    ratio, timings = sorted(found, key=lambda each: each[0])[1]
     share = {"op": "dynamic table growth", "shape": shape, "measured": "p99.9 over median, of a static table's"}
-    targets = [share | {"ratio": tails[0] / tails[1], "target": "at most 1.5", "met": tails[0] / tails[1] <= 1.5}]
-    record(timing_rows("dynamic table growth", shape, [ours, static], dict.fromkeys(names, 0)), targets)
+    targets = [share | {"ratio": ratio, "target": "at most 1.5", "met": ratio <= 1.5}]
+    record(timing_rows("dynamic table growth", shape, timings, dict.fromkeys(names, 0)), targets)
