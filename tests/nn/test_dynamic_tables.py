@@ -137,7 +137,7 @@ def test_beside_static_tables_whose_ids_are_checked(tier, static):
     assert (after != before).any(1).tolist() == [n in (3, 9) for n in range(10)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.more), torch.bfloat16])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier, device):
     """On each tier, from one to another, and where rows are evicted, admitted late, and expire."""
@@ -201,7 +201,7 @@ def test_every_prefetch_depth_gives_the_same_bits(depth, tier, device):
     assert_same_bits(run(depth, tier), run(0, "device"))
 
 
-@on_tiers
+@pytest.mark.parametrize("tier", ["device", "host", pytest.param("disk", marks=pytest.mark.more)])
 def test_threads_may_prefetch_read_and_evaluate_at_once(tier):
     """What is found while another thread inserts is one of a row's values, or its initial ones; and nothing is lost."""
 

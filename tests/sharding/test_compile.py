@@ -117,7 +117,8 @@ def varying(rank, world, dynamic):
     return counter.frame_count, losses[::2], losses[1::2]
 
 
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_batches_of_other_sizes_compile_few_graphs(ranks, dynamic):
     for graphs, losses, expected in ranks(2).run(varying, 2, dynamic):
         assert graphs <= (3 if dynamic is None else 2)  # of seven sizes

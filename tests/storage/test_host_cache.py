@@ -393,6 +393,7 @@ def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.more
 def test_the_end_of_a_program_writes_back(tmp_path):
     program = """
 import sys

@@ -131,6 +131,7 @@ class TestDamage:
         with pytest.raises(StorageError, match=f"{message}|not of table"):
             load_tensors(tmp_path / "copy", in_table)
 
+    @pytest.mark.more
     @pytest.mark.parametrize("suffix", [".rows", ".changes"])
     @pytest.mark.parametrize("damage", [swap, lambda path: os.truncate(path, 100), lambda path: path.unlink()])
     def test_a_missing_link_changes_no_dynamic_table(self, tmp_path, suffix, damage):
