@@ -183,7 +183,7 @@ def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
     """Let ids whose rows are `before` have other rows of their partitions; what is between these is free."""
     partitions, numbers = index.num_sets.numel(), torch.zeros_like(index.free)
     numbers[before] = rows.int()
-    slots = index.digests.nonzero()[:, 0]
+    slots = nonzero(index.digests != 0)
     index.rows[slots] = numbers[index.rows[slots].long()]
     ids, uses = index.ids[before], index.uses[before]
     index.ids[rows], index.uses[rows] = ids, uses

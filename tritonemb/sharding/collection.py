@@ -30,7 +30,7 @@ from tritonemb.sharding.placement import (
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.cached_table import CachedTable, only_parameters
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables
@@ -296,9 +296,11 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
     def _dynamic_state(self) -> dict[str, Any]:
         """That of dynamic tables, whose rows stand rank by rank, by id in each; a collective, if there are some."""
         found: dict[str, Any] = {}
-        if not any(config.is_dynamic for config in self.configs):
+        if only_parameters() or not any(config.is_dynamic for config in self.configs):
             return found
-        held = {each.table: (each.shard, table) for each, table in self.dynamic_tables()}
+        held: dict[int, tuple[Shard | None, DynamicTable]] = {
+            each.table: (each.shard, table) for each, table in self.dynamic_tables()
+        }
         numbers = [held[number][1].num_rows if number in held else 0 for number in range(len(self.configs))]
         # Not by the group of ID exchanges, on which another thread may be prefetching.
         by_rank = self.groups.shards.all_gather(torch.tensor(numbers, device=self.device), "rows")
@@ -308,8 +310,10 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
             ranks = [each.shard.rank for each in self.placement.shards if each.table == number]  # by partition
             before = ranks[: ranks.index(self.groups.shards.rank)] if number in held else []
             first_row, total = (sum(int(by_rank[rank][number]) for rank in some) for some in (before, ranks))
-            nobody = None, cast(DynamicTable, kind_of(config)(config, self.optimizer.states, "meta"))
-            shard, table = held.get(number, nobody)
+            if number in held:
+                shard, table = held[number]
+            else:
+                shard, table = None, cast(DynamicTable, kind_of(config)(config, self.optimizer.states, "meta"))
             for name, value in table.saved().items():
                 size, first, mine = list(value.shape), (first_row, 0), shard is not None
                 if name in ("clock", "seed"):

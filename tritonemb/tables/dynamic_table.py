@@ -526,7 +526,9 @@ class CachedDynamicTable(DynamicTable, CachedTable):
         """As of `DynamicTable`; nothing of these rows is left in the store, either."""
         rows = self.find(self._as_ids(ids).unique())
         rows = rows[rows >= 0]
-        self._write(rows, {name: torch.zeros_like(value) for name, value in self._read(rows).items()})
+        if rows.numel():
+            empty = self.templates(rows.numel())
+            self._write(rows, {name: empty[name].zero_() for name in ("weight", *self._state_names)})
         return super().remove(ids)
 
     def _initial_values(self, seed: int) -> Any:
