@@ -286,6 +286,7 @@ def test_accumulating_more_micro_batches_than_are_protected_is_an_error(tier):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.few(1)
+@pytest.mark.usefixtures("dynamo")
 def test_a_compiled_model_takes_a_prefetched_batch(backend):
     def run(compiled: bool) -> dict[str, Tensor]:
         torch.manual_seed(4)
@@ -303,6 +304,7 @@ def test_a_compiled_model_takes_a_prefetched_batch(backend):
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.usefixtures("dynamo")
 def test_a_compiled_model_finds_rows_before_its_graph():
     torch.manual_seed(4)
     collection = te.nn.EmbeddingBagCollection([config(), config("item")], te.optim.RowWiseAdagrad(lr=0.1))
