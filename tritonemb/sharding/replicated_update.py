@@ -26,7 +26,7 @@ from tritonemb.kernels.triton_utils import row_sum_by_torch
 from tritonemb.layout import COLUMN_ORIGIN, FIRST_ROW, ROW_DIM, ROW_IDS, ROW_ORIGIN, SEED, Layout, lines_of, make_layout
 from tritonemb.ops.row_update import count_pass
 from tritonemb.optimizers import SGD, Optimizer
-from tritonemb.tables.lookup import FindReplicaRows, Lookup
+from tritonemb.tables.lookup import FindReplicaRows, Lookup, row_sums
 from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
 
@@ -85,7 +85,7 @@ class ReplicatedUpdate(ShardUpdate):
         try:
             # The bound is of the gradient of the mean over replicas.
             bound = None if optimizer.max_gradient is None else optimizer.max_gradient * self.average
-            sums = self._with_replicas(configs, pinned.in_rows(row_sums(grad, lookup, bound)))
+            sums = self._with_replicas(configs, pinned.in_rows(RowSums(*row_sums(grad, lookup, bound))))
             if self.whole_rows is not None:
                 of_tables = enumerate(zip(self.blocks, configs, sums.rows, sums.sums, strict=True))
                 self.whole_rows.add([_Cut(block, n, table, pinned, *own) for n, (block, table, *own) in of_tables])
@@ -109,7 +109,7 @@ class ReplicatedUpdate(ShardUpdate):
         if self.whole_rows is None:
             return sums
         values, offsets, grad, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
-        return row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout))
+        return RowSums(*row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout)))
 
 
 class PinnedRows:
@@ -164,23 +164,6 @@ class PinnedRows:
         """Unpin the rows: this thread's stream has been given the update."""
         for pinned in self._pins:
             pinned.release()
-
-
-def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
-    """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device."""
-    layout, groups = lookup.layout, lookup.groups
-    first_rows = layout.tables[:, FIRST_ROW].contiguous()
-    rows = groups.rows[: int(groups.num_groups)]
-    starts = torch.searchsorted(rows, first_rows)
-    counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
-    sizes = counts.tolist()
-    dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
-    sums = [torch.zeros(n, dim, device=grad.device) for n, dim in zip(sizes, dims, strict=True)]
-    ops.row_gradients_(
-        sums, grad, lookup.offsets, lookup.sample_weights, groups, layout, compact=True, max_gradient=bound
-    )
-    own = (rows - first_rows.repeat_interleave(counts, output_size=rows.shape[0])).split(sizes)
-    return RowSums(list(own), sums)
 
 
 def _as_batch(

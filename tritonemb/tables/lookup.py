@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
-from tritonemb.layout import NUM_ROWS, Layout, make_layout
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -211,9 +211,9 @@ def prefetch_batch(
         assigned = assign_rows(tables, features, occurrences=occurrences)
     given = KeyedJaggedTensor(keys, values, weights, offsets=offsets) if assigned is None else assigned.features
     layout = tables.layout(given.keys(), given.values().device)
-    batch = _one_key_a_lookup(tables, given, layout)
+    batch = one_key_a_lookup(tables, given, layout)
     whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
-    training, released = torch.is_grad_enabled() and _trains(tables), _released_before.get()
+    training, released = torch.is_grad_enabled() and trains(tables), _released_before.get()
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     with torch.no_grad(), torch.inference_mode(False):  # what changes here is used in training too
         groups = ops.row_groups(batch.values(), batch.offsets(), whole)
@@ -224,7 +224,7 @@ def prefetch_batch(
             asked = batch.lengths() * whole.key_starts.diff().repeat_interleave(batch.stride())
             bad = groups.starts[-1] != asked.sum()
         if find_replica_rows is not None or not tables.cache.pin(lookup, bad, released):
-            problem = first_bad_id(given, _uses(tables, keys)) if bad is not None and bad else None
+            problem = first_bad_id(given, uses(tables, keys)) if bad is not None and bad else None
             if find_replica_rows is not None and lookup.replica_rows is None:
                 lookup.replica_rows = find_replica_rows(groups.rows, problem)
             elif problem is not None:
@@ -239,8 +239,8 @@ def look_up_pinned(tables: Tables, lookup: Lookup) -> Tensor:
     """As `look_up_cached`, for a graph: by a batch that has been prefetched."""
     weights, trained = [table.weight for table in tables.tables], False
     if torch.is_grad_enabled():
-        _check_gradients(tables, lookup)
-        trained = _trains(tables)
+        check_gradients(tables, lookup)
+        trained = trains(tables)
         if trained:
             tables.check_trainable(weights)
         elif any(weight.requires_grad for weight in weights):
@@ -277,8 +277,8 @@ def look_up_cached(
         found: Tensor = read()
         lookup.release()
         return found
-    _check_gradients(tables, lookup)
-    if not _trains(tables):
+    check_gradients(tables, lookup)
+    if not trains(tables):
         weights = [table.weight for table in tables.tables]
         stand_for_all = next((weight for weight in weights if weight.requires_grad), weights[0])
         found = ops.fused_lookup(stand_for_all, None, read, partial(_refuse_gradient, tables))
@@ -306,16 +306,16 @@ def assign_rows(
     keys, values, offsets, weights = parts_of(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
     batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-    if tables.bounds_check == "raise" and (problem := first_bad_id(batch, _uses(tables, keys))):
+    if tables.bounds_check == "raise" and (problem := first_bad_id(batch, uses(tables, keys))):
         raise problem
     if layout.multiplicity > 1:
-        batch = _one_key_a_lookup(tables, batch, layout)
+        batch = one_key_a_lookup(tables, batch, layout)
         layout = tables.layout(batch.keys(), values.device)
-    training = torch.is_grad_enabled() and _trains(tables)
+    training = torch.is_grad_enabled() and trains(tables)
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         raise ValueError(_no_gradient(tables))
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
-        values, positions = batch.values().long(), _positions(batch, tables.dynamic_keys[tuple(batch.keys())])
+        values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
         rows, begun = values, dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}
         try:
@@ -344,7 +344,7 @@ def assign_rows(
         return AssignedRows(assigned, groups, unknown, training, torch.tensor(table.clock))
 
 
-def _uses(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
+def uses(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
     """Keys, tables and their rows, of tables with so many rows."""
     static = [config for config in tables.configs if not config.is_dynamic]
     return [(key, c.name, c.num_embeddings) for key in keys for c in static if key in c.feature_names]
@@ -362,7 +362,7 @@ def check_protected(tables: Tables, step: int, what: str) -> None:
         )
 
 
-def _positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
+def positions_of(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
     """Where the values of each dynamic table are: a slice, or of several keys int64 `[n]`."""
     size = batch.stride()
     ends = batch.offsets()[::size].tolist() if size else [0] * (len(batch.keys()) + 1)
@@ -399,7 +399,7 @@ def _of_slots(tables: Tables, lookup: Lookup) -> UnknownIds:
     assert lookup.assigned.unknown is not None
     batch, of_rows, found = lookup.assigned.features, lookup.assigned.unknown, dict[int, Tensor]()
     values, own = lookup.values.clone(), lookup.layout._replace(tables=lookup.layout.tables.clone())
-    positions = _positions(batch, tables.dynamic_keys[tuple(batch.keys())])
+    positions = positions_of(batch, tables.table_keys[tuple(batch.keys())])
     for number, distinct in of_rows.rows.items():
         if tables.cache.tables[number] is None:
             found[number] = distinct
@@ -455,7 +455,7 @@ def _no_gradient(tables: Tables) -> str:
     )
 
 
-def _trains(tables: Tables) -> bool:
+def trains(tables: Tables) -> bool:
     return tables.optimizer is not None and any(table.weight.requires_grad for table in tables.tables)
 
 
@@ -467,7 +467,7 @@ def _why_special(config: TableConfig) -> str:
     return "dynamic" if config.is_dynamic else f"placed on {config.placement!r}"
 
 
-def _check_gradients(tables: Tables, lookup: Lookup) -> None:
+def check_gradients(tables: Tables, lookup: Lookup) -> None:
     if lookup.sample_weights is not None and lookup.sample_weights.requires_grad:
         raise ValueError(_no_weight_gradient(tables))
     check_prefetched(tables, lookup.training)
@@ -475,7 +475,7 @@ def _check_gradients(tables: Tables, lookup: Lookup) -> None:
 
 def check_prefetched(tables: Tables, training: bool) -> None:
     """ValueError if a batch was not prefetched to be trained, and now is trained."""
-    if torch.is_grad_enabled() and _trains(tables) and not training:
+    if torch.is_grad_enabled() and trains(tables) and not training:
         raise ValueError(
             f"the rows of table {_first_cached(tables).name!r} were prefetched under no_grad, and now gradients are "
             "recorded; call group() or prefetch() where gradients are recorded"
@@ -505,7 +505,7 @@ def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[st
     }
 
 
-def _one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
+def one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
     """The batch with a key for each lookup: a value is one row of one table then."""
     by_key, parts = _lookup_keys(tables, batch.keys(), layout), []
     if by_key is None:
@@ -526,6 +526,25 @@ def configs_of(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[
         raise ValueError(f"the batch lacks the features {[*dict.fromkeys(missing)]}; it has the keys {list(keys)}")
     sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
     return [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
+
+
+def row_sums(
+    grad: Tensor, lookup: Lookup, max_gradient: float | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device."""
+    layout, groups = lookup.layout, lookup.groups
+    first_rows = layout.tables[:, FIRST_ROW].contiguous()
+    rows = groups.rows[: int(groups.num_groups)]
+    starts = torch.searchsorted(rows, first_rows)
+    counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
+    sizes = counts.tolist()
+    dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
+    sums = [torch.zeros(n, dim, device=grad.device) for n, dim in zip(sizes, dims, strict=True)]
+    ops.row_gradients_(
+        sums, grad, lookup.offsets, lookup.sample_weights, groups, layout, compact=True, max_gradient=bound
+    )
+    own = (rows - first_rows.repeat_interleave(counts, output_size=rows.shape[0])).split(sizes)
+    return list(own), sums
 
 
 def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) -> tuple[Layout, Layout]:

@@ -36,6 +36,14 @@ from tritonemb.tables.lookup import (
     slot_layouts,
 )
 from tritonemb.tables.optimizer import OptimizedTables, States, check_optimizer
+from tritonemb.tables.server_table import (
+    PulledBatch,
+    RowService,
+    ServerTable,
+    look_up_pulled,
+    pull_batch,
+    push_gradients,
+)
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
@@ -124,12 +132,14 @@ class TableSet(OptimizedTables):
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = _make_cache(self.tables)
         self.dynamic = {number: each for number, each in enumerate(made) if isinstance(each, DynamicTable)}
+        self.on_servers = isinstance(made[0], ServerTable)
+        self.service: RowService | None = None
         self.lock: AbstractContextManager[Any] = Lock() if self.dynamic else nullcontext()
         for table in self.dynamic.values():
             table.lock = self.lock
         self.row_configs = [each.row_config for each in made]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
-        self.dynamic_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # of each table, by keys of a batch
+        self.table_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # of dynamic tables, and those on servers
         self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
         self._oldest: int | None = None  # step of the first accumulated micro-batch of dynamic tables
@@ -172,7 +182,9 @@ class TableSet(OptimizedTables):
         return all(bool(grad.isfinite().all()) for grad in grads)
 
     def group(self, features: Features, occurrences: Tensor | None = None) -> Groups:
-        """See `EmbeddingBagCollection.group`, and `assign_rows`."""
+        """See `EmbeddingBagCollection.group`, `assign_rows` and `pull_batch`."""
+        if self.on_servers:
+            return pull_batch(self, features)
         if self.cache is not None:
             with self.lock:
                 return prefetch_batch(self, features, None, occurrences)
@@ -183,7 +195,7 @@ class TableSet(OptimizedTables):
 
     def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
         """What `PrefetchedFeatures` have for these tables: the batch, and `group`'s result where that takes time."""
-        return features, self.group(features) if self.cache is not None or self.dynamic else None
+        return features, self.group(features) if self.cache is not None or self.dynamic or self.on_servers else None
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """The layout of these keys over the tables; made once for each order of keys."""
@@ -197,13 +209,17 @@ class TableSet(OptimizedTables):
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
                 found.tables[table, ROW_IDS], found.tables[table, ROW_ORIGIN] = dynamic.index.ids.data_ptr(), 0
+            for table in range(len(configs)) if self.on_servers else self.dynamic:
                 own = configs[table].feature_names
-                self.dynamic_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
+                self.table_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
             self._layouts[key] = found
         return found
 
     def look_up(self, features: Features, groups: Groups | None = None, occurrences: Tensor | None = None) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
+        if self.on_servers:
+            assert groups is None or isinstance(groups, PulledBatch)
+            return look_up_pulled(self, features, groups)
         if self.cache is not None:
             one_graph = not (self.update.is_shared or self.dynamic)
             if one_graph and torch.compiler.is_compiling() and isinstance(groups, Lookup):
@@ -375,6 +391,10 @@ class TableSet(OptimizedTables):
     def _apply_accumulated(self, batches: list[MicroBatch]) -> None:
         if not batches:
             return
+        if self.on_servers:
+            for batch, pulled in zip(batches, self.pins, strict=True):
+                push_gradients(self, batch.grad, cast(PulledBatch, pulled))
+            return
         assert self._accumulated_keys is not None
         keys = self._accumulated_keys
         stacked = KeyedJaggedTensor.stack(
@@ -425,6 +445,13 @@ class TableSet(OptimizedTables):
         """Held while the tables' tensors are used, as their cache may replace them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.storage.lock
 
+    def attach(self, service: RowService) -> None:
+        """Let these servers have the rows of tables whose placement is "server"."""
+        self.service = service
+        for table in self.tables:
+            assert isinstance(table, ServerTable)
+            table.service = service
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own layouts when it needs them."""
         return {**super().__getstate__(), "_layouts": {}, "_in_graph": None}
@@ -436,6 +463,8 @@ class TableSet(OptimizedTables):
 
 def kind_of(config: TableConfig) -> type[Table]:
     """The class of a table."""
+    if config.placement == "server":
+        return ServerTable
     kinds = (DynamicTable, CachedDynamicTable) if config.is_dynamic else (Table, CachedTable)
     return kinds[config.placement != "device"]
 
@@ -465,13 +494,15 @@ def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
     for table in tables:
         if not isinstance(table, TableConfig):
             raise TypeError(f"tables must be TableConfig, got {table!r}")
+    elsewhere = [table.name for table in tables if table.placement != "server"]
+    if 0 < len(elsewhere) < len(tables):
+        raise ValueError(
+            f"tables {elsewhere} are not on embedding servers, and others of their collection are; put them into "
+            "collections of their own"
+        )
+    for table in tables:
         if table.name in names:
             raise ValueError(f"table {table.name!r} is given twice; names must be unique in a collection")
-        if table.placement == "server":
-            raise ValueError(
-                f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use "
-                "'device', 'host' or 'disk'"
-            )
         if optimizer is not None and table.dtype not in TRAINABLE_DTYPES:
             raise ValueError(
                 f"table {table.name!r}: {table.dtype} rows are too coarse to be trained; choose one of "

@@ -1,0 +1,170 @@
+"""A small job: a collection on embedding servers, its batches, and trainers that are threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tritonemb.server import Servers, attach, flush
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.transport import LocalTransport, Message
+
+KEYS = ("a", "b", "c")
+Outputs = list[Tensor]
+
+
+class Trainers(NamedTuple):
+    """As of a `RankGroup`."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def make(
+    servers: Servers | None, staleness=0, optimizer=None, dynamic: dict | None = None, group=Trainers(), accumulate=1
+) -> te.nn.EmbeddingBagCollection:
+    """Two static tables and perhaps a dynamic one, with initial values of a fixed seed."""
+    place = {} if servers is None else {"placement": "server"}
+    tables = [
+        te.TableConfig("a", 300, 6, features=["a", "c"], **place),
+        te.TableConfig("b", 9_000, 4, pooling="mean", **place),
+    ]
+    if dynamic is not None:
+        tables.append(te.TableConfig("d", None, 8, features=["a"], **dynamic, **place))
+    torch.manual_seed(3)
+    collection = te.nn.EmbeddingBagCollection(tables, optimizer or te.optim.Adagrad(lr=0.1))
+    if servers is not None:
+        attach(collection, servers, staleness, accumulate=accumulate, group=group)
+    return collection
+
+
+def batches(number: int, trainer: int = 0, size: int = 6, most: int = 300) -> Iterator[te.KeyedJaggedTensor]:
+    """Of a trainer, with ids that come again."""
+    generator = torch.Generator().manual_seed(100 + trainer)
+    for step in range(number):
+        lengths = torch.randint(0, 4, (len(KEYS) * size,), generator=generator)
+        ids = torch.randint(0, most, (int(lengths.sum()),), generator=generator)
+        yield te.KeyedJaggedTensor(KEYS, (ids * 17 + step * 3) % most, lengths=lengths)
+
+
+def train(collection: te.nn.EmbeddingBagCollection, steps: int, ahead: int = 0, trainer: int = 0, most: int = 300) -> Outputs:
+    """What each step has read; batches are pulled so many steps ahead."""
+    outputs, waiting, coming = [], [], batches(steps, trainer, most=most)
+    for batch in coming:
+        waiting.append(te.nn.prefetch(collection, batch) if ahead else batch)
+        if len(waiting) > ahead:
+            outputs.append(_step(collection, waiting.pop(0)))
+    return outputs + [_step(collection, batch) for batch in waiting]
+
+
+def _step(collection: te.nn.EmbeddingBagCollection, batch) -> Tensor:
+    output = collection(batch)
+    (output.square() + output).sum().backward()
+    return output.detach()
+
+
+def train_all(
+    servers: Servers, steps: int, trainers: int = 1, staleness=0, ahead: int = 0, **how
+) -> tuple[list[Outputs], dict[str, Tensor]]:
+    """What the trainers have read, and the tables after all their steps."""
+    models = [make(servers, staleness, group=Trainers(rank, trainers), **how) for rank in range(trainers)]
+    outputs: list[Outputs | BaseException] = [[] for _ in models]
+
+    def run(rank: int) -> None:
+        try:
+            outputs[rank] = train(models[rank], steps, ahead, rank)
+            flush(models[rank])
+        except BaseException as error:
+            outputs[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(trainers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for found in outputs:
+        if isinstance(found, BaseException):
+            raise found
+    return outputs, {name: value.clone() for name, value in models[0].state_dict().items()}
+
+
+class Faults(NamedTuple):
+    """Probabilities: of a message each way to be lost, to come twice, and to come late; and of the channel to be cut."""
+
+    lost: float = 0.0
+    twice: float = 0.0
+    late: float = 0.0
+    cut: float = 0.0
+    delay: float = 0.01
+
+
+class FaultyTransport:
+    """A server in this process, behind a network that is as bad as `faults` say."""
+
+    def __init__(self, server: EmbeddingServer, faults: Faults, seed: int) -> None:
+        self.address, self._server, self._faults = server.name, server, faults
+        self._random, self._lock = random.Random(seed), threading.Lock()
+
+    def open(self, receive: Callable[[Message], None], lost: Callable[[Exception], None]) -> _FaultyChannel:
+        return _FaultyChannel(self, receive, lost)
+
+    def carry(self, message: Message, deliver: Callable[[Message], None]) -> bool:
+        """Deliver a message, or not; whether the channel is cut instead."""
+        with self._lock:
+            lost, twice, late, cut = (self._random.random() for _ in range(4))
+        if cut < self._faults.cut:
+            return True
+        if lost < self._faults.lost:
+            return False
+        for number in range(2 if twice < self._faults.twice else 1):
+            if late < self._faults.late or number:
+                threading.Timer(self._faults.delay, deliver, (message,)).start()
+            else:
+                deliver(message)
+        return False
+
+    def send(self, message: Message, reply: Callable[[Message], None]) -> None:
+        self._server.receive(message, reply)
+
+
+class _FaultyChannel:
+    def __init__(self, transport: FaultyTransport, receive, lost) -> None:
+        self._transport, self._receive, self._lost, self._open = transport, receive, lost, True
+
+    def send(self, message: Message) -> None:
+        if not self._open:
+            raise ConnectionError("cut")
+        if self._transport.carry(message, lambda given: self._transport.send(given, self._back)):
+            self.close()
+            self._lost(ConnectionError("cut"))
+
+    def _back(self, message: Message) -> None:
+        if self._open and self._transport.carry(message, self._deliver):
+            self.close()
+            self._lost(ConnectionError("cut"))
+
+    def _deliver(self, message: Message) -> None:
+        if self._open:
+            self._receive(message)
+
+    def close(self) -> None:
+        self._open = False
+
+
+@contextmanager
+def local_servers(number: int, faults: Faults | None = None, seed: int = 0, patience: float = 30.0) -> Iterator[Servers]:
+    own = [EmbeddingServer(f"server-{index}") for index in range(number)]
+    transports = [
+        LocalTransport(server, server.name) if faults is None else FaultyTransport(server, faults, seed + index)
+        for index, server in enumerate(own)
+    ]
+    with Servers(transports, own, patience) as servers:
+        yield servers

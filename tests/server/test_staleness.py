@@ -1,0 +1,160 @@
+"""Which updates a batch sees: exactly those that its staleness says, whatever the servers, the trainers and the time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.server.jobs import KEYS, Faults, batches, local_servers, make, train, train_all
+from tritonemb.server import AtMost, flush
+
+OPTIMIZERS = [
+    te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.01, weight_decay=0.1),
+    te.optim.PartialRowWiseLAMB(lr=0.01), te.optim.LARSSGD(lr=0.1), te.optim.FTRL(lr=0.1),
+]  # fmt: skip
+DYNAMIC = {"capacity": 50, "eviction": te.EvictionConfig(protect=2)}
+
+
+def same(found, expected) -> None:
+    outputs, state = found
+    assert all(torch.equal(*pair) for each in zip(outputs, expected[0], strict=True) for pair in zip(*each, strict=True))
+    assert_same_bits(state, expected[1])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.name)
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_staleness_0_has_the_bits_of_one_process(servers, optimizer):
+    alone = make(None, optimizer=optimizer, dynamic=DYNAMIC)
+    expected = [train(alone, 9)], alone.state_dict()
+    with local_servers(servers) as some:
+        same(train_all(some, 9, optimizer=optimizer, dynamic=DYNAMIC), expected)
+    assert alone["d"].statistics().evictions > 0
+
+
+@pytest.mark.parametrize("staleness", [1, 4, 9])
+def test_bits_depend_on_the_staleness_alone(staleness):
+    dynamic = {"capacity": 60 + 18 * staleness, "eviction": te.EvictionConfig(protect=staleness + 1)}
+    expected = None
+    for servers, ahead in ((1, 0), (2, 1), (4, staleness)):
+        with local_servers(servers) as some:
+            found = train_all(some, 20, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
+        expected = expected or found
+        same(found, expected)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("trainers", [1, 3])
+def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
+    """Against dense Adagrad in float64, of which older weights are kept; only rows of a batch change."""
+    steps, lr = 8, 0.1
+    with local_servers(2) as servers:
+        outputs, state = train_all(servers, steps, trainers, staleness)
+    first = make(None)
+    weights = [table.weight.detach().double() for table in first.tables]
+    sums = [torch.zeros_like(weight) for weight in weights]
+    history = [weights]
+    given = [list(batches(steps, trainer)) for trainer in range(trainers)]
+    for step in range(steps):
+        seen = history[max(0, step - staleness)]
+        total = [torch.zeros_like(weight) for weight in weights]
+        for trainer in range(trainers):
+            read = [weight.clone().requires_grad_() for weight in seen]
+            batch = given[trainer][step]
+            parts = []
+            for table, mode, feature in ((0, "sum", "a"), (0, "sum", "c"), (1, "mean", "b")):
+                part = batch[feature]
+                parts.append(F.embedding_bag(part.values(), read[table], part.offsets()[:-1], mode=mode))
+            output = torch.cat(parts, 1)
+            # float32 has 24 bits; a row has few summands
+            torch.testing.assert_close(outputs[trainer][step].double(), output.detach(), rtol=1e-5, atol=1e-6)
+            (output.square() + output).sum().backward()
+            for number, weight in enumerate(read):
+                total[number] += weight.grad / trainers
+        weights = [weight.clone() for weight in weights]
+        for weight, own, gradient in zip(weights, sums, total, strict=True):
+            own += gradient.square()
+            weight -= torch.where(gradient != 0, lr * gradient / (own.sqrt() + 1e-8), 0.0)
+        history.append(weights)
+    for name, weight in zip("ab", weights, strict=True):
+        torch.testing.assert_close(state[f"{name}.weight"].double(), weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("staleness", [2, AtMost(2)])
+@pytest.mark.parametrize(
+    "faults", [Faults(late=0.5, delay=0.02), Faults(twice=0.4, late=0.3), Faults(lost=0.05), Faults(cut=0.03)]
+)
+@pytest.mark.few(4)
+def test_a_bad_network_changes_no_bit(faults, staleness):
+    with local_servers(2) as servers:
+        expected = train_all(servers, 8, trainers=2, staleness=2, ahead=1)
+    with local_servers(2, faults) as servers:
+        found = train_all(servers, 8, trainers=2, staleness=staleness, ahead=1)
+        histograms = [s["collections"]["collection-0"]["staleness"] for s in servers.statistics()]
+    if staleness == 2:
+        same(found, expected)
+    assert all(int(steps) <= 2 for histogram in histograms for steps in histogram)
+
+
+def test_unbounded_staleness_waits_for_nobody():
+    with local_servers(1) as servers:
+        model = make(servers, None)
+        waiting = [te.nn.prefetch(model, batch) for batch in batches(5)]
+        for batch in waiting:
+            model(batch).sum().backward()
+        flush(model)
+        assert servers.statistics()[0]["collections"]["collection-0"]["staleness"] == {str(s): 1 for s in range(5)}
+
+
+def test_micro_batches_make_one_step():
+    with local_servers(2) as servers:
+        model = make(servers, 1, accumulate=2)
+        for _ in range(3):
+            with model.accumulate():
+                for batch in batches(2):
+                    model(batch).square().sum().backward()
+        flush(model)
+        found = servers.statistics()[0]["collections"]["collection-0"]
+        assert (found["pulls"], found["steps"]) == (6, 3)
+
+
+def test_a_batch_that_is_not_trained_holds_nobody_up():
+    with local_servers(1) as servers:
+        model = make(servers)
+        for batch in batches(3):
+            del batch
+            model(next(batches(1)))  # and no backward
+        train(model, 2)
+        assert model.state_dict()["a.weight"].isfinite().all()
+
+
+def test_evaluation_changes_nothing():
+    with local_servers(2) as servers:
+        model = make(servers, dynamic={"capacity": 90})
+        train(model, 3)
+        before = model.state_dict()
+        batch = next(batches(1, trainer=7))
+        with torch.no_grad():
+            found = model(batch)
+        assert_same_bits(model.state_dict(), before)
+    alone = make(None, dynamic={"capacity": 90})
+    train(alone, 3)
+    with torch.no_grad():
+        assert torch.equal(alone(batch), found)
+
+
+def test_what_a_user_gets_wrong():
+    with pytest.raises(ValueError, match=r"'x' is on embedding servers.*te\.server\.attach"):
+        te.nn.EmbeddingBagCollection([te.TableConfig("x", 9, 4, placement="server")], te.optim.SGD())(
+            te.KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1]))
+        )
+    with local_servers(2) as servers:
+        model = make(servers)
+        before = model.state_dict()
+        with pytest.raises(ValueError, match=r"table 'a': id 300 of feature 'a'"):
+            model(te.KeyedJaggedTensor(KEYS, torch.tensor([300, 1, 2]), lengths=torch.ones(3, dtype=torch.int64)))
+        assert_same_bits(model.state_dict(), before)
+        with pytest.raises(ValueError, match="other tables, trainers or staleness"):
+            make(servers, 1)

@@ -1,0 +1,112 @@
+"""Embedding servers for a model: start them, and let them have the rows of its tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tritonemb.comm.group import RankGroup
+from tritonemb.server.client import CollectionClient, Connection
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
+from tritonemb.server.transport import LocalTransport, Transport
+from tritonemb.tables.lookup import table_sets
+from tritonemb.tables.table_set import TableSet
+from tritonemb.utils import Closing
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Staleness: a batch may miss the updates of so many steps, and of fewer where servers are faster.
+
+    Raises:
+        ValueError: for a negative number.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"staleness must be at least 0, got {self.steps}")
+
+
+class Servers(Closing):
+    """Connections of this process to embedding servers; and these themselves, where it has started them."""
+
+    def __init__(self, transports: Sequence[Transport], own: Sequence[Closing] = (), patience: float = 30.0) -> None:
+        self._own = list(own)
+        self.connections = [Connection(transport, patience) for transport in transports]
+
+    def __len__(self) -> int:
+        return len(self.connections)
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Of each server."""
+        return [connection.ask("stats")["stats"] for connection in self.connections]
+
+    def close(self) -> None:
+        for each in (*self.connections, *self._own):
+            each.close()
+
+
+def start(number: int) -> Servers:
+    """Embedding servers in this process, each with a thread of its own."""
+    if number < 1:
+        raise ValueError(f"the number of servers must be at least 1, got {number}")
+    servers = [EmbeddingServer(f"server-{index}") for index in range(number)]
+    return Servers([LocalTransport(server, server.name) for server in servers], servers)
+
+
+def attach(
+    model: nn.Module, servers: Servers, staleness: "int | AtMost | None" = 0, *, accumulate: int = 1,
+    group: RankGroup | None = None,
+) -> None:  # fmt: skip
+    """Let servers have the rows of a model's tables whose placement is "server".
+
+    Args:
+        staleness: how many steps' updates a batch misses, exactly; or `AtMost` so many; None for any number.
+        accumulate: micro-batches of a step.
+        group: all trainers; each attaches its own model to the same servers.
+
+    Raises:
+        ValueError: the model has no such tables, or the servers have others of that name.
+    """
+    group = RankGroup() if group is None else group
+    found = [tables for tables in table_sets(model) if tables.on_servers]
+    if not found:
+        raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
+    for number, tables in enumerate(found):
+        tables.attach(_client(tables, servers, staleness, accumulate, group, f"collection-{number}"))
+
+
+def _client(
+    tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str
+) -> CollectionClient:
+    if tables.optimizer is None:
+        raise ValueError("embedding servers apply a fused optimizer; give the collection one")
+    specs = tuple(
+        TableSpec.of(config, table.seed, tables.optimizer)
+        for config, table in zip(tables.configs, tables.tables, strict=True)
+    )
+    owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
+    steps = staleness.steps if isinstance(staleness, AtMost) else staleness
+    spec = CollectionSpec(
+        specs, describe_optimizer(tables.optimizer), group.size, steps, isinstance(staleness, int), accumulate, owners
+    )
+    return CollectionClient(servers.connections, name, spec, group.rank)
+
+
+def owners_of(partitions: int, servers: int, table: int) -> tuple[int, ...]:
+    """The first partition of each server; a table with few partitions is where others are not."""
+    if partitions >= servers:
+        return tuple(server * partitions // servers for server in range(servers))
+    first = table % (servers - partitions + 1)
+    return tuple(min(max(0, server - first), partitions) for server in range(servers))
+
+
+def flush(model: nn.Module) -> None:
+    """Apply all that was pushed; all trainers call this, after the same step."""
+    for tables in table_sets(model):
+        if tables.on_servers:
+            tables.service.flush()

@@ -1,0 +1,321 @@
+"""The tables of a collection on one embedding server: what pulls and pushes do to their rows, and in which order.
+
+Batches for training are numbered, on each trainer alike; `batches` of them make a step. The order of events is fixed:
+
+    exact, staleness s   pull of step k, of all trainers at once, when the pushes of steps < k - s have been applied;
+                         pushes of step j, of all trainers at once, when all pulls of steps <= j + s have been read
+    at most s            a trainer's pull of step k, when those pushes have; pushes of step j, when all have come
+    unbounded            a pull at once; pushes of step j, when all have come
+
+So in exact mode what is read and written follows from the batches alone: not from time, nor from the number of servers.
+Pulls of a step see the updates of steps < k - s, exactly these, or at least these. The gradients of a row are summed in
+the order of trainers, and the optimizer is applied to it once a step.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, partition_sizes, segment_offsets
+from tritonemb.ops.row_update import fill_initial_
+from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
+from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable
+from tritonemb.tables.lookup import Lookup, assign_rows
+from tritonemb.tables.table_set import TableSet
+from tritonemb.types import AdmissionConfig, EvictionConfig, TableConfig
+
+Values = dict[str, Any]
+Answer = Callable[[Sequence[Tensor] | Exception], None]
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table as servers know it, for JSON: a static one, too, is a dynamic table there, whose ids are row numbers.
+
+    Args:
+        num_embeddings: of a static table.
+        capacity: rows that there is room for; those of a static table are never evicted.
+        bound, seed: of initial values.
+        state_bytes: of a row, and of its index.
+    """
+
+    name: str
+    num_embeddings: int | None
+    embedding_dim: int
+    dtype: str
+    capacity: int
+    bound: float
+    seed: int
+    eviction: Values
+    admission: Values
+
+    @classmethod
+    def of(cls, config: TableConfig, seed: int, optimizer: Optimizer) -> "TableSpec":
+        """Of a table that a collection was given."""
+        if config.is_dynamic:
+            row_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
+            row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in optimizer.states)
+            capacity = config.capacity or max(1, (config.capacity_bytes or 0) // row_bytes)
+        else:
+            # Partitions get rows at random: eight standard deviations more than their mean.
+            capacity = config.num_embeddings
+            if (partitions := min(MOST_PARTITIONS, capacity // LEAST_ROWS)) > 1:
+                capacity += math.ceil(8 * math.sqrt(capacity * partitions))
+        return cls(
+            config.name, config.num_embeddings, config.embedding_dim, str(config.dtype).removeprefix("torch."),
+            capacity, config.bound, seed, asdict(config.eviction), asdict(config.admission),
+        )  # fmt: skip
+
+    @property
+    def num_partitions(self) -> int:
+        """Of the whole table; servers have ranges of them."""
+        return partition_sizes(self.capacity)[0]
+
+    def config(self, first: int, count: int) -> TableConfig:
+        """Of a server's partitions."""
+        whole = TableConfig(
+            self.name, None, self.embedding_dim, dtype=getattr(torch, self.dtype), capacity=self.capacity,
+            init_bound=self.bound, eviction=EvictionConfig(**self.eviction), admission=AdmissionConfig(**self.admission),
+        )  # fmt: skip
+        return whole.part(self.name, (first, count), (0, self.embedding_dim), [self.name])
+
+    def initial_values(self, ids: Tensor) -> Tensor:
+        """`[n, embedding_dim]`, of rows that were never trained."""
+        values = torch.empty(ids.numel(), self.embedding_dim, dtype=getattr(torch, self.dtype))
+        fill_initial_(values, self.seed, self.bound, rows=ids)
+        return values
+
+
+def describe_optimizer(optimizer: Optimizer) -> Values:
+    """An optimizer for JSON; ValueError for one with a function of the user's."""
+    if isinstance(optimizer, Custom):
+        raise ValueError("embedding servers apply the optimizer, and a Custom one has a function of yours; use another")
+    return {"name": optimizer.name, **{f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer)}}
+
+
+@dataclass(frozen=True)
+class CollectionSpec:
+    """A collection as servers know it, for JSON; all trainers and all servers have the same.
+
+    Args:
+        tables: all of them.
+        optimizer: see `describe_optimizer`.
+        trainers: how many.
+        staleness: None if unbounded.
+        exact: whether a pull sees no newer updates than it must.
+        batches: of a step.
+        owners: for each table, of each server the first partition that it has; they are ranges, perhaps empty.
+    """
+
+    tables: tuple[TableSpec, ...]
+    optimizer: Values
+    trainers: int
+    staleness: int | None
+    exact: bool
+    batches: int
+    owners: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_json(cls, values: Values) -> "CollectionSpec":
+        tables = tuple(TableSpec(**table) for table in values["tables"])
+        return cls(**{**values, "tables": tables, "owners": tuple(map(tuple, values["owners"]))})
+
+    def partitions(self, table: int, server: int) -> tuple[int, int]:
+        """The first of a server's partitions of a table, and how many."""
+        ends = [*self.owners[table], self.tables[table].num_partitions]
+        return ends[server], ends[server + 1] - ends[server]
+
+
+@dataclass
+class Batch:
+    """What trainers have sent of one batch: by rank, ids with occurrences, or with gradients."""
+
+    ids: dict[int, list[Tensor]] = field(default_factory=dict)
+    others: dict[int, list[Tensor]] = field(default_factory=dict)
+    lr: float = 0.0
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+class ServedTables:
+    """Some partitions of a collection's tables; one thread calls it. See the module's docstring.
+
+    Attributes:
+        next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
+        staleness: how many pulls have missed so many steps' updates.
+    """
+
+    def __init__(self, spec: CollectionSpec, server: int) -> None:
+        self.spec, self.server = spec, server
+        kinds = dict(spec.optimizer)
+        self.optimizer = OPTIMIZERS[kinds.pop("name")](**kinds)
+        self.numbers = [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
+        configs = [spec.tables[n].config(*spec.partitions(n, server)) for n in self.numbers]
+        self.tables = TableSet(configs, self.optimizer, "cpu", pooled=False) if configs else None
+        for number, table in zip(self.numbers, self.dynamic, strict=True):
+            table.reset_parameters(spec.tables[number].seed)
+        self.next_pull = self.next_push = 0
+        self.pulls: dict[int, Batch] = {}
+        self.pushes: dict[int, Batch] = {}  # by batch
+        self.lookups: list[tuple[int, Callable[[], None]]] = []
+        self.flushes: dict[int, int] = {}
+        self.staleness: Counter[int] = Counter()
+
+    @property
+    def dynamic(self) -> list[DynamicTable]:
+        """The tables here, in the order of `numbers`."""
+        return [] if self.tables is None else list(self.tables.dynamic.values())
+
+    def pull(self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer) -> None:
+        """A trainer's batch for training; `answer` gets each table's rows."""
+        there = self.pulls.setdefault(batch, Batch())
+        there.ids[rank], there.others[rank], there.answers[rank] = ids, occurrences, answer
+        self.advance()
+
+    def push(self, rank: int, batch: int, ids: list[Tensor], sums: list[Tensor], lr: float) -> None:
+        """The gradients of a trainer's batch; none of one that was not trained."""
+        there = self.pushes.setdefault(batch, Batch())
+        there.ids[rank], there.others[rank], there.lr = ids, sums, max(lr, there.lr)
+        self.advance()
+
+    def look_up(self, after: int, ids: list[Tensor], answer: Answer) -> None:
+        """Rows for evaluation, when the pushes of so many steps have been applied, less the staleness."""
+        due = 0 if self.spec.staleness is None else after - self.spec.staleness
+
+        def read() -> None:
+            rows = [table.find(of_table) for table, of_table in zip(self.dynamic, ids, strict=True)]
+            answer(self._read(ids, rows))
+
+        self.lookups.append((due, read))
+        self.advance()
+
+    def flush(self, rank: int, steps: int, answer: Callable[[], None]) -> None:
+        """A trainer wants the pushes of so many steps to be applied before it pulls again; so must the others."""
+        self.flushes[rank] = steps
+        self.lookups.append((steps, answer))
+        self.advance()
+
+    def advance(self) -> None:
+        """Do what is next, as long as it can be done."""
+        spec = self.spec
+        while self._advance_push() or (self._pull_exactly() if spec.exact else self._pull_singly()):
+            pass
+        due = [answer for steps, answer in self.lookups if steps <= self.next_push]
+        self.lookups = [each for each in self.lookups if each[0] > self.next_push]
+        for answer in due:
+            answer()
+
+    def _advance_push(self) -> bool:
+        spec, step = self.spec, self.next_push
+        batches = range(step * spec.batches, (step + 1) * spec.batches)
+        there = [self.pushes.get(batch) for batch in batches]
+        if any(each is None or len(each.ids) < spec.trainers for each in there):
+            return False
+        read = self.next_pull if spec.exact else math.inf
+        flushed = len(self.flushes) == spec.trainers and step < min(self.flushes.values())
+        if not flushed and spec.staleness is not None and read < (step + spec.staleness + 1) * spec.batches:
+            return False
+        self._apply([self.pushes.pop(batch) for batch in batches])
+        self.next_push += 1
+        return True
+
+    def _ready(self, batch: int) -> bool:
+        """Whether the updates that a batch must see have been made."""
+        s = self.spec.staleness
+        return s is None or batch // self.spec.batches - s <= self.next_push
+
+    def _pull_exactly(self) -> bool:
+        batch = self.next_pull
+        there = self.pulls.get(batch)
+        if there is None or len(there.ids) < self.spec.trainers or not self._ready(batch):
+            return False
+        del self.pulls[batch]
+        self.next_pull += 1
+        self._pull(batch, there, sorted(there.ids))
+        return True
+
+    def _pull_singly(self) -> bool:
+        for batch in sorted(self.pulls):
+            there = self.pulls[batch]
+            if there.answers and self._ready(batch):
+                ranks = sorted(there.answers)
+                self._pull(batch, there, ranks)
+                for rank in ranks:
+                    del there.answers[rank]
+                if len(there.ids) == self.spec.trainers:
+                    del self.pulls[batch]
+                    self.next_pull = max(self.next_pull, batch + 1)
+                return True
+        return False
+
+    def _pull(self, batch: int, there: Batch, ranks: list[int]) -> None:
+        self.staleness[batch // self.spec.batches - self.next_push] += len(ranks)
+        ids, sizes = _by_table([there.ids[rank] for rank in ranks])
+        occurrences, _ = _by_table([there.others[rank] for rank in ranks])
+        try:
+            rows = self._read(ids, self._assign(ids, occurrences))
+        except ValueError as error:  # there is no room; nothing has changed
+            for rank in ranks:
+                there.answers[rank](error)
+            return
+        found = [of_table.split(of) for of_table, of in zip(rows, sizes, strict=True)]
+        for number, rank in enumerate(ranks):
+            there.answers[rank]([of_table[number] for of_table in found])
+
+    def _assign(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
+        if self.tables is None:
+            return []
+        names = list(self.tables.feature_names)
+        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in ids]))
+        batch = KeyedJaggedTensor.unchecked(names, torch.cat(ids), None, offsets)
+        with torch.enable_grad():  # it is for training
+            assigned = assign_rows(self.tables, batch, occurrences=torch.cat(occurrences))
+        return list(assigned.features.values().split([of_table.numel() for of_table in ids]))
+
+    def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+        found = []
+        for number, table, of_table, there in zip(self.numbers, self.dynamic, ids, rows, strict=True):
+            values = table.weight.detach().index_select(0, there.clamp(min=0))
+            if (unknown := there < 0).any():
+                values[unknown] = self.spec.tables[number].initial_values(of_table[unknown])
+            found.append(values)
+        return found
+
+    @torch.no_grad()
+    def _apply(self, batches: Sequence[Batch]) -> None:
+        """One step of the optimizer on the sums of the gradients of each row, in the order of batches and trainers."""
+        if self.tables is None:
+            return
+        order = [(batch, rank) for batch in batches for rank in sorted(batch.ids) if batch.ids[rank]]
+        lr = max(batch.lr for batch in batches)
+        widest = max(table.config.embedding_dim for table in self.dynamic)
+        values, sizes, grads = [], [], []
+        for place, table in enumerate(self.dynamic):
+            ids = torch.cat([table.index.ids[:0], *(batch.ids[rank][place] for batch, rank in order)])
+            dim = table.config.embedding_dim
+            sums = torch.cat([torch.empty(0, dim), *(batch.others[rank][place] for batch, rank in order)])
+            rows = table.find(ids)
+            known = rows >= 0  # others have been refused
+            values.append(rows[known])
+            sizes.append(values[-1].numel())
+            grads.append(torch.nn.functional.pad(sums[known] * (1.0 / self.spec.trainers), (0, widest - dim)))
+        if lr != self.tables.current_learning_rate and order:
+            self.tables.set_learning_rate(lr)
+        names, offsets = list(self.tables.feature_names), segment_offsets(torch.tensor(sizes))
+        layout = self.tables.layout(names, torch.device("cpu"))
+        rows = torch.cat(values)
+        groups = ops.row_groups(rows, offsets, layout)
+        self.tables.update.step(self.tables, torch.cat(grads), Lookup(rows, offsets, None, groups, layout))
+
+
+def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:
+    """Of tensors by rank and table: those of each table, in the order of ranks, and their sizes."""
+    tables = list(zip(*ranks, strict=True))
+    return [torch.cat(of_table) for of_table in tables], [[each.shape[0] for each in of_table] for of_table in tables]

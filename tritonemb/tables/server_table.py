@@ -1,0 +1,229 @@
+"""Tables whose rows are on embedding servers: a batch pulls the rows that it needs, and pushes their gradients.
+
+`RowService` is what a collection asks of its servers; `tritonemb.server` has it. A batch is deduplicated first: each
+distinct id of a table crosses the network once, and so does the sum of its gradients.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from tritonemb import ops
+from tritonemb.errors import first_bad_id, gradient_not_finite
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
+from tritonemb.layout import FIRST_ROW, NUM_ROWS
+from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
+from tritonemb.optimizers import StateSpec
+from tritonemb.tables.lookup import Lookup, check_gradients, one_key_a_lookup, positions_of, row_sums, trains, uses
+from tritonemb.tables.table import Table, draw_seed
+from tritonemb.types import Device, TableConfig
+
+Tables = Any  # a `TableSet`, whose module imports this one
+
+
+class Pull(Protocol):
+    """Rows that are on their way. One that is for training gets one `push`."""
+
+    def rows(self) -> list[Tensor]:
+        """For each table `[n, embedding_dim]` in its dtype, on the CPU. Waits; raises what the servers have raised."""
+
+    def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
+        """Send for each table the sums of the rows' gradients, float32 `[n, embedding_dim]`; None if there are none."""
+
+
+class RowService(Protocol):
+    """The servers of a collection's tables. Any thread may pull; pulls for training are in the order of batches."""
+
+    def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> Pull:
+        """Ask for the rows of each table's distinct ids, int64 `[n]`, each of which is so often in the batch."""
+
+    def tensors(self, table: str) -> dict[str, Tensor]:
+        """What `state_dict` has of a table, as far as pushes have been applied; copies."""
+
+    def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
+        """The reverse; ValueError if it does not fit, and nothing has changed."""
+
+
+class ServerTable(Table):
+    """A table without rows here: `weight` is `[0, embedding_dim]`, and no parameter.
+
+    `state_dict` has what it would have with rows on the device; embedding servers send it.
+    """
+
+    service: RowService | None = None
+
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
+        config = self.config
+        if config.init is not None:
+            raise ValueError(
+                f"table {config.name!r}: an init fills a whole table in memory, and this table is on embedding "
+                "servers; leave init out, or load values with load_state_dict"
+            )
+        self.weight = torch.empty(0, config.embedding_dim, dtype=config.dtype, device=device, requires_grad=True)
+        self.state_specs = states
+        self.seed = 0
+
+    @property
+    def row_config(self) -> TableConfig:
+        return self.config.memory(1) if self.config.is_dynamic else self.config
+
+    def _attached(self) -> RowService:
+        if self.service is None:
+            raise ValueError(not_attached(self.config))
+        return self.service
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weight and states, of a dynamic table sorted by id; copies. ValueError if no servers are attached."""
+        found = self._attached().tensors(self.config.name)
+        return {name: found[name] for name in ("weight", *(spec.name for spec in self.state_specs))}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the seed of the initial values, from torch's generator; servers are told it when they are attached."""
+        if self.service is not None:
+            raise RuntimeError(
+                f"table {self.config.name!r} is on embedding servers; begin anew with a new module, attached to them"
+            )
+        if not self.weight.is_meta:
+            self.seed = draw_seed()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._attached().tensors(self.config.name).items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        known = {prefix + name for name in self._attached().tensors(self.config.name)}
+        missing_keys += [key for key in known if key not in state_dict]
+        if strict:
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        if known <= state_dict.keys():
+            try:
+                self._attached().load(self.config.name, {key.removeprefix(prefix): state_dict[key] for key in known})
+            except ValueError as error:
+                error_msgs.append(str(error))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.weight = fn(self.weight.detach()).requires_grad_(self.weight.requires_grad)
+        return self
+
+
+def not_attached(config: TableConfig) -> str:
+    """The message for a table whose servers are not known."""
+    return (
+        f"table {config.name!r} is on embedding servers, and none are attached: call te.server.attach(model, "
+        "te.server.start(2)), or give Trainer(servers=...)"
+    )
+
+
+@dataclass(eq=False)
+class PulledBatch(Lookup):
+    """A batch whose `values` are numbers of the rows that it has pulled, of each table by itself.
+
+    Attributes:
+        ids: of each table, int64 `[n]`, distinct and ascending.
+        pull: where the rows come from.
+    """
+
+    ids: list[Tensor] = field(default_factory=list)
+    pull: Any = None
+
+
+@_disable_dynamo
+def pull_batch(tables: Tables, features: Features) -> PulledBatch:
+    """Ask the servers for the rows of a batch. ValueError for ids out of range, before anything has been sent."""
+    keys, values, offsets, weights = parts_of(features)
+    batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    if tables.service is None:
+        raise ValueError(not_attached(tables.configs[0]))
+    if tables.bounds_check == "raise" and (problem := first_bad_id(batch, uses(tables, keys))):
+        raise problem
+    batch = one_key_a_lookup(tables, batch, tables.layout(keys, values.device))
+    layout = tables.layout(batch.keys(), values.device)
+    training = torch.is_grad_enabled() and trains(tables)
+    positions = positions_of(batch, tables.table_keys[tuple(batch.keys())])
+    with torch.no_grad(), torch.inference_mode(False):
+        numbers, own = torch.full_like(batch.values(), -1, dtype=torch.int64), layout.tables.clone()
+        all_ids, occurrences = list[Tensor](), list[Tensor]()
+        for number, config in enumerate(tables.configs):
+            ids = batch.values()[positions[number]].long()
+            of_table = torch.full_like(ids, -1)
+            valid: Any = slice(None) if config.is_dynamic else (ids >= 0) & (ids < config.num_embeddings)
+            distinct, of_table[valid], counts = ids[valid].unique(return_inverse=True, return_counts=True)
+            numbers[positions[number]] = of_table
+            all_ids.append(distinct.cpu())
+            occurrences.append(counts.cpu())
+        sizes = own.new_tensor([ids.numel() for ids in all_ids])
+        own[:, NUM_ROWS], own[:, FIRST_ROW] = sizes, sizes.cumsum(0) - sizes
+        layout = layout._replace(tables=own, num_rows=int(sizes.sum()))
+        groups = ops.row_groups(numbers, batch.offsets(), layout)
+        lookup = PulledBatch(numbers, batch.offsets(), batch.weights_or_none(), groups, layout, training=training)
+        lookup.ids, lookup.pull = all_ids, tables.service.pull(all_ids, occurrences, training)
+        lookup.on_release = _push_nothing if training else None
+        return lookup
+
+
+def _push_nothing(lookup: Lookup) -> None:
+    """Of a batch that has been pulled to be trained, and was not: the servers wait for what it pushes."""
+    assert isinstance(lookup, PulledBatch)
+    lookup.pull.push(None, 0.0)
+
+
+@_disable_dynamo
+def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | None) -> Tensor:
+    """As `TableSet.look_up`: by rows that servers send; the backward pushes the sums of their gradients."""
+    if lookup is None or lookup.acquired:
+        lookup = pull_batch(tables, features)
+    lookup.acquired = True
+    read = partial(_read, tables, lookup)
+    if not torch.is_grad_enabled() or not trains(tables):
+        found: Tensor = read()
+        lookup.release()
+        return found
+    check_gradients(tables, lookup)
+    if tables.accumulator.is_open:
+        tables.remember_keys(parts_of(features)[0])
+    handle, pulled = tables.accumulator.current_handle, lookup
+
+    def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
+        if pulled.on_release is None:
+            raise RuntimeError("these rows have been updated by a backward pass already; look the batch up again")
+        if handle == NOT_ACCUMULATING:
+            push_gradients(tables, grad, pulled)
+        else:
+            batch = pulled.values, pulled.offsets, pulled.sample_weights
+            accumulate_(tables.counters["pending"], handle, grad, *batch)
+            tables.pins.append(pulled)
+
+    return ops.fused_lookup(tables.tables[0].weight, None, read, take_gradient)
+
+
+def _read(tables: Tables, lookup: PulledBatch) -> Tensor:
+    device = lookup.values.device
+    with torch.no_grad():
+        weights = [rows.to(device, non_blocking=True) for rows in lookup.pull.rows()]
+        return ops.embedding_bag(
+            weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, False,
+            tables.dtype_of(weights),
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def push_gradients(tables: Tables, grad: Tensor, lookup: PulledBatch) -> None:
+    """Send the sums of a batch's gradients; for `nonfinite="raise"`, ValueError if one is not finite, and none is."""
+    optimizer = tables.optimizer
+    _, sums = row_sums(grad, lookup, optimizer.max_gradient)
+    if optimizer.nonfinite == "raise":
+        for config, ids, of_table in zip(tables.configs, lookup.ids, sums, strict=True):
+            if (bad := ~of_table.isfinite().all(1)).any():
+                raise gradient_not_finite(config.name, int(ids[bad.cpu()][0]))
+    lookup.on_release = None
+    lookup.pull.push([of_table.cpu() for of_table in sums], tables.current_learning_rate)
+    tables.counters["step"] += 1
