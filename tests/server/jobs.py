@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from tritonemb.server import Servers, attach, flush
+from tritonemb.server import Servers, attach, client, flush
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport, Message
 
@@ -27,8 +27,11 @@ class Trainers(NamedTuple):
     size: int = 1
 
 
+ALONE = Trainers()
+
+
 def make(
-    servers: Servers | None, staleness=0, optimizer=None, dynamic: dict | None = None, group=Trainers(), accumulate=1
+    servers: Servers | None, staleness=0, optimizer=None, dynamic: dict | None = None, group=ALONE, accumulate=1
 ) -> te.nn.EmbeddingBagCollection:
     """Two static tables and perhaps a dynamic one, with initial values of a fixed seed."""
     place = {} if servers is None else {"placement": "server"}
@@ -54,7 +57,9 @@ def batches(number: int, trainer: int = 0, size: int = 6, most: int = 300) -> It
         yield te.KeyedJaggedTensor(KEYS, (ids * 17 + step * 3) % most, lengths=lengths)
 
 
-def train(collection: te.nn.EmbeddingBagCollection, steps: int, ahead: int = 0, trainer: int = 0, most: int = 300) -> Outputs:
+def train(
+    collection: te.nn.EmbeddingBagCollection, steps: int, ahead: int = 0, trainer: int = 0, most: int = 300
+) -> Outputs:
     """What each step has read; batches are pulled so many steps ahead."""
     outputs, waiting, coming = [], [], batches(steps, trainer, most=most)
     for batch in coming:
@@ -97,7 +102,7 @@ def train_all(
 
 
 class Faults(NamedTuple):
-    """Probabilities: of a message each way to be lost, to come twice, and to come late; and of the channel to be cut."""
+    """Probabilities: of a message to be lost, to come twice, and to come late; and of the channel to be cut."""
 
     lost: float = 0.0
     twice: float = 0.0
@@ -160,7 +165,19 @@ class _FaultyChannel:
 
 
 @contextmanager
-def local_servers(number: int, faults: Faults | None = None, seed: int = 0, patience: float = 30.0) -> Iterator[Servers]:
+def local_servers(
+    number: int, faults: Faults | None = None, seed: int = 0, patience: float = 30.0
+) -> Iterator[Servers]:
+    """Servers in this process; over a bad network what is lost is soon sent again."""
+    before = client.TICK, client.RESEND_AFTER
+    client.TICK, client.RESEND_AFTER = before if faults is None else (0.02, 0.1)
+    try:
+        yield from _local_servers(number, faults, seed, patience)
+    finally:
+        client.TICK, client.RESEND_AFTER = before
+
+
+def _local_servers(number: int, faults: Faults | None, seed: int, patience: float) -> Iterator[Servers]:
     own = [EmbeddingServer(f"server-{index}") for index in range(number)]
     transports = [
         LocalTransport(server, server.name) if faults is None else FaultyTransport(server, faults, seed + index)

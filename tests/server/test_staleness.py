@@ -1,4 +1,4 @@
-"""Which updates a batch sees: exactly those that its staleness says, whatever the servers, the trainers and the time."""
+"""Which updates a batch sees: exactly those that its staleness says, whatever the servers, trainers and time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ DYNAMIC = {"capacity": 50, "eviction": te.EvictionConfig(protect=2)}
 
 def same(found, expected) -> None:
     outputs, state = found
-    assert all(torch.equal(*pair) for each in zip(outputs, expected[0], strict=True) for pair in zip(*each, strict=True))
+    assert all(
+        torch.equal(*pair) for each in zip(outputs, expected[0], strict=True) for pair in zip(*each, strict=True)
+    )
     assert_same_bits(state, expected[1])
 
 

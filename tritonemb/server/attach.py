@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import LocalTransport, Transport
 from tritonemb.tables.lookup import table_sets
+from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import Closing
 
@@ -83,14 +84,24 @@ def attach(
 def _client(
     tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str
 ) -> CollectionClient:
+    steps = staleness.steps if isinstance(staleness, AtMost) else staleness
+    if steps is not None and steps < 0:
+        raise ValueError(f"staleness must be at least 0, got {steps}")
     if tables.optimizer is None:
         raise ValueError("embedding servers apply a fused optimizer; give the collection one")
     specs = tuple(
-        TableSpec.of(config, table.seed, tables.optimizer)
+        TableSpec.of(config, cast(ServerTable, table).seed, tables.optimizer)
         for config, table in zip(tables.configs, tables.tables, strict=True)
     )
+    if steps is not None:
+        for config in tables.configs:
+            if config.is_dynamic and config.eviction.protect <= steps * accumulate:
+                raise ValueError(
+                    f"table {config.name!r}: gradients come up to {steps * accumulate} batches after rows were read, and "
+                    f"only rows of the last {config.eviction.protect} stay; use "
+                    f"EvictionConfig(protect={(steps + 1) * accumulate})"
+                )
     owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
-    steps = staleness.steps if isinstance(staleness, AtMost) else staleness
     spec = CollectionSpec(
         specs, describe_optimizer(tables.optimizer), group.size, steps, isinstance(staleness, int), accumulate, owners
     )

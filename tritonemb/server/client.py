@@ -5,9 +5,11 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,55 +29,72 @@ class Connection(Closing):
     """A client of one server, over channels that may be lost, and may lose, repeat and reorder messages.
 
     Each message has a number. What has not been answered after a while is sent again, over a new channel if the one
-    before is lost; the server does it once, in the order of numbers. After `patience` seconds without an answer to
-    anything every message fails: ConnectionError.
+    before is lost; the server does it once, in the order of numbers. A message is kept until the server has it in its
+    state or its log, so that a server that is started again can be told it again.
+
+    Args:
+        patience: after so many seconds without an answer to anything every message fails: ConnectionError.
+        keep_bytes: of messages; when there are more, the server is asked to save its state, which is waited for.
     """
 
-    def __init__(self, transport: Transport, patience: float = 30.0) -> None:
+    def __init__(self, transport: Transport, patience: float = 30.0, keep_bytes: int = 1 << 28) -> None:
         self._transport, self._patience, self.address = transport, patience, transport.address
         self._client, self._lock = uuid.uuid4().hex, threading.RLock()
-        self._numbers, self._asked = itertools.count(), itertools.count()
-        self._unanswered: dict[int, tuple[Message, Future[Message]]] = {}  # ascending
+        self._next, self._asked = 0, itertools.count()
+        self._unanswered: dict[int, Future[Message]] = {}  # ascending
+        self._kept: dict[int, Message] = {}  # ascending, and these among them
+        self._bytes, self._keep_bytes = 0, keep_bytes
         self._questions: dict[int, Future[Message]] = {}
-        self._channel: Channel | None = None
         self._heard = self._sent = time.monotonic()
-        self._identity: str | None = None
         self._failure: Exception | None = None
         self._closed = threading.Event()
-        self._open()
-        watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
-        watch.name = "tritonemb-connection"
-        watch.start()
+        self._channel: Channel | None = transport.open(self._receive, self._channel_lost)
+        threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._closed), daemon=True, name="tritonemb-connection"
+        ).start()
 
     def submit(self, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         """Send what is to be done; messages are done in the order of these calls."""
+        if self._bytes > self._keep_bytes:
+            self._forget(self.ask("save", self._patience)["saved"])
         future: Future[Message] = Future()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            number = next(self._numbers)
-            received = next(iter(self._unanswered), number)
-            message = (
-                {**values, "op": op, "client": self._client, "number": number, "received": received}, list(tensors),
-            )  # fmt: skip
+            number, self._next = self._next, self._next + 1
             if not self._unanswered:
                 self._heard = self._sent = time.monotonic()
-            self._unanswered[number] = message, future
-            self._send(message)
+            received = next(iter(self._unanswered), number)
+            values = {**values, "op": op, "client": self._client, "number": number, "received": received}
+            self._kept[number], self._unanswered[number] = (values, list(tensors)), future
+            self._bytes += _size(self._kept[number])
+            self._send(self._kept[number])
         return future
 
     def ask(self, op: str, timeout: float = 10.0) -> Values:
-        """Ask for what changes nothing; ConnectionError if there is no answer in so many seconds."""
-        number, future = next(self._asked), Future[Message]()
+        """Ask for what changes no row; ConnectionError if there is no answer in so many seconds."""
+        number, future, end = next(self._asked), Future[Message](), time.monotonic() + timeout
         self._questions[number] = future
         try:
-            with self._lock:
-                self._send(({"op": op, "ask": number, "client": self._client}, []))
-            return future.result(timeout)[0]
-        except TimeoutError:
-            raise self._lost() from None
+            while (left := end - time.monotonic()) > 0:
+                self._reopen()
+                with self._lock:
+                    if self._failure is not None:
+                        raise self._failure
+                    self._send(({"op": op, "ask": number, "client": self._client}, []))
+                with suppress(TimeoutError):
+                    return future.result(min(left, RESEND_AFTER))[0]
+            raise self._silent()
         finally:
             self._questions.pop(number, None)
+
+    def _reopen(self) -> None:
+        """Open a channel if there is none, and the server answers."""
+        if self._channel is None:
+            with suppress(ConnectionError):
+                opened = self._transport.open(self._receive, self._channel_lost)
+                with self._lock:
+                    self._channel = opened
 
     def close(self) -> None:
         self._closed.set()
@@ -85,14 +104,11 @@ class Connection(Closing):
         if channel is not None:
             channel.close()
 
-    def _lost(self) -> ConnectionError:
+    def _silent(self) -> ConnectionError:
         return ConnectionError(
             f"embedding server {self.address} has not answered for {self._patience:.0f} seconds; start it again, and "
             "resume from a checkpoint"
         )
-
-    def _open(self) -> None:
-        self._channel = self._transport.open(self._receive, self._channel_lost)
 
     def _send(self, message: Message) -> None:
         if self._channel is not None:
@@ -111,11 +127,11 @@ class Connection(Closing):
         values = message[0]
         with self._lock:
             self._heard = time.monotonic()
-            found: Any = None
             if "ask" in values:
                 found = self._questions.get(values["ask"])
-            elif values["number"] in self._unanswered:
-                found = self._unanswered.pop(values["number"])[1]
+            else:
+                found = self._unanswered.pop(values["number"], None)
+                self._forget(values.get("saved", 0))
         if found is None or found.done():
             return
         if "error" in values:
@@ -123,9 +139,16 @@ class Connection(Closing):
         else:
             found.set_result(message)
 
+    def _forget(self, saved: int) -> None:
+        """Keep no messages with smaller numbers, as far as they have been answered."""
+        with self._lock:
+            for number in list(itertools.takewhile(lambda number: number < saved, self._kept)):
+                if number not in self._unanswered:
+                    self._bytes -= _size(self._kept.pop(number))
+
     def _fail(self, error: Exception) -> None:
-        self._failure = error
-        waiting = [future for _, future in self._unanswered.values()] + list(self._questions.values())
+        self._failure = self._failure or error
+        waiting = [*self._unanswered.values(), *self._questions.values()]
         self._unanswered.clear()
         for future in waiting:
             if not future.done():
@@ -135,32 +158,33 @@ class Connection(Closing):
         """Send again what may have been lost."""
         now = time.monotonic()
         with self._lock:
-            if self._failure is not None or not self._unanswered or now - max(self._sent, self._heard) < RESEND_AFTER:
+            if self._failure is not None or not self._unanswered:
                 return
             if now - self._heard > self._patience:
-                self._fail(self._lost())
+                self._fail(self._silent())
                 return
-            opened = self._channel is not None
-            if not opened:
-                with suppress(ConnectionError):
-                    self._open()
+            if now - max(self._sent, self._heard) < RESEND_AFTER and self._channel is not None:
+                return
             self._sent = now
-        if self._channel is None:
-            return
         try:
-            hello = self.ask("hello", timeout=min(2.0, self._patience))
+            expected = self.ask("hello", RESEND_AFTER)["expected"]
         except ConnectionError:
             return
         with self._lock:
-            if self._identity not in (None, hello["server"]):
+            if expected < next(iter(self._kept), expected):
                 self._fail(ConnectionError(
-                    f"embedding server {self.address} was started anew, and its tables are gone; resume from a checkpoint"
-                ))
-                return
-            self._identity = hello["server"]
-            for number, (message, _) in list(self._unanswered.items()):
-                done = number < hello["expected"]  # the answer has been lost, or is still to come
-                self._send(({**message[0], "op": "again"}, []) if done else message)
+                    f"embedding server {self.address} was started anew, without what it had been told; resume from a "
+                    "checkpoint"
+                ))  # fmt: skip
+            for number, message in list(self._kept.items()):
+                if number >= expected:
+                    self._send(message)
+                elif number in self._unanswered:  # the answer was lost, or is still to come
+                    self._send(({**message[0], "op": "again"}, []))
+
+
+def _size(message: Message) -> int:
+    return sum(tensor.nbytes for tensor in message[1])
 
 
 def _watch(connection: "weakref.ref[Connection]", closed: threading.Event) -> None:
@@ -185,7 +209,7 @@ class CollectionClient:
             [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
             for server in range(len(connections))
         ]  # fmt: skip
-        values = {"spec": _as_json(spec)}
+        values = {"spec": asdict(spec)}
         wait([self._submit(server, "create", {**values, "server": server}) for server in range(len(connections))])
 
     def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
@@ -247,6 +271,28 @@ class CollectionClient:
         """Of each server, what it has of each table's sums."""
         return [[sums[n][routes[n][server]] for n in has] for server, has in enumerate(self._has)]
 
+    def snapshot(self, path: Path, changes_only: bool = False) -> list[Values]:
+        """Let every server write its tables, when all trainers have pushed so many steps: one of them calls this.
+
+        Server `n` writes `path` with its number behind it. What each has written: the snapshot's name, and which one it
+        follows. StorageError if one could not be written.
+        """
+        values = {"steps": self.steps, "changes_only": changes_only}
+        servers = range(len(self._connections))
+        return [
+            a for a, _ in wait([self._submit(n, "snapshot", {**values, "path": f"{path}{n}.rows"}) for n in servers])
+        ]
+
+    def restore(self, chains: Sequence[Sequence[Path]], steps: int, alone: bool = True) -> None:
+        """Let the servers become what the snapshots of any servers say, a chain of files each: one trainer calls this.
+
+        The others say that they are not `alone`, and wait for it.
+        """
+        values = {"chains": [[str(path) for path in chain] for chain in chains]}
+        if alone:
+            wait([self._submit(server, "restore", values) for server in range(len(self._connections))])
+        self._batch = self._pushed = steps * self.spec.batches
+
     def flush(self) -> None:
         """Wait until all that has been pushed is applied, on all trainers. They all call this, after the same step."""
         wait([self._submit(server, "flush", {"steps": self.steps}) for server in range(len(self._connections))])
@@ -261,7 +307,7 @@ class CollectionClient:
         ids = torch.cat([part["ids"] for part in parts])
         ids, order = ids.sort()
         found = {
-            name: value if name in ("clock", "seed") else torch.cat([part[name] for part in parts])
+            name: value if value.dim() == 0 else torch.cat([part[name] for part in parts], dim=int(name == "sketch"))
             for name, value in first.items()
         }
         of_rows = {name: value[order] for name, value in found.items() if value.shape[:1] == ids.shape}
@@ -319,9 +365,3 @@ def wait(futures: Sequence[Future[Message]]) -> list[Message]:
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=torch.int64)
-
-
-def _as_json(spec: CollectionSpec) -> Callable[..., Any] | Any:
-    from dataclasses import asdict
-
-    return asdict(spec)

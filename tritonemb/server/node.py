@@ -1,35 +1,53 @@
-"""An embedding server: takes the messages of its clients, each once and in the order in which it was sent."""
+"""An embedding server: takes the messages of its clients, each once and in the order in which it was sent.
 
+With a folder it can be started again. There it has its *state*, a chain of snapshots of its tables and what it knows of
+its clients, and with `log="disk"` a log of what it was told since. What it was told it answers when that can no longer
+be lost, and no sooner: it is in the log, or the client keeps it until it is in the state.
+"""
+
+import json
+import os
 import queue
 import threading
-import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tritonemb.flight import encode_error
+from tritonemb.server.records import Log, read_records, write_record
+from tritonemb.server.snapshot import Restored, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables
 from tritonemb.server.transport import Message, Reply
-from tritonemb.utils import Closing
+from tritonemb.storage import StorageError
+from tritonemb.storage.io import sync
+from tritonemb.storage.store import storage_errors
+from tritonemb.utils import Closing, read_sealed, sealed, write_whole
 
 Values = dict[str, Any]
+LogMode = Literal["memory", "disk", "fsync"]
+STATE, OWN = "state.json", "state"  # the file, and the chain of snapshots
+MOST_FILES = 16  # of a chain; a whole snapshot follows
+LOG_BYTES = 1 << 28  # after which the state is saved
+MOST_TAKEN = 64  # messages that are logged at once
 
 
 class Client:
     """What a server knows of one of its clients.
 
     Attributes:
-        expected: the number of its next message.
+        expected: the number of its next message, and `saved` that of the first that is not in the state, or logged.
         early: messages that came before those that go before them.
-        waiting: where answers go that are not known yet, by number.
+        undone: messages that have no answer yet, and `waiting` where that goes, by number.
         answers: those that it may not have received.
     """
 
-    def __init__(self) -> None:
-        self.expected = 0
+    def __init__(self, expected: int = 0) -> None:
+        self.expected = self.saved = expected
         self.early: dict[int, tuple[Message, Reply]] = {}
+        self.undone: dict[int, Message] = {}
         self.waiting: dict[int, Reply] = {}
         self.answers: dict[int, Message] = {}
 
@@ -39,12 +57,34 @@ class EmbeddingServer(Closing):
 
     A message's values have `op`, what is to be done, and `number`: those of a `client` count from 0. One that comes
     again is answered again, and not done again; one that comes too early waits. Messages without a number only ask.
+
+    Args:
+        name: in messages to users.
+        folder: where the state is, which is restored if there is one; none if not given.
+        log: who has what was told since the state was saved: clients ("memory"; they send it again), a file ("disk"),
+            or a file that survives a loss of power ("fsync").
+
+    Raises:
+        StorageError: the folder cannot be read or written, or is damaged.
+        ValueError: a log without a folder.
     """
 
-    def __init__(self, name: str = "server") -> None:
-        self.name, self.identity = name, uuid.uuid4().hex
+    def __init__(self, name: str = "server", folder: str | Path | None = None, log: LogMode | None = None) -> None:
+        if log not in (None, *get_args(LogMode)):
+            raise ValueError(f"log must be one of {get_args(LogMode)}, got {log!r}")
+        if log is not None and folder is None:
+            raise ValueError(f"log={log!r} needs a folder, which the state is saved to")
+        self.name, self.log = name, log
         self.collections: dict[str, ServedTables] = {}
+        self._folder = None if folder is None else Path(folder)
         self._clients: dict[str, Client] = {}
+        self._log: Log | None = None
+        self._log_bytes = self._version = 0
+        self._files: list[str] = []
+        if self._folder is not None:
+            with torch.no_grad(), storage_errors(f"embedding server {name} cannot use {folder}", "check the disk"):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._restore()
         self._queue: queue.SimpleQueue[tuple[Message, Reply] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tritonemb-{name}", daemon=True)
         self._thread.start()
@@ -57,31 +97,54 @@ class EmbeddingServer(Closing):
         """End the thread; what has been taken is done first."""
         self._queue.put(None)
         self._thread.join()
+        if self._log is not None:
+            self._log.close()
 
     @torch.no_grad()
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            self._take(*item)
-            del item
+        items: list[tuple[Message, Reply] | None] = []
+        while not items or items[-1] is not None:
+            items = [self._queue.get()]
+            while len(items) < MOST_TAKEN and not self._queue.empty() and items[-1] is not None:
+                items.append(self._queue.get())
+            self._take([each for each in items if each is not None])
 
-    def _take(self, message: Message, reply: Reply) -> None:
-        values, tensors = message
-        if (number := values.get("number")) is None:
-            self._answer(reply, lambda: getattr(self, f"_{values['op']}")(values, tensors))
-            return
-        client = self._clients.setdefault(values["client"], Client())
-        for received in [n for n in client.answers if n < values["received"]]:
-            del client.answers[received]
-        if number in client.answers:
-            reply(client.answers[number])
-        elif number >= client.expected:
-            client.early[number] = message, reply
-        elif number in client.waiting:
-            client.waiting[number] = reply
-        while client.expected in client.early:
-            early, client.waiting[client.expected] = client.early.pop(client.expected)
-            client.expected += 1
-            self._do(client, early)
+    def _take(self, items: Iterable[tuple[Message, Reply]]) -> None:
+        accepted = []
+        for message, reply in items:
+            values = message[0]
+            if (number := values.get("number")) is None:
+                self._answer(reply, values)
+                continue
+            client = self._clients.setdefault(values["client"], Client())
+            for received in [n for n in client.answers if n < values["received"]]:
+                del client.answers[received]
+            if number in client.answers:
+                reply(client.answers[number])
+            elif number in client.undone:
+                client.waiting[number] = reply
+            elif number >= client.expected:
+                client.early[number] = message, reply
+            while client.expected in client.early:
+                number = client.expected
+                client.undone[number], client.waiting[number] = client.early.pop(number)
+                client.expected += 1
+                accepted.append((client, client.undone[number]))
+        if self._log is not None and accepted:
+            try:
+                self._log_bytes += self._log.append(message for _, message in accepted)
+            except StorageError as error:
+                for client, (values, _) in reversed(accepted):  # they have not come
+                    number = client.expected = values["number"]
+                    del client.undone[number]
+                    client.waiting.pop(number)(({"number": number, "error": encode_error(error)}, []))
+                return
+            for client, _ in accepted:
+                client.saved = client.expected
+        for client, message in accepted:
+            self._do(client, message)
+        if self._log is not None and self._log_bytes > LOG_BYTES:
+            self.save()
 
     def _do(self, client: Client, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
@@ -89,7 +152,9 @@ class EmbeddingServer(Closing):
         def answer(result: Message | Exception) -> None:
             if isinstance(result, Exception):
                 result = {"error": encode_error(result)}, []
-            found = client.answers[number] = ({**result[0], "number": number}, result[1])
+            saved = client.expected if self.log is None else client.saved
+            found = client.answers[number] = {**result[0], "number": number, "saved": saved}, result[1]
+            client.undone.pop(number)
             client.waiting.pop(number)(found)
 
         try:
@@ -97,22 +162,94 @@ class EmbeddingServer(Closing):
         except Exception as error:
             answer(error)
 
-    @staticmethod
-    def _answer(reply: Reply, work: Callable[[], Message]) -> None:
+    def _answer(self, reply: Reply, question: Values) -> None:
         try:
-            values, tensors = work()
+            answer = getattr(self, f"_{question['op']}")(question)
         except Exception as error:
-            values, tensors = {"error": encode_error(error)}, []
-        reply((values, tensors))
+            answer = {"error": encode_error(error)}
+        reply(({**answer, "ask": question["ask"]}, []))
+
+    # The state.
+
+    def save(self) -> None:
+        """Save the state; the log begins anew. StorageError if it cannot be written, and nothing has changed."""
+        folder, version = self._folder, self._version + 1
+        assert folder is not None
+        changes_only = 0 < len(self._files) < MOST_FILES * len(self.collections)
+        files = self._files if changes_only else []
+        whole = not changes_only
+        with storage_errors(f"embedding server {self.name} could not save its state in {folder}", "check the disk"):
+            clients, written = f"clients-{version}", [*files]
+            with (folder / clients).open("wb") as file:
+                for name, client in self._clients.items():
+                    write_record(file, ({"client": name, "expected": client.expected}, []))
+                    for number, (values, tensors) in client.answers.items():
+                        write_record(file, ({"client": name, "answered": number, "values": values}, tensors))
+                    for number, (values, tensors) in client.undone.items():
+                        write_record(file, ({"client": name, "undone": number, "values": values}, tensors))
+            sync(folder / clients)
+            for name, served in self.collections.items():
+                written.append(f"{name}-{version}.rows")
+                write_snapshot(folder / written[-1], take_snapshot(served, OWN, not whole))
+            log = Log(folder / f"log-{version}", self.log == "fsync") if self.log in ("disk", "fsync") else None
+            state = {"version": version, "clients": clients, "files": written}
+            write_whole(folder / STATE, sealed(json.dumps(state)))
+            sync(folder)
+        if self._log is not None:
+            self._log.close()
+        self._log, self._log_bytes, self._version, self._files = log, 0, version, written
+        for client in self._clients.values():
+            client.saved = client.expected
+        for path in folder.iterdir():
+            if path.name not in (STATE, clients, f"log-{version}", *written):
+                path.unlink()
+
+    def _restore(self) -> None:
+        assert self._folder is not None
+        if (self._folder / STATE).exists():
+            state = json.loads(read_sealed(self._folder / STATE))
+            self._version, self._files = state["version"], state["files"]
+            found: dict[str, Restored] = {}
+            for file in self._files:
+                found.setdefault(file.rpartition("-")[0], Restored()).read(self._folder / file)
+            for name, part in found.items():
+                served = self.collections[name] = ServedTables(part.spec, part.header["server"])
+                restore(served, [part])
+            for values, tensors in read_records(self._folder / state["clients"]):
+                client = self._clients.setdefault(values["client"], Client())
+                if "expected" in values:
+                    client.expected = client.saved = values["expected"]
+                elif "answered" in values:
+                    client.answers[values["answered"]] = values["values"], tensors
+                else:
+                    client.undone[values["undone"]] = values["values"], tensors
+            for client in self._clients.values():
+                client.waiting = dict.fromkeys(client.undone, _nobody)
+                for message in list(client.undone.values()):
+                    self._do(client, message)
+        if self.log in ("disk", "fsync"):
+            path = self._folder / f"log-{self._version}"
+            if path.exists():
+                told = [(message, _nobody) for message in read_records(path, torn=True)]
+                self._take(told)
+                for client in self._clients.values():
+                    client.saved = client.expected
+            self._log = Log(path, self.log == "fsync")
+            if path.stat().st_size:
+                self.save()  # or what follows would stand behind a torn record
 
     # Questions.
 
-    def _hello(self, values: Values, tensors: Sequence[Tensor]) -> Message:
-        client = self._clients.get(values["client"])
-        return {"server": self.identity, "expected": client.expected if client else 0, "ask": values["ask"]}, []
+    def _hello(self, question: Values) -> Values:
+        client = self._clients.get(question["client"])
+        return {"expected": client.expected if client else 0}
 
-    def _stats(self, values: Values, tensors: Sequence[Tensor]) -> Message:
-        return {"ask": values["ask"], "stats": self.statistics()}, []
+    def _stats(self, question: Values) -> Values:
+        return {"stats": self.statistics()}
+
+    def _save(self, question: Values) -> Values:
+        self.save()
+        return {"saved": self._clients[question["client"]].saved}
 
     def statistics(self) -> Values:
         """By collection and table: rows, bytes, evictions; staleness; the length of the queue."""
@@ -131,6 +268,8 @@ class EmbeddingServer(Closing):
         spec, name = CollectionSpec.from_json(values["spec"]), values["collection"]
         if (there := self.collections.get(name)) is None:
             self.collections[name] = ServedTables(spec, values["server"])
+            if self._folder is not None:
+                self.save()
         elif there.spec != spec:
             raise ValueError(
                 f"embedding server {self.name} has a collection {name!r} with other tables, trainers or staleness; "
@@ -151,8 +290,8 @@ class EmbeddingServer(Closing):
         served, ids = self.collections[values["collection"]], list[Tensor]()
         if values["sizes"] is not None:
             ids = list(tensors[0].split(values["sizes"]))
+        answer(({}, []))  # it has been logged, and is among the pushes of the state from here on
         served.push(values["rank"], values["batch"], ids, list(tensors[1:]), values["lr"])
-        answer(({}, []))
 
     def _do_flush(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
@@ -166,9 +305,55 @@ class EmbeddingServer(Closing):
         self._table(values).adopt(dict(zip(values["names"], tensors, strict=True)))
         answer(({}, []))
 
+    def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
+        """Write a file of these tables when all trainers have come to a step, for a checkpoint."""
+        served = self.collections[values["collection"]]
+
+        def write() -> None:
+            try:
+                records = take_snapshot(served, "checkpoints", values["changes_only"])
+                answer((write_snapshot(Path(values["path"]), records), []))
+            except Exception as error:
+                answer(error)
+
+        served.when_trained(values["steps"], write)
+
+    def _do_restore(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
+        """Become what the files of all servers at a step say: of each server, a chain."""
+        parts = []
+        for chain in values["chains"]:
+            part = Restored()
+            for path in chain:
+                part.read(Path(path))
+            parts.append(part)
+        restore(self.collections[values["collection"]], parts)
+        if self._folder is not None:
+            self.save()
+        answer(({}, []))
+
     def _table(self, values: Values) -> Any:
         served = self.collections[values["collection"]]
         return served.dynamic[[table.config.name for table in served.dynamic].index(values["table"])]
+
+
+def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
+    """Write a file of records, which is on the disk then; its snapshot's name, and which one it follows.
+
+    StorageError if it cannot be written; nothing is left of it.
+    """
+    header: Values = {}
+    with storage_errors(f"snapshot {path} could not be written", "check the disk"):
+        try:
+            with path.open("wb") as file:
+                for message in records:
+                    header = header or message[0]
+                    write_record(file, message)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    return {"snapshot": header["snapshot"], "after": header["after"]}
 
 
 def _rows(answer: Any) -> Any:
@@ -176,3 +361,7 @@ def _rows(answer: Any) -> Any:
         answer(rows if isinstance(rows, Exception) else ({}, [of_table.contiguous() for of_table in rows]))
 
     return send
+
+
+def _nobody(message: Message) -> None:
+    """Of a server that was started again: the client asks again."""

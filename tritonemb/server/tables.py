@@ -15,8 +15,8 @@ the order of trainers, and the optimizer is applied to it once a step.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ class TableSpec:
         """Of a server's partitions."""
         whole = TableConfig(
             self.name, None, self.embedding_dim, dtype=getattr(torch, self.dtype), capacity=self.capacity,
-            init_bound=self.bound, eviction=EvictionConfig(**self.eviction), admission=AdmissionConfig(**self.admission),
+            init_bound=self.bound, eviction=EvictionConfig(**self.eviction),
+            admission=AdmissionConfig(**self.admission),
         )  # fmt: skip
         return whole.part(self.name, (first, count), (0, self.embedding_dim), [self.name])
 
@@ -144,11 +145,21 @@ class Batch:
     answers: dict[int, Answer] = field(default_factory=dict)
 
 
+@dataclass
+class Chain:
+    """What has changed since a snapshot: of each table bool, by row, and the ids that have lost their rows."""
+
+    snapshot: str
+    changed: list[Tensor]
+    removed: list[list[Tensor]]
+
+
 class ServedTables:
     """Some partitions of a collection's tables; one thread calls it. See the module's docstring.
 
     Attributes:
         next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
+        chains: of snapshots, by name: what has changed since the last one of each.
         staleness: how many pulls have missed so many steps' updates.
     """
 
@@ -164,9 +175,10 @@ class ServedTables:
         self.next_pull = self.next_push = 0
         self.pulls: dict[int, Batch] = {}
         self.pushes: dict[int, Batch] = {}  # by batch
-        self.lookups: list[tuple[int, Callable[[], None]]] = []
+        self.waiting: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self.flushes: dict[int, int] = {}
         self.staleness: Counter[int] = Counter()
+        self.chains: dict[str, Chain] = {}
 
     @property
     def dynamic(self) -> list[DynamicTable]:
@@ -193,13 +205,23 @@ class ServedTables:
             rows = [table.find(of_table) for table, of_table in zip(self.dynamic, ids, strict=True)]
             answer(self._read(ids, rows))
 
-        self.lookups.append((due, read))
-        self.advance()
+        self.when(lambda: self.next_push >= due, read)
 
     def flush(self, rank: int, steps: int, answer: Callable[[], None]) -> None:
         """A trainer wants the pushes of so many steps to be applied before it pulls again; so must the others."""
         self.flushes[rank] = steps
-        self.lookups.append((steps, answer))
+        self.when(lambda: self.next_push >= steps, answer)
+
+    def when_trained(self, steps: int, action: Callable[[], None]) -> None:
+        """Act when so many steps have been pulled and pushed by all trainers, and applied as far as they can be."""
+        size = self.spec.batches
+        self.when(
+            lambda: self.next_pull >= steps * size and all(map(self._pushed, range(self.next_push, steps))), action
+        )
+
+    def when(self, condition: Callable[[], bool], action: Callable[[], None]) -> None:
+        """Act when this holds, and nothing else can be done."""
+        self.waiting.append((condition, action))
         self.advance()
 
     def advance(self) -> None:
@@ -207,22 +229,31 @@ class ServedTables:
         spec = self.spec
         while self._advance_push() or (self._pull_exactly() if spec.exact else self._pull_singly()):
             pass
-        due = [answer for steps, answer in self.lookups if steps <= self.next_push]
-        self.lookups = [each for each in self.lookups if each[0] > self.next_push]
-        for answer in due:
-            answer()
+        waiting, self.waiting = self.waiting, []
+        for condition, action in waiting:
+            if condition():
+                action()
+            else:
+                self.waiting.append((condition, action))
+
+    def _batches(self, step: int) -> range:
+        return range(step * self.spec.batches, (step + 1) * self.spec.batches)
+
+    def _pushed(self, step: int) -> bool:
+        """Whether all pushes of a step have come."""
+        return all(
+            len(self.pushes[b].ids) == self.spec.trainers if b in self.pushes else False for b in self._batches(step)
+        )
 
     def _advance_push(self) -> bool:
         spec, step = self.spec, self.next_push
-        batches = range(step * spec.batches, (step + 1) * spec.batches)
-        there = [self.pushes.get(batch) for batch in batches]
-        if any(each is None or len(each.ids) < spec.trainers for each in there):
+        if not self._pushed(step):
             return False
         read = self.next_pull if spec.exact else math.inf
         flushed = len(self.flushes) == spec.trainers and step < min(self.flushes.values())
         if not flushed and spec.staleness is not None and read < (step + spec.staleness + 1) * spec.batches:
             return False
-        self._apply([self.pushes.pop(batch) for batch in batches])
+        self._apply([self.pushes.pop(batch) for batch in self._batches(step)])
         self.next_push += 1
         return True
 
@@ -243,15 +274,10 @@ class ServedTables:
 
     def _pull_singly(self) -> bool:
         for batch in sorted(self.pulls):
-            there = self.pulls[batch]
-            if there.answers and self._ready(batch):
-                ranks = sorted(there.answers)
-                self._pull(batch, there, ranks)
-                for rank in ranks:
-                    del there.answers[rank]
-                if len(there.ids) == self.spec.trainers:
-                    del self.pulls[batch]
-                    self.next_pull = max(self.next_pull, batch + 1)
+            if self._ready(batch):
+                there = self.pulls.pop(batch)
+                self.next_pull = max(self.next_pull, batch + 1)
+                self._pull(batch, there, sorted(there.ids))
                 return True
         return False
 
@@ -277,7 +303,14 @@ class ServedTables:
         batch = KeyedJaggedTensor.unchecked(names, torch.cat(ids), None, offsets)
         with torch.enable_grad():  # it is for training
             assigned = assign_rows(self.tables, batch, occurrences=torch.cat(occurrences))
-        return list(assigned.features.values().split([of_table.numel() for of_table in ids]))
+        rows = list(assigned.features.values().split([of_table.numel() for of_table in ids]))
+        for place, of_table in enumerate(rows):
+            self._mark(place, of_table[of_table >= 0])
+        return rows
+
+    def _mark(self, place: int, rows: Tensor) -> None:
+        for chain in self.chains.values():
+            chain.changed[place][rows] = True
 
     def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
         found = []
@@ -302,8 +335,9 @@ class ServedTables:
             dim = table.config.embedding_dim
             sums = torch.cat([torch.empty(0, dim), *(batch.others[rank][place] for batch, rank in order)])
             rows = table.find(ids)
-            known = rows >= 0  # others have been refused
+            known = rows >= 0  # others have been refused, or evicted since
             values.append(rows[known])
+            self._mark(place, values[-1])
             sizes.append(values[-1].numel())
             grads.append(torch.nn.functional.pad(sums[known] * (1.0 / self.spec.trainers), (0, widest - dim)))
         if lr != self.tables.current_learning_rate and order:

@@ -23,7 +23,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.errors import gradient_not_finite
 from tritonemb.kernels.optimizers import step_by_torch
 from tritonemb.kernels.triton_utils import row_sum_by_torch
-from tritonemb.layout import COLUMN_ORIGIN, FIRST_ROW, ROW_DIM, ROW_IDS, ROW_ORIGIN, SEED, Layout, lines_of, make_layout
+from tritonemb.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, Layout, lines_of, make_layout
 from tritonemb.ops.row_update import count_pass
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.tables.lookup import FindReplicaRows, Lookup, row_sums

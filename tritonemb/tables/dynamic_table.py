@@ -144,6 +144,7 @@ class DynamicTable(Table):
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self._state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
+        self.removed: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
         self.lock: AbstractContextManager[Any] = Lock()
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
@@ -234,6 +235,7 @@ class DynamicTable(Table):
             old = self._call("dynamic_expired", partition, self.clock - ttl - 1)
             self._count(evictions=old.numel())
             self._call("dynamic_remove_", old)
+            self._note_removed(old)
         return rows
 
     def initial_values(self, ids: Tensor) -> Tensor:
@@ -248,6 +250,7 @@ class DynamicTable(Table):
         half_life = eviction.half_life if eviction.policy == "lfu" else 0
         done = self._call("dynamic_insert_", ids, occurrences, step, self._last(step), half_life)
         self._count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
+        self._note_removed(done.evicted_ids)
         rows: Tensor = done.rows
         return rows
 
@@ -257,7 +260,7 @@ class DynamicTable(Table):
         for name in self._state_names:
             self._memory(name).index_fill_(0, rows, 0.0)
 
-    def _read(self, rows: Tensor) -> dict[str, Tensor]:
+    def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Copies of weight and states of distinct rows, where these are."""
         return {name: self._memory(name).detach()[rows] for name in ("weight", *self._state_names)}
 
@@ -275,6 +278,10 @@ class DynamicTable(Table):
         if found.dim() != 1:
             raise ValueError(f"ids must have one dimension, got shape {tuple(found.shape)}")
         return found.contiguous()
+
+    def _note_removed(self, ids: Tensor) -> None:
+        if self.removed is not None and ids.numel():
+            self.removed.append(ids)
 
     def _count(self, **numbers: int) -> None:
         for name, number in numbers.items():
@@ -296,7 +303,7 @@ class DynamicTable(Table):
         distinct, inverse = self._as_ids(ids).unique(return_inverse=True)
         rows, found = self.find(distinct), self.initial_values(distinct)
         known = rows >= 0
-        found[known] = self._read(rows[known])["weight"].to(found)
+        found[known] = self.read_rows(rows[known])["weight"].to(found)
         return found[inverse]
 
     @_locked
@@ -322,7 +329,7 @@ class DynamicTable(Table):
         found[~known] = self._insert(new, torch.ones_like(new))
         values = {name: value[order.to(value.device)] for name, value in {"weight": rows, **states}.items()}
         if left := [name for name in self._state_names if name not in states]:
-            as_they_were = self._read(found[known])
+            as_they_were = self.read_rows(found[known])
             for name in left:
                 before = as_they_were[name]
                 values[name] = before.new_zeros(ids.numel(), *before.shape[1:])
@@ -335,7 +342,9 @@ class DynamicTable(Table):
 
         Rows of batches that are prefetched or whose backward has not run must not be removed.
         """
-        return int((self._call("dynamic_remove_", self._as_ids(ids).unique()) >= 0).sum())
+        distinct = self._as_ids(ids).unique()
+        self._note_removed(distinct)
+        return int((self._call("dynamic_remove_", distinct) >= 0).sum())
 
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
         """`ids`, `weight`, states, `step` and `count`, sorted by id; written to a .parquet or .npz file, too, if given.
@@ -390,6 +399,7 @@ class DynamicTable(Table):
             self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
     def _clear(self) -> None:
+        self.removed = None
         if self.sketch is not None:
             self.sketch.clear()
         if not self.index.num_made.any():
@@ -409,7 +419,7 @@ class DynamicTable(Table):
         return found | ({} if self.sketch is None else self.sketch.tensors())
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
-        return self._read(rows)
+        return self.read_rows(rows)
 
     def sketch_place(self, name: str) -> tuple[list[int], tuple[int, int]]:
         """The shape of the whole table's `sketch` or `added`, and where this part's begins."""
@@ -518,7 +528,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""
         if (found := self.disk_tensors()) is None:
-            return self._read(rows)
+            return self.read_rows(rows)
         return {"row": rows + self.row_config.row_origin, **{f"rows.{name}": value for name, value in found.items()}}
 
     @_locked
@@ -554,7 +564,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
         self._memory("id").index_copy_(0, into, ids)
         return into
 
-    def _read(self, rows: Tensor) -> dict[str, Tensor]:
+    def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:
             self.cache.write_back()
         found, (rows, order) = self.templates(rows.numel()), rows.cpu().sort()

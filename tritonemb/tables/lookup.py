@@ -528,9 +528,7 @@ def configs_of(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[
     return [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
 
 
-def row_sums(
-    grad: Tensor, lookup: Lookup, max_gradient: float | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
+def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device."""
     layout, groups = lookup.layout, lookup.groups
     first_rows = layout.tables[:, FIRST_ROW].contiguous()

@@ -5,6 +5,7 @@ distinct id of a table crosses the network once, and so does the sum of its grad
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self
@@ -55,6 +56,7 @@ class ServerTable(Table):
     `state_dict` has what it would have with rows on the device; embedding servers send it.
     """
 
+    weight: Any  # for tracing alone; no optimizer may have it
     service: RowService | None = None
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
@@ -173,7 +175,8 @@ def pull_batch(tables: Tables, features: Features) -> PulledBatch:
 def _push_nothing(lookup: Lookup) -> None:
     """Of a batch that has been pulled to be trained, and was not: the servers wait for what it pushes."""
     assert isinstance(lookup, PulledBatch)
-    lookup.pull.push(None, 0.0)
+    with suppress(ConnectionError):  # the next pull raises it, too
+        lookup.pull.push(None, 0.0)
 
 
 @_disable_dynamo

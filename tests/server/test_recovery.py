@@ -1,0 +1,205 @@
+"""Servers that are lost and started again, snapshots, and other numbers of servers: the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.server.jobs import Trainers, local_servers, make, train, train_all
+from tests.server.test_staleness import same
+from tritonemb.server import Servers, client, flush
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.records import read_records, write_record
+from tritonemb.storage import StorageError
+
+DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
+SMALL = {"capacity": 50, "eviction": te.EvictionConfig(protect=3)}
+
+
+class Restarted:
+    """A server with a folder that is lost, and started again, when it has taken so many messages, and later again."""
+
+    def __init__(self, folder: Path, log: str, every: int, lose: bool = False) -> None:
+        self.address, self._folder, self._log, self._every, self._lose = folder.name, folder, log, every, lose
+        self._server = EmbeddingServer(self.address, folder, log)
+        self.taken, self.times, self._lock = 0, 0, threading.Lock()
+
+    def open(self, receive, lost):
+        return _Channel(self, receive)
+
+    def receive(self, message, reply) -> None:
+        with self._lock:
+            self.taken += 1
+            lost, server = None, self._server
+            if self.taken >= self._every and server is not None:  # and the next time when it has been told all again
+                self._every = self.taken * 3 // 2 + 5
+                lost, server, self._server = server, None, None
+        if lost is not None:  # another thread may be answering a client that waits for this one
+            threading.Thread(target=self.restart, args=(lost,)).start()
+        if server is not None:
+            server.receive(message, lambda answer: reply(answer) if server is self._server else None)
+
+    def restart(self, lost: EmbeddingServer) -> None:
+        lost.close()  # between two messages; of what it has answered by now nothing arrives
+        if self._lose:
+            shutil.rmtree(self._folder)
+        self.times += 1
+        self._server = EmbeddingServer(self.address, self._folder, self._log)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class _Channel:
+    def __init__(self, server, receive) -> None:
+        self._server, self._receive = server, receive
+
+    def send(self, message) -> None:
+        self._server.receive(message, self._receive)
+
+    def close(self) -> None:
+        self._receive = lambda message: None
+
+
+@contextmanager
+def restarted(folder: Path, log: str, number: int = 2, every: int = 7, **how):
+    before = client.TICK, client.RESEND_AFTER
+    client.TICK, client.RESEND_AFTER = 0.02, 0.05
+    own = [Restarted(folder / f"server-{index}", log, every + index, **how) for index in range(number)]
+    try:
+        with Servers(own, own, patience=3.0) as servers:
+            yield servers, own
+    finally:
+        client.TICK, client.RESEND_AFTER = before
+
+
+@pytest.mark.parametrize("log", ["memory", "disk", "fsync"])
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_lost_servers_change_no_bit(tmp_path, log, staleness):
+    how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}
+    with local_servers(2) as servers:
+        expected = train_all(servers, 12, **how)
+    with restarted(tmp_path, log) as (servers, own):
+        same(train_all(servers, 12, **how), expected)
+    assert min(server.times for server in own) > 3
+
+
+def test_the_state_is_saved_when_clients_keep_too_much(tmp_path):
+    with local_servers(1) as servers:
+        expected = train_all(servers, 12, dynamic=DYNAMIC)
+    with restarted(tmp_path, "memory", 1, every=1000) as (servers, _):
+        connection = servers.connections[0]
+        connection._keep_bytes = 4_000
+        same(train_all(servers, 12, dynamic=DYNAMIC), expected)
+        assert connection._bytes < 12_000
+        names = [path.name for path in (tmp_path / "server-0").iterdir()]
+        assert len([name for name in names if name.endswith(".rows")]) > 1  # changes only
+
+
+def test_a_server_that_has_lost_its_folder_ends_training(tmp_path):
+    message = "without what it had been told; resume from a checkpoint"
+    with (
+        restarted(tmp_path, "disk", every=20, lose=True) as (servers, _),
+        pytest.raises(ConnectionError, match=message),
+    ):
+        train_all(servers, 30)
+
+
+def test_a_server_that_is_gone_ends_training(tmp_path):
+    with restarted(tmp_path, "disk", every=10**9) as (servers, own):
+        model = make(servers)
+        train(model, 2)
+        own[0].receive = lambda message, reply: None
+        with pytest.raises(ConnectionError, match=r"server-0 has not answered for 3 seconds"):
+            train(model, 1)
+
+
+def test_a_torn_record_is_left_out_and_a_damaged_one_is_not(tmp_path):
+    path = tmp_path / "log"
+    messages = [({"n": n}, [torch.arange(n), torch.tensor(1.5, dtype=torch.bfloat16)]) for n in range(3)]
+    with path.open("wb") as file:
+        ends = []
+        for message in messages:
+            write_record(file, message)
+            ends.append(file.tell())
+    whole = path.read_bytes()
+    for end in range(ends[1], ends[2]):
+        path.write_bytes(whole[:end])
+        assert [values["n"] for values, _ in read_records(path, torn=True)] == [0, 1]
+        if end > ends[1]:
+            with pytest.raises(StorageError, match="damaged at byte"):
+                list(read_records(path))
+    for at in range(ends[0], ends[1], 5):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        with pytest.raises(StorageError, match=f"damaged at byte {ends[0]}"):
+            list(read_records(path, torn=True))
+    path.write_bytes(whole)
+    for (values, tensors), (given, others) in zip(read_records(path), messages, strict=True):
+        assert values == given
+        assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(tensors, others, strict=True))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (4, 1)])
+def test_a_snapshot_goes_on_on_other_servers(tmp_path, before, after, staleness):
+    """Whole, then changes only; rows were evicted between them."""
+    with local_servers(2) as servers:
+        model = make(servers, staleness, dynamic=SMALL)
+        train(model, 6)
+        train(model, 6)
+        expected = [train(model, 5)]
+        flush(model)
+        state = model.state_dict()
+    with local_servers(before) as servers:
+        model = make(servers, staleness, dynamic=SMALL)
+        train(model, 6)
+        first = model.table_set.service.snapshot(tmp_path / "first-")
+        train(model, 6)
+        second = model.table_set.service.snapshot(tmp_path / "second-", changes_only=True)
+        assert [each["after"] for each in second] == [each["snapshot"] for each in first]
+        evictions = sum(
+            s["collections"]["collection-0"]["tables"].get("d", {}).get("evictions", 0) for s in servers.statistics()
+        )
+        assert evictions > 0
+    with local_servers(after) as servers:
+        model = make(servers, staleness, dynamic=SMALL)
+        chains = [[tmp_path / f"{name}-{n}.rows" for name in ("first", "second")] for n in range(before)]
+        model.table_set.service.restore(chains, 12)
+        model.step.fill_(12)  # of the trainer's checkpoint
+        same(([train(model, 5)], flush(model) or model.state_dict()), (expected, state))
+
+
+def test_snapshots_that_do_not_fit_are_refused(tmp_path):
+    with local_servers(2) as servers:
+        model = make(servers)
+        train(model, 3)
+        service = model.table_set.service
+        service.snapshot(tmp_path / "a-")
+        train(model, 1)
+        service.snapshot(tmp_path / "b-", changes_only=True)
+        train(model, 1)
+        service.snapshot(tmp_path / "c-", changes_only=True)
+        before = model.state_dict()
+        a, b, c = ([tmp_path / f"{name}-{n}.rows" for n in range(2)] for name in "abc")
+        for chains, message in (
+            ([[a[0], c[0]], [a[1], c[1]]], "does not follow"),
+            ([[b[0]], [b[1]]], "does not follow"),
+            ([[a[0]], [a[1], b[1]]], "several steps"),
+        ):
+            with pytest.raises(OSError, match=message):
+                service.restore(chains, 3)
+        assert_same_bits(model.state_dict(), before)
+        other = make(servers, optimizer=te.optim.Adagrad(lr=0.1), group=Trainers()).table_set.service
+        whole = a[0].read_bytes()
+        a[0].write_bytes(whole[:-90])
+        with pytest.raises(OSError, match=r"damaged|no end"):
+            other.restore([[a[0]], [a[1]]], 3)
+        assert_same_bits(model.state_dict(), before)

@@ -1,0 +1,108 @@
+"""Files of records, each a message with a checksum: snapshots, and the log of what a server was told."""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonemb.server.transport import Message
+from tritonemb.storage import StorageError
+from tritonemb.storage.store import storage_errors
+from tritonemb.utils import Closing
+
+_HEADER = struct.Struct("<IQI")  # bytes of JSON and of tensors, and the CRC-32 of both
+_SIZE = _HEADER.size + 4  # with a CRC-32 of its own
+
+
+def write_record(file: BinaryIO, message: Message) -> int:
+    """Write a record at the file's end; its bytes."""
+    values, tensors = message
+    arrays = [tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"" for tensor in tensors]
+    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    text = json.dumps({"values": values, "tensors": kinds}).encode()
+    checksum, size = zlib.crc32(text), sum(map(len, arrays))
+    for array in arrays:
+        checksum = zlib.crc32(array, checksum)
+    header = _HEADER.pack(len(text), size, checksum)
+    file.write(header + zlib.crc32(header).to_bytes(4, "little"))
+    file.write(text)
+    for array in arrays:
+        file.write(array)
+    return _SIZE + len(text) + size
+
+
+def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
+    """The records of a file, in their order. StorageError if it is damaged.
+
+    `torn`: a last record that was not written to its end is left out, as nobody was told that it was.
+    """
+    what = f"file {path}"
+    with storage_errors(f"{what} cannot be read", "check the disk"), path.open("rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        while (at := file.tell()) < end:
+            header = file.read(_SIZE)
+            begun = len(header) == _SIZE and zlib.crc32(header[:-4]) == int.from_bytes(header[-4:], "little")
+            if begun:
+                text_size, size, checksum = _HEADER.unpack(header[:-4])
+                behind = at + _SIZE + text_size + size
+                if behind <= end:
+                    text, data = file.read(text_size), np.empty(size, dtype=np.uint8)
+                    file.readinto(data)
+                    if zlib.crc32(data, zlib.crc32(text)) == checksum:
+                        parsed = json.loads(text)
+                        yield parsed["values"], list(_tensors(parsed["tensors"], data))
+                        del data
+                        continue
+            # After a loss of power there may be zeros where something was about to be written.
+            if torn and (behind >= end if begun else len(header) < _SIZE or not any(header + file.read())):
+                return
+            raise StorageError(f"{what} is damaged at byte {at:,}; use another one")
+
+
+def _tensors(kinds: Iterable[tuple[str, list[int]]], data: np.ndarray) -> Iterator[Tensor]:
+    at = 0
+    for name, shape in kinds:
+        dtype, count = getattr(torch, name), int(np.prod(shape, dtype=np.int64))
+        part = data[at : at + count * dtype.itemsize]
+        at += part.size
+        if part.ctypes.data % dtype.itemsize:
+            part = part.copy()
+        yield torch.from_numpy(part).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+class Log(Closing):
+    """What a server was told, since its last snapshot: appended to a file, and on the disk if `durable`."""
+
+    def __init__(self, path: Path, durable: bool) -> None:
+        self._durable, self.path = durable, path
+        self._what = f"log {path} could not be written"
+        with storage_errors(self._what, "check the disk"):
+            self._file: Any = path.open("ab")
+
+    def append(self, messages: Iterable[Message]) -> int:
+        """Write these, all or none, and return their bytes; StorageError if they cannot be written."""
+        with storage_errors(self._what, "check the disk"):
+            begin = self._file.tell()
+            try:
+                size = sum(write_record(self._file, message) for message in messages)
+                self._file.flush()
+                if self._durable:
+                    os.fdatasync(self._file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    self._file.close()  # with what it has not written
+                os.truncate(self.path, begin)
+                self._file = self.path.open("ab")
+                raise
+            return size
+
+    def close(self) -> None:
+        self._file.close()
