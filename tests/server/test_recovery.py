@@ -166,12 +166,12 @@ def test_a_snapshot_goes_on_on_other_servers(tmp_path, before, after, staleness)
         second = model.table_set.service.snapshot(tmp_path / "second-", changes_only=True)
         assert [each["after"] for each in second] == [each["snapshot"] for each in first]
         evictions = sum(
-            s["collections"]["collection-0"]["tables"].get("d", {}).get("evictions", 0) for s in servers.statistics()
+            s["collections"]["tables"]["tables"].get("d", {}).get("evictions", 0) for s in servers.statistics()
         )
         assert evictions > 0
     with local_servers(after) as servers:
         model = make(servers, staleness, dynamic=SMALL)
-        chains = [[tmp_path / f"{name}-{n}.rows" for name in ("first", "second")] for n in range(before)]
+        chains = [[tmp_path / f"{name}-{n}.server" for name in ("first", "second")] for n in range(before)]
         model.table_set.service.restore(chains, 12)
         model.step.fill_(12)  # of the trainer's checkpoint
         same(([train(model, 5)], flush(model) or model.state_dict()), (expected, state))
@@ -188,7 +188,7 @@ def test_snapshots_that_do_not_fit_are_refused(tmp_path):
         train(model, 1)
         service.snapshot(tmp_path / "c-", changes_only=True)
         before = model.state_dict()
-        a, b, c = ([tmp_path / f"{name}-{n}.rows" for n in range(2)] for name in "abc")
+        a, b, c = ([tmp_path / f"{name}-{n}.server" for n in range(2)] for name in "abc")
         for chains, message in (
             ([[a[0], c[0]], [a[1], c[1]]], "does not follow"),
             ([[b[0]], [b[1]]], "does not follow"),

@@ -94,7 +94,7 @@ def test_a_bad_network_changes_no_bit(faults, staleness):
         expected = train_all(servers, 8, trainers=2, staleness=2, ahead=1)
     with local_servers(2, faults) as servers:
         found = train_all(servers, 8, trainers=2, staleness=staleness, ahead=1)
-        histograms = [s["collections"]["collection-0"]["staleness"] for s in servers.statistics()]
+        histograms = [s["collections"]["tables"]["staleness"] for s in servers.statistics()]
     if staleness == 2:
         same(found, expected)
     assert all(int(steps) <= 2 for histogram in histograms for steps in histogram)
@@ -107,7 +107,7 @@ def test_unbounded_staleness_waits_for_nobody():
         for batch in waiting:
             model(batch).sum().backward()
         flush(model)
-        assert servers.statistics()[0]["collections"]["collection-0"]["staleness"] == {str(s): 1 for s in range(5)}
+        assert servers.statistics()[0]["collections"]["tables"]["staleness"] == {str(s): 1 for s in range(5)}
 
 
 def test_micro_batches_make_one_step():
@@ -118,7 +118,7 @@ def test_micro_batches_make_one_step():
                 for batch in batches(2):
                     model(batch).square().sum().backward()
         flush(model)
-        found = servers.statistics()[0]["collections"]["collection-0"]
+        found = servers.statistics()[0]["collections"]["tables"]
         assert (found["pulls"], found["steps"]) == (6, 3)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from tritonemb.comm.group import RankGroup
@@ -11,7 +12,6 @@ from tritonemb.server.client import CollectionClient, Connection
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import LocalTransport, Transport
-from tritonemb.tables.lookup import table_sets
 from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import Closing
@@ -74,11 +74,17 @@ def attach(
         ValueError: the model has no such tables, or the servers have others of that name.
     """
     group = RankGroup() if group is None else group
-    found = [tables for tables in table_sets(model) if tables.on_servers]
+    found = collections_on_servers(model)
     if not found:
         raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
-    for number, tables in enumerate(found):
-        tables.attach(_client(tables, servers, staleness, accumulate, group, f"collection-{number}"))
+    for name, tables in found.items():
+        tables.attach(_client(tables, servers, staleness, accumulate, group, name))
+
+
+def collections_on_servers(model: nn.Module) -> dict[str, TableSet]:
+    """By their paths in the model; "tables" if that is one itself."""
+    modules = ((path, module.__dict__.get("table_set")) for path, module in model.named_modules())
+    return {path or "tables": found for path, found in modules if isinstance(found, TableSet) and found.on_servers}
 
 
 def _client(
@@ -89,22 +95,24 @@ def _client(
         raise ValueError(f"staleness must be at least 0, got {steps}")
     if tables.optimizer is None:
         raise ValueError("embedding servers apply a fused optimizer; give the collection one")
+    seeds = [cast(ServerTable, table).seed for table in tables.tables]
+    if -1 in seeds:  # made on the meta device
+        seeds = [(config.seed ^ torch.initial_seed()) & (2**63 - 1) for config in tables.configs]
+    seeds = group.all_gather_object(seeds)[0] if group.size > 1 else seeds
     specs = tuple(
-        TableSpec.of(config, cast(ServerTable, table).seed, tables.optimizer)
-        for config, table in zip(tables.configs, tables.tables, strict=True)
+        TableSpec.of(config, seed, tables.optimizer) for config, seed in zip(tables.configs, seeds, strict=True)
     )
+    exact = isinstance(staleness, int)
     if steps is not None:
+        most = (steps + 1) * accumulate * (1 if exact else group.size) - 1
         for config in tables.configs:
-            if config.is_dynamic and config.eviction.protect <= steps * accumulate:
+            if config.is_dynamic and config.eviction.protect <= most:
                 raise ValueError(
-                    f"table {config.name!r}: gradients come up to {steps * accumulate} batches after rows were read, and "
-                    f"only rows of the last {config.eviction.protect} stay; use "
-                    f"EvictionConfig(protect={(steps + 1) * accumulate})"
+                    f"table {config.name!r}: gradients come up to {most} batches after their rows were read, and only "
+                    f"rows of the last {config.eviction.protect} stay; use EvictionConfig(protect={most + 1})"
                 )
     owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
-    spec = CollectionSpec(
-        specs, describe_optimizer(tables.optimizer), group.size, steps, isinstance(staleness, int), accumulate, owners
-    )
+    spec = CollectionSpec(specs, describe_optimizer(tables.optimizer), group.size, steps, exact, accumulate, owners)
     return CollectionClient(servers.connections, name, spec, group.rank)
 
 
@@ -118,6 +126,6 @@ def owners_of(partitions: int, servers: int, table: int) -> tuple[int, ...]:
 
 def flush(model: nn.Module) -> None:
     """Apply all that was pushed; all trainers call this, after the same step."""
-    for tables in table_sets(model):
-        if tables.on_servers:
-            tables.service.flush()
+    for tables in collections_on_servers(model).values():
+        assert tables.service is not None
+        tables.service.flush()

@@ -272,29 +272,21 @@ class CollectionClient:
         return [[sums[n][routes[n][server]] for n in has] for server, has in enumerate(self._has)]
 
     def snapshot(self, path: Path, changes_only: bool = False) -> list[Values]:
-        """Let every server write its tables, when all trainers have pushed so many steps: one of them calls this.
-
-        Server `n` writes `path` with its number behind it. What each has written: the snapshot's name, and which one it
-        follows. StorageError if one could not be written.
-        """
+        """See `RowService`."""
         values = {"steps": self.steps, "changes_only": changes_only}
-        servers = range(len(self._connections))
-        return [
-            a for a, _ in wait([self._submit(n, "snapshot", {**values, "path": f"{path}{n}.rows"}) for n in servers])
-        ]
+        paths = [f"{path}{server}.server" for server in range(len(self._connections))]
+        futures = [self._submit(n, "snapshot", {**values, "path": each}) for n, each in enumerate(paths)]
+        return [written for written, _ in wait(futures)]
 
-    def restore(self, chains: Sequence[Sequence[Path]], steps: int, alone: bool = True) -> None:
-        """Let the servers become what the snapshots of any servers say, a chain of files each: one trainer calls this.
-
-        The others say that they are not `alone`, and wait for it.
-        """
+    def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
+        """See `RowService`."""
         values = {"chains": [[str(path) for path in chain] for chain in chains]}
-        if alone:
+        if chains:
             wait([self._submit(server, "restore", values) for server in range(len(self._connections))])
         self._batch = self._pushed = steps * self.spec.batches
 
     def flush(self) -> None:
-        """Wait until all that has been pushed is applied, on all trainers. They all call this, after the same step."""
+        """See `RowService`."""
         wait([self._submit(server, "flush", {"steps": self.steps}) for server in range(len(self._connections))])
 
     def tensors(self, table: str) -> dict[str, Tensor]:

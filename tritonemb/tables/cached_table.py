@@ -318,7 +318,8 @@ _metadata_only: ContextVar[str] = ContextVar("metadata_only", default="")
 
 @contextmanager
 def metadata_only(parameters: bool = False) -> Iterator[None]:
-    """Within, a `state_dict` has a `DiskTensor` for weight and states of a table on disk, and does not read them.
+    """Within, a `state_dict` has a `DiskTensor` for weight and states of a table on disk, and does not read them; it
+    has nothing of tables on embedding servers.
 
     With `parameters` it is asked for parameters alone: it has nothing of dynamic tables, which would be copied.
     """
@@ -327,6 +328,11 @@ def metadata_only(parameters: bool = False) -> Iterator[None]:
         yield
     finally:
         _metadata_only.reset(token)
+
+
+def is_metadata_only() -> bool:
+    """Whether a `state_dict` is asked for what is in memory alone."""
+    return bool(_metadata_only.get())
 
 
 def only_parameters() -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -20,6 +21,7 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
+from tritonemb.tables.cached_table import is_metadata_only
 from tritonemb.tables.lookup import Lookup, check_gradients, one_key_a_lookup, positions_of, row_sums, trains, uses
 from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import Device, TableConfig
@@ -49,6 +51,22 @@ class RowService(Protocol):
     def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
         """The reverse; ValueError if it does not fit, and nothing has changed."""
 
+    def flush(self) -> None:
+        """Wait until all that has been pushed is applied, on all trainers. They all call this, after the same step."""
+
+    def snapshot(self, path: Path, changes_only: bool = False) -> list[dict[str, Any]]:
+        """Let each server write its tables to a file, when all trainers have pushed so many steps; one calls this.
+
+        The files have the server's number and ".server" behind `path`. Of each one: the snapshot's name, and that of
+        the one it follows, or None if it is whole. StorageError if one could not be written.
+        """
+
+    def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
+        """Let the servers become what snapshots of any servers after so many steps say, a chain of files each.
+
+        One trainer calls this; the others give no chains, when it is done.
+        """
+
 
 class ServerTable(Table):
     """A table without rows here: `weight` is `[0, embedding_dim]`, and no parameter.
@@ -68,7 +86,7 @@ class ServerTable(Table):
             )
         self.weight = torch.empty(0, config.embedding_dim, dtype=config.dtype, device=device, requires_grad=True)
         self.state_specs = states
-        self.seed = 0
+        self.seed = -1
 
     @property
     def row_config(self) -> TableConfig:
@@ -95,6 +113,8 @@ class ServerTable(Table):
             self.seed = draw_seed()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if is_metadata_only():
+            return
         for name, tensor in self._attached().tensors(self.config.name).items():
             destination[prefix + name] = tensor
 

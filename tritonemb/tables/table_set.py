@@ -451,6 +451,8 @@ class TableSet(OptimizedTables):
         for table in self.tables:
             assert isinstance(table, ServerTable)
             table.service = service
+            if table.weight.is_meta:
+                table._apply(partial(torch.empty_like, device=self.counters["step"].device))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own layouts when it needs them."""
