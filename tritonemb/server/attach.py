@@ -28,8 +28,15 @@ class AtMost:
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"staleness must be at least 0, got {self.steps}")
+        steps_of(self)
+
+
+def steps_of(staleness: "int | AtMost | None") -> int | None:
+    """The most steps; None for any number. ValueError for a negative one."""
+    steps = staleness.steps if isinstance(staleness, AtMost) else staleness
+    if steps is not None and steps < 0:
+        raise ValueError(f"staleness must be at least 0, got {steps}")
+    return steps
 
 
 class Servers(Closing):
@@ -90,9 +97,7 @@ def collections_on_servers(model: nn.Module) -> dict[str, TableSet]:
 def _client(
     tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str
 ) -> CollectionClient:
-    steps = staleness.steps if isinstance(staleness, AtMost) else staleness
-    if steps is not None and steps < 0:
-        raise ValueError(f"staleness must be at least 0, got {steps}")
+    steps = steps_of(staleness)
     if tables.optimizer is None:
         raise ValueError("embedding servers apply a fused optimizer; give the collection one")
     seeds = [cast(ServerTable, table).seed for table in tables.tables]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tritonemb.flight import decode_error
 from tritonemb.layout import partitions_of
+from tritonemb.server.snapshot import whole_table
 from tritonemb.server.tables import CollectionSpec
 from tritonemb.server.transport import Channel, Message, Transport
 from tritonemb.utils import Closing
@@ -295,21 +296,7 @@ class CollectionClient:
         servers = [server for server, has in enumerate(self._has) if number in has]
         answers = wait([self._submit(server, "read", {"table": table}) for server in servers])
         parts = [dict(zip(values["names"], tensors, strict=True)) for values, tensors in answers]
-        spec, first = self.spec.tables[number], parts[0]
-        ids = torch.cat([part["ids"] for part in parts])
-        ids, order = ids.sort()
-        found = {
-            name: value if value.dim() == 0 else torch.cat([part[name] for part in parts], dim=int(name == "sketch"))
-            for name, value in first.items()
-        }
-        of_rows = {name: value[order] for name, value in found.items() if value.shape[:1] == ids.shape}
-        if spec.num_embeddings is None:
-            return {**found, **of_rows, "ids": ids}
-        whole = {"weight": spec.initial_values(torch.arange(spec.num_embeddings))}
-        for name, value in of_rows.items():
-            if name not in ("ids", "step", "count"):
-                whole.setdefault(name, value.new_zeros(spec.num_embeddings, *value.shape[1:]))[ids] = value
-        return whole
+        return whole_table(self.spec.tables[number], parts)
 
     def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
         """See `RowService`."""

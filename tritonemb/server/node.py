@@ -5,6 +5,7 @@ its clients, and with `log="disk"` a log of what it was told since. What it was 
 be lost, and no sooner: it is in the log, or the client keeps it until it is in the state.
 """
 
+import functools
 import json
 import os
 import queue
@@ -320,12 +321,7 @@ class EmbeddingServer(Closing):
 
     def _do_restore(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """Become what the files of all servers at a step say: of each server, a chain."""
-        parts = []
-        for chain in values["chains"]:
-            part = Restored()
-            for path in chain:
-                part.read(Path(path))
-            parts.append(part)
+        parts = [functools.reduce(Restored.read, map(Path, chain), Restored()) for chain in values["chains"]]
         restore(self.collections[values["collection"]], parts)
         if self._folder is not None:
             self.save()

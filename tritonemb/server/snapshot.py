@@ -6,6 +6,7 @@ have not been applied yet; and an end. The files of all servers at one step are 
 number of servers, each with its own partitions, can read them.
 """
 
+import functools
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.server.records import read_records
-from tritonemb.server.tables import Batch, Chain, CollectionSpec, ServedTables
+from tritonemb.server.tables import Batch, Chain, CollectionSpec, ServedTables, TableSpec
 from tritonemb.server.transport import Message
 from tritonemb.storage import StorageError
 from tritonemb.tables.dynamic_table import DynamicTable
@@ -101,6 +102,10 @@ class Restored:
         """Of the collection."""
         return CollectionSpec.from_json(self.header["spec"])
 
+    def saved(self, table: int) -> dict[str, Tensor]:
+        """As of `DynamicTable`."""
+        return self.rows[table] | self.others[table]
+
     def read(self, path: Path) -> "Restored":
         """Take a file on top of those before. StorageError if it is damaged, or does not follow."""
         records = read_records(path)
@@ -157,11 +162,7 @@ def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
     if any((part.spec.tables, part.spec.optimizer) != (spec.tables, spec.optimizer) for part in parts):
         raise StorageError("these snapshots are of other tables, or of another optimizer")
     for number, table in zip(served.numbers, served.dynamic, strict=True):
-        rows, others = ([of[number] for of in each if number in of] for each in _columns(parts))
-        saved = {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
-        for name, value in others[0].items():
-            saved[name] = torch.cat([e[name] for e in others], int(name == "sketch")) if value.dim() else value
-        table.adopt(saved)
+        table.adopt(_joined([part.saved(number) for part in parts if number in part.rows]))
     served.next_pull, served.next_push = steps.pop()
     served.pulls, served.pushes, served.waiting, served.flushes = {}, {}, [], {}
     counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})
@@ -174,8 +175,41 @@ def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
             there.ids[rank], there.others[rank] = _own_part(served, parts, batch, rank)
 
 
-def _columns(parts: Sequence[Restored]) -> tuple[list[Any], list[Any]]:
-    return [part.rows for part in parts], [part.others for part in parts]
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The `saved()` of a whole dynamic table, from those of its parts in order."""
+    return {
+        name: value if value.dim() == 0 else torch.cat([part[name] for part in parts], int(name == "sketch"))
+        for name, value in parts[0].items()
+    }
+
+
+def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What `state_dict` has of a table, from what its servers, in order, have of it."""
+    saved = _joined(parts)
+    ids, order = saved["ids"].sort()
+    by_row = {name for name, value in parts[0].items() if value.dim() and value.shape[0] == parts[0]["ids"].shape[0]}
+    saved |= {name: saved[name][order] for name in by_row - {"sketch", "added"}} | {"ids": ids}
+    if spec.num_embeddings is None:
+        return saved
+    whole = {"weight": spec.initial_values(torch.arange(spec.num_embeddings))}
+    for name in saved.keys() - {"ids", "step", "count", "clock", "seed"}:
+        value = saved[name]
+        whole.setdefault(name, value.new_zeros(spec.num_embeddings, *value.shape[1:]))[ids] = value
+    return whole
+
+
+def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
+    """What `state_dict` has of all tables of a collection, from the snapshots of all its servers."""
+    parts = [functools.reduce(Restored.read, chain, Restored()) for chain in chains]
+    parts.sort(key=lambda part: part.header["server"])
+    tables = enumerate(parts[0].spec.tables)
+    return {spec.name: whole_table(spec, [p.saved(n) for p in parts if n in p.rows]) for n, spec in tables}
+
+
+def steps_of_snapshot(path: Path) -> int:
+    """How many steps had been trained."""
+    values, _ = next(read_records(path))
+    return int(values["pulls"] // values["spec"]["batches"])
 
 
 def _own_part(

@@ -18,7 +18,7 @@ from tritonemb.comm.async_tensor import ordinary
 from tritonemb.comm.data_parallel import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
-from tritonemb.jagged import Features, KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection, part_sizes
@@ -83,11 +83,16 @@ class HybridParallel(nn.Module):
             if least < 1:
                 raise ValueError(f"{name} must be at least 1, got {least}")
         kinds = EmbeddingBagCollection | EmbeddingCollection
-        found = [module for module in model.modules() if isinstance(module, kinds) and module.optimizer is not None]
-        if not found:
+        fused = [module for module in model.modules() if isinstance(module, kinds) and module.optimizer is not None]
+        found = [collection for collection in fused if not collection.table_set.on_servers]
+        if not fused:
             raise ValueError(
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
                 "an optimizer, or wrap a model without one in DistributedDataParallel"
+            )
+        if 0 < len(found) < len(fused):
+            raise ValueError(
+                "some collections are on embedding servers, and others are not; place all tables of the model there"
             )
         tables = [config for collection in found for config in collection.configs]
         sequences = [each for each in found if isinstance(each, EmbeddingCollection)]
@@ -114,6 +119,7 @@ class HybridParallel(nn.Module):
             each: (pooled if isinstance(each, EmbeddingBagCollection) else unpooled)(each, *options) for each in found
         }
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
+        self._on_servers = [collection.table_set for collection in fused if collection.table_set.on_servers]
         self.module: nn.Module = _replace(model, sharded)
         _materialise(self.module, table_device)
         self.pipeline = pipeline
@@ -154,8 +160,12 @@ class HybridParallel(nn.Module):
         """
         if isinstance(features, PrefetchedFeatures):
             return features
-        batch = self.collections[0].own_batch(features)
-        return PrefetchedFeatures(batch, {id(each): each.prefetch(batch, assign) for each in self.collections})
+        keys, values, offsets, weights = parts_of(features)
+        batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+        for each in self.collections[:1]:
+            batch = each.own_batch(batch)
+        found: dict[int, Any] = {id(each): each.prefetch(batch, assign) for each in self.collections}
+        return PrefetchedFeatures(batch, found | {id(each): each.prefetch(batch) for each in self._on_servers})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

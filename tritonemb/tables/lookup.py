@@ -588,5 +588,5 @@ def table_sets(model: nn.Module) -> list[Any]:
 
 
 def needs_prefetch(model: nn.Module) -> bool:
-    """Whether some table of a model is in host memory or on disk, so that `prefetch` has something to do."""
-    return any(tables.cache is not None for tables in table_sets(model))
+    """Whether some table of a model is not on the device, so that `prefetch` has something to do."""
+    return any(tables.cache is not None or tables.on_servers for tables in table_sets(model))

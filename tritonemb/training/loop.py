@@ -16,6 +16,7 @@ from tritonemb.comm.control import lost_contact
 from tritonemb.comm.group import RankFailed
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
+from tritonemb.server.attach import flush
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
@@ -97,6 +98,8 @@ class Loop:
                 config=self.state.config, versions=versions(self.state.device),
             ))  # fmt: skip
             reason = self._train()
+            if reason in ("finished", "early stop"):
+                flush(self.state.model)
             self._save(self.saving.finish)
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
@@ -196,11 +199,14 @@ class Loop:
         return step, over
 
     def _rows_ahead(self) -> bool:
-        """Prefetch no more; whether there are rows of prefetched steps, which are to be trained before all is saved."""
+        """Prefetch no more; whether there are rows of prefetched steps, which are to be trained before all is saved.
+
+        Where another rank has prefetched a step, this one trains it, too.
+        """
         if self.state.rows_ahead is not None:
             self.state.hold()
             self.state.settle()
-        return self.state.hold()
+        return self.ranks.max(self.state.hold()) > self.progress.step
 
     def _due_after_step(self, epoch: int, last: bool, save: bool) -> None:
         progress, over = self.progress, self._over

@@ -160,7 +160,8 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
 
 
 class RowsAhead:
-    """Prefetches batches of cached dynamic tables, whose new ids get rows then: in the order in which they are trained.
+    """Prefetches batches in the order in which they are trained, where tables keep account of that: those of cached
+    dynamic tables, whose new ids get rows then, and those of tables on embedding servers.
 
     Where tables are saved or evaluated there must be no rows of batches that come later. So a step beyond `limit`, or
     one that comes to be prefetched while the pipeline is held, is left as it is, and gets its rows when it is trained;
@@ -199,12 +200,12 @@ class RowsAhead:
             self._trained, self._assigned = step, max(self._assigned, step)
             self._changed.notify()
 
-    def hold(self, held: bool) -> bool:
-        """Prefetch nothing more, or again; whether something is prefetched that has not been trained."""
+    def hold(self, held: bool) -> int:
+        """Prefetch nothing more, or again; the last step that is prefetched."""
         with self._changed:
             self.held = held
             self._changed.notify()
-            return self._assigned > self._trained
+            return self._assigned
 
 
 def count(caches: Iterable[RowCache]) -> Counter[str]:

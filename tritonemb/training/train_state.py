@@ -18,6 +18,7 @@ from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
+from tritonemb.server.attach import collections_on_servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import metadata_only
@@ -70,6 +71,7 @@ class TrainState:
         prefetched: steps of the epoch that is being trained, or of the evaluation.
         rows_ahead: of an epoch that trains cached dynamic tables.
         seen: the last step after which tables were saved or evaluated, if that was due.
+        staleness: steps by which pulls from embedding servers may precede pushes.
 
     Attributes:
         last_epoch, last_step: where the whole run ends.
@@ -89,6 +91,7 @@ class TrainState:
     prefetched: Prefetcher[PreparedStep] | None = None
     rows_ahead: RowsAhead | None = None
     seen: int = 0
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         self.last_epoch: int = self.options.epochs
@@ -113,6 +116,7 @@ class TrainState:
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         caches = caches_of(self.model)
         protect = [t.config.eviction.protect for each in table_sets(self.model) for t in each.dynamic.values()]
+        protect += [self.staleness * options.accumulate] * bool(collections_on_servers(self.model))
         if training and prefetch is not None and protect:
             depth = max(1, (min(protect) + 1) // options.accumulate)
             self.seen = self.progress.step
@@ -126,7 +130,7 @@ class TrainState:
             accumulate=options.accumulate if training else 1,
             counted=partial(count, caches) if caches and prefetch and training else None, **signals,
         )  # fmt: skip
-        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
+        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else max(DEPTH, self.staleness)
         if depth == 0 or not self.pipeline or (ranks.size == 1 and self.device.type != "cuda" and not cached):
             with closing(steps):
                 yield steps
@@ -173,9 +177,9 @@ class TrainState:
             if self.rows_ahead is not None:
                 self.rows_ahead.hold(held)
 
-    def hold(self) -> bool:
-        """Prefetch no rows of dynamic tables any more; whether some are there of steps that have not been trained."""
-        return self.rows_ahead is not None and self.rows_ahead.hold(True)
+    def hold(self) -> int:
+        """Prefetch no more rows of tables that keep account of steps; the last step that is prefetched, or trained."""
+        return self.progress.step if self.rows_ahead is None else self.rows_ahead.hold(True)
 
     def _next_to_see(self) -> int:
         """The next step after which tables are saved or evaluated, as far as that is known."""

@@ -13,6 +13,8 @@ from torch import nn
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Data, Split
 from tritonemb.ops.registry import check_errors
+from tritonemb.server.attach import AtMost, Servers, attach, steps_of
+from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog
@@ -53,6 +55,8 @@ class Trainer(TrainerOptions):
         callbacks: see `Callback`.
         config: shown in the report, kept in the log.
         verbose: show progress.
+        servers: embedding servers (`tritonemb.server`) for the tables whose placement is "server".
+        staleness: of those tables: how many steps' updates a batch misses, exactly; `te.AtMost` so many; or None.
         pipeline: prepare the next steps while one computes; False for a model that changes features before its lookups.
 
     All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
@@ -76,6 +80,8 @@ class Trainer(TrainerOptions):
     config: Mapping[str, Any] | None = None
     verbose: bool = True
     pipeline: bool = True
+    servers: Servers | None = None
+    staleness: int | AtMost | None = 0
     state: TrainState = field(init=False)
     run_folder: RunFolder | None = field(init=False)
     saving: CheckpointManager = field(init=False)
@@ -89,9 +95,13 @@ class Trainer(TrainerOptions):
         model = self.model if self.device is None else self.model.to(self.device)
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
+        if self.servers is not None:
+            inner = model.module if isinstance(model, HybridParallel) else model
+            attach(inner, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control)
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
+        state.staleness = steps_of(self.staleness) or 0
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))

@@ -9,9 +9,10 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated, sync
+from tritonemb.tables.server_table import RowService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import files
 from tritonemb.training.checkpoint.files import FORMAT, MANIFEST
@@ -65,8 +67,9 @@ class CheckpointFolder:
         return self._path(f"best-{steps[-1]}") if steps else None
 
     def save(
-        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False
-    ) -> CheckpointSaved:
+        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
+        services: Mapping[str, RowService] | None = None,
+    ) -> CheckpointSaved:  # fmt: skip
         """Write the checkpoint of a step.
 
         Args:
@@ -75,6 +78,7 @@ class CheckpointFolder:
             manifest: what `trainer.json` is to hold, for JSON; rank 0's is taken.
             group: ranks that write it together, over a backend that serves the CPU; None for this process alone.
             best: mark it as the best one when it is written.
+            services: of collections on embedding servers, by path; the servers must be able to write to the folder.
 
         Raises:
             CheckpointError: on every rank, if it could not be written; says why, where, and how many bytes were needed.
@@ -82,7 +86,7 @@ class CheckpointFolder:
             TypeError: the manifest is not for JSON.
             StorageError: what was trained could not be written to a table on disk.
         """
-        writer = self.begin(step, tensors, manifest, group, best)
+        writer = self.begin(step, tensors, manifest, group, best, services)
         with self.reporting(writer):
             return writer.result(save(
                 dict(writer.tensors), storage_writer=writer, process_group=writer.group.process_group,
@@ -90,8 +94,9 @@ class CheckpointFolder:
             ))  # fmt: skip
 
     def begin(
-        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False
-    ) -> CheckpointWriter:
+        self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
+        services: Mapping[str, RowService] | None = None,
+    ) -> CheckpointWriter:  # fmt: skip
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 
         Arguments and errors as of `save`.
@@ -106,13 +111,14 @@ class CheckpointFolder:
         def begin() -> None:
             if not aside.is_dir():
                 raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
-            writer.snapshots.begin(aside, self._earlier(step) if writer.snapshots.tables else [])
+            writer.snapshots.begin(aside, self._earlier(step) if writer.snapshots.tables or services else [])
 
         def publish(written: RankFiles) -> None:
             for path, (size, _) in ((aside / name, entry) for name, entry in written.files.items()):
                 if (found := files.size_of(path)) != size:
                     raise OSError(f"{path} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?")
-            tables = {"tables": written.tables} if written.tables else {}
+            tables: dict[str, Any] = {"tables": written.tables} if written.tables else {}
+            tables |= {"servers": written.servers} if written.servers else {}
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
             write_whole(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
@@ -120,7 +126,7 @@ class CheckpointFolder:
                 self._mark_best(step)
 
         files.ignore_single_process_warning()
-        writer = CheckpointWriter(aside, step, tensors, manifest, group, publish)
+        writer = CheckpointWriter(aside, step, tensors, manifest, group, publish, services)
         with self.reporting(writer):
             on_rank_zero(group, make, OSError)
             on_all_ranks(group, begin, OSError)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,30 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.data.loader import merge_positions, rank_position
+from tritonemb.server.attach import collections_on_servers
+from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.server_table import RowService
+from tritonemb.tables.table_set import TableSet
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
-from tritonemb.training.checkpoint.reader import has_part, load_tensors, read_manifest, saved_tables, stored_tensors
+from tritonemb.training.checkpoint.reader import (
+    has_part,
+    load_tensors,
+    read_manifest,
+    saved_on_servers,
+    saved_tables,
+    stored_tensors,
+)
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, Manifest, Tensors
 from tritonemb.training.config import plain
 from tritonemb.training.doctor import versions
-from tritonemb.training.ranks import on_each_rank
+from tritonemb.training.ranks import on_each_rank, on_rank_zero
 from tritonemb.utils import print_error
 
 
@@ -57,7 +69,10 @@ class AsyncSave:
         self._running: tuple[CheckpointWriter, Future[Metadata]] | None = None
         atexit.register(_finish, weakref.ref(self))
 
-    def start(self, step: int, tensors: Tensors, manifest: Manifest, best: bool = False) -> CheckpointSaved | None:
+    def start(
+        self, step: int, tensors: Tensors, manifest: Manifest, best: bool = False,
+        services: Mapping[str, RowService] | None = None,
+    ) -> CheckpointSaved | None:  # fmt: skip
         """Begin to write a checkpoint, see `CheckpointFolder.save`; wait for the one before, return it if nobody has.
 
         Raises:
@@ -67,7 +82,7 @@ class AsyncSave:
             StorageError: what was trained could not be written to a table on disk.
         """
         before = self.wait()
-        writer = self.folder.begin(step, tensors, manifest, self._group, best)
+        writer = self.folder.begin(step, tensors, manifest, self._group, best, services)
         writer.per_thread_copy_ahead = 0  # the copies are in host memory
         with self.folder.reporting(writer):
             future = async_save(
@@ -103,6 +118,17 @@ def load_model(
 ) -> None:  # fmt: skip
     """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
+    here, there = _on_servers(model), on_each_rank(group, lambda: saved_on_servers(Path(path)))
+    servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[str, Tensor]()
+    for name, chains in there.items():
+        if name not in here:
+            for of_servers, saved in on_each_rank(group, partial(read_tables, chains)).items():
+                servers_to_tables |= {f"{_prefix(name)}{of_servers}.{field}": value for field, value in saved.items()}
+    tensors = {name: value for name, value in tensors.items() if name.removeprefix("model.") not in servers_to_tables}
+    for name in here.keys() - there.keys():
+        of_tables = tuple(f"model.{_prefix(name)}{config.name}." for config in here[name].configs)
+        tables_to_servers |= {key: _room_for(stored[key]) for key in stored if key.startswith(of_tables)}
+    tensors |= tables_to_servers
     on_disk = on_each_rank(group, lambda: saved_tables(Path(path)))
     for name, table in _dynamic_tables(model):
         prefix = f"model.{name}."
@@ -123,9 +149,47 @@ def load_model(
     load_tensors(path, tensors | {**others}, ignore, group)
     for table, saved in dynamic.items():
         table.adopt(_by_id(saved, path))
+    if servers_to_tables:
+        model.load_state_dict(servers_to_tables, strict=False)
+    on_rank_zero(group, lambda: _load_servers(here, there, tables_to_servers))
+    for name in here.keys() & there.keys():  # the ranks go on from the same step
+        _service(here[name]).restore([], steps_of_snapshot(there[name][0][-1]))
     for cached in model.modules():
         if isinstance(cached, CachedTable) and cached.config.placement == "host":
             cached.reload_cached_rows()
+
+
+def _load_servers(
+    here: Mapping[str, TableSet], there: Mapping[str, list[list[Path]]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Let embedding servers become what a checkpoint has of collections: by servers of then, or as tensors."""
+    for name, tables in here.items():
+        if name in there:
+            _service(tables).restore(there[name], steps_of_snapshot(there[name][0][-1]))
+            continue
+        for config in tables.configs:
+            prefix = f"model.{_prefix(name)}{config.name}."
+            fields = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            _service(tables).load(config.name, fields)
+
+
+def _service(tables: TableSet) -> RowService:
+    assert tables.service is not None
+    return tables.service
+
+
+def _prefix(collection: str) -> str:
+    """Of a collection's names in the model's `state_dict`."""
+    return "" if collection == "tables" else f"{collection}."
+
+
+def services_of(model: nn.Module) -> dict[str, RowService]:
+    """Of a model's collections on embedding servers, by path."""
+    return {path: each.service for path, each in _on_servers(model).items() if each.service is not None}
+
+
+def _on_servers(model: nn.Module) -> dict[str, TableSet]:
+    return collections_on_servers(model.module if isinstance(model, HybridParallel) else model)
 
 
 def _room_for(entry: TensorStorageMetadata) -> Tensor:
@@ -169,7 +233,7 @@ class CheckpointManager:
         assert self._folder is not None
         self.finish()
         step, save = self._state.progress.step, self._folder.checkpoints.save
-        return save(step, self.tensors(), self.manifest(), self._control, best)
+        return save(step, self.tensors(), self.manifest(), self._control, best, services_of(self._state.model))
 
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
@@ -178,7 +242,8 @@ class CheckpointManager:
         """
         if self._async is None:
             return self.save(best)
-        return self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best)
+        services = services_of(self._state.model)
+        return self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best, services)
 
     def finish(self) -> CheckpointSaved | None:
         """Wait for what is being written; CheckpointError if it could not be."""

@@ -67,6 +67,12 @@ def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str
     return found
 
 
+def saved_on_servers(path: Path) -> dict[str, list[list[Path]]]:
+    """Files of embedding servers, a chain of each, by collection."""
+    found = read_manifest_text(path)[1].get("servers", {}) if (path / MANIFEST).is_file() else {}
+    return {name: [[path / file for file in chain["files"]] for chain in chains] for name, chains in found.items()}
+
+
 def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
     """What a checkpoint's manifest, if it has one, says of the tables that are files, by the prefix of their names."""
     return read_manifest_text(path)[1].get("tables", {}) if (path / MANIFEST).is_file() else {}

@@ -9,7 +9,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -30,6 +30,7 @@ from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.io import allocated, sync
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
+from tritonemb.tables.server_table import RowService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, size_and_checksum, size_of
 from tritonemb.training.ranks import Failure, on_all_ranks, on_each_rank, raise_failures
@@ -57,10 +58,11 @@ class CheckpointWriter(FileSystemWriter):
     def __init__(
         self, folder: Path, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup,
         publish: Callable[["RankFiles"], None],  # for rank 0, when all ranks' files are on the disk
+        services: Mapping[str, RowService] | None = None,  # of collections on embedding servers; rank 0's are asked
     ) -> None:  # fmt: skip
         self._began = time.perf_counter()
         in_memory, tables = split_tables(tensors)
-        snapshots = TableSnapshots(tables)
+        snapshots = TableSnapshots(tables, services or {} if group.rank == 0 else {})
 
         def check() -> tuple[Shards, int, int, int]:
             self.manifest = json.dumps(manifest)
@@ -158,6 +160,7 @@ class RankFiles(NamedTuple):
     files: Files
     tables: dict[str, dict[str, Any]]  # of the manifest, as far as this rank knows them, by the prefix of their names
     num_bytes: int  # that are new
+    servers: dict[str, list[dict[str, Any]]]  # files of embedding servers, and their last snapshots, by collection
 
 
 def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, DiskTable]]:
@@ -188,10 +191,15 @@ class _Snapshot(NamedTuple):
 
 
 class TableSnapshots:
-    """Writes this rank's parts of tables on disk into a checkpoint's folder, while training goes on."""
+    """Writes this rank's parts of tables on disk into a checkpoint's folder, while training goes on.
 
-    def __init__(self, tables: Mapping[str, DiskTable]) -> None:
-        self.tables = tables
+    And lets embedding servers write theirs, before it does; `services` are those of collections by path.
+    """
+
+    def __init__(self, tables: Mapping[str, DiskTable], services: Mapping[str, RowService]) -> None:
+        self.tables, self._services = tables, services
+        self._servers: dict[str, list[dict[str, Any]]] = {}
+        self._folder = Path()
         self._parts: dict[CachedTable, list[str]] = {}  # each once, with all its prefixes
         for prefix, table in tables.items():
             for part in (part for part, mine in table.parts.items() if mine):
@@ -205,6 +213,9 @@ class TableSnapshots:
 
     def begin(self, folder: Path, earlier: Earlier) -> None:
         """Submit the snapshots: they hold the rows of this moment. Changes may follow some earlier checkpoint."""
+        self._folder = folder
+        for name, service in self._services.items():
+            self._servers[name] = let_servers_write(folder, name, service, earlier)
         for part, prefixes in self._parts.items():
             store, stem = _store(part), stem_of(prefixes[0], part.row_config)
             follows = store.last_snapshot
@@ -234,7 +245,10 @@ class TableSnapshots:
             part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
             for prefix in prefixes:
                 tables[prefix]["parts"].append(part)
-        return RankFiles(files, tables, num_bytes)
+        for chain in (chain for chains in self._servers.values() for chain in chains):
+            files |= {name: size_and_checksum(self._folder / name) for name in chain["files"]}
+            num_bytes += files[chain["files"][-1]][0]
+        return RankFiles(files, tables, num_bytes, self._servers)
 
     def settle(self) -> None:
         """Wait until nothing is being written, whether it fails or not."""
@@ -243,13 +257,37 @@ class TableSnapshots:
                 snapshot.future.wait()
 
 
+def let_servers_write(folder: Path, name: str, service: RowService, earlier: Earlier) -> list[dict[str, Any]]:
+    """Snapshots of all servers of a collection, which follow those of an earlier checkpoint if they can: of each server
+    the chain of files, and its last snapshot. StorageError as of `RowService.snapshot`.
+    """
+    stem = _stem(name)
+    source, manifest = next((each for each in earlier if name in each[1].get("servers", {})), (folder, {}))
+    last = manifest.get("servers", {}).get(name, [])
+    number = max((len(each["files"]) for each in last), default=0)
+    for before in (last if number < MAX_FILES else [], []):
+        prefix = folder / f"{stem}.{number if before else 0}."
+        written = service.snapshot(prefix, changes_only=bool(before))
+        new = [Path(f"{prefix}{server}.server") for server in range(len(written))]
+        follows = [each["after"] for each in written] == [each["snapshot"] for each in before]
+        chains = [each["files"] for each in before] if follows else [[] for _ in written]
+        if not before or (follows and _link(source, folder, [name for chain in chains for name in chain])):
+            return [
+                {"files": [*chain, path.name], "snapshot": each["snapshot"]}
+                for chain, path, each in zip(chains, new, written, strict=True)
+            ]
+        for path in new:
+            path.unlink()
+    raise AssertionError
+
+
 def merge_files(ranks: Sequence[RankFiles]) -> RankFiles:
     """What all ranks have written."""
     files = sorted(entry for rank in ranks for entry in rank.files.items())
     tables: dict[str, dict[str, Any]] = {}
     for prefix, entry in (entry for rank in ranks for entry in rank.tables.items()):
         tables.setdefault(prefix, entry | {"parts": []})["parts"].extend(entry["parts"])
-    return RankFiles(dict(files), tables, sum(rank.num_bytes for rank in ranks))
+    return RankFiles(dict(files), tables, sum(rank.num_bytes for rank in ranks), ranks[0].servers)
 
 
 def describe_part(config: TableConfig) -> dict[str, Any]:
@@ -264,9 +302,13 @@ def describe_part(config: TableConfig) -> dict[str, Any]:
 
 def stem_of(prefix: str, part: TableConfig) -> str:
     """The beginning of a part's file names, which no other one has."""
-    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
     origin = f"-{part.row_origin}-{part.column_origin}" if part.row_origin or part.column_origin else ""
-    return f"{readable}-{zlib.crc32(prefix.encode()):08x}{origin}"
+    return f"{_stem(prefix)}{origin}"
+
+
+def _stem(prefix: str) -> str:
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
+    return f"{readable}-{zlib.crc32(prefix.encode()):08x}"
 
 
 def _store(table: CachedTable) -> DiskRows:
@@ -291,7 +333,7 @@ def _pays(source: Path, files: Mapping[str, list[int]], store: DiskRows) -> bool
     return sum(changes) + store.changed_pages().numel() * PAGE_BYTES < base
 
 
-def _link(source: Path, folder: Path, names: Mapping[str, Any]) -> bool:
+def _link(source: Path, folder: Path, names: Iterable[str]) -> bool:
     try:
         for name in names:
             (folder / name).hardlink_to(source / name)
