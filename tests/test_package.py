@@ -12,7 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "tritonemb").rglob("*.py"))
-SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "tritonemb/cli.py", "tests/test_package.py")
+SHIPPED = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "tritonemb/cli.py",
+    "tests/test_package.py",
+    "deploy/Containerfile",
+)
 
 
 def run_python(program: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -117,7 +117,7 @@ def train_job(manifest: dict[str, Any]) -> str:
     Raises:
         AssertionError: it fails, or the manifest has a field that there is not.
     """
-    _check(manifest, TRAIN_JOB, "")
+    check_fields(manifest, TRAIN_JOB, "")
     spec = manifest["spec"]
     patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     pod = patch["template"]["spec"]["template"]["spec"]
@@ -129,16 +129,17 @@ def train_job(manifest: dict[str, Any]) -> str:
     return torchrun(["--nproc-per-node", str(spec["trainer"]["numProcPerNode"]), *command[1:]])
 
 
-def _check(value: Any, allowed: Any, where: str) -> None:
+def check_fields(value: Any, allowed: Any, where: str) -> None:
+    """AssertionError if a manifest has a field that `allowed` lacks; None allows any value, a list any number."""
     if isinstance(allowed, dict):
         assert isinstance(value, dict), where
         for key, inner in value.items():
             assert key in allowed, f"{where}.{key} is none of {sorted(allowed)}"
-            _check(inner, allowed[key], f"{where}.{key}")
+            check_fields(inner, allowed[key], f"{where}.{key}")
     elif isinstance(allowed, list):
         assert isinstance(value, list), where
         for inner in value:
-            _check(inner, allowed[0], where)
+            check_fields(inner, allowed[0], where)
     elif allowed is not None:
         assert value == allowed, f"{where} is {value!r}, expected {allowed!r}"
 

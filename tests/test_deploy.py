@@ -1,0 +1,387 @@
+"""The manifests of deploy/: Kubernetes, KubeRay and our own commands know what they say, and they agree."""
+
+from __future__ import annotations
+
+import copy
+import re
+import runpy
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("torchmetrics")
+pytest.importorskip("tyro")
+
+from torch.distributed.run import get_args_parser
+
+from tests.docs.launch import check_fields
+from tritonemb import cli
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+KUBERNETES = "1.33"  # what docs/deploy.md asks for
+PAGE = (ROOT / "docs" / "deploy.md").read_text()
+CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
+DOCUMENTS = {
+    f"{path.parent.name}/{path.name}: {document['kind']} {document.get('metadata', {}).get('name', '')}": document
+    for path in sorted(DEPLOY.rglob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+}
+# Options that the command does not have before it has embedding servers.
+HAS_SERVERS = "server" in cli.COMMANDS
+COMING = () if HAS_SERVERS else ("--servers", "--staleness")
+
+# The fields of ray.io/v1 in KubeRay 1.5 and newer; pod templates are checked as Kubernetes' own.
+GROUP = dict.fromkeys(("replicas", "minReplicas", "maxReplicas", "groupName", "rayStartParams", "template", "suspend"))
+GROUP |= dict.fromkeys(("idleTimeoutSeconds", "numOfHosts", "scaleStrategy"))
+RAY_CLUSTER = {
+    "authOptions": {"mode": "token", "secretName": None},
+    "headGroupSpec": dict.fromkeys(("template", "headService", "enableIngress", "rayStartParams", "serviceType")),
+    "workerGroupSpecs": [GROUP],
+    **dict.fromkeys(("rayVersion", "suspend", "managedBy", "autoscalerOptions", "headServiceAnnotations")),
+    **dict.fromkeys(("enableInTreeAutoscaling", "gcsFaultToleranceOptions")),
+}
+RAY_JOB = {
+    "rayClusterSpec": RAY_CLUSTER,
+    "submitterConfig": {"backoffLimit": None},
+    **dict.fromkeys(("entrypoint", "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "submissionMode")),
+    **dict.fromkeys(("activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished", "shutdownAfterJobFinishes")),
+    **dict.fromkeys(("suspend", "managedBy", "clusterSelector", "deletionStrategy", "jobId", "metadata")),
+    **dict.fromkeys(("runtimeEnvYAML", "submitterPodTemplate")),
+}
+ISSUER = {"name": None, "kind": "Issuer", "group": "cert-manager.io"}
+PRIVATE_KEY = dict.fromkeys(("algorithm", "size", "encoding", "rotationPolicy"))
+NAMES = dict.fromkeys(("commonName", "dnsNames", "ipAddresses", "uris", "secretName", "secretTemplate", "subject"))
+TIMES = dict.fromkeys(("duration", "renewBefore", "revisionHistoryLimit"))
+CERTIFICATE = {**NAMES, **TIMES, "issuerRef": ISSUER, "privateKey": PRIVATE_KEY, "isCA": None, "usages": None}
+OBJECT = {"apiVersion": None, "kind": None, "metadata": {"name": None, "labels": None}}
+CUSTOM = {
+    "ray.io/v1 RayJob": OBJECT | {"spec": RAY_JOB},
+    "cert-manager.io/v1 Issuer": OBJECT | {"spec": {"selfSigned": {}, "ca": {"secretName": None}}},
+    "cert-manager.io/v1 Certificate": OBJECT | {"spec": CERTIFICATE},
+    "kustomize.config.k8s.io/v1beta1 Kustomization": {
+        **dict.fromkeys(("apiVersion", "kind", "resources", "generatorOptions")),
+        "images": [dict.fromkeys(("name", "newName", "newTag", "digest"))],
+        "configMapGenerator": [dict.fromkeys(("name", "files", "literals"))],
+    },
+}
+
+
+def get(folder: str, kind: str, name: str) -> Any:
+    """The object, without the name of its file."""
+    (found,) = (each for key, each in DOCUMENTS.items() if re.fullmatch(rf"{folder}/[\w.-]+: {kind} {name}", key))
+    return found
+
+
+ROWS = get("kubernetes", "StatefulSet", "rows")["spec"]
+JOB = get("kubernetes", "Job", "trainers")["spec"]
+RAY = get("kuberay", "RayJob", "clicks")["spec"]
+GROUPS = {group["groupName"]: group for group in RAY["rayClusterSpec"]["workerGroupSpecs"]}
+RAY_ROWS = {name: group["template"] for name, group in GROUPS.items() if name != "trainers"}
+TEMPLATES = {
+    "servers": ROWS["template"],
+    "trainers": JOB["template"],
+    "Ray's head": RAY["rayClusterSpec"]["headGroupSpec"]["template"],
+    **{f"Ray's {name}": group["template"] for name, group in GROUPS.items()},
+}
+CONTAINERS = [
+    (template, container)
+    for template in TEMPLATES.values()
+    for container in template["spec"]["containers"] + template["spec"].get("initContainers", [])
+]
+
+
+def container(template: dict[str, Any], name: str) -> Any:
+    (found,) = (each for each in template["spec"]["containers"] if each["name"] == name)
+    return found
+
+
+def words_of(container: dict[str, Any]) -> list[str]:
+    """Its command, with the variables that Kubernetes puts into it."""
+    values = {"JOB_COMPLETION_INDEX": "0"}
+    for variable in container.get("env", []):
+        chosen = variable.get("valueFrom", {}).get("configMapKeyRef")
+        value = get("kubernetes", "ConfigMap", chosen["name"])["data"][chosen["key"]] if chosen else None
+        values[variable["name"]] = variable.get("value", value)
+    words = container.get("command", ["tritonemb"]) + container.get("args", [])
+    return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in words]
+
+
+def option(words: list[str], name: str) -> str:
+    (found,) = (word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
+    return found
+
+
+SERVER = words_of(container(ROWS["template"], "rows"))
+TRAINER = words_of(container(JOB["template"], "trainer"))
+ADDRESSES = [f"rows-{number}.{ROWS['serviceName']}" for number in range(ROWS["replicas"])]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_there_are_such_fields(name):
+    document = DOCUMENTS[name]
+    if allowed := CUSTOM.get(f"{document['apiVersion']} {document['kind']}"):
+        check_fields(document, allowed, document["kind"])
+    else:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_there_are_such_fields_of_pods(name):
+    wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, "template": TEMPLATES[name]}
+    kubernetes_validate.validate(wrapped, KUBERNETES, strict=True)
+    misspelt = copy.deepcopy(wrapped)
+    misspelt["template"]["spec"]["containers"][0]["imagePullPolice"] = "Always"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(misspelt, KUBERNETES, strict=True)
+
+
+def test_a_field_that_kuberay_lacks_is_found():
+    document = copy.deepcopy(get("kuberay", "RayJob", "clicks"))
+    document["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 1
+    with pytest.raises(AssertionError, match="replica"):
+        check_fields(document, CUSTOM["ray.io/v1 RayJob"], "RayJob")
+
+
+def test_ray_groups_have_what_kuberay_requires():
+    for group in (RAY["rayClusterSpec"]["headGroupSpec"], *GROUPS.values()):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    for group in GROUPS.values():
+        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+    assert len(GROUPS) <= 7  # that Kueue admits
+
+
+@pytest.mark.parametrize("folder", ["kubernetes", "kuberay"])
+def test_a_kustomization_has_all_files_and_images(folder):
+    kustomization = get(folder, "Kustomization", "")
+    assert sorted([*kustomization["resources"], "kustomization.yaml"]) == sorted(
+        path.name for path in (DEPLOY / folder).glob("*.yaml")
+    )
+    assert [image["name"] for image in kustomization["images"]] == ["tritonemb"]
+    for generator in kustomization.get("configMapGenerator", []):
+        assert all((DEPLOY / folder / name).is_file() for name in generator["files"])
+
+
+def test_every_server_is_named_in_all_places():
+    addresses = [f"grpc+tls://{address}:9000" for address in ADDRESSES]
+    assert option(TRAINER, "--servers").split(",") == addresses
+    assert option(shlex.split(RAY["entrypoint"]), "--servers").split(",") == addresses
+    assert get("kubernetes", "Certificate", "rows")["spec"]["dnsNames"] == ADDRESSES
+    assert [f"{pod['spec']['hostname']}.{pod['spec']['subdomain']}" for pod in RAY_ROWS.values()] == ADDRESSES
+    assert [f"{name}.rows" for name in RAY_ROWS] == ADDRESSES
+
+
+def test_ports_and_labels_agree():
+    for folder, templates in (("kubernetes", [ROWS["template"]]), ("kuberay", list(RAY_ROWS.values()))):
+        service = get(folder, "Service", "rows")["spec"]
+        (port,) = service["ports"]
+        for template in templates:
+            server = container(template, "rows")
+            (listens,) = server["ports"]
+            assert option(words_of(server), "--address") == f"grpc+tls://0.0.0.0:{listens['containerPort']}"
+            assert (port["port"], port["targetPort"]) == (listens["containerPort"], listens["name"])
+            assert server["readinessProbe"]["tcpSocket"]["port"] == listens["name"]
+            assert template["metadata"]["labels"] == service["selector"]
+        assert service["clusterIP"] == "None"
+    assert ROWS["serviceName"] == "rows"
+    for selects in (ROWS, get("kubernetes", "PodDisruptionBudget", "rows")["spec"]):
+        assert selects["selector"]["matchLabels"] == ROWS["template"]["metadata"]["labels"]
+
+
+def test_both_ways_have_the_same_servers_and_volumes():
+    server = container(ROWS["template"], "rows")
+    (claim,) = ROWS["volumeClaimTemplates"]
+    for name, template in RAY_ROWS.items():
+        ours = container(template, "rows")
+        assert (words_of(ours), ours["resources"], ours["env"]) == (SERVER, server["resources"], server["env"])
+        (folder,) = (each for each in template["spec"]["volumes"] if each["name"] == claim["metadata"]["name"])
+        disk = get("kuberay", "PersistentVolumeClaim", folder["persistentVolumeClaim"]["claimName"])
+        assert disk["metadata"]["name"] == f"{claim['metadata']['name']}-{name}"
+        assert disk["spec"] == claim["spec"]
+
+
+def test_a_server_has_enough_memory_and_disk():
+    rows = float(option(SERVER, "--memory"))
+    resources = container(ROWS["template"], "rows")["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    assert num_bytes(resources["limits"]["memory"]) >= 1.25 * rows
+    assert num_bytes(ROWS["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]) >= 3 * rows
+
+
+def num_bytes(quantity: str) -> int:
+    return int(quantity[:-2]) << {"Gi": 30, "Ti": 40}[quantity[-2:]]
+
+
+def test_servers_and_trainers_are_in_one_zone_and_servers_apart():
+    zones = []
+    for template in TEMPLATES.values():
+        required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        ((term,),) = (each["matchExpressions"] for each in required["nodeSelectorTerms"])
+        assert (term["key"], term["operator"]) == ("topology.kubernetes.io/zone", "In")
+        zones.append(term["values"])
+    assert zones == [zones[0]] * len(zones)
+    assert len(zones[0]) == 1
+    for template in (ROWS["template"], *RAY_ROWS.values()):
+        (apart,) = template["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert apart["topologyKey"] == "kubernetes.io/hostname"
+        assert apart["labelSelector"]["matchLabels"] == template["metadata"]["labels"]
+
+
+def test_secrets_and_files_are_there():
+    signed = {each["spec"]["secretName"] for each in DOCUMENTS.values() if each["kind"] == "Certificate"}
+    for template, each in CONTAINERS:
+        variables = each.get("env", [])
+        for secret in (variable.get("valueFrom", {}).get("secretKeyRef") for variable in variables):
+            if secret:
+                assert f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}=" in PAGE
+        secrets = {volume["name"]: volume["secret"] for volume in template["spec"]["volumes"] if "secret" in volume}
+        files = set()
+        for mount in each.get("volumeMounts", []):
+            if secret := secrets.get(mount["name"]):
+                assert secret["secretName"] in signed
+                assert f"kubectl create secret generic {secret['secretName']} --from-file" in PAGE
+                files |= {f"{mount['mountPath']}/{item['path']}" for item in secret["items"]}
+        named = words_of(each) + [variable["value"] for variable in variables if "value" in variable]
+        assert set(re.findall(r"/tls/[\w.]+", " ".join(named))) == files, each["name"]  # no more than it needs
+    assert {option(SERVER, "--certificate"), option(SERVER, "--key")} == {"/tls/tls.crt", "/tls/tls.key"}
+
+
+def test_pods_are_restricted_as_the_pod_security_standards_say():
+    for template in TEMPLATES.values():
+        pod = template["spec"]["securityContext"]
+        assert f"\nUSER {pod['runAsUser']}:{pod['runAsGroup']}\n" in CONTAINERFILE
+        assert pod["runAsNonRoot"] is True
+        assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert template["spec"]["automountServiceAccountToken"] is False
+    for _, each in CONTAINERS:
+        assert each["image"] == "tritonemb"
+        assert each["securityContext"]["allowPrivilegeEscalation"] is False
+        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert each["resources"]["requests"].keys() >= {"cpu", "memory"}
+
+
+def test_trainers_start_as_one_job():
+    options = get_args_parser().parse_args(TRAINER[1:])
+    service = get("kubernetes", "Service", JOB["template"]["spec"]["subdomain"])["spec"]
+    assert int(options.nnodes) == JOB["completions"] == JOB["parallelism"] == GROUPS["trainers"]["replicas"]
+    assert (options.node_rank, options.rdzv_backend) == (0, "static")
+    assert options.rdzv_endpoint == f"trainers-0.trainers:{service['ports'][0]['port']}"
+    assert service["selector"] == JOB["template"]["metadata"]["labels"]
+    assert service["publishNotReadyAddresses"] is True
+    limits = container(JOB["template"], "trainer")["resources"]["limits"]
+    assert int(options.nproc_per_node) == limits["nvidia.com/gpu"]
+    assert (JOB["completionMode"], JOB["template"]["spec"]["restartPolicy"]) == ("Indexed", "Never")
+    for job in (get("kubernetes", "Job", "trainers"), get("kuberay", "RayJob", "clicks")):
+        assert job["spec"]["suspend"] is True
+        assert job["metadata"]["labels"].keys() == {"kueue.x-k8s.io/queue-name"}
+
+
+def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The options of a `tritonemb` command by its own parser; what it would do is not done."""
+    name, *arguments = words
+    module, _, function = {"train": ("tritonemb.training.job", None, "train"), **cli._SIMPLE}[name]
+    found = []
+    monkeypatch.setattr(f"{module}.{function}", lambda options, *_: found.append(options))
+    assert cli.main([name, *(word for word in arguments if word.partition("=")[0] not in COMING)]) == 0
+    return found[0]
+
+
+def test_trainers_have_options_that_there_are(monkeypatch):
+    options = get_args_parser().parse_args(TRAINER[1:])
+    assert (TRAINER[0], options.module, options.training_script) == ("torchrun", True, "tritonemb")
+    config = parsed(options.training_script_args, monkeypatch)
+    mounts = [mount["mountPath"] for mount in container(JOB["template"], "trainer")["volumeMounts"]]
+    assert {f"/{Path(path).parts[1]}" for path in (config.data, config.output.out)} <= set(mounts)
+
+
+@pytest.mark.skipif(not HAS_SERVERS, reason="there is no command `server` yet")
+def test_servers_have_options_that_there_are(monkeypatch):
+    assert SERVER[0] == "tritonemb"
+    parsed(SERVER[1:], monkeypatch)
+
+
+@pytest.fixture
+def ray(monkeypatch) -> list[list[str]]:
+    """A Ray that does at once what it is asked for; the commands that its machines start."""
+    group = SimpleNamespace(ready=lambda: None)
+    remote = lambda function: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=function))  # noqa: E731
+    fake = {
+        "ray": {"init": lambda: None, "get": lambda value: value, "wait": lambda left: (left[:1], left[1:])},
+        "ray.util": {"get_node_ip_address": lambda: "10.0.0.1"},
+        "ray.util.placement_group": {"placement_group": lambda bundles, strategy: group},
+        "ray.util.scheduling_strategies": {"PlacementGroupSchedulingStrategy": lambda *_, **__: None},
+    }
+    for name, members in fake.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    vars(sys.modules["ray"]).update(remote=remote, util=sys.modules["ray.util"])
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: started.append(command))
+    return started
+
+
+def test_ray_starts_torchrun_with_options_that_there_are(ray, monkeypatch):
+    python, script, *arguments = shlex.split(RAY["entrypoint"])
+    (mount,) = container(TEMPLATES["Ray's head"], "ray-head")["volumeMounts"]
+    assert (python, script) == ("python", f"{mount['mountPath']}/launch.py")
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(str(DEPLOY / "kuberay" / "launch.py"), run_name="__main__")
+    options = [get_args_parser().parse_args(command[1:]) for command in ray]
+    assert [int(each.nnodes) for each in options] == [GROUPS["trainers"]["replicas"]] * len(options)
+    assert [each.node_rank for each in options] == list(range(GROUPS["trainers"]["replicas"]))
+    limits = container(TEMPLATES["Ray's trainers"], "ray-worker")["resources"]["limits"]
+    assert {int(each.nproc_per_node) for each in options} == {limits["nvidia.com/gpu"]}
+    assert {each.rdzv_endpoint for each in options} == {"10.0.0.1:29500"}
+    in_job = get_args_parser().parse_args(TRAINER[1:]).training_script_args
+    runs = ("--out=/data/runs/kubernetes", "--out=/data/runs/kuberay")
+    assert options[0].training_script_args == [runs[1] if word == runs[0] else word for word in in_job]
+    parsed(options[0].training_script_args, monkeypatch)
+
+
+def test_trainers_wait_for_servers(monkeypatch, capsys):
+    (wait,) = JOB["template"]["spec"]["initContainers"]
+    python, flag, script = words_of(wait)
+    assert (python, flag) == ("python", "-c")
+    assert wait["env"][0] in container(JOB["template"], "trainer")["env"]
+    with socket.socket() as first, socket.socket() as second:
+        for server in (first, second):
+            server.bind(("127.0.0.1", 0))
+        addresses = [f"grpc+tls://127.0.0.1:{server.getsockname()[1]}" for server in (first, second)]
+        first.listen()
+        monkeypatch.setenv("SERVERS", ",".join(addresses))
+        monkeypatch.setattr(time, "sleep", lambda _: second.listen())
+        exec(script, {})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(addresses[1])
+
+
+def test_the_image_has_the_versions_of_ci_and_of_the_manifests():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S*)$", CONTAINERFILE, re.MULTILINE))
+    assert arguments["TORCH"] in (ROOT / "constraints.txt").read_text().splitlines()
+    assert arguments["RAY"] == f"ray[default]=={RAY['rayClusterSpec']['rayVersion']}"
+    (python,) = re.findall(r"^FROM python:([\d.]+)-slim AS plain$", CONTAINERFILE, re.MULTILINE)
+    assert any(each.endswith(f":: {python}") for each in project["classifiers"])
+    for sources in re.findall(r"^COPY (.*) \S+$", CONTAINERFILE, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in sources.split()), sources
+    assert CONTAINERFILE.rstrip().endswith("\nFROM plain")
+    assert '\nENTRYPOINT ["tritonemb"]\n' in CONTAINERFILE
+
+
+def test_the_page_names_what_there_is():
+    assert all((ROOT / path.rstrip(".")).exists() for path in re.findall(r"\bdeploy/[\w./-]+", PAGE))
+    assert f"Kubernetes {KUBERNETES} or newer" in PAGE
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", CONTAINERFILE, re.MULTILINE)
+    assert set(re.findall(r"--target (\w+)", PAGE)) <= set(stages)
