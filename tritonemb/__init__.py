@@ -5,10 +5,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritonemb import compiler, data, interop, nn, optim, sharding
+    from tritonemb import compiler, data, interop, nn, optim, server, sharding
     from tritonemb.jagged import KeyedJaggedTensor
     from tritonemb.nn.fuse import fuse, unfuse
     from tritonemb.ops.registry import check_errors
+    from tritonemb.server import AtMost
     from tritonemb.sharding import HybridParallel
     from tritonemb.training import Trainer
     from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AdmissionConfig",
+    "AtMost",
     "CacheConfig",
     "EvictionConfig",
     "HybridParallel",
@@ -29,13 +31,14 @@ __all__ = [
     "interop",
     "nn",
     "optim",
+    "server",
     "sharding",
     "unfuse",
 ]
 _MODULES = {
-    "AdmissionConfig": "types", "CacheConfig": "types", "EvictionConfig": "types", "HybridParallel": "sharding",
-    "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training", "check_errors": "ops.registry",
-    "fuse": "nn.fuse", "unfuse": "nn.fuse",
+    "AdmissionConfig": "types", "AtMost": "server", "CacheConfig": "types", "EvictionConfig": "types",
+    "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training",
+    "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Embedding servers: tables on CPU machines, shared by trainers, with bounded and reproducible staleness."""
 
-from tritonemb.server.attach import AtMost, Servers, attach, flush, start
+from tritonemb.server.attach import AtMost, Servers, attach, connect, flush, start
+from tritonemb.server.node import EmbeddingServer
 
-__all__ = ["AtMost", "Servers", "attach", "flush", "start"]
+__all__ = ["AtMost", "EmbeddingServer", "Servers", "attach", "connect", "flush", "start"]

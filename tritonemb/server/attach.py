@@ -1,20 +1,25 @@
 """Embedding servers for a model: start them, and let them have the rows of its tables."""
 
+import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.flight import ROOTS, TOKEN
 from tritonemb.server.client import CollectionClient, Connection
-from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.launch import ServerProcess
+from tritonemb.server.node import EmbeddingServer, LogMode
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
-from tritonemb.server.transport import LocalTransport, Transport
+from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
 from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
-from tritonemb.utils import Closing
+from tritonemb.utils import Closing, on_error
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,21 @@ def steps_of(staleness: "int | AtMost | None") -> int | None:
 
 
 class Servers(Closing):
-    """Connections of this process to embedding servers; and these themselves, where it has started them."""
+    """Connections of this process to embedding servers; and these themselves, where it has started them.
 
-    def __init__(self, transports: Sequence[Transport], own: Sequence[Closing] = (), patience: float = 30.0) -> None:
-        self._own = list(own)
+    `addresses` and `token` are what other processes need to connect to servers that are processes.
+    """
+
+    def __init__(
+        self, transports: Sequence[Transport], own: Sequence[Closing] = (), patience: float = 20.0, token: str = ""
+    ) -> None:
+        self._own, self.token = list(own), token
         self.connections = [Connection(transport, patience) for transport in transports]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all servers."""
+        return [connection.address for connection in self.connections]
 
     def __len__(self) -> int:
         return len(self.connections)
@@ -58,12 +73,49 @@ class Servers(Closing):
             each.close()
 
 
-def start(number: int) -> Servers:
-    """Embedding servers in this process, each with a thread of its own."""
+def start(
+    number: int, *, processes: bool = False, folder: str | Path | None = None, log: LogMode | None = None
+) -> Servers:
+    """Start embedding servers on this machine; `close` ends them, and so does the end of this process, however it ends.
+
+    Args:
+        processes: each in a process of its own, which is started again if it ends and there is a log; else each in a
+            thread of this process, to which rows are passed by reference.
+        folder: where their state is saved; what is there is restored.
+        log: who keeps what they were told since then; see `EmbeddingServer`.
+
+    Raises:
+        ValueError: there is no server to start, or a log without a folder.
+        OSError: a process did not start, or the folder cannot be used.
+    """
     if number < 1:
         raise ValueError(f"the number of servers must be at least 1, got {number}")
-    servers = [EmbeddingServer(f"server-{index}") for index in range(number)]
-    return Servers([LocalTransport(server, server.name) for server in servers], servers)
+    own, token = list[Any](), secrets.token_hex(32)
+    with on_error(lambda: [each.close() for each in own]):
+        for index in range(number):
+            path = None if folder is None else Path(folder) / f"server-{index}"
+            own.append(ServerProcess(token, path, log) if processes else EmbeddingServer(f"server-{index}", path, log))
+    if processes:
+        return Servers([FlightTransport(each.address, token) for each in own], own, token=token)
+    return Servers([LocalTransport(each, each.name) for each in own], own)
+
+
+def connect(addresses: Sequence[str], *, token: str | None = None, roots: str | Path | None = None) -> Servers:
+    """Connect to embedding servers that run already: `tritonemb server`.
+
+    Args:
+        addresses: grpc://HOST:PORT or grpc+tls://HOST:PORT of all of them, in the same order on every trainer.
+        token: that they expect; that of the environment (TRITONEMB_TOKEN) if not given.
+        roots: a PEM file of certificates to trust with TLS; that of TRITONEMB_TLS_ROOTS, or the system's, if not given.
+
+    Raises:
+        ConnectionError, PermissionError: one does not answer, or expects another token.
+        ValueError: an address cannot be one.
+    """
+    if not addresses:
+        raise ValueError("no address of an embedding server is given")
+    token, roots = token or os.environ.get(TOKEN, ""), roots or os.environ.get(ROOTS)
+    return Servers([FlightTransport(address, token, roots) for address in addresses])
 
 
 def attach(

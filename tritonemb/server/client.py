@@ -38,7 +38,7 @@ class Connection(Closing):
         keep_bytes: of messages; when there are more, the server is asked to save its state, which is waited for.
     """
 
-    def __init__(self, transport: Transport, patience: float = 30.0, keep_bytes: int = 1 << 28) -> None:
+    def __init__(self, transport: Transport, patience: float = 20.0, keep_bytes: int = 1 << 28) -> None:
         self._transport, self._patience, self.address = transport, patience, transport.address
         self._client, self._lock = uuid.uuid4().hex, threading.RLock()
         self._next, self._asked = 0, itertools.count()

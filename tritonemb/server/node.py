@@ -64,18 +64,22 @@ class EmbeddingServer(Closing):
         folder: where the state is, which is restored if there is one; none if not given.
         log: who has what was told since the state was saved: clients ("memory"; they send it again), a file ("disk"),
             or a file that survives a loss of power ("fsync").
+        memory: bytes that tables may take, at most, with their states and indexes; what needs more is refused.
 
     Raises:
         StorageError: the folder cannot be read or written, or is damaged.
         ValueError: a log without a folder.
     """
 
-    def __init__(self, name: str = "server", folder: str | Path | None = None, log: LogMode | None = None) -> None:
+    def __init__(
+        self, name: str = "server", folder: str | Path | None = None, log: LogMode | None = None,
+        memory: float | None = None,
+    ) -> None:  # fmt: skip
         if log not in (None, *get_args(LogMode)):
             raise ValueError(f"log must be one of {get_args(LogMode)}, got {log!r}")
         if log is not None and folder is None:
             raise ValueError(f"log={log!r} needs a folder, which the state is saved to")
-        self.name, self.log = name, log
+        self.name, self.log, self._memory = name, log, memory
         self.collections: dict[str, ServedTables] = {}
         self._folder = None if folder is None else Path(folder)
         self._clients: dict[str, Client] = {}
@@ -268,6 +272,7 @@ class EmbeddingServer(Closing):
     def _do_create(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         spec, name = CollectionSpec.from_json(values["spec"]), values["collection"]
         if (there := self.collections.get(name)) is None:
+            self._refuse_too_much(spec, values["server"])
             self.collections[name] = ServedTables(spec, values["server"])
             if self._folder is not None:
                 self.save()
@@ -277,6 +282,16 @@ class EmbeddingServer(Closing):
                 "attach it with the same, or start other servers"
             )
         answer(({}, []))
+
+    def _refuse_too_much(self, spec: CollectionSpec, server: int) -> None:
+        needed = spec.num_bytes(server)
+        there = sum(served.spec.num_bytes(served.server) for served in self.collections.values())
+        if self._memory is not None and there + needed > self._memory:
+            raise ValueError(
+                f"embedding server {self.name} has {self._memory:,.0f} bytes for tables, of which {there:,} are taken; "
+                f"these need {needed:,} when they are full. Give it more memory, start more servers, or make tables "
+                "smaller"
+            )
 
     def _do_pull(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]

@@ -44,7 +44,7 @@ class TableSpec:
         num_embeddings: of a static table.
         capacity: rows that there is room for; those of a static table are never evicted.
         bound, seed: of initial values.
-        state_bytes: of a row, and of its index.
+        row_bytes: of a row with its states and its index.
     """
 
     name: str
@@ -54,15 +54,16 @@ class TableSpec:
     capacity: int
     bound: float
     seed: int
+    row_bytes: int
     eviction: Values
     admission: Values
 
     @classmethod
     def of(cls, config: TableConfig, seed: int, optimizer: Optimizer) -> "TableSpec":
         """Of a table that a collection was given."""
+        row_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
+        row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in optimizer.states)
         if config.is_dynamic:
-            row_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
-            row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in optimizer.states)
             capacity = config.capacity or max(1, (config.capacity_bytes or 0) // row_bytes)
         else:
             # Partitions get rows at random: eight standard deviations more than their mean.
@@ -71,7 +72,7 @@ class TableSpec:
                 capacity += math.ceil(8 * math.sqrt(capacity * partitions))
         return cls(
             config.name, config.num_embeddings, config.embedding_dim, str(config.dtype).removeprefix("torch."),
-            capacity, config.bound, seed, asdict(config.eviction), asdict(config.admission),
+            capacity, config.bound, seed, row_bytes, asdict(config.eviction), asdict(config.admission),
         )  # fmt: skip
 
     @property
@@ -133,6 +134,11 @@ class CollectionSpec:
         """The first of a server's partitions of a table, and how many."""
         ends = [*self.owners[table], self.tables[table].num_partitions]
         return ends[server], ends[server + 1] - ends[server]
+
+    def num_bytes(self, server: int) -> int:
+        """Bytes of a server's rows when its tables are full."""
+        sizes = [(self.partitions(n, server)[1], table) for n, table in enumerate(self.tables)]
+        return sum(count * partition_sizes(table.capacity)[2] * table.row_bytes for count, table in sizes)
 
 
 @dataclass

@@ -220,6 +220,7 @@ def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | Non
             raise RuntimeError("these rows have been updated by a backward pass already; look the batch up again")
         if handle == NOT_ACCUMULATING:
             push_gradients(tables, grad, pulled)
+            tables.counters["step"] += 1
         else:
             batch = pulled.values, pulled.offsets, pulled.sample_weights
             accumulate_(tables.counters["pending"], handle, grad, *batch)
@@ -249,4 +250,3 @@ def push_gradients(tables: Tables, grad: Tensor, lookup: PulledBatch) -> None:
                 raise gradient_not_finite(config.name, int(ids[bad.cpu()][0]))
     lookup.on_release = None
     lookup.pull.push([of_table.cpu() for of_table in sums], tables.current_learning_rate)
-    tables.counters["step"] += 1

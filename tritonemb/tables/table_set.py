@@ -394,6 +394,7 @@ class TableSet(OptimizedTables):
         if self.on_servers:
             for batch, pulled in zip(batches, self.pins, strict=True):
                 push_gradients(self, batch.grad, cast(PulledBatch, pulled))
+            self.counters["step"] += 1
             return
         assert self._accumulated_keys is not None
         keys = self._accumulated_keys

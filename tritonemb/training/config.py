@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from tritonemb.data import LogOptions, kind_of
 from tritonemb.optimizers import OPTIMIZERS
+from tritonemb.server import AtMost
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 from tritonemb.utils import Options, did_you_mean, number, require
@@ -102,6 +103,44 @@ class ParallelOptions(Options):
     dense_layers: Literal["ddp", "fsdp"] = "ddp"
     exchange: Codec = "fp16"
     exchange_gradients: Codec = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(Options):
+    """Tables on embedding servers, all of them.
+
+    Args:
+        servers: how many to start on this machine, for this run alone; or addresses of servers that run already,
+            grpc://HOST:PORT or grpc+tls://HOST:PORT, with commas between them.
+        staleness: steps whose updates a batch may miss.
+        staleness_mode: it misses exactly these, so a run can be repeated; at most these; or any number (unbounded).
+        server_log: of servers that are started here, who keeps what they were told, so that they may be lost: trainers
+            (memory), or a file that survives the process (disk) or a loss of power (fsync), in the run's folder.
+    """
+
+    servers: str | None = None
+    staleness: int = number(0, least=0)
+    staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
+    server_log: Literal["memory", "disk", "fsync"] | None = None
+
+    @property
+    def bound(self) -> int | AtMost | None:
+        """As a `Trainer` takes it."""
+        if self.staleness_mode == "unbounded":
+            return None
+        return self.staleness if self.staleness_mode == "exact" else AtMost(self.staleness)
+
+    def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
+        """These tables, on servers if there are any."""
+        if self.servers is None:
+            return list(tables)
+        protect = (self.staleness + 1) * 8
+        return [
+            replace(table, placement="server", cache=CacheConfig(), eviction=replace(table.eviction, protect=protect))
+            if table.is_dynamic
+            else replace(table, placement="server", cache=CacheConfig())
+            for table in tables
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +267,7 @@ class TrainConfig(RunOptions):
         output: what is kept of the run.
         profile: a window of steps under the profiler.
         parallel: how several processes share the work.
+        server: tables on embedding servers.
     """
 
     data: str = "movielens-100k"
@@ -251,6 +291,7 @@ class TrainConfig(RunOptions):
     output: OutputOptions = field(default_factory=OutputOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    server: ServerOptions = field(default_factory=ServerOptions)
 
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,7 @@ from tritonemb.data.batch import Rows, cut
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
+from tritonemb.server import Servers, connect, start
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
@@ -43,7 +44,7 @@ from tritonemb.utils import Options, number, require, write_whole, written_aside
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
-NOT_OF_A_MODEL = ("schedule", "evaluation", "checkpoint", "output", "profile", "parallel", "converted")
+NOT_OF_A_MODEL = ("schedule", "evaluation", "checkpoint", "output", "profile", "parallel", "converted", "server")
 
 
 def train(
@@ -66,7 +67,7 @@ def train(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with joined(config) as (group, device):
+    with joined(config) as (group, device), ExitStack() as stack:
         data = _open(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
         folder = RunFolder(path, config.checkpoint.keep)
@@ -76,10 +77,11 @@ def train(
                 data = on_each_rank(group, functools.partial(cached_as_parquet, data, folder.path / "cache", show))
         kept = {"features": plain(data.features), "num_dense": data.num_dense, "converted": converted}
         torch.manual_seed(config.seed)
+        servers = stack.enter_context(_servers(config, folder.path, group))
         trainer = Trainer(
             _model(config, data, group, device), data, folder=folder.path, config=plain(config) | kept, verbose=verbose,
             callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
-            **config.trainer_options(),
+            servers=servers, staleness=config.server.bound, **config.trainer_options(),
         )  # fmt: skip
         if checkpoint is not None:
             trainer.resume(checkpoint)
@@ -114,6 +116,25 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
         raise
     # After any other exception ranks may be gone, and to destroy the group would be to wait for them.
     dist.destroy_process_group()
+
+
+@contextmanager
+def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Servers | None]:
+    """Connections to embedding servers; those that are started here are rank 0's, and end with it."""
+    options, own = config.server, list[Servers]()
+    if options.servers is None:
+        yield None
+        return
+
+    def begin() -> tuple[list[str], str]:
+        kept = None if options.server_log is None else folder / "servers"
+        own.append(start(int(options.servers or ""), processes=True, folder=kept, log=options.server_log))
+        return own[0].addresses, own[0].token
+
+    here = options.servers.isdecimal()
+    addresses, token = on_rank_zero(group, begin) if here else (options.servers.split(","), "")
+    with own[0] if own else connect(addresses, token=token) as servers:
+        yield servers
 
 
 def _open(config: TrainConfig, group: RankGroup) -> Data:
@@ -170,7 +191,7 @@ def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.devi
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
     """The model of a config, with one table for each feature."""
-    tables = config.tables.place(tables_of(tuple(features), config.embedding_dim))
+    tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
     options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
     if config.model == "dcnv2":
         return DCNv2(tables, num_dense, **options)

@@ -1,0 +1,129 @@
+"""Servers that are processes: the bits of servers in this one, also if they are killed; and nothing outlives a run."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("pyarrow.flight")
+
+import tritonemb as te
+from tests.server.jobs import local_servers, make, train, train_all
+from tests.server.test_staleness import same
+from tritonemb.server import start
+
+DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
+
+
+def processes_of(parent: int) -> list[int]:
+    children = psutil.Process(parent).children(recursive=True)
+    return [child.pid for child in children if "server" in child.cmdline()]
+
+
+def gone(pids: list[int]) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(map(psutil.pid_exists, pids)):
+        time.sleep(0.05)
+    return not any(map(psutil.pid_exists, pids))
+
+
+def test_processes_have_the_bits_of_threads():
+    how = {"trainers": 2, "staleness": 2, "ahead": 2, "dynamic": DYNAMIC}
+    with local_servers(1) as servers:
+        expected = train_all(servers, 8, **how)
+    before = set(processes_of(os.getpid()))
+    with start(2, processes=True) as servers:
+        mine = [pid for pid in processes_of(os.getpid()) if pid not in before]
+        assert len(mine) == 2
+        same(train_all(servers, 8, **how), expected)
+    assert gone(mine)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("log", ["memory", "disk"])
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_killed_servers_change_no_bit(tmp_path, log, staleness):
+    """At any moment: while they take pushes, log them, answer, save their state, or have just been started again."""
+    how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}
+    with local_servers(1) as servers:
+        expected = train_all(servers, 150, **how)
+    with start(2, processes=True, folder=tmp_path, log=log) as servers:
+        own, ended, draw = servers._own, threading.Event(), random.Random(staleness)
+
+        def kill() -> None:
+            for number in range(4):
+                if ended.wait(draw.uniform(0.1, 0.4)):
+                    return
+                for each in own if number == 3 else [draw.choice(own)]:
+                    each._process.send_signal(signal.SIGKILL)
+                    each._process.wait()
+                time.sleep(draw.uniform(0.0, 3.0))
+
+        killing = threading.Thread(target=kill)
+        killing.start()
+        for each in servers.connections:
+            each._keep_bytes = 30_000
+        found = train_all(servers, 150, **how)
+        ended.set()
+        killing.join()
+        same(found, expected)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.few(1)
+def test_nothing_outlives_the_command(tmp_path, sign):
+    command = [sys.executable, "-m", "tritonemb", "train", "--data", "synthetic", "--epochs", "50"]
+    command += ["--servers", "2", "--staleness", "4", "--out", str(tmp_path / "run"), "--server-log", "disk"]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 60
+        while not (tmp_path / "run/log.jsonl").exists() and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.1)
+        assert process.poll() is None, process.stderr.read()
+        servers = processes_of(process.pid)
+        assert len(servers) == 2
+        process.send_signal(sign)
+        process.wait(60)
+        assert gone(servers)
+    finally:
+        process.kill()
+        process.stderr.close()
+
+
+def test_a_process_that_cannot_start_says_so(tmp_path):
+    (tmp_path / "server-0").write_text("no folder")
+    with pytest.raises(OSError, match="could not be started on this machine"):
+        start(1, processes=True, folder=tmp_path, log="disk")
+
+
+def test_a_killed_server_without_a_log_ends_training():
+    with start(1, processes=True) as servers:
+        servers.connections[0]._patience = 2.0
+        model = make(servers)
+        train(model, 2)
+        servers._own[0]._process.kill()
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match=r"has not answered for 2 seconds; start it again"):
+            train(model, 2)
+        assert time.monotonic() - began < 15  # a connection takes five seconds to fail, twice
+
+
+def test_a_folder_that_was_damaged_is_refused(tmp_path: Path):
+    with start(1, folder=tmp_path, log="disk") as servers:
+        train(make(servers), 2)
+    (snapshot,) = (tmp_path / "server-0").glob("*.rows")
+    content = bytearray(snapshot.read_bytes())
+    content[len(content) // 2] ^= 1
+    snapshot.write_bytes(content)
+    with pytest.raises(OSError, match="damaged"):
+        start(1, folder=tmp_path, log="disk")

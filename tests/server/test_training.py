@@ -1,0 +1,122 @@
+"""Trainers whose tables are on embedding servers: their bits, their checkpoints, and what other tiers make of these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.server.jobs import local_servers
+from tests.training import jobs
+from tritonemb.server import AtMost
+from tritonemb.training.config import CheckpointOptions
+
+DYNAMIC: dict[str, Any] = {
+    "user": {"capacity": 2_000, "eviction": te.EvictionConfig(ttl=12)},
+    "item": {"capacity": 220, "eviction": te.EvictionConfig("lfu", protect=6, half_life=5)},
+    "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3)},
+}
+EVERY = CheckpointOptions(checkpoint_steps=6, keep=9)
+CHANGES = replace(EVERY, checkpoint_incremental=True)
+
+
+def trainer_of(servers, folder: Path | None = None, *callbacks: Any, staleness=0, **options: Any) -> te.Trainer:
+    data = jobs.planted()
+    torch.manual_seed(0)
+    placed = {} if servers is None else {"placement": "server"}
+    tables = [
+        replace(table, num_embeddings=None, **DYNAMIC[table.name], **placed)
+        if table.name in DYNAMIC
+        else replace(table, **placed)
+        for table in data.tables(8)
+    ]
+    optimizer = te.optim.RowWiseAdagrad(lr=0.05)
+    model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
+    settings = {"batch_size": 50, "epochs": 2, "log_every": 4, "verbose": False, "evaluate_every": 7} | options
+    on_servers = {} if servers is None else {"servers": servers, "staleness": staleness}
+    return te.Trainer(model, data, folder=folder, callbacks=list(callbacks), **on_servers, **settings)
+
+
+def trained(servers, folder: Path | None = None, **options: Any):
+    record = jobs.Record()
+    trainer = trainer_of(servers, folder, record, **options)
+    trainer.fit()
+    return record, {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"checkpoints": EVERY}], ids=["plain", "accumulate", "saved"]
+)
+@pytest.mark.few(1)
+def test_without_staleness_a_run_has_the_bits_of_one_process(options, tmp_path):
+    accumulate = options.get("accumulate", 1)
+    expected, rows = trained(None, accumulate=accumulate)
+    with local_servers(2) as servers:
+        found, same_rows = trained(servers, tmp_path / "run", **options)
+    if accumulate == 1:
+        assert_same_bits(same_rows, rows)
+        assert (found.losses, found.evaluations) == (expected.losses, expected.evaluations)
+    else:  # a row's gradients are summed by micro-batches
+        for name, value in rows.items():
+            torch.testing.assert_close(same_rows[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("staleness", [0, 4])
+@pytest.mark.parametrize("checkpoints", [EVERY, CHANGES], ids=["whole", "changes"])
+@pytest.mark.few(2)
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(staleness, checkpoints, tmp_path):
+    options = {"staleness": staleness, "checkpoints": checkpoints}
+    with local_servers(2) as servers:
+        expected, rows = trained(servers, tmp_path / "whole", **options)
+    with local_servers(1) as servers:
+        trainer_of(servers, tmp_path / "run", **options, max_steps=21).fit()
+    names = [path.name for path in (tmp_path / "run/checkpoints/step-18").iterdir()]
+    assert any(".2." in name for name in names) == (checkpoints is CHANGES)
+    record = jobs.Record()
+    with local_servers(3) as servers:
+        trainer = trainer_of(servers, tmp_path / "other", record, **options)
+        trainer.resume(tmp_path / "run/checkpoints/step-18")
+        trainer.fit()
+        assert_same_bits(trainer.model.state_dict(), rows)
+    assert record.losses == [loss for loss in expected.losses if loss[0] > 18]
+
+
+def test_how_far_a_run_is_prefetched_changes_no_bit(tmp_path):
+    runs = []
+    for number, options in enumerate(({"pipeline": False}, {"prefetch_depth": 1}, {"prefetch_depth": 5})):
+        with local_servers(2) as servers:
+            runs.append(trained(servers, tmp_path / str(number), staleness=3, checkpoints=EVERY, **options))
+    for found, rows in runs[1:]:
+        assert_same_bits(rows, runs[0][1])
+        assert (found.losses, found.evaluations) == (runs[0][0].losses, runs[0][0].evaluations)
+
+
+def test_a_checkpoint_goes_to_other_tiers_and_back(tmp_path):
+    _, rows = trained(None)
+    with local_servers(2) as servers:
+        trainer_of(servers, tmp_path / "servers", epochs=1, checkpoints=EVERY).fit()
+    alone = trainer_of(None, tmp_path / "alone", checkpoints=EVERY)
+    alone.resume(tmp_path / "servers/checkpoints/step-18")
+    alone.fit()
+    assert_same_bits(alone.model.state_dict(), rows)
+    with local_servers(2) as servers:
+        back = trainer_of(servers)
+        back.resume(tmp_path / "alone/checkpoints/step-24")
+        back.fit()
+        assert_same_bits(back.model.state_dict(), rows)
+
+
+def test_at_most_is_never_more(tmp_path):
+    with local_servers(2) as servers:
+        trained(servers, staleness=AtMost(2))
+        for statistics in servers.statistics():
+            histogram = statistics["collections"]["embeddings"]["staleness"]
+            assert max(map(int, histogram)) <= 2

@@ -1,0 +1,139 @@
+"""`tritonemb server`, and servers that are processes of this machine: they end with the one that has started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tritonemb.flight import TOKEN
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.transport import FlightServer
+from tritonemb.utils import Closing, Options, number
+
+STARTED_BY = "TRITONEMB_STARTED_BY"  # set for a server that ends when its standard input does
+SECONDS_TO_START = 60.0
+
+
+@dataclass(frozen=True)
+class ServerOptions(Options):
+    """Serve rows of embedding tables to trainers, on this machine's memory.
+
+    Example: tritonemb server --address grpc+tls://0.0.0.0:9000 --certificate tls.crt --key tls.key --folder rows
+
+    Clients need the token of the environment, TRITONEMB_TOKEN. What is in the folder is restored.
+
+    Args:
+        address: grpc://HOST:PORT on this machine alone, or grpc+tls://HOST:PORT; port 0 takes a free one.
+        certificate: a PEM file, for TLS.
+        key: likewise.
+        folder: where the state is saved, so that the server can be started again; nowhere if not given.
+        log: who keeps what was told since then: clients (memory), a file (disk), or one that survives a loss of power
+            (fsync).
+        memory: bytes that tables may take, at most; what needs more is refused.
+        threads: that compute; all cores if not given.
+    """
+
+    address: str = "grpc://127.0.0.1:0"
+    certificate: Path | None = None
+    key: Path | None = None
+    folder: Path | None = None
+    log: Literal["memory", "disk", "fsync"] | None = None
+    memory: float | None = None
+    threads: int | None = number(None, least=1)
+
+
+def serve(options: ServerOptions) -> None:
+    """Serve until SIGINT or SIGTERM; see `ServerOptions`.
+
+    Raises:
+        ValueError, OSError: it cannot serve at this address, or the folder cannot be used.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    ended = threading.Event()
+    for number_ in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number_, lambda *_: ended.set())
+    if STARTED_BY in os.environ:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddingServer(options.address, options.folder, options.log, options.memory))
+        where = options.address, None, options.certificate, options.key
+        served = stack.enter_context(FlightServer(server, *where))
+        server.name = served.address
+        print(f"serving at {served.address}", flush=True)
+        ended.wait()
+
+
+def _end_with_parent() -> None:
+    """The other end of the standard input is closed when that process ends, however it does."""
+    with suppress(OSError):
+        while os.read(0, 1 << 12):
+            pass
+    os._exit(0)
+
+
+class ServerProcess(Closing):
+    """A server in a process of its own, on this machine; `address` and the token are what clients need.
+
+    With a folder and a log it is started again if it ends, so many times.
+
+    Raises:
+        OSError: it did not start, or its folder cannot be used.
+    """
+
+    def __init__(
+        self, token: str, folder: str | Path | None = None, log: str | None = None, threads: int | None = None,
+        restarts: int = 5,
+    ) -> None:  # fmt: skip
+        self._token, self.address = token, "grpc://127.0.0.1:0"
+        options = {"folder": folder, "log": log, "threads": threads}
+        self._options = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        self._closing = threading.Event()
+        self._process = self._start()
+        if log is not None and restarts:
+            threading.Thread(target=self._watch, args=(restarts,), daemon=True, name="tritonemb-restart").start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        environment = {**os.environ, TOKEN: self._token, STARTED_BY: str(os.getpid()), "OMP_WAIT_POLICY": "passive"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tritonemb", "server", "--address", self.address, *self._options],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        assert process.stdout is not None
+        late = threading.Timer(SECONDS_TO_START, process.kill)
+        late.start()
+        line = process.stdout.readline()
+        late.cancel()
+        if not line.startswith("serving at "):
+            process.kill()
+            process.wait()
+            raise OSError("an embedding server could not be started on this machine; what it has said is above")
+        self.address = line.split()[-1]
+        return process
+
+    def _watch(self, restarts: int) -> None:
+        for _ in range(restarts):
+            self._process.wait()
+            if self._closing.is_set():
+                return
+            with suppress(OSError):  # clients say that it is gone
+                self._process = self._start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._process.terminate()
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
