@@ -6,53 +6,136 @@ Nothing that comes through a socket is unpickled. Exceptions of the server are r
 import builtins
 import hmac
 import json
+import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa, pa_flight = LazyModule("pyarrow"), LazyModule("pyarrow.flight")
 
 SCHEMES = ("grpc://", "grpc+tls://")
+TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
+PATIENCE = 5.0  # seconds to connect, for a server to accept a stream, and for the streams of a server to end
 Message = tuple[dict[str, Any], Any]
 """JSON-able values, and the bytes that go with them: anything with a buffer; in the client a NumPy array of uint8."""
 Answer = Callable[[dict[str, Any]], Iterator[Message]]
 """The messages that answer a request, as the client takes them; closed when it takes no more. May raise anything."""
 
 
+class Exchange:
+    """One end of a stream of messages in both directions. Any thread may send; one thread receives."""
+
+    def __init__(self, reader: Any, writer: Any, peer: str) -> None:
+        self._reader, self._writer, self._peer, self._lock = reader, writer, peer, threading.Lock()
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send messages one behind the other; wait while the other end does not receive.
+
+        Raises:
+            ConnectionError: the stream has ended.
+        """
+        encoded = [(_record_batch(data) if len(data) else None, _metadata(values, data)) for values, data in messages]
+        with self._lock, _ReadableErrors(self._peer):
+            if self._writer is None:
+                raise OSError("the stream has ended")
+            for batch, metadata in encoded:
+                if batch is None:
+                    self._writer.write_metadata(metadata)
+                else:
+                    self._writer.write_with_metadata(batch, metadata)
+
+    def receive(self) -> Iterator[Message]:
+        """The messages of the other end, their bytes as Arrow arrays or None; raises as `Client.stream` does."""
+        return _read(self._reader, self._peer)
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` at the other end, if that is still there."""
+        with suppress(ConnectionError):
+            self.send([({"error": encode_error(error)}, b"")])
+
+    def cancel(self) -> None:
+        """In a client: let whoever sends or receives fail. What has just been sent may be lost."""
+        self._reader.cancel()
+
+    def end(self) -> None:
+        """Send no more; nobody may receive any more."""
+        with self._lock, suppress(Exception):  # of a stream that broke
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
+
+
+def not_served(_: Any) -> Any:
+    """What a server does where it is asked for nothing."""
+    raise ValueError("the server at this address does not do this")
+
+
 def start_server(
-    answer: Answer, address: str, token: str, certificate: str | Path | None = None, key: str | Path | None = None
-) -> Any:
-    """A running `pyarrow.flight.FlightServerBase`.
+    answer: Answer, address: str, token: str, certificate: str | Path | None = None, key: str | Path | None = None,
+    exchange: Callable[[Exchange], None] = not_served,
+) -> Any:  # fmt: skip
+    """A running `pyarrow.flight.FlightServerBase`, with a method `stop`.
 
     Args:
-        answer: what the server does.
+        answer: what the server does with a request.
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate; port 0 takes a free one.
         token: that every call has to have.
         certificate, key: PEM files for TLS.
+        exchange: what the server does with a stream in both directions, which ends when it returns or raises.
 
     Raises:
         ValueError: the address does not fit to the files.
         OSError: the address is in use, or a file is missing.
     """
-    flight, pa = require("pyarrow.flight"), require("pyarrow")
     _check_address(address)
     if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
         raise ValueError(f"{address}: TLS needs a grpc+tls:// address, a certificate and its key")
     pairs = [(Path(certificate).read_bytes(), Path(key).read_bytes())] if certificate and key else None
-    schema = pa.schema([("bytes", pa.uint8())])
     expected = f"Bearer {token}".encode()
+    streams: set[Exchange] = set()
+    stopping, closed = threading.Event(), ConnectionError("the server has been closed")
 
-    class Authentication(flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
+    class Authentication(pa_flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
         def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
             given = (headers.get("authorization") or [""])[0]
             if not hmac.compare_digest(given.encode(), expected):
-                raise flight.FlightUnauthenticatedError("the token is missing or wrong")
+                raise pa_flight.FlightUnauthenticatedError("the token is missing or wrong")
 
-    class Server(flight.FlightServerBase):  # type: ignore[name-defined]
+    class Server(pa_flight.FlightServerBase):  # type: ignore[name-defined]
         def do_get(self, context: Any, ticket: Any) -> Any:
-            return flight.GeneratorStream(schema, _record_batches(answer, ticket.ticket, schema))
+            return pa_flight.GeneratorStream(_schema(), _record_batches(answer, ticket.ticket))
+
+        def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+            writer.begin(_schema())
+            stream = Exchange(reader, writer, context.peer())
+            streams.add(stream)
+            try:
+                if stopping.is_set():
+                    raise closed
+                exchange(stream)
+            except Exception as error:
+                stream.fail(error)
+                with suppress(Exception):
+                    while True:  # a client that sends to a stream that has ended would not read the error
+                        reader.read_chunk()
+            finally:
+                streams.discard(stream)
+                stream.end()
+
+        def stop(self) -> None:
+            """End the server; streams that are still open fail. Waits `PATIENCE` for clients that take nothing."""
+            stopping.set()
+            for work in (*(partial(stream.fail, closed) for stream in list(streams)), self.shutdown):
+                thread = threading.Thread(target=work, name="tritonemb-shutdown", daemon=True)
+                thread.start()
+            thread.join(PATIENCE)
 
     try:
         return Server(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
@@ -60,20 +143,54 @@ def start_server(
         raise OSError(f"cannot serve at {address}: {error}") from error
 
 
-def _record_batches(answer: Answer, ticket: bytes, schema: Any) -> Iterator[tuple[Any, bytes]]:
-    """A message's values travel as the metadata of a record batch, its bytes as the batch's column."""
-    pa = require("pyarrow")
+@cache
+def _schema() -> Any:
+    return pa.schema([("bytes", pa.uint8())])
 
-    def record_batch(data: Any) -> Any:
-        buffer = pa.py_buffer(data)
-        return pa.record_batch([pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])], schema=schema)
 
+def _record_batch(data: Any) -> Any:
+    """The bytes of a message travel as the column of a record batch."""
+    buffer = pa.py_buffer(data)
+    return pa.record_batch([pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])], schema=_schema())
+
+
+def _metadata(values: dict[str, Any], data: Any) -> bytes:
+    """The values of a message travel as the metadata of its record batch.
+
+    Blanks behind them let many bytes begin at a multiple of 8 in what gRPC receives.
+    """
+    metadata = json.dumps(values).encode()
+    sizes = (size for size in count(len(metadata)) if not (6 + _varint(size) + size + _varint(len(data))) % 8)
+    return metadata.ljust(next(sizes))
+
+
+def _varint(number: int) -> int:
+    """Bytes of a number in Protocol Buffers."""
+    return (number.bit_length() + 6) // 7
+
+
+def _record_batches(answer: Answer, ticket: bytes) -> Iterator[tuple[Any, bytes]]:
     try:
         for values, data in answer(json.loads(ticket)):
-            yield record_batch(data), json.dumps(values).encode()
+            yield _record_batch(data), _metadata(values, data)
             del data  # or it would stay until the next one is there
     except Exception as error:
-        yield record_batch(b""), json.dumps({"error": encode_error(error)}).encode()
+        yield _record_batch(b""), _metadata({"error": encode_error(error)}, b"")
+
+
+def _read(reader: Any, peer: str) -> Iterator[Message]:
+    """The messages of a stream, their bytes as Arrow arrays, or None if it came without a record batch."""
+    while True:
+        with _ReadableErrors(peer):
+            try:
+                chunk = reader.read_chunk()
+            except StopIteration:
+                return
+        values = json.loads(chunk.app_metadata.to_pybytes())
+        if "error" in values:
+            raise decode_error(values["error"], peer)
+        yield values, None if chunk.data is None else chunk.data.column(0)
+        del chunk  # or it would stay until the next one is there
 
 
 class Client:
@@ -86,13 +203,19 @@ class Client:
     """
 
     def __init__(self, address: str, token: str, roots: str | Path | None = None) -> None:
-        self._flight = require("pyarrow.flight")
         _check_address(address)
         self.address = address
         trusted = Path(roots).read_bytes() if roots and address.startswith("grpc+tls://") else None
-        with self._readable_errors():
-            self._client = self._flight.FlightClient(address, tls_root_certs=trusted)
-        self._options = self._flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+        options = [
+            ("grpc.min_reconnect_backoff_ms", int(PATIENCE * 1000)),  # an attempt to connect may take that long
+            # Servers allow a ping in 300 seconds. With these, what is not acknowledged for 20 seconds is an error too.
+            ("grpc.keepalive_time_ms", 310_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.max_frame_size", 1 << 20),
+        ]
+        with _ReadableErrors(address):
+            self._client = pa_flight.FlightClient(address, tls_root_certs=trusted, generic_options=options)
+        self._options = pa_flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
 
     def call(self, name: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """The values of the only message that answers a request; raises as `stream` does."""
@@ -108,35 +231,53 @@ class Client:
             PermissionError: the server expects another token: here or out of `next`.
             ConnectionError: it does not answer.
         """
-        with self._readable_errors():
-            reader = self._client.do_get(self._flight.Ticket(json.dumps(request).encode()), self._options)
+        with _ReadableErrors(self.address):
+            reader = self._client.do_get(pa_flight.Ticket(json.dumps(request).encode()), self._options)
         return self._messages(reader), reader.cancel
 
     def _messages(self, reader: Any) -> Generator[Message, None, None]:
         try:
-            while True:
-                with self._readable_errors():
-                    try:
-                        chunk = reader.read_chunk()
-                    except StopIteration:
-                        return
-                values = json.loads(chunk.app_metadata.to_pybytes())
-                if "error" in values:
-                    raise decode_error(values["error"], self.address)
-                yield values, chunk.data.column(0).to_numpy()
-                del chunk  # or it would stay until the next one is there
+            for values, array in _read(reader, self.address):
+                yield values, array.to_numpy()
+                del array  # or it would stay until the next one is there
         finally:
             reader.cancel()
 
-    @contextmanager
-    def _readable_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except self._flight.FlightUnauthenticatedError as error:
-            raise PermissionError(f"{self.address}: the token is missing or wrong") from error
-        except self._flight.FlightError as error:
+    def exchange(self) -> Exchange:
+        """A stream of messages in both directions, once the server has accepted it; raises as `stream` does."""
+        with _ReadableErrors(self.address):
+            descriptor = pa_flight.FlightDescriptor.for_command(b"")
+            writer, reader = self._client.do_exchange(descriptor, self._options)
+            stream = Exchange(reader, writer, self.address)
+            patience = threading.Timer(PATIENCE, stream.cancel)
+            patience.start()
+            try:
+                with suppress(OSError):  # the reader knows why
+                    writer.begin(_schema())
+                _ = reader.schema  # a server sends it first
+            except BaseException:
+                stream.end()
+                raise
+            finally:
+                patience.cancel()
+        return stream
+
+
+@dataclass
+class _ReadableErrors:
+    """Raises built-in exceptions for those of Arrow."""
+
+    peer: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, pa_flight.FlightUnauthenticatedError):
+            raise PermissionError(f"{self.peer}: the token is missing or wrong") from error
+        if error is not None and isinstance(error, pa_flight.FlightError | pa.ArrowException | OSError):
             reason = str(error).partition(". gRPC client debug context")[0]
-            raise ConnectionError(f"{self.address} does not answer: {reason}") from error
+            raise ConnectionError(f"{self.peer} does not answer: {reason}") from error
 
 
 def encode_error(error: Exception) -> dict[str, Any]:

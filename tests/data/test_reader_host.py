@@ -131,18 +131,6 @@ def test_hosts_need_the_same_data(served):
         ReaderHost(make_synthetic(10, 50), host.address)
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(folder / "key"), "-out", str(folder / "pem")]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("openssl makes no certificate")
-    return folder
-
-
 def test_tls(certificate):
     data, pem = make_synthetic(100, 50), certificate / "pem"
     with ReaderHost(data, "grpc+tls://localhost:0", certificate=pem, key=certificate / "key") as host:

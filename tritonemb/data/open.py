@@ -11,9 +11,9 @@ from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, ma
 from tritonemb.data.files import exists, find
 from tritonemb.data.parquet import file_of_frame
 from tritonemb.data.protocol import Data, Feature, Split
-from tritonemb.data.reader_host import TOKEN, ReaderHost, RemoteData
+from tritonemb.data.reader_host import ReaderHost, RemoteData
 from tritonemb.data.schema import LogOptions, SplitRule
-from tritonemb.flight import SCHEMES
+from tritonemb.flight import SCHEMES, TOKEN
 from tritonemb.utils import did_you_mean
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")

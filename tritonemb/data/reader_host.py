@@ -17,11 +17,8 @@ import torch
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import ShardState, read_shards
 from tritonemb.data.protocol import Data, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream, Tables
-from tritonemb.flight import Client, Message, start_server
+from tritonemb.flight import ROOTS, TOKEN, Client, Message, start_server
 from tritonemb.utils import Closing
-
-TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
-PATIENCE = 5.0  # seconds for open streams to end
 
 
 class ReaderHost(Closing):
@@ -58,10 +55,7 @@ class ReaderHost(Closing):
     def close(self) -> None:
         """End the server; streams that are still open fail."""
         self._closing.set()
-        # The server waits for its streams, and a stream for the client that takes its batches.
-        ending = threading.Thread(target=self._server.shutdown, name="tritonemb-shutdown", daemon=True)
-        ending.start()
-        ending.join(PATIENCE)
+        self._server.stop()
 
 
 def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
