@@ -218,6 +218,11 @@ class ServedTables:
         self.flushes[rank] = steps
         self.when(lambda: self.next_push >= steps, answer)
 
+    def is_complete(self) -> bool:
+        """Whether all that was pulled has been pushed, and nothing waits."""
+        steps = range(self.next_push, self.next_pull // self.spec.batches)
+        return not self.pulls and self.next_pull % self.spec.batches == 0 and all(map(self._pushed, steps))
+
     def when_trained(self, steps: int, action: Callable[[], None]) -> None:
         """Act when so many steps have been pulled and pushed by all trainers, and applied as far as they can be."""
         size = self.spec.batches
