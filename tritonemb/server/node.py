@@ -300,8 +300,9 @@ class EmbeddingServer(Closing):
 
     def _do_pull(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
-        ids, occurrences = (list(each.split(values["sizes"])) for each in tensors)
-        served.pull(values["rank"], values["batch"], ids, occurrences, _rows(answer))
+        ids, occurrences, *versions = (list(each.split(values["sizes"])) for each in tensors)
+        send = _rows(answer, served) if versions else _rows(answer)
+        served.pull(values["rank"], values["batch"], ids, occurrences, send, *versions)
 
     def _do_look_up(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
@@ -324,6 +325,7 @@ class EmbeddingServer(Closing):
 
     def _do_load(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         self._table(values).adopt(dict(zip(values["names"], tensors, strict=True)))
+        self.collections[values["collection"]].versions = None
         answer(({}, []))
 
     def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
@@ -372,9 +374,12 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
     return {"snapshot": header["snapshot"], "after": header["after"]}
 
 
-def _rows(answer: Any) -> Any:
+def _rows(answer: Any, served: ServedTables | None = None) -> Any:
+    """Sends rows; for a trainer with a cache, with the number of steps that have been applied to them."""
+
     def send(rows: Sequence[Tensor] | Exception) -> None:
-        answer(rows if isinstance(rows, Exception) else ({}, [of_table.contiguous() for of_table in rows]))
+        steps = {} if served is None else {"steps": served.next_push}
+        answer(rows if isinstance(rows, Exception) else (steps, [of_table.contiguous() for of_table in rows]))
 
     return send
 

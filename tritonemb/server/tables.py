@@ -14,6 +14,7 @@ the order of trainers, and the optimizer is applied to it once a step.
 
 import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, partition_sizes, segment_offsets
+from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, partition_sizes, segment_offsets
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
 from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable
@@ -149,6 +150,7 @@ class Batch:
     others: dict[int, list[Tensor]] = field(default_factory=dict)
     lr: float = 0.0
     answers: dict[int, Answer] = field(default_factory=dict)
+    versions: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -167,6 +169,8 @@ class ServedTables:
         next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
         chains: of snapshots, by name: what has changed since the last one of each.
         staleness: how many pulls have missed so many steps' updates.
+        versions: of each table int64, by row: a number that what is in the row has had since it was last changed, and
+            no other content of a row has. None before a trainer with a cache asks; `NO_ROW` of ids without a row.
     """
 
     def __init__(self, spec: CollectionSpec, server: int) -> None:
@@ -185,15 +189,29 @@ class ServedTables:
         self.flushes: dict[int, int] = {}
         self.staleness: Counter[int] = Counter()
         self.chains: dict[str, Chain] = {}
+        self.versions: list[Tensor] | None = None
+        self._version = 0
 
     @property
     def dynamic(self) -> list[DynamicTable]:
         """The tables here, in the order of `numbers`."""
         return [] if self.tables is None else list(self.tables.dynamic.values())
 
-    def pull(self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer) -> None:
-        """A trainer's batch for training; `answer` gets each table's rows."""
+    def pull(
+        self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer,
+        versions: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """A trainer's batch for training; `answer` gets each table's rows.
+
+        With `versions`, those of rows that the trainer has, it gets int64 of each id's version instead, then of each
+        table the rows whose versions are others.
+        """
         there = self.pulls.setdefault(batch, Batch())
+        if versions is not None:
+            there.versions[rank] = versions
+            if self.versions is None:
+                self._version = time.time_ns()  # larger than any before this process was started
+                self.versions = [torch.full_like(table.index.ids, self._version) for table in self.dynamic]
         there.ids[rank], there.others[rank], there.answers[rank] = ids, occurrences, answer
         self.advance()
 
@@ -297,18 +315,37 @@ class ServedTables:
         ids, sizes = _by_table([there.ids[rank] for rank in ranks])
         occurrences, _ = _by_table([there.others[rank] for rank in ranks])
         try:
-            rows = self._read(ids, self._assign(ids, occurrences))
+            places = self._assign(ids, occurrences)
+            rows = self._read(ids, places)
         except ValueError as error:  # there is no room; nothing has changed
             for rank in ranks:
                 there.answers[rank](error)
             return
         found = [of_table.split(of) for of_table, of in zip(rows, sizes, strict=True)]
         for number, rank in enumerate(ranks):
-            there.answers[rank]([of_table[number] for of_table in found])
+            own = [of_table[number] for of_table in found]
+            if (known := there.versions.get(rank)) is not None:
+                own = self._changed(
+                    known, [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)], own
+                )
+            there.answers[rank](own)
+
+    def _changed(self, known: Sequence[Tensor], places: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Of a trainer's ids their versions, and the rows whose versions it does not know."""
+        assert self.versions is not None
+        versions = [
+            torch.where(of_table < 0, NO_ROW, now[of_table.clamp(min=0)])
+            for now, of_table in zip(self.versions, places, strict=True)
+        ]
+        parts = zip(rows, versions, known, strict=True)
+        return [torch.cat([known[0][:0], *versions]) if known else torch.empty(0, dtype=torch.int64)] + [
+            of_table[now != before] for of_table, now, before in parts
+        ]
 
     def _assign(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
         if self.tables is None:
             return []
+        known = [t.find(i) for t, i in zip(self.dynamic, ids, strict=True)] if self.versions is not None else None
         names = list(self.tables.feature_names)
         offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in ids]))
         batch = KeyedJaggedTensor.unchecked(names, torch.cat(ids), None, offsets)
@@ -317,7 +354,15 @@ class ServedTables:
         rows = list(assigned.features.values().split([of_table.numel() for of_table in ids]))
         for place, of_table in enumerate(rows):
             self._mark(place, of_table)
+            if known is not None:
+                self._renew(place, of_table[known[place] < 0])
         return rows
+
+    def _renew(self, place: int, rows: Tensor) -> None:
+        """Give changed rows another version."""
+        assert self.versions is not None
+        self._version += 1
+        self.versions[place][rows[rows >= 0]] = self._version
 
     def _mark(self, place: int, rows: Tensor) -> None:
         for chain in self.chains.values():
@@ -346,6 +391,8 @@ class ServedTables:
             dim = table.config.embedding_dim
             values.append(table.find(ids))  # -1 of ids that were refused, or evicted since, which take no gradient
             self._mark(place, values[-1])
+            if self.versions is not None:
+                self._renew(place, values[-1])
             sums = [batch.others[rank][place] for batch, rank in order]
             grads += sums if dim == widest else [torch.nn.functional.pad(each, (0, widest - dim)) for each in sums]
         if lr != self.tables.current_learning_rate and order:
