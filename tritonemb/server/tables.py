@@ -25,13 +25,13 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, partition_sizes, segment_offsets
+from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, partition_sizes, segment_offsets
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
 from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable
-from tritonemb.tables.lookup import Lookup, assign_rows
+from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
 from tritonemb.tables.table_set import TableSet
-from tritonemb.types import AdmissionConfig, EvictionConfig, TableConfig
+from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
 Values = dict[str, Any]
 Answer = Callable[[Sequence[Tensor] | Exception], None]
@@ -81,12 +81,13 @@ class TableSpec:
         """Of the whole table; servers have ranges of them."""
         return partition_sizes(self.capacity)[0]
 
-    def config(self, first: int, count: int) -> TableConfig:
-        """Of a server's partitions."""
+    def config(self, first: int, count: int, cache: CacheConfig | None) -> TableConfig:
+        """Of a server's partitions, in memory, or on disk with a cache."""
         whole = TableConfig(
             self.name, None, self.embedding_dim, dtype=getattr(torch, self.dtype), capacity=self.capacity,
             init_bound=self.bound, eviction=EvictionConfig(**self.eviction),
-            admission=AdmissionConfig(**self.admission),
+            admission=AdmissionConfig(**self.admission), placement="device" if cache is None else "disk",
+            cache=cache or CacheConfig(),
         )  # fmt: skip
         return whole.part(self.name, (first, count), (0, self.embedding_dim), [self.name])
 
@@ -165,6 +166,9 @@ class Chain:
 class ServedTables:
     """Some partitions of a collection's tables; one thread calls it. See the module's docstring.
 
+    Args:
+        cache: of tables on disk; if not given, they are in memory.
+
     Attributes:
         next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
         chains: of snapshots, by name: what has changed since the last one of each.
@@ -173,12 +177,12 @@ class ServedTables:
             no other content of a row has. None before a trainer with a cache asks; `NO_ROW` of ids without a row.
     """
 
-    def __init__(self, spec: CollectionSpec, server: int) -> None:
+    def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
         self.spec, self.server = spec, server
         kinds = dict(spec.optimizer)
         self.optimizer = OPTIMIZERS[kinds.pop("name")](**kinds)
         self.numbers = [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
-        configs = [spec.tables[n].config(*spec.partitions(n, server)) for n in self.numbers]
+        configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
         self.tables = TableSet(configs, self.optimizer, "cpu", pooled=False) if configs else None
         for number, table in zip(self.numbers, self.dynamic, strict=True):
             table.reset_parameters(spec.tables[number].seed)
@@ -346,12 +350,10 @@ class ServedTables:
         if self.tables is None:
             return []
         known = [t.find(i) for t, i in zip(self.dynamic, ids, strict=True)] if self.versions is not None else None
-        names = list(self.tables.feature_names)
-        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in ids]))
-        batch = KeyedJaggedTensor.unchecked(names, torch.cat(ids), None, offsets)
         with torch.enable_grad():  # it is for training
-            assigned = assign_rows(self.tables, batch, occurrences=torch.cat(occurrences))
-        rows = list(assigned.features.values().split([of_table.numel() for of_table in ids]))
+            assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
+        sizes = [of_table.numel() for of_table in ids]
+        rows = list(assigned.features.values().split(sizes))
         for place, of_table in enumerate(rows):
             self._mark(place, of_table)
             if known is not None:
@@ -369,13 +371,39 @@ class ServedTables:
             chain.changed[place][rows[rows >= 0]] = True
 
     def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-        found = []
-        for number, table, of_table, there in zip(self.numbers, self.dynamic, ids, rows, strict=True):
-            values = table.weight.detach().index_select(0, there.clamp(min=0))
+        found, pinned, read = list[Tensor](), self._pin(rows), tuple[Tensor, ...]()
+        if self.tables is not None and pinned is not None:
+            read = self.tables.read(pinned).split([of_table.numel() for of_table in rows])
+        for place, (number, table, there) in enumerate(zip(self.numbers, self.dynamic, rows, strict=True)):
+            if pinned is None:
+                values = table.weight.detach().index_select(0, there.clamp(min=0))
+            else:
+                values = read[place][:, : table.config.embedding_dim].to(table.weight.dtype)
             if (unknown := there < 0).any():
-                values[unknown] = self.spec.tables[number].initial_values(of_table[unknown])
+                values[unknown] = self.spec.tables[number].initial_values(ids[place][unknown])
             found.append(values)
+        if pinned is not None:
+            pinned.release()
         return found
+
+    def _pin(self, rows: Sequence[Tensor]) -> Lookup | None:
+        """Of tables on disk, a batch of these rows, -1 of none, whose slots are pinned until it is released."""
+        if self.tables is None or self.tables.cache is None:
+            return None
+        assigned = AssignedRows(self._batch(rows), None, None, True, torch.tensor(self.dynamic[0].clock))
+        empty = assigned.features.values()[:0]
+        before = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), self._layout(), assigned=assigned)
+        return prefetch_batch(self.tables, assigned.features, before)
+
+    def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:
+        """A value a position of each table, as one sample."""
+        assert self.tables is not None
+        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
+        return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)
+
+    def _layout(self) -> Layout:
+        assert self.tables is not None
+        return self.tables.layout(self.tables.feature_names, torch.device("cpu"))
 
     @torch.no_grad()
     def _apply(self, batches: Sequence[Batch]) -> None:
@@ -400,10 +428,12 @@ class ServedTables:
         grad = torch.cat(grads) if grads else torch.empty(0, widest)
         if self.spec.trainers > 1:
             grad.mul_(1.0 / self.spec.trainers)
-        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
-        layout, rows = self.tables.layout(list(self.tables.feature_names), grad.device), torch.cat(values)
-        groups = ops.row_groups(rows, offsets, layout)
-        self.tables.update.step(self.tables, grad, Lookup(rows, offsets, None, groups, layout))
+        lookup = self._pin(values)
+        if lookup is None:
+            batch, layout = self._batch(values), self._layout()
+            groups = ops.row_groups(batch.values(), batch.offsets(), layout)
+            lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)
+        self.tables.update.step(self.tables, grad, lookup, [] if self.tables.cache is None else [lookup])
 
 
 def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:
