@@ -81,6 +81,7 @@ def restarted(folder: Path, log: str, number: int = 2, every: int = 7, **how):
         client.TICK, client.RESEND_AFTER = before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("log", ["memory", "disk", "fsync"])
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_lost_servers_change_no_bit(tmp_path, log, staleness):
@@ -92,6 +93,7 @@ def test_lost_servers_change_no_bit(tmp_path, log, staleness):
     assert min(server.times for server in own) > 3
 
 
+@pytest.mark.more
 def test_the_state_is_saved_when_clients_keep_too_much(tmp_path):
     with local_servers(1) as servers:
         expected = train_all(servers, 12, dynamic=DYNAMIC)
@@ -113,6 +115,7 @@ def test_a_server_that_has_lost_its_folder_ends_training(tmp_path):
         train_all(servers, 30)
 
 
+@pytest.mark.more
 def test_a_server_that_is_gone_ends_training(tmp_path):
     with restarted(tmp_path, "disk", every=10**9) as (servers, own):
         model = make(servers)
@@ -147,6 +150,7 @@ def test_a_torn_record_is_left_out_and_a_damaged_one_is_not(tmp_path):
         assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(tensors, others, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (4, 1)])
 def test_a_snapshot_goes_on_on_other_servers(tmp_path, before, after, staleness):

@@ -27,6 +27,7 @@ def same(found, expected) -> None:
     assert_same_bits(state, expected[1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.name)
 @pytest.mark.parametrize("servers", [1, 2, 4])
 def test_staleness_0_has_the_bits_of_one_process(servers, optimizer):
@@ -37,6 +38,7 @@ def test_staleness_0_has_the_bits_of_one_process(servers, optimizer):
     assert alone["d"].statistics().evictions > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("staleness", [1, 4, 9])
 def test_bits_depend_on_the_staleness_alone(staleness):
     dynamic = {"capacity": 60 + 18 * staleness, "eviction": te.EvictionConfig(protect=staleness + 1)}
@@ -48,6 +50,7 @@ def test_bits_depend_on_the_staleness_alone(staleness):
         same(found, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("trainers", [1, 3])
 def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
@@ -89,7 +92,7 @@ def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
 @pytest.mark.parametrize(
     "faults", [Faults(late=0.5, delay=0.02), Faults(twice=0.4, late=0.3), Faults(lost=0.05), Faults(cut=0.03)]
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_a_bad_network_changes_no_bit(faults, staleness):
     with local_servers(2) as servers:
         expected = train_all(servers, 8, trainers=2, staleness=2, ahead=1)
@@ -183,6 +186,7 @@ def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained():
         del waiting
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_tables_that_find_no_room_are_put_on_disk(trainers, tmp_path):
     how = {"trainers": trainers, "staleness": 2, "dynamic": {"capacity": 90, "eviction": te.EvictionConfig(protect=4)}}

@@ -72,7 +72,7 @@ def test_without_staleness_a_run_has_the_bits_of_one_process(options, tmp_path):
 
 @pytest.mark.parametrize("staleness", [0, 4])
 @pytest.mark.parametrize("checkpoints", [EVERY, CHANGES], ids=["whole", "changes"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(staleness, checkpoints, tmp_path):
     options = {"staleness": staleness, "checkpoints": checkpoints}
     with local_servers(2) as servers:
@@ -90,6 +90,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(staleness, checkpoints, 
     assert record.losses == [loss for loss in expected.losses if loss[0] > 18]
 
 
+@pytest.mark.more
 def test_how_far_a_run_is_prefetched_changes_no_bit(tmp_path):
     runs = []
     for number, options in enumerate(({"pipeline": False}, {"prefetch_depth": 1}, {"prefetch_depth": 5})):
@@ -100,6 +101,7 @@ def test_how_far_a_run_is_prefetched_changes_no_bit(tmp_path):
         assert (found.losses, found.evaluations) == (runs[0][0].losses, runs[0][0].evaluations)
 
 
+@pytest.mark.more
 def test_a_checkpoint_goes_to_other_tiers_and_back(tmp_path):
     _, rows = trained(None)
     with local_servers(2) as servers:
@@ -115,6 +117,7 @@ def test_a_checkpoint_goes_to_other_tiers_and_back(tmp_path):
         assert_same_bits(back.model.state_dict(), rows)
 
 
+@pytest.mark.more
 def test_at_most_is_never_more(tmp_path):
     with local_servers(2) as servers:
         trained(servers, staleness=AtMost(2))
