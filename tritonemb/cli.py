@@ -175,11 +175,15 @@ def _doctor(arguments: list[str]) -> int:
         epilog="example: tritonemb doctor --device cuda",
     )
     parser.add_argument("--device", default=None, help="check this device only (default: the CPU and every GPU)")
+    parser.add_argument("--servers", help="check these embedding servers only: grpc://HOST:PORT,...")
     parser.add_argument("--clear-kernels", action="store_true", help="remove the kernels compiled so far, no more")
     options = parser.parse_args(arguments)
-    from tritonemb.training.doctor import clear_kernels, examine
+    from tritonemb.training.doctor import clear_kernels, examine, examine_servers
 
-    text, healthy = (clear_kernels(), True) if options.clear_kernels else examine(options.device)
+    if options.servers is not None:
+        text, healthy = examine_servers(options.servers.split(","))
+    else:
+        text, healthy = (clear_kernels(), True) if options.clear_kernels else examine(options.device)
     print(text)
     return 0 if healthy else 1
 

@@ -19,6 +19,7 @@ pytest.importorskip("pyarrow.flight")
 import tritonemb as te
 from tests.server.jobs import local_servers, make, train, train_all
 from tests.server.test_staleness import same
+from tritonemb import cli
 from tritonemb.server import start
 
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
@@ -36,7 +37,7 @@ def gone(pids: list[int]) -> bool:
     return not any(map(psutil.pid_exists, pids))
 
 
-def test_processes_have_the_bits_of_threads():
+def test_processes_have_the_bits_of_threads(monkeypatch, capsys):
     how = {"trainers": 2, "staleness": 2, "ahead": 2, "dynamic": DYNAMIC}
     with local_servers(1) as servers:
         expected = train_all(servers, 8, **how)
@@ -45,6 +46,13 @@ def test_processes_have_the_bits_of_threads():
         mine = [pid for pid in processes_of(os.getpid()) if pid not in before]
         assert len(mine) == 1
         same(train_all(servers, 8, **how), expected)
+        monkeypatch.setenv("TRITONEMB_TOKEN", servers.token)
+        assert cli.main(["doctor", "--servers", ",".join(servers.addresses)]) == 0
+        text = capsys.readouterr().out
+        assert "tables: 8 steps, staleness {'0': 2, '1': 2, '2': 12}" in text
+        assert "all is well" in text
+        assert cli.main(["doctor", "--servers", "grpc://127.0.0.1:1"]) == 1
+        assert "FAILS: grpc://127.0.0.1:1 does not answer" in capsys.readouterr().out
     assert gone(mine)
 
 

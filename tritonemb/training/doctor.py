@@ -5,6 +5,8 @@ import functools
 import platform
 import re
 import shutil
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +17,7 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.ops.registry import REFERENCE, check_errors, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad
+from tritonemb.server.attach import connect
 from tritonemb.training.callbacks.console import size
 from tritonemb.types import TableConfig
 from tritonemb.utils import kernel_folder
@@ -49,6 +52,29 @@ def examine(device: str | None = None) -> tuple[str, bool]:
         lines += ["", f"no GPU: torch {torch.__version__} sees no CUDA device"]
     lines += ["", "all is well" if healthy else "something is wrong: see above"]
     return "\n".join(lines), healthy
+
+
+def examine_servers(addresses: Sequence[str]) -> tuple[str, bool]:
+    """Whether embedding servers answer, how fast, and what they have; and whether all do."""
+    lines, healthy = list[str](), True
+    for address in addresses:
+        lines.append(address)
+        try:
+            with connect([address]) as servers:
+                begin = time.perf_counter()
+                (found,) = servers.statistics()
+                lines.append(f"  answers in {1000 * (time.perf_counter() - begin):.1f} ms")
+        except (OSError, ValueError) as error:
+            lines.append(f"  FAILS: {error}")
+            healthy = False
+            continue
+        for name, served in found["collections"].items():
+            lines.append(f"  {name}: {served['steps']:,} steps, staleness {served['staleness']}")
+            tables: list[tuple[str, ...]] = [
+                (table, f"{s['rows']:,} rows", size(s["num_bytes"])) for table, s in served["tables"].items()
+            ]
+            lines += _columns(tables) if tables else []
+    return "\n".join([*lines, "", "all is well" if healthy else "something is wrong: see above"]), healthy
 
 
 def clear_kernels() -> str:
