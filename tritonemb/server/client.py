@@ -1,6 +1,7 @@
 """A trainer's side of embedding servers: messages that each arrive once, and the rows of a collection's tables."""
 
 import itertools
+import queue
 import threading
 import time
 import uuid
@@ -209,6 +210,7 @@ class CollectionClient:
     ) -> None:  # fmt: skip
         self.spec, self.rank = spec, rank
         self._connections, self._name, self._lock = list(connections), name, threading.Lock()
+        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()  # batches; by garbage collection, at any moment
         self._batch = self._pushed = 0
         owners = [torch.tensor(of_table) for of_table in spec.owners]
         self._owners = [None if len(self._connections) == 1 else of_table for of_table in owners]
@@ -233,6 +235,7 @@ class CollectionClient:
                 "resume it from a checkpoint, or start other servers"
             )
         with self._lock:
+            self._give_up_dropped()
             batch, self._batch, cached = self._batch, self._batch + training, list[CachedPull]()
             asked, columns = ids, [ids, occurrences] if training else [ids]
             if training and self.caches:
@@ -249,7 +252,7 @@ class CollectionClient:
                 parts = [self._of_server(column, routes, server) for column in columns]
                 sizes.append([part.numel() for part in parts[0]])
                 futures.append(self._submit(server, op, {**values, "sizes": sizes[-1]}, list(map(_cat, parts))))
-        return PulledRows(self, batch, ids, routes, sizes, futures, cached)
+        return PulledRows(self, batch, ids, routes, sizes, futures, cached, training)
 
     def _of_server(self, tensors: Sequence[Tensor], routes: Sequence[Sequence[Any]], server: int) -> list[Tensor]:
         """Of each table that a server has, its part."""
@@ -269,6 +272,13 @@ class CollectionClient:
         values, (versions, *rows) = answer
         return values["steps"], dict(zip(self._has[server], zip(versions.split(sizes), rows, strict=True), strict=True))
 
+    def refused(
+        self, server: int, counts: Tensor, positions: Tensor, asked: Sequence[Tensor], routes: Sequence[Sequence[Any]]
+    ) -> list[tuple[int, Tensor]]:
+        """Tables, and positions of ids that a server has refused, which it was `asked` for, among the batch's ids."""
+        parts = zip(self._has[server], positions.split(counts.tolist()), strict=True)
+        return [(table, asked[table][routes[table][server]][part]) for table, part in parts if part.numel()]
+
     def _route(self, table: int, ids: Tensor) -> list[Any]:
         owners = self._owners[table]
         if owners is None:
@@ -277,19 +287,25 @@ class CollectionClient:
         server = torch.searchsorted(owners, partitions, right=True) - 1
         return [(server == number).nonzero()[:, 0] for number in range(len(self._connections))]
 
-    def send(
-        self, batch: int, ids: Sequence[Tensor], routes: Sequence[Any], sums: Sequence[Tensor] | None, lr: float
-    ) -> None:
-        """The gradients of a batch; None for one that was not trained."""
+    def send(self, batch: int, ids: Sequence[Tensor], routes: Sequence[Any], sums: Sequence[Tensor], lr: float) -> None:
+        """The gradients of a batch."""
         with self._lock:
+            self._give_up_dropped()
             for server in range(len(self._connections)):
-                values: Values = {"batch": batch, "lr": lr, "sizes": None}
-                tensors: list[Tensor] = []
-                if sums is not None:
-                    parts = self._of_server(ids, routes, server)
-                    values["sizes"] = [part.numel() for part in parts]
-                    tensors = [_cat(parts), *self._of_server(sums, routes, server)]
-                self._submit(server, "push", values, tensors)
+                parts = self._of_server(ids, routes, server)
+                values = {"batch": batch, "lr": lr, "sizes": [part.numel() for part in parts]}
+                self._submit(server, "push", values, [_cat(parts), *self._of_server(sums, routes, server)])
+            self._pushed += 1
+
+    def drop(self, batch: int) -> None:
+        """Of a batch that is not trained: the servers are told before anything else that this trainer tells them."""
+        self._dropped.put(batch)
+
+    def _give_up_dropped(self) -> None:
+        while not self._dropped.empty():
+            values = {"batch": self._dropped.get(), "lr": 0.0, "sizes": None}
+            for server in range(len(self._connections)):
+                self._submit(server, "push", values)
             self._pushed += 1
 
     def rows(self, table: int, routes: Sequence[Any], found: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -319,6 +335,8 @@ class CollectionClient:
 
     def snapshot(self, path: Path, changes_only: bool = False) -> list[Values]:
         """See `RowService`."""
+        with self._lock:
+            self._give_up_dropped()
         values = {"steps": self.steps, "changes_only": changes_only}
         paths = [f"{path}{server}.server" for server in range(len(self._connections))]
         futures = [self._submit(n, "snapshot", {**values, "path": each}) for n, each in enumerate(paths)]
@@ -334,6 +352,8 @@ class CollectionClient:
 
     def flush(self) -> None:
         """See `RowService`."""
+        with self._lock:
+            self._give_up_dropped()
         wait([self._submit(server, "flush", {"steps": self.steps}) for server in range(len(self._connections))])
 
     def tensors(self, table: str) -> dict[str, Tensor]:
@@ -364,14 +384,20 @@ class PulledRows:
 
     def __init__(
         self, client: CollectionClient, batch: int, ids: Sequence[Tensor], routes: list[list[Any]],
-        sizes: list[list[int]], futures: list[Future[Message]], cached: list[CachedPull],
+        sizes: list[list[int]], futures: list[Future[Message]], cached: list[CachedPull], training: bool,
     ) -> None:  # fmt: skip
         self._client, self._batch, self._ids, self._routes = client, batch, ids, routes
-        self._sizes, self._futures, self._cached = sizes, futures, cached
+        self._sizes, self._futures, self._cached, self._training = sizes, futures, cached, training
+        self._refused: list[tuple[int, Tensor]] = []
 
     def rows(self) -> list[Tensor]:
         """See `Pull`."""
         answers, client = wait(self._futures), self._client
+        if self._training and client.spec.refuses:
+            asked = [pull.asked for pull in self._cached] or [torch.arange(of_table.numel()) for of_table in self._ids]
+            for server, (_, tensors) in enumerate(answers):
+                self._refused += client.refused(server, tensors[-2], tensors[-1], asked, self._routes)
+            answers = [(values, tensors[:-2]) for values, tensors in answers]
         if not self._cached:
             found = [tensors for _, tensors in answers]
             return [client.rows(table, routes, found) for table, routes in enumerate(self._routes)]
@@ -381,10 +407,18 @@ class PulledRows:
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
         """See `Pull`."""
-        client, routes = self._client, self._routes
-        if self._cached and sums is not None:  # it has not asked for all of them
-            routes = client.route(self._ids)
-        client.send(self._batch, self._ids, routes, sums, lr)
+        if sums is None:
+            self._client.drop(self._batch)
+            return
+        ids, sums, routes = list(self._ids), list(sums), self._routes
+        if self._refused or self._cached:  # some take no gradient, some were not asked for
+            admitted = [torch.ones_like(of_table, dtype=torch.bool) for of_table in ids]
+            for table, positions in self._refused:
+                admitted[table][positions] = False
+            ids = [of_table[mine] for of_table, mine in zip(ids, admitted, strict=True)]
+            sums = [of_table[mine] for of_table, mine in zip(sums, admitted, strict=True)]
+            routes = self._client.route(ids)
+        self._client.send(self._batch, ids, routes, sums, lr)
 
 
 def wait(futures: Sequence[Future[Message]]) -> list[Message]:

@@ -132,6 +132,11 @@ class CollectionSpec:
         tables = tuple(TableSpec(**table) for table in values["tables"])
         return cls(**{**values, "tables": tables, "owners": tuple(map(tuple, values["owners"]))})
 
+    @property
+    def refuses(self) -> bool:
+        """Whether some table may refuse an id."""
+        return any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in self.tables)
+
     def partitions(self, table: int, server: int) -> tuple[int, int]:
         """The first of a server's partitions of a table, and how many."""
         ends = [*self.owners[table], self.tables[table].num_partitions]
@@ -207,8 +212,9 @@ class ServedTables:
     ) -> None:  # fmt: skip
         """A trainer's batch for training; `answer` gets each table's rows.
 
-        With `versions`, those of rows that the trainer has, it gets int64 of each id's version instead, then of each
-        table the rows whose versions are others.
+        Where tables may refuse ids, which then take no gradient of this batch, int64 follow: of each table how many are
+        refused, and all their positions among the table's ids. With `versions`, those of rows that the trainer has, it
+        gets int64 of each id's version first, and of each table only the rows whose versions are others.
         """
         there = self.pulls.setdefault(batch, Batch())
         if versions is not None:
@@ -328,10 +334,13 @@ class ServedTables:
         found = [of_table.split(of) for of_table, of in zip(rows, sizes, strict=True)]
         for number, rank in enumerate(ranks):
             own = [of_table[number] for of_table in found]
+            mine = [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)]
             if (known := there.versions.get(rank)) is not None:
-                own = self._changed(
-                    known, [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)], own
-                )
+                own = self._changed(known, mine, own)
+            if self.spec.refuses:
+                refused = [(of_table < 0).nonzero()[:, 0] for of_table in mine]
+                counts = torch.tensor([each.numel() for each in refused], dtype=torch.int64)
+                own += [counts, torch.cat([counts[:0], *refused])]
             there.answers[rank](own)
 
     def _changed(self, known: Sequence[Tensor], places: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
