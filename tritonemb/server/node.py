@@ -322,12 +322,12 @@ class EmbeddingServer(Closing):
         answer(({}, []))
 
     def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        """Write a file of these tables when all trainers have come to a step, for a checkpoint."""
+        """Write a file of these tables when all trainers have come to a step, for a checkpoint or for followers."""
         served = self.collections[values["collection"]]
 
         def write() -> None:
             try:
-                records = take_snapshot(served, "checkpoints", values["changes_only"])
+                records = take_snapshot(served, values["chain"], values["changes_only"])
                 answer((write_snapshot(Path(values["path"]), records), []))
             except Exception as error:
                 answer(error)
