@@ -160,3 +160,23 @@ def test_what_a_user_gets_wrong():
         assert_same_bits(model.state_dict(), before)
         with pytest.raises(ValueError, match="other tables, trainers or staleness"):
             make(servers, 1)
+
+
+def test_another_run_goes_on_with_tables_that_are_there():
+    with local_servers(2) as servers:
+        expected = train_all(servers, 9)
+    with local_servers(2) as servers:
+        train(make(servers), 4)
+        model = make(servers)
+        outputs = [model(batch) for batch in list(batches(5))[4:]]
+        assert torch.equal(outputs[0], expected[0][0][4])
+
+
+def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained():
+    with local_servers(2) as servers:
+        model = make(servers)
+        waiting = te.nn.prefetch(model, next(batches(1)))
+        other = make(servers)
+        with pytest.raises(ValueError, match="in the middle of a step; resume it from a checkpoint"):
+            train(other, 1)
+        del waiting

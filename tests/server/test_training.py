@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import local_servers
 from tests.training import jobs
-from tritonemb.server import AtMost, Follower
+from tritonemb.server import AtMost, Follower, connect, start
 from tritonemb.training import Callback
 from tritonemb.training.config import CheckpointOptions
 
@@ -148,3 +149,38 @@ def test_at_most_is_never_more(tmp_path):
         for statistics in servers.statistics():
             histogram = statistics["collections"]["embeddings"]["staleness"]
             assert max(map(int, histogram)) <= 2
+
+
+def on_a_rank(rank: int, addresses: list[str], token: str, folder: Path, checkpoint: Path | None, **options: Any):
+    """What one of several trainers was told, and rank 0's tables."""
+    record, placed = jobs.Record(), {"placement": "server"}
+    with connect(addresses, token=token) as servers:
+        data = jobs.planted()
+        torch.manual_seed(0)
+        tables = [replace(table, **placed) for table in data.tables(8)]
+        optimizer = te.optim.RowWiseAdagrad(lr=0.05)
+        model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
+        trainer = te.Trainer(
+            te.HybridParallel(model), data, folder=folder, callbacks=[record], servers=servers, staleness=2,
+            batch_size=25, log_every=4, verbose=False, checkpoints=EVERY, **options,
+        )  # fmt: skip
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+        trainer.fit()
+        state = trainer.model.state_dict() if rank == 0 else {}
+        return record.losses, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.more
+def test_trainers_on_ranks_resume_together(ranks, tmp_path):
+    def run(number: int, folder: str, checkpoint: Path | None = None, **options: Any):
+        with start(number, processes=True) as servers:
+            where = servers.addresses, servers.token, tmp_path / folder
+            return ranks(2).run(partial(on_a_rank, **options), *where, checkpoint)
+
+    (losses, rows), (others, _) = run(1, "whole", epochs=2)
+    assert losses == others
+    run(2, "first", epochs=1)
+    (again, same_rows), _ = run(3, "second", tmp_path / "first/checkpoints/step-18", epochs=2)
+    assert_same_bits(same_rows, rows)
+    assert again == [loss for loss in losses if loss[0] > 18]

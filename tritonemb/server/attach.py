@@ -170,7 +170,10 @@ def _client(
                 )
     owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
     spec = CollectionSpec(specs, describe_optimizer(tables.optimizer), group.size, steps, exact, accumulate, owners)
-    return CollectionClient(servers.connections, name, spec, group.rank)
+    made = CollectionClient(servers.connections, name, spec, group.rank)
+    if group.size > 1:
+        group.all_gather_object(None)  # nobody pulls before all are there
+    return made
 
 
 def owners_of(partitions: int, servers: int, table: int) -> tuple[int, ...]:

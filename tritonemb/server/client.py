@@ -104,6 +104,7 @@ class Connection(Closing):
     def close(self) -> None:
         self._closed.set()
         with self._lock:
+            self._send(({"op": "bye", "ask": next(self._asked), "client": self._client}, []))
             channel, self._channel = self._channel, None
             self._fail(ConnectionError(f"the connection to embedding server {self.address} was closed"))
         if channel is not None:
@@ -214,8 +215,10 @@ class CollectionClient:
             [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
             for server in range(len(connections))
         ]  # fmt: skip
-        values = {"spec": asdict(spec)}
-        wait([self._submit(server, "create", {**values, "server": server}) for server in range(len(connections))])
+        servers, values = range(len(self._connections)), {"spec": asdict(spec)}
+        made = [found for found, _ in wait([self._submit(n, "create", {**values, "server": n}) for n in servers])]
+        self._complete = all(found["complete"] for found in made) and len({found["pulls"] for found in made}) == 1
+        self._batch = self._pushed = made[0]["pulls"]  # of an earlier run
 
     def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         return self._connections[server].submit(op, {"collection": self._name, "rank": self.rank, **values}, tensors)
@@ -227,6 +230,11 @@ class CollectionClient:
             ([ids[n][routes[n][server]] for n in has], [occurrences[n][routes[n][server]] for n in has])
             for server, has in enumerate(self._has)
         ]
+        if training and not self._complete:
+            raise ValueError(
+                f"the embedding servers have tables of {self._name!r} that a run has left in the middle of a step; "
+                "resume it from a checkpoint, or start other servers"
+            )
         with self._lock:
             batch, self._batch = self._batch, self._batch + training
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
@@ -289,6 +297,7 @@ class CollectionClient:
         if chains:
             wait([self._submit(server, "restore", values) for server in range(len(self._connections))])
         self._batch = self._pushed = steps * self.spec.batches
+        self._complete = True
 
     def flush(self) -> None:
         """See `RowService`."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class Follower(Closing):
 
     def receive(self, message: Message, reply: Reply) -> None:
         """See `Service`."""
-        self._pool.submit(self._answer, message, reply)
+        with suppress(RuntimeError):  # it is closed, and nobody answers
+            self._pool.submit(self._answer, message, reply)
 
     def close(self) -> None:
         """Follow no more, and answer what has been asked."""

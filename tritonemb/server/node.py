@@ -249,6 +249,10 @@ class EmbeddingServer(Closing):
         client = self._clients.get(question["client"])
         return {"expected": client.expected if client else 0}
 
+    def _bye(self, question: Values) -> Values:
+        self._clients.pop(question["client"], None)
+        return {}
+
     def _stats(self, question: Values) -> Values:
         return {"stats": self.statistics()}
 
@@ -281,7 +285,8 @@ class EmbeddingServer(Closing):
                 f"embedding server {self.name} has a collection {name!r} with other tables, trainers or staleness; "
                 "attach it with the same, or start other servers"
             )
-        answer(({}, []))
+        served = self.collections[name]
+        answer(({"pulls": served.next_pull, "complete": served.is_complete()}, []))
 
     def _refuse_too_much(self, spec: CollectionSpec, server: int) -> None:
         needed = spec.num_bytes(server)

@@ -2,8 +2,8 @@
 
 A table is its ids, ascending, and their rows: no states, and no index. A lookup sorts what it is asked for, and
 searches: rows of 1,000 ids among 10^7 take a millisecond. The hash index of a `DynamicTable` would be faster, but would
-have to be copied, or built again, for each snapshot. The next replica is made beside this one, with one copy of the rows
-that stay.
+have to be copied, or built again, for each snapshot. The next replica is made beside this one, with one copy of the
+rows that stay.
 """
 
 from collections import defaultdict

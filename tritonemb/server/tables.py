@@ -218,6 +218,11 @@ class ServedTables:
         self.flushes[rank] = steps
         self.when(lambda: self.next_push >= steps, answer)
 
+    def is_complete(self) -> bool:
+        """Whether all that was pulled has been pushed, and nothing waits."""
+        steps = range(self.next_push, self.next_pull // self.spec.batches)
+        return not self.pulls and self.next_pull % self.spec.batches == 0 and all(map(self._pushed, steps))
+
     def when_trained(self, steps: int, action: Callable[[], None]) -> None:
         """Act when so many steps have been pulled and pushed by all trainers, and applied as far as they can be."""
         size = self.spec.batches
@@ -311,12 +316,12 @@ class ServedTables:
             assigned = assign_rows(self.tables, batch, occurrences=torch.cat(occurrences))
         rows = list(assigned.features.values().split([of_table.numel() for of_table in ids]))
         for place, of_table in enumerate(rows):
-            self._mark(place, of_table[of_table >= 0])
+            self._mark(place, of_table)
         return rows
 
     def _mark(self, place: int, rows: Tensor) -> None:
         for chain in self.chains.values():
-            chain.changed[place][rows] = True
+            chain.changed[place][rows[rows >= 0]] = True
 
     def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
         found = []
@@ -335,27 +340,30 @@ class ServedTables:
         order = [(batch, rank) for batch in batches for rank in sorted(batch.ids) if batch.ids[rank]]
         lr = max(batch.lr for batch in batches)
         widest = max(table.config.embedding_dim for table in self.dynamic)
-        values, sizes, grads = [], [], []
+        values, grads = list[Tensor](), list[Tensor]()
         for place, table in enumerate(self.dynamic):
             ids = torch.cat([table.index.ids[:0], *(batch.ids[rank][place] for batch, rank in order)])
             dim = table.config.embedding_dim
-            sums = torch.cat([torch.empty(0, dim), *(batch.others[rank][place] for batch, rank in order)])
-            rows = table.find(ids)
-            known = rows >= 0  # others have been refused, or evicted since
-            values.append(rows[known])
+            values.append(table.find(ids))  # -1 of ids that were refused, or evicted since, which take no gradient
             self._mark(place, values[-1])
-            sizes.append(values[-1].numel())
-            grads.append(torch.nn.functional.pad(sums[known] * (1.0 / self.spec.trainers), (0, widest - dim)))
+            sums = [batch.others[rank][place] for batch, rank in order]
+            grads += sums if dim == widest else [torch.nn.functional.pad(each, (0, widest - dim)) for each in sums]
         if lr != self.tables.current_learning_rate and order:
             self.tables.set_learning_rate(lr)
-        names, offsets = list(self.tables.feature_names), segment_offsets(torch.tensor(sizes))
-        layout = self.tables.layout(names, torch.device("cpu"))
-        rows = torch.cat(values)
+        grad = torch.cat(grads) if grads else torch.empty(0, widest)
+        if self.spec.trainers > 1:
+            grad.mul_(1.0 / self.spec.trainers)
+        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
+        layout, rows = self.tables.layout(list(self.tables.feature_names), grad.device), torch.cat(values)
         groups = ops.row_groups(rows, offsets, layout)
-        self.tables.update.step(self.tables, torch.cat(grads), Lookup(rows, offsets, None, groups, layout))
+        self.tables.update.step(self.tables, grad, Lookup(rows, offsets, None, groups, layout))
 
 
 def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:
     """Of tensors by rank and table: those of each table, in the order of ranks, and their sizes."""
     tables = list(zip(*ranks, strict=True))
-    return [torch.cat(of_table) for of_table in tables], [[each.shape[0] for each in of_table] for of_table in tables]
+    return [_cat(of_table) for of_table in tables], [[each.shape[0] for each in of_table] for of_table in tables]
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo
 from tritonemb import ops
 from tritonemb.errors import first_bad_id, gradient_not_finite
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import FIRST_ROW, NUM_ROWS
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.cached_table import is_metadata_only
@@ -170,26 +170,53 @@ def pull_batch(tables: Tables, features: Features) -> PulledBatch:
     batch = one_key_a_lookup(tables, batch, tables.layout(keys, values.device))
     layout = tables.layout(batch.keys(), values.device)
     training = torch.is_grad_enabled() and trains(tables)
-    positions = positions_of(batch, tables.table_keys[tuple(batch.keys())])
     with torch.no_grad(), torch.inference_mode(False):
-        numbers, own = torch.full_like(batch.values(), -1, dtype=torch.int64), layout.tables.clone()
-        all_ids, occurrences = list[Tensor](), list[Tensor]()
-        for number, config in enumerate(tables.configs):
-            ids = batch.values()[positions[number]].long()
-            of_table = torch.full_like(ids, -1)
-            valid: Any = slice(None) if config.is_dynamic else (ids >= 0) & (ids < config.num_embeddings)
-            distinct, of_table[valid], counts = ids[valid].unique(return_inverse=True, return_counts=True)
-            numbers[positions[number]] = of_table
-            all_ids.append(distinct.cpu())
-            occurrences.append(counts.cpu())
-        sizes = own.new_tensor([ids.numel() for ids in all_ids])
-        own[:, NUM_ROWS], own[:, FIRST_ROW] = sizes, sizes.cumsum(0) - sizes
-        layout = layout._replace(tables=own, num_rows=int(sizes.sum()))
-        groups = ops.row_groups(numbers, batch.offsets(), layout)
-        lookup = PulledBatch(numbers, batch.offsets(), batch.weights_or_none(), groups, layout, training=training)
-        lookup.ids, lookup.pull = all_ids, tables.service.pull(all_ids, occurrences, training)
+        any_dynamic = any(config.is_dynamic for config in tables.configs)
+        lookup = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
+        lookup.training, occurrences = training, lookup.groups.starts[: lookup.layout.num_rows + 1].diff().cpu()
+        sizes = [of_table.numel() for of_table in lookup.ids]
+        lookup.pull = tables.service.pull(lookup.ids, occurrences.split(sizes), training)
         lookup.on_release = _push_nothing if training else None
         return lookup
+
+
+def _deduplicate_rows(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> PulledBatch:
+    """The batch with numbers of its distinct rows; of tables whose ids are row numbers. Waits for the device."""
+    groups, first = ops.row_groups(batch.values(), batch.offsets(), layout), layout.tables[:, FIRST_ROW].contiguous()
+    number = int(groups.num_groups)
+    rows, every = groups.rows[:number], torch.arange(groups.rows.numel(), device=first.device)
+    starts = torch.searchsorted(rows, first)
+    sizes = starts.diff(append=starts.new_tensor([number]))
+    by_group = torch.full_like(every, -1)
+    by_group[:number] = every[:number] - starts.repeat_interleave(sizes, output_size=number)
+    ids = (rows - first.repeat_interleave(sizes, output_size=number)).cpu().split(sizes.tolist())
+    values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
+    own = _layout_of(layout, sizes, number)
+    return PulledBatch(values, batch.offsets(), batch.weights_or_none(), groups._replace(rows=every), own, ids=[*ids])
+
+
+def _deduplicate(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> PulledBatch:
+    """Likewise, of tables of which some are dynamic."""
+    positions = positions_of(batch, tables.table_keys[tuple(batch.keys())])
+    values, all_ids = torch.full_like(batch.values(), -1, dtype=torch.int64), list[Tensor]()
+    for number, config in enumerate(tables.configs):
+        ids = batch.values()[positions[number]].long()
+        of_table = torch.full_like(ids, -1)
+        valid: Any = slice(None) if config.is_dynamic else (ids >= 0) & (ids < config.num_embeddings)
+        distinct, of_table[valid] = ids[valid].unique(return_inverse=True)
+        values[positions[number]] = of_table
+        all_ids.append(distinct.cpu())
+    sizes = layout.tables.new_tensor([ids.numel() for ids in all_ids])
+    layout = _layout_of(layout, sizes, int(sizes.sum()))
+    groups = ops.row_groups(values, batch.offsets(), layout)
+    return PulledBatch(values, batch.offsets(), batch.weights_or_none(), groups, layout, ids=all_ids)
+
+
+def _layout_of(layout: Layout, sizes: Tensor, num_rows: int) -> Layout:
+    """Of tables of the rows that a batch pulls."""
+    own = layout.tables.clone()
+    own[:, NUM_ROWS], own[:, FIRST_ROW] = sizes, sizes.cumsum(0) - sizes
+    return layout._replace(tables=own, num_rows=num_rows)
 
 
 def _push_nothing(lookup: Lookup) -> None:
