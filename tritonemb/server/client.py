@@ -171,13 +171,13 @@ class Connection(Closing):
                 return
             if now - max(self._sent, self._heard) < RESEND_AFTER and self._channel is not None:
                 return
-            self._sent = now
+            self._sent, first = now, next(iter(self._kept))  # which the server knows, if it has lost nothing
         try:
             expected = self.ask("hello", RESEND_AFTER)["expected"]
         except ConnectionError:
             return
         with self._lock:
-            if expected < next(iter(self._kept), expected):
+            if expected < first:
                 self._fail(ConnectionError(
                     f"embedding server {self.address} was started anew, without what it had been told; resume from a "
                     "checkpoint"
