@@ -15,12 +15,13 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.server.jobs import local_servers, make, train
-from tritonemb.server import replica, snapshot
+from tritonemb.server import Servers, replica, snapshot
 from tritonemb.server.client import Connection
 from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, look_up
+from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.publish import Publisher
 from tritonemb.server.transport import LocalTransport
-from tritonemb.utils import read_sealed, sealed
+from tritonemb.utils import read_sealed, sealed, write_whole
 
 DYNAMIC = {"capacity": 40, "eviction": te.EvictionConfig(protect=2)}
 IDS = {"a": torch.arange(300), "b": torch.arange(9_000).flip(0), "d": torch.arange(-5, 400)}
@@ -68,7 +69,7 @@ def folder(chain, tmp_path) -> Path:
 
 
 def publish(folder: Path, manifest: dict) -> None:
-    (folder / PUBLISHED).write_text(sealed(json.dumps(manifest)))
+    write_whole(folder / PUBLISHED, sealed(json.dumps(manifest)))
 
 
 def chosen(manifest: dict, *numbers: int) -> dict:
@@ -132,8 +133,7 @@ def test_each_lookup_is_of_one_step(chain, folder):
         for thread in threads:
             thread.start()
         for number, manifest in enumerate(chain.manifests):
-            (folder / "new").write_text(sealed(json.dumps(manifest)))
-            (folder / "new").replace(folder / PUBLISHED)
+            publish(folder, manifest)
             deadline = time.monotonic() + 20
             while follower.step != (number + 1) * STEPS:
                 assert time.monotonic() < deadline, follower.problem
@@ -222,6 +222,37 @@ def test_a_chain_ends_after_so_many_files(tmp_path):
             assert (follower.bases, follower.increments) == ((number + 1) // 2, number // 2)
 
 
+def test_checkpoints_and_published_snapshots_do_not_break_each_others_chains(tmp_path):
+    publisher = Publisher(tmp_path / "published")
+    with local_servers(2) as servers, Follower(tmp_path / "published", poll=None) as follower:
+        model = make(servers, dynamic=DYNAMIC)
+        before: list[dict] = []
+        for number in range(3):
+            train(model, 2, trainer=number)
+            publisher.publish(model)
+            written = model.table_set.service.snapshot(tmp_path / f"{number}-", changes_only=True)
+            assert [each["after"] for each in written] == [each["snapshot"] for each in before] or not number
+            before = written
+            assert follower.refresh()
+        assert (follower.bases, follower.increments) == (1, 2)
+        state = model.state_dict()
+        assert torch.equal(follower.look_up({"d": state["d.ids"]})["d"], state["d.weight"])
+
+
+def test_a_server_that_does_not_know_what_it_wrote_writes_all(tmp_path):
+    publisher = Publisher(tmp_path)
+    own = EmbeddingServer("first"), EmbeddingServer("second")
+    with Servers([LocalTransport(each) for each in own], own) as servers, Follower(tmp_path, poll=None) as follower:
+        model = make(servers, dynamic=DYNAMIC)
+        for bases in (1, 2):
+            train(model, 2, trainer=bases)
+            publisher.publish(model)
+            assert follower.refresh()
+            assert follower.bases == bases
+            own[1].collections["tables"].chains.clear()  # as if it had been started again
+        assert torch.equal(follower.look_up({"b": IDS["b"]})["b"], model.state_dict()["b.weight"][IDS["b"]])
+
+
 def test_a_damaged_file_is_not_served(chain, folder):
     path = folder / chain.manifests[1]["servers"]["tables"][1]["files"][-1]
     whole = path.read_bytes()
@@ -279,6 +310,26 @@ def test_files_that_vanish_while_they_are_read(chain, tmp_path, monkeypatch, at)
         assert same(follower.look_up(IDS), chain.rows[2])
 
 
+def test_a_file_that_is_replaced_while_it_is_read(chain, folder, monkeypatch):
+    """By that of a run that went back: another snapshot, of the same name."""
+    base, changes = (folder / name for name in chain.manifests[1]["servers"]["tables"][0]["files"])
+    read_file, whole = replica._read, base.read_bytes()
+
+    def read_another(*args) -> None:
+        base.write_bytes(changes.read_bytes())
+        read_file(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "_read", read_another)
+        follower = Follower(folder, poll=None)
+    with follower:
+        assert follower.replica is None
+        assert "was replaced while it was read" in follower.problem
+        base.write_bytes(whole)
+        assert follower.refresh()
+        assert same(follower.look_up(IDS), chain.rows[0])
+
+
 def test_a_run_that_went_back(chain, tmp_path):
     checkpoint(chain, tmp_path, 10, 2)
     with Follower(tmp_path, poll=None) as follower:
@@ -292,19 +343,21 @@ def test_a_run_that_went_back(chain, tmp_path):
 def test_age_and_statistics(chain, folder, monkeypatch):
     with Follower(folder, poll=None) as follower:
         taken = follower.replica.time
+        files = [each["files"][0] for each in chain.manifests[0]["servers"]["tables"]]
+        assert taken == min(next(snapshot.read_snapshot(folder / name))[0]["time"] for name in files)
         assert 0 < time.time() - taken < 600
         monkeypatch.setattr(time, "time", lambda: taken + 100.0)
         assert follower.age == 100.0
         found = follower.statistics()
         assert (found["step"], found["age"], found["problem"]) == (STEPS, 100.0, None)
-        rows = found["tables"]["d"]["rows"]
-        assert 0 < rows <= 40
-        assert found["tables"]["d"]["num_bytes"] == rows * (8 + 8 * 4)
+        table = found["collections"]["tables"]["tables"]["d"]
+        assert 0 < table["rows"] <= 40
+        assert table["num_bytes"] == table["rows"] * (8 + 8 * 4)
         publish(folder, chain.manifests[1])
         follower.refresh()
         assert follower.replica.time > taken
     with Follower(folder / "nothing", poll=None) as nothing:
-        assert (nothing.step, nothing.age, nothing.statistics()["tables"]) == (None, None, {})
+        assert (nothing.step, nothing.age, nothing.statistics()["collections"]) == (None, None, {})
 
 
 def test_other_processes_ask_a_follower(chain, folder):

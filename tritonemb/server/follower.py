@@ -42,7 +42,7 @@ class Follower(Closing):
     """
 
     def __init__(self, folder: str | Path, collection: str | None = None, poll: float | None = 1.0) -> None:
-        self._folder, self._collection = Path(folder), collection
+        self._folder, self.collection = Path(folder), collection
         self.replica: Replica | None = None
         self.problem: str | None = None
         self.bases = self.increments = 0
@@ -74,14 +74,14 @@ class Follower(Closing):
         return self._served().look_up(ids)
 
     def statistics(self) -> Values:
-        """Step, age, rows and bytes by table, `problem`, and what was loaded."""
-        tables = {} if self.replica is None else self.replica.tables
-        sizes = {
+        """Step, age, rows and bytes by table, whether it is failing, and how often it has loaded what."""
+        tables = {
             name: {"rows": table.ids.numel(), "num_bytes": table.ids.nbytes + table.rows.nbytes}
-            for name, table in tables.items()
+            for name, table in ({} if self.replica is None else self.replica.tables).items()
         }
-        found = {"step": self.step, "age": self.age, "tables": sizes, "problem": self.problem}
-        return found | {"bases": self.bases, "increments": self.increments}
+        found = {"step": self.step, "age": self.age, "failing": self.problem is not None, "problem": self.problem}
+        found |= {"bases": self.bases, "increments": self.increments}
+        return found | {"collections": {self.collection: {"tables": tables}} if tables else {}}
 
     def refresh(self) -> bool:
         """Load the newest snapshot, and serve it; whether it is another one. What fails becomes the `problem`."""
@@ -145,10 +145,12 @@ class Follower(Closing):
         if newest is None and not path.exists():
             raise FileNotFoundError(f"{self._folder} has no checkpoint, and no {PUBLISHED} of a publisher")
         found = json.loads(read_sealed(path)).get("servers", {})
-        name = next(iter(found), "") if self._collection is None and len(found) == 1 else self._collection
-        if name not in found:
-            raise ValueError(f"{path} has collections {listed(found) or 'none'} on embedding servers, not {name!r}")
-        return path.parent, found[name]
+        if self.collection is None and len(found) == 1:
+            (self.collection,) = found
+        if self.collection not in found:
+            known = f"{path} has collections {listed(found) or 'none'} on embedding servers"
+            raise ValueError(f"{known}, not {self.collection!r}")
+        return path.parent, found[self.collection]
 
 
 def look_up(connection: Connection, ids: Mapping[str, Tensor], timeout: float = 10.0) -> dict[str, Tensor]:
