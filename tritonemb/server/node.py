@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -80,6 +81,7 @@ class EmbeddingServer(Closing):
         if log is not None and folder is None:
             raise ValueError(f"log={log!r} needs a folder, which the state is saved to")
         self.name, self.log, self._memory = name, log, memory
+        self._began = time.monotonic()
         self.collections: dict[str, ServedTables] = {}
         self._folder = None if folder is None else Path(folder)
         self._clients: dict[str, Client] = {}
@@ -261,12 +263,18 @@ class EmbeddingServer(Closing):
         return {"saved": self._clients[question["client"]].saved}
 
     def statistics(self) -> Values:
-        """By collection and table: rows, bytes, evictions; staleness; the length of the queue."""
-        found: Values = {"queue": self._queue.qsize(), "collections": {}}
+        """By collection and table: rows, bytes, evictions; pulls and pushes that wait; staleness. And of the server:
+        seconds since it was started, the length of its queue, its state's version, and bytes of the log since then."""
+        found: Values = {
+            "seconds": time.monotonic() - self._began, "queue": self._queue.qsize(), "version": self._version,
+            "log_bytes": self._log_bytes, "collections": {},
+        }  # fmt: skip
         for name, served in self.collections.items():
-            tables = {table.config.name: vars(table.statistics()) for table in served.dynamic}
             found["collections"][name] = {
-                "tables": tables, "pulls": served.next_pull, "steps": served.next_push,
+                "tables": {table.config.name: vars(table.statistics()) for table in served.dynamic},
+                "pulls": served.next_pull, "steps": served.next_push,
+                "waiting_pulls": sum(len(batch.ids) for batch in served.pulls.values()),
+                "waiting_pushes": sum(len(batch.ids) for batch in served.pushes.values()),
                 "staleness": {str(steps): count for steps, count in sorted(served.staleness.items())},
             }  # fmt: skip
         return found
