@@ -37,7 +37,8 @@ class CacheConfig:
     """How many rows of a host- or disk-resident table are cached, and which.
 
     Args:
-        rows: cached on the device by each rank that holds some of the table, at least 1; rounded up to sets of 32.
+        rows: cached on the device by each rank that holds some of the table, at least 1; rounded up to sets of 32. Of a
+            table on embedding servers, kept by each trainer, so that they need not be sent again.
         share: of the table's rows, in (0, 1], where `rows` is not given.
         policy: which row is evicted: the least recently ("lru") or least frequently ("lfu") used one. Rows of batches
             that are trained or prefetched are pinned.
@@ -139,9 +140,10 @@ class TableConfig:
         pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
             tables that are looked up but not trained. Optimizer state is always float32.
-        placement: where rows are: on the device, or on the host or a disk and partly cached there. Bits are the same.
+        placement: where rows are: on the device; on the host or a disk, and partly cached there, with the same bits; or
+            on embedding servers (`tritonemb.server`).
         init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) if not given.
-        cache: of a host- or disk-resident table.
+        cache: of a table that is not on the device.
         capacity: rows of a dynamic table, at most; it is rounded up a little.
         capacity_bytes: as many rows as take so much memory, with their optimizer states and their index, instead.
         init_bound: initial values are uniform in ± this; 1/sqrt(num_embeddings) if not given, or 1/sqrt(embedding_dim)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-MODULES = ("compiler", "data", "interop", "nn", "optim", "sharding")
+MODULES = ("compiler", "data", "interop", "nn", "optim", "server", "sharding")
 
 
 def public_names() -> list[str]:
@@ -24,12 +24,13 @@ def public_names() -> list[str]:
     import tritonemb.compiler
     import tritonemb.data
     import tritonemb.interop
+    import tritonemb.server
     import tritonemb.sharding
     import tritonemb.training
 
     names = [f"tritonemb.{name}" for name in tritonemb.__all__ if name not in MODULES]
     modules = tritonemb.nn, tritonemb.compiler, tritonemb.data, tritonemb.interop, tritonemb.sharding
-    for module in (*modules, tritonemb.training):
+    for module in (*modules, tritonemb.server, tritonemb.training):
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{name}" for name in tritonemb.optim.__all__ if name != "OPTIMIZERS"]
     return [*names, "tritonemb.nn.fuse.FuseReport"]

@@ -34,10 +34,16 @@ ALONE = Trainers()
 
 
 def make(
-    servers: Servers | None, staleness=0, optimizer=None, dynamic: dict | None = None, group=ALONE, accumulate=1
+    servers: Servers | None,
+    staleness=0,
+    optimizer=None,
+    dynamic: dict | None = None,
+    group=ALONE,
+    accumulate=1,
+    cache: int | None = None,
 ) -> te.nn.EmbeddingBagCollection:
     """Two static tables and perhaps a dynamic one, with initial values of a fixed seed."""
-    place = {} if servers is None else {"placement": "server"}
+    place = {} if servers is None else {"placement": "server", "cache": te.CacheConfig(rows=cache)}
     tables = [
         te.TableConfig("a", 300, 6, features=["a", "c"], **place),
         te.TableConfig("b", 9_000, 4, pooling="mean", **place),

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import KEYS, Faults, batches, local_servers, make, train, train_all
-from tritonemb.server import AtMost, flush
+from tritonemb.server import AtMost, EmbeddingServer, Servers, flush
+from tritonemb.server.transport import LocalTransport
 
 OPTIMIZERS = [
     te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.01, weight_decay=0.1),
@@ -180,3 +181,18 @@ def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained():
         with pytest.raises(ValueError, match="in the middle of a step; resume it from a checkpoint"):
             train(other, 1)
         del waiting
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_tables_that_find_no_room_are_put_on_disk(trainers, tmp_path):
+    how = {"trainers": trainers, "staleness": 2, "dynamic": {"capacity": 90, "eviction": te.EvictionConfig(protect=4)}}
+    with local_servers(1) as servers:
+        expected = train_all(servers, 10, **how)
+    server = EmbeddingServer("small", tmp_path, memory=200_000, over_memory="spill")
+    with Servers([LocalTransport(server, "small")], [server]) as servers:
+        same(train_all(servers, 10, **how), expected)
+        assert any(server.collections["tables"].tables.cache.statistics()["b"].__dict__.values())
+    server = EmbeddingServer("small", memory=200_000)
+    message = r"small has 200,000 bytes for tables left, and those of 'tables' need .* over_memory=\"spill\""
+    with Servers([LocalTransport(server, "small")], [server]) as servers, pytest.raises(ValueError, match=message):
+        make(servers)

@@ -170,7 +170,8 @@ def _client(
                 )
     owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
     spec = CollectionSpec(specs, describe_optimizer(tables.optimizer), group.size, steps, exact, accumulate, owners)
-    made = CollectionClient(servers.connections, name, spec, group.rank)
+    caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
+    made = CollectionClient(servers.connections, name, spec, group.rank, caches)
     if group.size > 1:
         group.all_gather_object(None)  # nobody pulls before all are there
     return made

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from tritonemb.flight import decode_error
 from tritonemb.layout import partitions_of
+from tritonemb.server.row_cache import CachedPull, TrainerCache
 from tritonemb.server.snapshot import whole_table
 from tritonemb.server.tables import CollectionSpec
 from tritonemb.server.transport import Channel, Message, Transport
+from tritonemb.types import CacheConfig
 from tritonemb.utils import Closing
 
 Values = dict[str, Any]
@@ -205,7 +207,10 @@ def _watch(connection: "weakref.ref[Connection]", closed: threading.Event) -> No
 class CollectionClient:
     """The rows of a collection's tables, for one trainer: a `RowService`."""
 
-    def __init__(self, connections: Sequence[Connection], name: str, spec: CollectionSpec, rank: int) -> None:
+    def __init__(
+        self, connections: Sequence[Connection], name: str, spec: CollectionSpec, rank: int,
+        caches: Sequence[CacheConfig | None],
+    ) -> None:  # fmt: skip
         self.spec, self.rank = spec, rank
         self._connections, self._name, self._lock = list(connections), name, threading.Lock()
         self._batch = self._pushed = 0
@@ -219,41 +224,56 @@ class CollectionClient:
         made = [found for found, _ in wait([self._submit(n, "create", {**values, "server": n}) for n in servers])]
         self._complete = all(found["complete"] for found in made) and len({found["pulls"] for found in made}) == 1
         self._batch = self._pushed = made[0]["pulls"]  # of an earlier run
+        self.caches = [TrainerCache(*each) for each in zip(spec.tables, caches, strict=True)] if any(caches) else []
 
     def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         return self._connections[server].submit(op, {"collection": self._name, "rank": self.rank, **values}, tensors)
 
     def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> "PulledRows":
         """See `RowService`."""
-        routes = [self._route(table, of_table) for table, of_table in enumerate(ids)]
-        per_server = [
-            ([ids[n][routes[n][server]] for n in has], [occurrences[n][routes[n][server]] for n in has])
-            for server, has in enumerate(self._has)
-        ]
         if training and not self._complete:
             raise ValueError(
                 f"the embedding servers have tables of {self._name!r} that a run has left in the middle of a step; "
                 "resume it from a checkpoint, or start other servers"
             )
         with self._lock:
-            batch, self._batch = self._batch, self._batch + training
+            batch, self._batch, cached = self._batch, self._batch + training, list[CachedPull]()
+            asked, columns = ids, [ids, occurrences] if training else [ids]
+            if training and self.caches:
+                spec = self.spec
+                least = None if spec.exact or spec.staleness is None else batch // spec.batches - spec.staleness
+                cached = [cache.begin(of_table, least) for cache, of_table in zip(self.caches, ids, strict=True)]
+                asked = [pull.ids[pull.asked] for pull in cached]
+                counts = [of[pull.asked] for of, pull in zip(occurrences, cached, strict=True)]
+                columns = [asked, counts, [pull.versions for pull in cached]]
+            routes = self.route(asked)
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
-            futures = [
-                self._submit(
-                    server, op, {**values, "sizes": [each.numel() for each in of_server]},
-                    [_cat(of_server)] + ([_cat(counts)] if training else []),
-                )
-                for server, (of_server, counts) in enumerate(per_server)
-            ]  # fmt: skip
-        return PulledRows(self, batch, [of_server for of_server, _ in per_server], routes, futures)
+            sizes, futures = list[list[int]](), list[Future[Message]]()
+            for server in range(len(self._connections)):
+                parts = [self._of_server(column, routes, server) for column in columns]
+                sizes.append([part.numel() for part in parts[0]])
+                futures.append(self._submit(server, op, {**values, "sizes": sizes[-1]}, list(map(_cat, parts))))
+        return PulledRows(self, batch, ids, routes, sizes, futures, cached)
+
+    def _of_server(self, tensors: Sequence[Tensor], routes: Sequence[Sequence[Any]], server: int) -> list[Tensor]:
+        """Of each table that a server has, its part."""
+        return [tensors[n][routes[n][server]] for n in self._has[server]]
 
     @property
     def steps(self) -> int:
         """How many this trainer has pushed."""
         return self._pushed // self.spec.batches
 
+    def route(self, ids: Sequence[Tensor]) -> list[list[Any]]:
+        """Of each table and server, which of the table's ids that has."""
+        return [self._route(table, of_table) for table, of_table in enumerate(ids)]
+
+    def by_table(self, server: int, sizes: list[int], answer: Message) -> tuple[int, dict[int, Any]]:
+        """A server's answer to a trainer with caches: its steps, and by table versions and rows."""
+        values, (versions, *rows) = answer
+        return values["steps"], dict(zip(self._has[server], zip(versions.split(sizes), rows, strict=True), strict=True))
+
     def _route(self, table: int, ids: Tensor) -> list[Any]:
-        """Of each server, which of these ids it has."""
         owners = self._owners[table]
         if owners is None:
             return [slice(None)]
@@ -261,12 +281,19 @@ class CollectionClient:
         server = torch.searchsorted(owners, partitions, right=True) - 1
         return [(server == number).nonzero()[:, 0] for number in range(len(self._connections))]
 
-    def send(self, batch: int, ids: Sequence[Sequence[Tensor]], sums: Sequence[Sequence[Tensor]], lr: float) -> None:
-        """The gradients of a batch, by server and table; none for one that was not trained."""
+    def send(
+        self, batch: int, ids: Sequence[Tensor], routes: Sequence[Any], sums: Sequence[Tensor] | None, lr: float
+    ) -> None:
+        """The gradients of a batch; None for one that was not trained."""
         with self._lock:
             for server in range(len(self._connections)):
-                values = {"batch": batch, "lr": lr, "sizes": [each.numel() for each in ids[server]] if sums else None}
-                self._submit(server, "push", values, [_cat(ids[server]), *sums[server]] if sums else [])
+                values: Values = {"batch": batch, "lr": lr, "sizes": None}
+                tensors: list[Tensor] = []
+                if sums is not None:
+                    parts = self._of_server(ids, routes, server)
+                    values["sizes"] = [part.numel() for part in parts]
+                    tensors = [_cat(parts), *self._of_server(sums, routes, server)]
+                self._submit(server, "push", values, tensors)
             self._pushed += 1
 
     def rows(self, table: int, routes: Sequence[Any], found: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -280,9 +307,19 @@ class CollectionClient:
                 rows[routes[server]] = found[server][has.index(table)]
         return rows
 
-    def by_server(self, sums: Sequence[Tensor], routes: Sequence[Sequence[Any]]) -> list[list[Tensor]]:
-        """Of each server, what it has of each table's sums."""
-        return [[sums[n][routes[n][server]] for n in has] for server, has in enumerate(self._has)]
+    def finish_cached(
+        self, table: int, pull: CachedPull, routes: Sequence[Any], answers: Sequence[tuple[int, dict[int, Any]]]
+    ) -> Tensor:
+        """Likewise, from each server's steps, and of its tables versions and those rows that are not cached."""
+        versions, steps = torch.empty_like(pull.versions), torch.empty_like(pull.versions)
+        for (applied, of_tables), mine in zip(answers, routes, strict=True):
+            if table in of_tables:
+                now, rows = of_tables[table]
+                changed = now != pull.versions[mine]
+                pull.rows[pull.asked[mine][changed]] = rows
+                versions[mine], steps[mine] = now, applied
+        with self._lock:
+            return self.caches[table].finish(pull, versions, steps)
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         """See `RowService`; the changes since the last snapshot of this chain."""
@@ -330,21 +367,28 @@ class PulledRows:
     """A batch's rows that are on their way: a `Pull`."""
 
     def __init__(
-        self, client: CollectionClient, batch: int, ids: list[list[Tensor]], routes: list[list[Any]],
-        futures: list[Future[Message]],
+        self, client: CollectionClient, batch: int, ids: Sequence[Tensor], routes: list[list[Any]],
+        sizes: list[list[int]], futures: list[Future[Message]], cached: list[CachedPull],
     ) -> None:  # fmt: skip
         self._client, self._batch, self._ids, self._routes = client, batch, ids, routes
-        self._futures = futures
+        self._sizes, self._futures, self._cached = sizes, futures, cached
 
     def rows(self) -> list[Tensor]:
         """See `Pull`."""
-        found = [tensors for _, tensors in wait(self._futures)]
-        return [self._client.rows(table, routes, found) for table, routes in enumerate(self._routes)]
+        answers, client = wait(self._futures), self._client
+        if not self._cached:
+            found = [tensors for _, tensors in answers]
+            return [client.rows(table, routes, found) for table, routes in enumerate(self._routes)]
+        of_servers = [client.by_table(n, *each) for n, each in enumerate(zip(self._sizes, answers, strict=True))]
+        tables = zip(range(len(self._cached)), self._cached, self._routes, strict=True)
+        return [client.finish_cached(table, pull, routes, of_servers) for table, pull, routes in tables]
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
         """See `Pull`."""
-        by_server = [] if sums is None else self._client.by_server(sums, self._routes)
-        self._client.send(self._batch, self._ids, by_server, lr)
+        client, routes = self._client, self._routes
+        if self._cached and sums is not None:  # it has not asked for all of them
+            routes = client.route(self._ids)
+        client.send(self._batch, self._ids, routes, sums, lr)
 
 
 def wait(futures: Sequence[Future[Message]]) -> list[Message]:

@@ -36,7 +36,8 @@ class ServerOptions(Options):
         folder: where the state is saved, so that the server can be started again; nowhere if not given.
         log: who keeps what was told since then: clients (memory), a file (disk), or one that survives a loss of power
             (fsync).
-        memory: bytes that tables may take, at most; what needs more is refused.
+        memory: bytes that tables may take, at most, when they are full.
+        over_memory: tables that need more are refused, or put on disk (spill), as far as they find no room.
         threads: that compute; all cores if not given.
     """
 
@@ -46,6 +47,7 @@ class ServerOptions(Options):
     folder: Path | None = None
     log: Literal["memory", "disk", "fsync"] | None = None
     memory: float | None = None
+    over_memory: Literal["refuse", "spill"] = "refuse"
     threads: int | None = number(None, least=1)
 
 
@@ -63,7 +65,8 @@ def serve(options: ServerOptions) -> None:
     if STARTED_BY in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddingServer(options.address, options.folder, options.log, options.memory))
+        limits = options.memory, options.over_memory
+        server = stack.enter_context(EmbeddingServer(options.address, options.folder, options.log, *limits))
         where = options.address, None, options.certificate, options.key
         served = stack.enter_context(FlightServer(server, *where))
         server.name = served.address

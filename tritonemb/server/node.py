@@ -26,10 +26,12 @@ from tritonemb.server.transport import Message, Reply
 from tritonemb.storage import StorageError
 from tritonemb.storage.io import sync
 from tritonemb.storage.store import storage_errors
+from tritonemb.types import CacheConfig
 from tritonemb.utils import Closing, read_sealed, sealed, write_whole
 
 Values = dict[str, Any]
 LogMode = Literal["memory", "disk", "fsync"]
+OverMemory = Literal["refuse", "spill"]
 STATE, OWN = "state.json", "state"  # the file, and the chain of snapshots
 MOST_FILES = 16  # of a chain; a whole snapshot follows
 LOG_BYTES = 1 << 28  # after which the state is saved
@@ -65,7 +67,9 @@ class EmbeddingServer(Closing):
         folder: where the state is, which is restored if there is one; none if not given.
         log: who has what was told since the state was saved: clients ("memory"; they send it again), a file ("disk"),
             or a file that survives a loss of power ("fsync").
-        memory: bytes that tables may take, at most, with their states and indexes; what needs more is refused.
+        memory: bytes that tables may take, at most, with their states and indexes, when they are full.
+        over_memory: what becomes of a collection that needs more: it is refused, or is put on disk ("spill"), with as
+            many rows in memory as there is room for; bits are the same.
 
     Raises:
         StorageError: the folder cannot be read or written, or is damaged.
@@ -74,14 +78,17 @@ class EmbeddingServer(Closing):
 
     def __init__(
         self, name: str = "server", folder: str | Path | None = None, log: LogMode | None = None,
-        memory: float | None = None,
+        memory: float | None = None, over_memory: OverMemory = "refuse",
     ) -> None:  # fmt: skip
         if log not in (None, *get_args(LogMode)):
             raise ValueError(f"log must be one of {get_args(LogMode)}, got {log!r}")
         if log is not None and folder is None:
             raise ValueError(f"log={log!r} needs a folder, which the state is saved to")
-        self.name, self.log, self._memory = name, log, memory
+        if over_memory not in get_args(OverMemory):
+            raise ValueError(f"over_memory must be one of {get_args(OverMemory)}, got {over_memory!r}")
+        self.name, self.log, self._memory, self._over_memory = name, log, memory, over_memory
         self._began = time.monotonic()
+        self._taken: dict[str, float] = {}  # bytes, by collection
         self.collections: dict[str, ServedTables] = {}
         self._folder = None if folder is None else Path(folder)
         self._clients: dict[str, Client] = {}
@@ -208,7 +215,7 @@ class EmbeddingServer(Closing):
         for client in self._clients.values():
             client.saved = client.expected
         for path in folder.iterdir():
-            if path.name not in (STATE, clients, f"log-{version}", *written):
+            if path.name not in (STATE, clients, f"log-{version}", *written) and path.is_file():
                 path.unlink()
 
     def _restore(self) -> None:
@@ -220,7 +227,7 @@ class EmbeddingServer(Closing):
             for file in self._files:
                 found.setdefault(file.rpartition("-")[0], Restored()).read(self._folder / file)
             for name, part in found.items():
-                served = self.collections[name] = ServedTables(part.spec, part.header["server"])
+                served = self.collections[name] = self._make(name, part.spec, part.header["server"])
                 restore(served, [part])
             for values, tensors in read_records(self._folder / state["clients"]):
                 client = self._clients.setdefault(values["client"], Client())
@@ -284,8 +291,7 @@ class EmbeddingServer(Closing):
     def _do_create(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         spec, name = CollectionSpec.from_json(values["spec"]), values["collection"]
         if (there := self.collections.get(name)) is None:
-            self._refuse_too_much(spec, values["server"])
-            self.collections[name] = ServedTables(spec, values["server"])
+            self.collections[name] = self._make(name, spec, values["server"])
             if self._folder is not None:
                 self.save()
         elif there.spec != spec:
@@ -296,20 +302,27 @@ class EmbeddingServer(Closing):
         served = self.collections[name]
         answer(({"pulls": served.next_pull, "complete": served.is_complete()}, []))
 
-    def _refuse_too_much(self, spec: CollectionSpec, server: int) -> None:
-        needed = spec.num_bytes(server)
-        there = sum(served.spec.num_bytes(served.server) for served in self.collections.values())
-        if self._memory is not None and there + needed > self._memory:
-            raise ValueError(
-                f"embedding server {self.name} has {self._memory:,.0f} bytes for tables, of which {there:,} are taken; "
-                f"these need {needed:,} when they are full. Give it more memory, start more servers, or make tables "
-                "smaller"
-            )
+    def _make(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
+        needed, cache = spec.num_bytes(server), None
+        free = needed if self._memory is None else self._memory - sum(self._taken.values())
+        if needed > free:
+            if self._over_memory == "refuse" or free < needed / 1_000:
+                raise ValueError(
+                    f"embedding server {self.name} has {free:,.0f} bytes for tables left, and those of {name!r} need "
+                    f'{needed:,} when they are full: give it more memory or over_memory="spill", start more servers, '
+                    "or make the tables smaller"
+                )
+            folder = None if self._folder is None else self._folder / "rows"
+            cache = CacheConfig(share=free / needed, folder=folder)
+        made = ServedTables(spec, server, cache)
+        self._taken[name] = min(needed, free)
+        return made
 
     def _do_pull(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
-        ids, occurrences = (list(each.split(values["sizes"])) for each in tensors)
-        served.pull(values["rank"], values["batch"], ids, occurrences, _rows(answer))
+        ids, occurrences, *versions = (list(each.split(values["sizes"])) for each in tensors)
+        send = _rows(answer, served) if versions else _rows(answer)
+        served.pull(values["rank"], values["batch"], ids, occurrences, send, *versions)
 
     def _do_look_up(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
@@ -332,6 +345,7 @@ class EmbeddingServer(Closing):
 
     def _do_load(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         self._table(values).adopt(dict(zip(values["names"], tensors, strict=True)))
+        self.collections[values["collection"]].versions = None
         answer(({}, []))
 
     def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
@@ -380,9 +394,12 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
     return {"snapshot": header["snapshot"], "after": header["after"]}
 
 
-def _rows(answer: Any) -> Any:
+def _rows(answer: Any, served: ServedTables | None = None) -> Any:
+    """Sends rows; for a trainer with a cache, with the number of steps that have been applied to them."""
+
     def send(rows: Sequence[Tensor] | Exception) -> None:
-        answer(rows if isinstance(rows, Exception) else ({}, [of_table.contiguous() for of_table in rows]))
+        steps = {} if served is None else {"steps": served.next_push}
+        answer(rows if isinstance(rows, Exception) else (steps, [of_table.contiguous() for of_table in rows]))
 
     return send
 

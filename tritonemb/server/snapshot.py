@@ -173,6 +173,7 @@ def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
         raise StorageError("these snapshots are of other tables, or of another optimizer")
     for number, table in zip(served.numbers, served.dynamic, strict=True):
         table.adopt(_joined([part.saved(number) for part in parts if number in part.rows]))
+    served.versions = None
     served.next_pull, served.next_push = steps.pop()
     served.pulls, served.pushes, served.waiting, served.flushes = {}, {}, [], {}
     counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})

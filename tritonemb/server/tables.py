@@ -14,6 +14,7 @@ the order of trainers, and the optimizer is applied to it once a step.
 
 import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,13 +25,13 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, partition_sizes, segment_offsets
+from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, partition_sizes, segment_offsets
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
 from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable
-from tritonemb.tables.lookup import Lookup, assign_rows
+from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
 from tritonemb.tables.table_set import TableSet
-from tritonemb.types import AdmissionConfig, EvictionConfig, TableConfig
+from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
 Values = dict[str, Any]
 Answer = Callable[[Sequence[Tensor] | Exception], None]
@@ -80,12 +81,13 @@ class TableSpec:
         """Of the whole table; servers have ranges of them."""
         return partition_sizes(self.capacity)[0]
 
-    def config(self, first: int, count: int) -> TableConfig:
-        """Of a server's partitions."""
+    def config(self, first: int, count: int, cache: CacheConfig | None) -> TableConfig:
+        """Of a server's partitions, in memory, or on disk with a cache."""
         whole = TableConfig(
             self.name, None, self.embedding_dim, dtype=getattr(torch, self.dtype), capacity=self.capacity,
             init_bound=self.bound, eviction=EvictionConfig(**self.eviction),
-            admission=AdmissionConfig(**self.admission),
+            admission=AdmissionConfig(**self.admission), placement="device" if cache is None else "disk",
+            cache=cache or CacheConfig(),
         )  # fmt: skip
         return whole.part(self.name, (first, count), (0, self.embedding_dim), [self.name])
 
@@ -149,6 +151,7 @@ class Batch:
     others: dict[int, list[Tensor]] = field(default_factory=dict)
     lr: float = 0.0
     answers: dict[int, Answer] = field(default_factory=dict)
+    versions: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -163,18 +166,23 @@ class Chain:
 class ServedTables:
     """Some partitions of a collection's tables; one thread calls it. See the module's docstring.
 
+    Args:
+        cache: of tables on disk; if not given, they are in memory.
+
     Attributes:
         next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
         chains: of snapshots, by name: what has changed since the last one of each.
         staleness: how many pulls have missed so many steps' updates.
+        versions: of each table int64, by row: a number that what is in the row has had since it was last changed, and
+            no other content of a row has. None before a trainer with a cache asks; `NO_ROW` of ids without a row.
     """
 
-    def __init__(self, spec: CollectionSpec, server: int) -> None:
+    def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
         self.spec, self.server = spec, server
         kinds = dict(spec.optimizer)
         self.optimizer = OPTIMIZERS[kinds.pop("name")](**kinds)
         self.numbers = [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
-        configs = [spec.tables[n].config(*spec.partitions(n, server)) for n in self.numbers]
+        configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
         self.tables = TableSet(configs, self.optimizer, "cpu", pooled=False) if configs else None
         for number, table in zip(self.numbers, self.dynamic, strict=True):
             table.reset_parameters(spec.tables[number].seed)
@@ -185,15 +193,29 @@ class ServedTables:
         self.flushes: dict[int, int] = {}
         self.staleness: Counter[int] = Counter()
         self.chains: dict[str, Chain] = {}
+        self.versions: list[Tensor] | None = None
+        self._version = 0
 
     @property
     def dynamic(self) -> list[DynamicTable]:
         """The tables here, in the order of `numbers`."""
         return [] if self.tables is None else list(self.tables.dynamic.values())
 
-    def pull(self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer) -> None:
-        """A trainer's batch for training; `answer` gets each table's rows."""
+    def pull(
+        self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer,
+        versions: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """A trainer's batch for training; `answer` gets each table's rows.
+
+        With `versions`, those of rows that the trainer has, it gets int64 of each id's version instead, then of each
+        table the rows whose versions are others.
+        """
         there = self.pulls.setdefault(batch, Batch())
+        if versions is not None:
+            there.versions[rank] = versions
+            if self.versions is None:
+                self._version = time.time_ns()  # larger than any before this process was started
+                self.versions = [torch.full_like(table.index.ids, self._version) for table in self.dynamic]
         there.ids[rank], there.others[rank], there.answers[rank] = ids, occurrences, answer
         self.advance()
 
@@ -297,40 +319,91 @@ class ServedTables:
         ids, sizes = _by_table([there.ids[rank] for rank in ranks])
         occurrences, _ = _by_table([there.others[rank] for rank in ranks])
         try:
-            rows = self._read(ids, self._assign(ids, occurrences))
+            places = self._assign(ids, occurrences)
+            rows = self._read(ids, places)
         except ValueError as error:  # there is no room; nothing has changed
             for rank in ranks:
                 there.answers[rank](error)
             return
         found = [of_table.split(of) for of_table, of in zip(rows, sizes, strict=True)]
         for number, rank in enumerate(ranks):
-            there.answers[rank]([of_table[number] for of_table in found])
+            own = [of_table[number] for of_table in found]
+            if (known := there.versions.get(rank)) is not None:
+                own = self._changed(
+                    known, [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)], own
+                )
+            there.answers[rank](own)
+
+    def _changed(self, known: Sequence[Tensor], places: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
+        """Of a trainer's ids their versions, and the rows whose versions it does not know."""
+        assert self.versions is not None
+        versions = [
+            torch.where(of_table < 0, NO_ROW, now[of_table.clamp(min=0)])
+            for now, of_table in zip(self.versions, places, strict=True)
+        ]
+        parts = zip(rows, versions, known, strict=True)
+        return [torch.cat([known[0][:0], *versions]) if known else torch.empty(0, dtype=torch.int64)] + [
+            of_table[now != before] for of_table, now, before in parts
+        ]
 
     def _assign(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
         if self.tables is None:
             return []
-        names = list(self.tables.feature_names)
-        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in ids]))
-        batch = KeyedJaggedTensor.unchecked(names, torch.cat(ids), None, offsets)
+        known = [t.find(i) for t, i in zip(self.dynamic, ids, strict=True)] if self.versions is not None else None
         with torch.enable_grad():  # it is for training
-            assigned = assign_rows(self.tables, batch, occurrences=torch.cat(occurrences))
-        rows = list(assigned.features.values().split([of_table.numel() for of_table in ids]))
+            assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
+        sizes = [of_table.numel() for of_table in ids]
+        rows = list(assigned.features.values().split(sizes))
         for place, of_table in enumerate(rows):
             self._mark(place, of_table)
+            if known is not None:
+                self._renew(place, of_table[known[place] < 0])
         return rows
+
+    def _renew(self, place: int, rows: Tensor) -> None:
+        """Give changed rows another version."""
+        assert self.versions is not None
+        self._version += 1
+        self.versions[place][rows[rows >= 0]] = self._version
 
     def _mark(self, place: int, rows: Tensor) -> None:
         for chain in self.chains.values():
             chain.changed[place][rows[rows >= 0]] = True
 
     def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-        found = []
-        for number, table, of_table, there in zip(self.numbers, self.dynamic, ids, rows, strict=True):
-            values = table.weight.detach().index_select(0, there.clamp(min=0))
+        found, pinned, read = list[Tensor](), self._pin(rows), tuple[Tensor, ...]()
+        if self.tables is not None and pinned is not None:
+            read = self.tables.read(pinned).split([of_table.numel() for of_table in rows])
+        for place, (number, table, there) in enumerate(zip(self.numbers, self.dynamic, rows, strict=True)):
+            if pinned is None:
+                values = table.weight.detach().index_select(0, there.clamp(min=0))
+            else:
+                values = read[place][:, : table.config.embedding_dim].to(table.weight.dtype)
             if (unknown := there < 0).any():
-                values[unknown] = self.spec.tables[number].initial_values(of_table[unknown])
+                values[unknown] = self.spec.tables[number].initial_values(ids[place][unknown])
             found.append(values)
+        if pinned is not None:
+            pinned.release()
         return found
+
+    def _pin(self, rows: Sequence[Tensor]) -> Lookup | None:
+        """Of tables on disk, a batch of these rows, -1 of none, whose slots are pinned until it is released."""
+        if self.tables is None or self.tables.cache is None:
+            return None
+        assigned = AssignedRows(self._batch(rows), None, None, True, torch.tensor(self.dynamic[0].clock))
+        empty = assigned.features.values()[:0]
+        before = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), self._layout(), assigned=assigned)
+        return prefetch_batch(self.tables, assigned.features, before)
+
+    def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:
+        """A value a position of each table, as one sample."""
+        assert self.tables is not None
+        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
+        return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)
+
+    def _layout(self) -> Layout:
+        assert self.tables is not None
+        return self.tables.layout(self.tables.feature_names, torch.device("cpu"))
 
     @torch.no_grad()
     def _apply(self, batches: Sequence[Batch]) -> None:
@@ -346,6 +419,8 @@ class ServedTables:
             dim = table.config.embedding_dim
             values.append(table.find(ids))  # -1 of ids that were refused, or evicted since, which take no gradient
             self._mark(place, values[-1])
+            if self.versions is not None:
+                self._renew(place, values[-1])
             sums = [batch.others[rank][place] for batch, rank in order]
             grads += sums if dim == widest else [torch.nn.functional.pad(each, (0, widest - dim)) for each in sums]
         if lr != self.tables.current_learning_rate and order:
@@ -353,10 +428,12 @@ class ServedTables:
         grad = torch.cat(grads) if grads else torch.empty(0, widest)
         if self.spec.trainers > 1:
             grad.mul_(1.0 / self.spec.trainers)
-        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
-        layout, rows = self.tables.layout(list(self.tables.feature_names), grad.device), torch.cat(values)
-        groups = ops.row_groups(rows, offsets, layout)
-        self.tables.update.step(self.tables, grad, Lookup(rows, offsets, None, groups, layout))
+        lookup = self._pin(values)
+        if lookup is None:
+            batch, layout = self._batch(values), self._layout()
+            groups = ops.row_groups(batch.values(), batch.offsets(), layout)
+            lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)
+        self.tables.update.step(self.tables, grad, lookup, [] if self.tables.cache is None else [lookup])
 
 
 def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:

@@ -135,12 +135,12 @@ class ServerOptions(Options):
         if self.servers is None:
             return list(tables)
         protect = (self.staleness + 1) * 8
-        return [
-            replace(table, placement="server", cache=CacheConfig(), eviction=replace(table.eviction, protect=protect))
-            if table.is_dynamic
-            else replace(table, placement="server", cache=CacheConfig())
-            for table in tables
-        ]
+        placed = []
+        for table in tables:
+            own: dict[str, Any] = {"eviction": replace(table.eviction, protect=protect)} if table.is_dynamic else {}
+            cache = CacheConfig(table.cache.rows, policy=table.cache.policy)
+            placed.append(replace(table, placement="server", cache=cache, **own))
+        return placed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,73 @@
+"""Rows that trainers keep: the bits of rows that servers send, and fewer of these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.server.jobs import batches, local_servers, make, train, train_all
+from tests.server.test_staleness import same
+from tritonemb.server import AtMost
+
+
+@pytest.mark.parametrize("cache", [32, 64, 10_000])
+@pytest.mark.parametrize(("servers", "staleness"), [(1, 0), (2, 3)])
+@pytest.mark.few(3)
+def test_a_cache_changes_no_bit(servers, staleness, cache):
+    """Also of rows that are evicted on servers and come back, and of ids that are not admitted yet."""
+    dynamic = {
+        "capacity": 70, "eviction": te.EvictionConfig(protect=4), "admission": te.AdmissionConfig(appearances=2),
+    }  # fmt: skip
+    how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 2), "dynamic": dynamic}
+    with local_servers(servers) as some:
+        expected = train_all(some, 14, **how)
+    with local_servers(servers) as some:
+        same(train_all(some, 14, **how, cache=cache), expected)
+
+
+def test_only_rows_that_have_changed_are_sent():
+    with local_servers(2) as servers:
+        model = make(servers, cache=10_000)
+        batch = next(batches(1))
+        model(batch).square().sum().backward()
+        caches = model.table_set.service.caches
+        assert [cache.rows_saved for cache in caches] == [0, 0]
+        model(batch).detach()  # its rows have been updated
+        assert [cache.rows_saved for cache in caches] == [0, 0]
+        model(batch).detach()  # they have not
+        assert all(2 * cache.rows_read == 6 * cache.rows_saved > 0 for cache in caches)
+
+
+def test_at_most_reads_rows_that_are_new_enough():
+    """The rows of a step k have the updates of all steps up to k - 1 - s: so does what is cached."""
+    staleness = 2
+    with local_servers(2) as servers:
+        model = make(servers, AtMost(staleness), cache=10_000, optimizer=te.optim.SGD(lr=1.0))
+        batch = next(batches(1))
+        seen = []
+        for _ in range(8):
+            output = model(batch)
+            seen.append(output.detach())
+            output.sum().backward()  # each step moves a row by the same
+        caches = model.table_set.service.caches
+        assert sum(cache.rows_saved for cache in caches) > sum(cache.rows_read for cache in caches) // 2
+    alone = make(None, optimizer=te.optim.SGD(lr=1.0))
+    states = []
+    for _ in range(8):
+        output = alone(batch)
+        states.append(output.detach())
+        output.sum().backward()
+    for step, output in enumerate(seen):
+        assert any(torch.equal(output, states[step - s]) for s in range(min(step, staleness) + 1)), step
+
+
+def test_a_cache_survives_servers_that_load_other_rows(tmp_path):
+    with local_servers(2) as servers:
+        model = make(servers, cache=10_000)
+        train(model, 3)
+        service = model.table_set.service
+        service.snapshot(tmp_path / "a-")
+        expected = train(model, 3)
+        service.restore([[tmp_path / f"a-{n}.server"] for n in range(2)], 3)
+        assert all(torch.equal(*pair) for pair in zip(train(model, 3), expected, strict=True))
