@@ -17,7 +17,8 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import local_servers
 from tests.training import jobs
-from tritonemb.server import AtMost, connect, start
+from tritonemb.server import AtMost, Follower, connect, start
+from tritonemb.training import Callback
 from tritonemb.training.config import CheckpointOptions
 
 DYNAMIC: dict[str, Any] = {
@@ -115,6 +116,33 @@ def test_a_checkpoint_goes_to_other_tiers_and_back(tmp_path):
         back.resume(tmp_path / "alone/checkpoints/step-24")
         back.fit()
         assert_same_bits(back.model.state_dict(), rows)
+
+
+@pytest.mark.parametrize("checkpoints", [EVERY, CHANGES], ids=["whole", "changes"])
+@pytest.mark.few(1)
+def test_a_follower_serves_the_newest_checkpoint(checkpoints, tmp_path):
+    followers = []
+
+    class Follow(Callback):
+        def on_checkpoint(self, saved):
+            if not followers:
+                followers.append(Follower(tmp_path / "checkpoints", poll=None))
+            followers[0].refresh()
+
+    with local_servers(2) as servers:
+        trainer = trainer_of(servers, tmp_path, Follow(), checkpoints=checkpoints)
+        trainer.fit()
+        rows = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    (follower,) = followers
+    assert follower.problem is None
+    assert follower.step == 40
+    assert (follower.bases == 1) == (checkpoints is CHANGES)
+    assert follower.bases + follower.increments > 5
+    for name, table in follower.replica.tables.items():
+        ids = rows.get(f"embeddings.{name}.ids", torch.arange(len(rows[f"embeddings.{name}.weight"])))
+        assert torch.equal(follower.look_up({name: ids})[name], rows[f"embeddings.{name}.weight"])
+        assert f"embeddings.{name}.ids" not in rows or torch.equal(ids, table.ids)
+    follower.close()
 
 
 @pytest.mark.more

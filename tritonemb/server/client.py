@@ -77,6 +77,10 @@ class Connection(Closing):
 
     def ask(self, op: str, timeout: float = 10.0) -> Values:
         """Ask for what changes no row; ConnectionError if there is no answer in so many seconds."""
+        return self.question(op, {}, [], timeout)[0]
+
+    def question(self, op: str, values: Values, tensors: Sequence[Tensor], timeout: float = 10.0) -> Message:
+        """As `ask`, with more to say, and the whole answer."""
         number, future, end = next(self._asked), Future[Message](), time.monotonic() + timeout
         self._questions[number] = future
         try:
@@ -85,9 +89,9 @@ class Connection(Closing):
                 with self._lock:
                     if self._failure is not None:
                         raise self._failure
-                    self._send(({"op": op, "ask": number, "client": self._client}, []))
+                    self._send(({**values, "op": op, "ask": number, "client": self._client}, list(tensors)))
                 with suppress(TimeoutError):
-                    return future.result(min(left, RESEND_AFTER))[0]
+                    return future.result(min(left, RESEND_AFTER))
             raise self._silent()
         finally:
             self._questions.pop(number, None)
@@ -333,11 +337,11 @@ class CollectionClient:
         with self._lock:
             return self.caches[table].finish(pull, versions, steps)
 
-    def snapshot(self, path: Path, changes_only: bool = False) -> list[Values]:
-        """See `RowService`."""
+    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
+        """See `RowService`; the changes since the last snapshot of this chain."""
         with self._lock:
             self._give_up_dropped()
-        values = {"steps": self.steps, "changes_only": changes_only}
+        values = {"steps": self.steps, "changes_only": changes_only, "chain": chain}
         paths = [f"{path}{server}.server" for server in range(len(self._connections))]
         futures = [self._submit(n, "snapshot", {**values, "path": each}) for n, each in enumerate(paths)]
         return [written for written, _ in wait(futures)]

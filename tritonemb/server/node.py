@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -86,6 +87,7 @@ class EmbeddingServer(Closing):
         if over_memory not in get_args(OverMemory):
             raise ValueError(f"over_memory must be one of {get_args(OverMemory)}, got {over_memory!r}")
         self.name, self.log, self._memory, self._over_memory = name, log, memory, over_memory
+        self._began = time.monotonic()
         self._taken: dict[str, float] = {}  # bytes, by collection
         self.collections: dict[str, ServedTables] = {}
         self._folder = None if folder is None else Path(folder)
@@ -268,12 +270,18 @@ class EmbeddingServer(Closing):
         return {"saved": self._clients[question["client"]].saved}
 
     def statistics(self) -> Values:
-        """By collection and table: rows, bytes, evictions; staleness; the length of the queue."""
-        found: Values = {"queue": self._queue.qsize(), "collections": {}}
+        """By collection and table: rows, bytes, evictions; pulls and pushes that wait; staleness. And of the server:
+        seconds since it was started, the length of its queue, its state's version, and bytes of the log since then."""
+        found: Values = {
+            "seconds": time.monotonic() - self._began, "queue": self._queue.qsize(), "version": self._version,
+            "log_bytes": self._log_bytes, "collections": {},
+        }  # fmt: skip
         for name, served in self.collections.items():
-            tables = {table.config.name: vars(table.statistics()) for table in served.dynamic}
             found["collections"][name] = {
-                "tables": tables, "pulls": served.next_pull, "steps": served.next_push,
+                "tables": {table.config.name: vars(table.statistics()) for table in served.dynamic},
+                "pulls": served.next_pull, "steps": served.next_push,
+                "waiting_pulls": sum(len(batch.ids) for batch in served.pulls.values()),
+                "waiting_pushes": sum(len(batch.ids) for batch in served.pushes.values()),
                 "staleness": {str(steps): count for steps, count in sorted(served.staleness.items())},
             }  # fmt: skip
         return found
@@ -341,12 +349,12 @@ class EmbeddingServer(Closing):
         answer(({}, []))
 
     def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        """Write a file of these tables when all trainers have come to a step, for a checkpoint."""
+        """Write a file of these tables when all trainers have come to a step, for a checkpoint or for followers."""
         served = self.collections[values["collection"]]
 
         def write() -> None:
             try:
-                records = take_snapshot(served, "checkpoints", values["changes_only"])
+                records = take_snapshot(served, values["chain"], values["changes_only"])
                 answer((write_snapshot(Path(values["path"]), records), []))
             except Exception as error:
                 answer(error)

@@ -7,6 +7,7 @@ number of servers, each with its own partitions, can read them.
 """
 
 import functools
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -42,6 +43,7 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
     yield {
         "snapshot": name, "after": None if last is None else last.snapshot, "server": served.server,
         "spec": asdict(served.spec), "pulls": served.next_pull, "steps": served.next_push, "counters": list(counters),
+        "time": time.time(),
     }, list(counters.values())  # fmt: skip
     for place, (number, table) in enumerate(zip(served.numbers, served.dynamic, strict=True)):
         for each in served.chains.values():
@@ -82,6 +84,20 @@ def _changed_rows(table: DynamicTable, changed: Tensor) -> dict[str, Tensor]:
     return found | ({} if table.sketch is None else table.sketch.tensors())
 
 
+def read_snapshot(path: Path) -> Iterator[Message]:
+    """The header of a snapshot, and its records. StorageError if it is damaged, or something else."""
+    records = read_records(path)
+    header = next(records, ({}, []))
+    if "snapshot" not in header[0]:
+        raise StorageError(f"file {path} is not a snapshot of an embedding server")
+    yield header
+    for record in records:
+        if "end" in record[0]:
+            return
+        yield record
+    raise StorageError(f"snapshot {path} has no end; use another one")
+
+
 class Restored:
     """What a server's files have of a collection: a snapshot, and those of changes that follow it.
 
@@ -108,10 +124,8 @@ class Restored:
 
     def read(self, path: Path) -> "Restored":
         """Take a file on top of those before. StorageError if it is damaged, or does not follow."""
-        records = read_records(path)
-        values, counters = next(records, ({}, []))
-        if "snapshot" not in values:
-            raise StorageError(f"file {path} is not a snapshot of an embedding server")
+        records = read_snapshot(path)
+        values, counters = next(records)
         if values["after"] not in (None, self.header.get("snapshot")):
             raise StorageError(f"snapshot {path} does not follow the one before it; give all of them, in their order")
         self.header = {**values, "counters": dict(zip(values["counters"], counters, strict=True))}
@@ -119,8 +133,6 @@ class Restored:
             self.rows, self.others = {}, {}
         self.pushes, pieces = {}, dict[int, list[dict[str, Tensor]]]()
         for values, tensors in records:
-            if "end" in values:
-                break
             if "push" in values:
                 there = self.pushes.setdefault(values["push"], Batch(lr=values["lr"]))
                 there.ids[values["rank"]], there.others[values["rank"]] = (
@@ -135,8 +147,6 @@ class Restored:
                 self.rows[table] = _without(self.rows[table], found["ids"])
             else:
                 pieces.setdefault(table, []).append(found)
-        else:
-            raise StorageError(f"snapshot {path} has no end; use another one")
         for table, parts in pieces.items():
             new = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             if table in self.rows:

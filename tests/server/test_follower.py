@@ -1,0 +1,394 @@
+"""Followers: the rows that evaluation would read, of one step at a time, whatever becomes of the files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tests.server.jobs import local_servers, make, train
+from tritonemb.server import Servers, replica, snapshot
+from tritonemb.server.client import Connection
+from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, look_up
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.publish import Publisher
+from tritonemb.server.transport import LocalTransport
+from tritonemb.utils import read_sealed, sealed, write_whole
+
+DYNAMIC = {"capacity": 40, "eviction": te.EvictionConfig(protect=2)}
+IDS = {"a": torch.arange(300), "b": torch.arange(9_000).flip(0), "d": torch.arange(-5, 400)}
+STEPS = 3  # between snapshots
+Rows = dict[str, Tensor]
+
+
+class Chain(NamedTuple):
+    """A folder that was published to, what the tables were after each time, and the manifests by then."""
+
+    folder: Path
+    rows: list[Rows]
+    manifests: list[dict]
+
+
+def read(model: te.nn.EmbeddingBagCollection) -> Rows:
+    """Of a collection in this process."""
+    found = {name: model.state_dict()[f"{name}.weight"][IDS[name]].clone() for name in "ab"}
+    return {**found, "d": model["d"].lookup(IDS["d"])}
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory) -> Chain:
+    """Four times, whole at first, on two servers; a twin in one process says what is right."""
+    folder, rows, manifests = tmp_path_factory.mktemp("published"), [], []
+    alone, publisher = make(None, dynamic=DYNAMIC), Publisher(folder)
+    with local_servers(2) as servers:
+        model = make(servers, dynamic=DYNAMIC)
+        for number in range(4):
+            train(model, STEPS, trainer=number)
+            train(alone, STEPS, trainer=number)
+            publisher.publish(model)
+            rows.append(read(alone))
+            manifests.append({"servers": json.loads(read_sealed(folder / PUBLISHED))["servers"]})
+    assert alone["d"].statistics().evictions > 40
+    return Chain(folder, rows, manifests)
+
+
+@pytest.fixture
+def folder(chain, tmp_path) -> Path:
+    """A copy of its files, with the first manifest."""
+    shutil.copytree(chain.folder, tmp_path / "copy")
+    publish(tmp_path / "copy", chain.manifests[0])
+    return tmp_path / "copy"
+
+
+def publish(folder: Path, manifest: dict) -> None:
+    write_whole(folder / PUBLISHED, sealed(json.dumps(manifest)))
+
+
+def chosen(manifest: dict, *numbers: int) -> dict:
+    """The manifest with these files of each server alone."""
+    chains = manifest["servers"]["tables"]
+    return {"servers": {"tables": [{**each, "files": [each["files"][n] for n in numbers]} for each in chains]}}
+
+
+def same(found: Rows, expected: Rows) -> bool:
+    return all(torch.equal(found[name].view(torch.int32), expected[name].view(torch.int32)) for name in IDS)
+
+
+def test_whole_snapshots_and_changes_have_the_bits_of_one_process(chain, folder):
+    with Follower(folder, poll=None) as follower:
+        assert same(follower.look_up(IDS), chain.rows[0])
+        before = follower.replica.tables["d"].ids
+        for number in (1, 3):  # it misses one
+            publish(folder, chain.manifests[number])
+            assert follower.refresh()
+            assert same(follower.look_up(IDS), chain.rows[number])
+            assert follower.step == (number + 1) * STEPS
+        assert (follower.bases, follower.increments, follower.problem) == (1, 2, None)
+        assert not follower.refresh()
+        tables = follower.replica.tables
+        assert not torch.isin(before, tables["d"].ids).all()
+        assert all((table.ids[1:] > table.ids[:-1]).all() for table in tables.values())
+        with Follower(folder, "tables", poll=None) as late:
+            assert same(late.look_up(IDS), chain.rows[3])
+            assert (late.bases, late.increments) == (1, 0)
+
+
+def test_only_what_is_new_is_read(chain, folder, monkeypatch):
+    with Follower(folder, poll=None) as follower:
+        publish(folder, chain.manifests[2])
+        asked = []
+        monkeypatch.setattr(replica, "_read", lambda path, *_: asked.append(path.name))
+        follower.refresh()
+        assert asked == [name for each in chain.manifests[2]["servers"]["tables"] for name in each["files"][1:]]
+
+
+def test_ids_that_are_not_in_order(chain, folder):
+    ids = torch.tensor([7, -3, 7, 250, 2**60, 0])
+    with Follower(folder, poll=None) as follower:
+        found = follower.look_up({"d": ids, "a": ids[:0]})
+        expected = torch.stack([follower.look_up({"d": each.view(1)})["d"][0] for each in ids])
+        assert torch.equal(found["d"], expected)
+        assert found["a"].shape == (0, 6)
+        assert not torch.equal(expected[1], expected[4])
+
+
+def test_each_lookup_is_of_one_step(chain, folder):
+    found: list[Rows] = []
+    ended = threading.Event()
+    with Follower(folder, poll=0.001) as follower:
+
+        def ask() -> None:
+            while not ended.is_set():
+                found.append(follower.look_up(IDS))
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for number, manifest in enumerate(chain.manifests):
+            publish(folder, manifest)
+            deadline = time.monotonic() + 20
+            while follower.step != (number + 1) * STEPS:
+                assert time.monotonic() < deadline, follower.problem
+                time.sleep(0.001)
+            time.sleep(0.02)
+        ended.set()
+        for thread in threads:
+            thread.join()
+    steps = [[number for number, rows in enumerate(chain.rows) if same(each, rows)] for each in found]
+    assert all(len(each) == 1 for each in steps)
+    assert {each[0] for each in steps} == {0, 1, 2, 3}
+
+
+def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read_slowly(*args) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        read_file(*args)
+
+    read_file = replica._read
+    with Follower(folder, poll=0.001) as follower:
+        monkeypatch.setattr(replica, "_read", read_slowly)
+        publish(folder, chain.manifests[1])
+        assert begun.wait(20)
+        assert same(follower.look_up(IDS), chain.rows[0])
+        assert (follower.step, follower.problem) == (STEPS, None)
+        go_on.set()
+        deadline = time.monotonic() + 20
+        while follower.step == STEPS and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert same(follower.look_up(IDS), chain.rows[1])
+
+
+def test_a_hole_is_named_and_a_whole_snapshot_closes_it(chain, folder):
+    missing = [each["snapshot"] for each in chain.manifests[1]["servers"]["tables"]]
+    with Follower(folder, poll=None) as follower:
+        for files in ((0, 2), (2,)):
+            publish(folder, chosen(chain.manifests[2], *files))
+            assert not follower.refresh()
+            assert f"snapshot {missing[0]} is missing" in follower.problem
+            assert same(follower.look_up(IDS), chain.rows[0])
+        publish(folder, chosen(chain.manifests[2], 1, 2))  # all that this one needs
+        assert follower.refresh()
+        assert same(follower.look_up(IDS), chain.rows[2])
+        with Follower(folder, poll=None) as late:
+            assert "is missing" in late.problem
+            with pytest.raises(RuntimeError, match=r"no snapshot to serve yet: snapshot \w+ is missing"):
+                late.look_up(IDS)
+            publish(folder, chain.manifests[3])
+            assert late.refresh()
+            assert late.problem is None
+            assert same(late.look_up(IDS), chain.rows[3])
+
+
+def test_another_base_is_loaded_whole(tmp_path):
+    """More trained, by other numbers of servers; the publisher begins anew."""
+    alone = make(None, dynamic=DYNAMIC)
+    follower = Follower(tmp_path, poll=None)
+    assert "has no checkpoint" in follower.problem
+    for bases, number in enumerate((1, 3, 3), start=1):
+        with local_servers(number) as servers:
+            model = make(servers, dynamic=DYNAMIC)
+            model.load_state_dict(alone.state_dict())
+            train(model, 2)
+            train(alone, 2)
+            Publisher(tmp_path).publish(model)
+        assert follower.refresh()
+        assert same(follower.look_up(IDS), read(alone))
+        assert follower.bases == bases
+    files = len(list(tmp_path.glob("*.server")))
+    assert files == 6  # of this manifest and the one before
+    follower.close()
+
+
+def test_a_chain_ends_after_so_many_files(tmp_path):
+    publisher = Publisher(tmp_path, most=2)
+    with local_servers(2) as servers, Follower(tmp_path, poll=None) as follower:
+        model = make(servers)
+        for number in range(1, 6):
+            train(model, 1)
+            publisher.publish(model)
+            assert follower.refresh()
+            assert torch.equal(follower.look_up({"a": IDS["a"]})["a"], model.state_dict()["a.weight"])
+            assert (follower.bases, follower.increments) == ((number + 1) // 2, number // 2)
+
+
+def test_checkpoints_and_published_snapshots_do_not_break_each_others_chains(tmp_path):
+    publisher = Publisher(tmp_path / "published")
+    with local_servers(2) as servers, Follower(tmp_path / "published", poll=None) as follower:
+        model = make(servers, dynamic=DYNAMIC)
+        before: list[dict] = []
+        for number in range(3):
+            train(model, 2, trainer=number)
+            publisher.publish(model)
+            written = model.table_set.service.snapshot(tmp_path / f"{number}-", changes_only=True)
+            assert [each["after"] for each in written] == [each["snapshot"] for each in before] or not number
+            before = written
+            assert follower.refresh()
+        assert (follower.bases, follower.increments) == (1, 2)
+        state = model.state_dict()
+        assert torch.equal(follower.look_up({"d": state["d.ids"]})["d"], state["d.weight"])
+
+
+def test_a_server_that_does_not_know_what_it_wrote_writes_all(tmp_path):
+    publisher = Publisher(tmp_path)
+    own = EmbeddingServer("first"), EmbeddingServer("second")
+    with Servers([LocalTransport(each) for each in own], own) as servers, Follower(tmp_path, poll=None) as follower:
+        model = make(servers, dynamic=DYNAMIC)
+        for bases in (1, 2):
+            train(model, 2, trainer=bases)
+            publisher.publish(model)
+            assert follower.refresh()
+            assert follower.bases == bases
+            own[1].collections["tables"].chains.clear()  # as if it had been started again
+        assert torch.equal(follower.look_up({"b": IDS["b"]})["b"], model.state_dict()["b.weight"][IDS["b"]])
+
+
+def test_a_damaged_file_is_not_served(chain, folder):
+    path = folder / chain.manifests[1]["servers"]["tables"][1]["files"][-1]
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(whole) * 2 // 3] ^= 64
+    with Follower(folder, poll=None) as follower:
+        publish(folder, chain.manifests[1])
+        for content, message in ((bytes(damaged), "damaged at byte"), (whole[:-70], "no end|damaged"), (b"", "is not")):
+            path.write_bytes(content)
+            assert not follower.refresh()
+            assert any(part in follower.problem for part in message.split("|"))
+            assert same(follower.look_up(IDS), chain.rows[0])
+        text = (folder / PUBLISHED).read_text()
+        (folder / PUBLISHED).write_text(text.replace("tables", "tabled"))
+        assert not follower.refresh()
+        assert "damaged" in follower.problem
+        path.write_bytes(whole)
+        publish(folder, chain.manifests[1])
+        assert follower.refresh()
+        assert same(follower.look_up(IDS), chain.rows[1])
+
+
+def checkpoint(chain: Chain, folder: Path, step: int, number: int) -> None:
+    """As a run makes it: complete, then renamed."""
+    aside = folder / ".writing"
+    aside.mkdir(parents=True)
+    for each in chain.manifests[number]["servers"]["tables"]:
+        for name in each["files"]:
+            (aside / name).hardlink_to(chain.folder / name)
+    (aside / CHECKPOINT).write_text(sealed(json.dumps({"format": 1, **chain.manifests[number]})))
+    aside.rename(folder / f"step-{step}")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_files_that_vanish_while_they_are_read(chain, tmp_path, monkeypatch, at):
+    """The newest checkpoint is removed when so many files have been opened, and a newer one is there."""
+    opened = []
+
+    def read_snapshot(path: Path):
+        opened.append(path)
+        if len(opened) == at:
+            checkpoint(chain, tmp_path, 10, 2)
+            shutil.rmtree(tmp_path / "step-9")
+        return snapshot.read_snapshot(path)
+
+    checkpoint(chain, tmp_path, 9, 0)
+    (tmp_path / "step-11").mkdir()  # a half-removed one
+    monkeypatch.setattr(replica, "read_snapshot", read_snapshot)
+    with Follower(tmp_path, poll=None) as follower:
+        assert follower.problem is None
+        assert same(follower.look_up(IDS), chain.rows[2])
+        shutil.rmtree(tmp_path / "step-10")
+        assert not follower.refresh()
+        assert "has no checkpoint" in follower.problem
+        assert same(follower.look_up(IDS), chain.rows[2])
+
+
+def test_a_file_that_is_replaced_while_it_is_read(chain, folder, monkeypatch):
+    """By that of a run that went back: another snapshot, of the same name."""
+    base, changes = (folder / name for name in chain.manifests[1]["servers"]["tables"][0]["files"])
+    read_file, whole = replica._read, base.read_bytes()
+
+    def read_another(*args) -> None:
+        base.write_bytes(changes.read_bytes())
+        read_file(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "_read", read_another)
+        follower = Follower(folder, poll=None)
+    with follower:
+        assert follower.replica is None
+        assert "was replaced while it was read" in follower.problem
+        base.write_bytes(whole)
+        assert follower.refresh()
+        assert same(follower.look_up(IDS), chain.rows[0])
+
+
+def test_a_run_that_went_back(chain, tmp_path):
+    checkpoint(chain, tmp_path, 10, 2)
+    with Follower(tmp_path, poll=None) as follower:
+        checkpoint(chain, tmp_path, 4, 1)
+        assert not follower.refresh()
+        shutil.rmtree(tmp_path / "step-10")
+        assert follower.refresh()
+        assert same(follower.look_up(IDS), chain.rows[1])
+
+
+def test_age_and_statistics(chain, folder, monkeypatch):
+    with Follower(folder, poll=None) as follower:
+        taken = follower.replica.time
+        files = [each["files"][0] for each in chain.manifests[0]["servers"]["tables"]]
+        assert taken == min(next(snapshot.read_snapshot(folder / name))[0]["time"] for name in files)
+        assert 0 < time.time() - taken < 600
+        monkeypatch.setattr(time, "time", lambda: taken + 100.0)
+        assert follower.age == 100.0
+        found = follower.statistics()
+        assert (found["step"], found["age"], found["problem"]) == (STEPS, 100.0, None)
+        table = found["collections"]["tables"]["tables"]["d"]
+        assert 0 < table["rows"] <= 40
+        assert table["num_bytes"] == table["rows"] * (8 + 8 * 4)
+        publish(folder, chain.manifests[1])
+        follower.refresh()
+        assert follower.replica.time > taken
+    with Follower(folder / "nothing", poll=None) as nothing:
+        assert (nothing.step, nothing.age, nothing.statistics()["collections"]) == (None, None, {})
+
+
+def test_other_processes_ask_a_follower(chain, folder):
+    follower = Follower(folder, poll=None)
+    with follower, Connection(LocalTransport(follower, "follower")) as connection:
+        assert same(look_up(connection, IDS), chain.rows[0])
+        assert connection.ask("stats")["stats"]["step"] == STEPS
+        with pytest.raises(ValueError, match=r"no table 'e'; there are a, b, d"):
+            look_up(connection, {"e": IDS["a"]})
+        with pytest.raises(ValueError, match=r"table 'a': id 300 is out of range; valid ids are 0 to 299"):
+            look_up(connection, {"a": torch.tensor([0, 300])})
+        with pytest.raises(ValueError, match=r"ids must be int64"):
+            follower.look_up({"a": torch.tensor([0.0])})
+        with pytest.raises(ValueError, match="look_up and stats, not for 'pull'"):
+            connection.submit("pull", {}).result(5)
+
+
+def test_a_follower_over_flight(chain, folder):
+    pytest.importorskip("pyarrow.flight")
+    from tritonemb.server.transport import FlightServer, FlightTransport
+
+    with (
+        Follower(folder, poll=None) as follower,
+        FlightServer(follower) as server,
+        Connection(FlightTransport(server.address, server.token)) as connection,
+    ):
+        assert same(look_up(connection, IDS), chain.rows[0])
+
+
+def test_what_a_folder_does_not_have(chain, folder):
+    for name in ("other", None):
+        (folder / PUBLISHED).write_text(sealed(json.dumps({"servers": {"x": [], "y": []}})))
+        with Follower(folder, name, poll=None) as follower:
+            assert f"has collections x, y on embedding servers, not {name!r}" in follower.problem
