@@ -139,7 +139,7 @@ def test_what_waits():
 def test_the_log_and_the_state(tmp_path):
     with EmbeddingServer("s", tmp_path, "disk") as server, Connection(LocalTransport(server)) as connection:
         assert parse(scrape(server))["tritonemb_state_version"].samples == {("tritonemb_state_version", frozenset()): 0}
-        servers = type("One", (), {"connections": [connection], "__len__": lambda self: 1})()
+        servers = type("One", (), {"connections": [connection], "clients": [], "__len__": lambda self: 1})()
         model = make(servers)
         before = connection.ask("stats")["stats"]
         train(model, 2)

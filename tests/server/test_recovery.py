@@ -12,11 +12,12 @@ import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import Trainers, local_servers, make, train, train_all
+from tests.server.jobs import Trainers, batches, local_servers, make, train, train_all
 from tests.server.test_staleness import same
-from tritonemb.server import Servers, client, flush
+from tritonemb.server import Servers, client, flush, node, records
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.records import read_records, write_record
+from tritonemb.server.transport import LocalTransport
 from tritonemb.storage import StorageError
 
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
@@ -207,3 +208,176 @@ def test_snapshots_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(OSError, match=r"damaged|no end"):
             other.restore([[a[0]], [a[1]]], 3)
         assert_same_bits(model.state_dict(), before)
+
+
+def lost_and_started_again(server: EmbeddingServer, folder: Path, log: str) -> EmbeddingServer:
+    """Between two messages, as the process would be."""
+    server.close()
+    return EmbeddingServer(server.name, folder, log)
+
+
+class Moved:
+    """A transport to a server that may be another one from one message to the next."""
+
+    def __init__(self, server: EmbeddingServer) -> None:
+        self.address, self.server = server.name, server
+
+    def open(self, receive, lost):
+        return _Channel(self, receive)
+
+    def receive(self, message, reply) -> None:
+        self.server.receive(message, reply)
+
+    def close(self) -> None:
+        self.server.close()
+
+
+@contextmanager
+def moved(folder: Path, log: str = "disk"):
+    before = client.TICK, client.RESEND_AFTER
+    client.TICK, client.RESEND_AFTER = 0.02, 0.05
+    own = Moved(EmbeddingServer("server-0", folder, log))
+    try:
+        with Servers([own], [own], patience=5.0) as servers:
+            yield servers, own
+    finally:
+        client.TICK, client.RESEND_AFTER = before
+
+
+@pytest.mark.parametrize("log", ["memory", "disk"])
+def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
+    with local_servers(1) as servers:
+        alone = make(servers)
+        train(alone, 5)
+        expected = train(alone, 4)
+    with moved(tmp_path / "rows", log) as (servers, own):
+        model = make(servers)
+        train(model, 5)
+        service = model.table_set.service
+        service.snapshot(tmp_path / "a-")
+        train(model, 3)
+        service.restore([[tmp_path / "a-0.server"]], 5)
+        found = train(model, 4)
+        (tmp_path / "a-0.server").unlink()
+        for _ in range(2):
+            own.server = lost_and_started_again(own.server, tmp_path / "rows", log)
+            assert own.server.collections["tables"].next_push == (9 if log == "disk" else 5)
+        more = train(model, 1)
+    with local_servers(1) as servers:
+        same(([found + more], {}), ([expected + train(_trained(servers, 9), 1)], {}))
+
+
+def _trained(servers: Servers, steps: int):
+    model = make(servers)
+    train(model, 5)
+    train(model, steps - 5)
+    return model
+
+
+def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
+    """The next one is whole; what came before it is in the log."""
+    with moved(tmp_path) as (servers, own):
+        model = make(servers)
+        train(model, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(node, "write_whole", raising(OSError(28, "No space left on device")))
+            with pytest.raises(StorageError, match=r"could not save its state .* make room there"):
+                own.server.save()
+        train(model, 2)
+        before = model.state_dict()
+        for _ in range(2):
+            own.server = lost_and_started_again(own.server, tmp_path, "disk")
+            assert_same_bits(model.state_dict(), before)
+
+
+def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, monkeypatch):
+    with moved(tmp_path) as (servers, own):
+        model = make(servers)
+        train(model, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(records.os, "fdatasync", raising(OSError(28, "No space left on device")))
+            own.server._log._durable = True
+            with pytest.raises(OSError, match=r"log .* could not be written: .*; make room there"):
+                train(model, 1)
+        steps = own.server.collections["tables"].next_push
+        own.server = lost_and_started_again(own.server, tmp_path, "disk")
+        assert own.server.collections["tables"].next_push == steps == 3
+
+
+def raising(error: Exception):
+    def call(*args, **kwargs):
+        raise error
+
+    return call
+
+
+def test_a_folder_has_one_server_and_keeps_files_of_others(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with EmbeddingServer("a", tmp_path, "disk") as server:
+        with pytest.raises(StorageError, match="another embedding server uses"):
+            EmbeddingServer("b", tmp_path, "disk")
+        server.save()
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_what_was_pulled_before_a_checkpoint_was_restored_is_void(tmp_path):
+    with local_servers(2) as servers:
+        model = make(servers, 2)
+        train(model, 4)
+        service = model.table_set.service
+        service.snapshot(tmp_path / "a-")
+        held = [te.nn.prefetch(model, batch) for batch in batches(2)]
+        output = model(held[0])
+        service.restore([[tmp_path / f"a-{n}.server"] for n in range(2)], 4)
+        with pytest.raises(RuntimeError, match="pulled before the tables were restored"):
+            output.sum().backward()
+        found = train(model, 4)
+        del held, output
+        found += train(model, 2)
+    with local_servers(2) as servers:
+        model = make(servers, 2)
+        train(model, 4)
+        expected = train(model, 4) + train(model, 2)
+    same(([found], {}), ([expected], {}))
+
+
+def test_servers_in_another_order_are_refused():
+    own = [EmbeddingServer(f"server-{index}") for index in range(2)]
+    transports = [LocalTransport(server, server.name) for server in own]
+    with Servers(transports, own) as servers:
+        make(servers)
+        with Servers(transports[::-1]) as others, pytest.raises(ValueError, match="in the order in which they were"):
+            make(others)
+
+
+def test_a_batch_that_is_dropped_while_another_waits_holds_nobody_up():
+    with local_servers(1) as servers:
+        model = make(servers)
+        first, second = (te.nn.prefetch(model, batch) for batch in batches(2))
+        del first
+        model(second).sum().backward()
+
+
+def test_a_server_that_expects_another_token_ends_training(monkeypatch):
+    server = EmbeddingServer("server-0")
+    transport = LocalTransport(server, "server-0")
+    with Servers([transport], [server], patience=60) as servers:
+        model = make(servers)
+        train(model, 1)
+        connection = servers.connections[0]
+        monkeypatch.setattr(transport, "open", raising(PermissionError("the token is missing or wrong")))
+        connection._channel_lost(connection._token, ConnectionError("cut"))
+        with pytest.raises(PermissionError, match="the token is missing or wrong"):
+            train(model, 1)
+
+
+def test_a_server_that_fails_says_so(monkeypatch, capfd):
+    with local_servers(1) as servers:
+        model = make(servers)
+        train(model, 1)
+        server = servers._own[0]
+        monkeypatch.setattr(server, "_do", raising(ZeroDivisionError("a mistake of ours")))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"server-0 has failed \(ZeroDivisionError: a mistake of ours\)"):
+                train(model, 1)
+        assert "ZeroDivisionError" in capfd.readouterr().err

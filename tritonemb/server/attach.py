@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +55,7 @@ class Servers(Closing):
         self, transports: Sequence[Transport], own: Sequence[Closing] = (), patience: float = 20.0, token: str = ""
     ) -> None:
         self._own, self.token = list(own), token
+        self.clients: list[CollectionClient] = []
         self.connections = [Connection(transport, patience) for transport in transports]
 
     @property
@@ -69,13 +71,17 @@ class Servers(Closing):
         return [connection.ask("stats")["stats"] for connection in self.connections]
 
     def close(self) -> None:
+        for client in self.clients:
+            with suppress(Exception):  # the servers are gone
+                client.push_dropped()
         for each in (*self.connections, *self._own):
             each.close()
 
 
 def start(
-    number: int, *, processes: bool = False, folder: str | Path | None = None, log: LogMode | None = None
-) -> Servers:
+    number: int, *, processes: bool = False, folder: str | Path | None = None, log: LogMode | None = None,
+    patience: float = 20.0,
+) -> Servers:  # fmt: skip
     """Start embedding servers on this machine; `close` ends them, and so does the end of this process, however it ends.
 
     Args:
@@ -83,6 +89,7 @@ def start(
             thread of this process, to which rows are passed by reference.
         folder: where their state is saved; what is there is restored.
         log: who keeps what they were told since then; see `EmbeddingServer`.
+        patience: seconds without a sign of life after which a server counts as gone, and training ends.
 
     Raises:
         ValueError: there is no server to start, or a log without a folder.
@@ -96,17 +103,21 @@ def start(
             path = None if folder is None else Path(folder) / f"server-{index}"
             own.append(ServerProcess(token, path, log) if processes else EmbeddingServer(f"server-{index}", path, log))
     if processes:
-        return Servers([FlightTransport(each.address, token) for each in own], own, token=token)
-    return Servers([LocalTransport(each, each.name) for each in own], own)
+        return Servers([FlightTransport(each.address, token) for each in own], own, patience, token)
+    return Servers([LocalTransport(each, each.name) for each in own], own, patience)
 
 
-def connect(addresses: Sequence[str], *, token: str | None = None, roots: str | Path | None = None) -> Servers:
+def connect(
+    addresses: Sequence[str], *, token: str | None = None, roots: str | Path | None = None, patience: float = 20.0
+) -> Servers:
     """Connect to embedding servers that run already: `tritonemb server`.
 
     Args:
         addresses: grpc://HOST:PORT or grpc+tls://HOST:PORT of all of them, in the same order on every trainer.
         token: that they expect; that of the environment (TRITONEMB_TOKEN) if not given.
         roots: a PEM file of certificates to trust with TLS; that of TRITONEMB_TLS_ROOTS, or the system's, if not given.
+        patience: seconds without a sign of life after which a server counts as gone, and training ends; more where
+            servers are started again by somebody, and take long to load their rows.
 
     Raises:
         ConnectionError, PermissionError: one does not answer, or expects another token.
@@ -115,7 +126,7 @@ def connect(addresses: Sequence[str], *, token: str | None = None, roots: str | 
     if not addresses:
         raise ValueError("no address of an embedding server is given")
     token, roots = token or os.environ.get(TOKEN, ""), roots or os.environ.get(ROOTS)
-    return Servers([FlightTransport(address, token, roots) for address in addresses])
+    return Servers([FlightTransport(address, token, roots) for address in addresses], (), patience)
 
 
 def attach(
@@ -172,6 +183,7 @@ def _client(
     spec = CollectionSpec(specs, describe_optimizer(tables.optimizer), group.size, steps, exact, accumulate, owners)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
     made = CollectionClient(servers.connections, name, spec, group.rank, caches)
+    servers.clients.append(made)
     if group.size > 1:
         group.all_gather_object(None)  # nobody pulls before all are there
     return made

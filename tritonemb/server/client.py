@@ -5,11 +5,12 @@ import queue
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ class Connection(Closing):
     state or its log, so that a server that is started again can be told it again.
 
     Args:
-        patience: after so many seconds without an answer to anything every message fails: ConnectionError.
-        keep_bytes: of messages; when there are more, the server is asked to save its state, which is waited for.
+        patience: after so many seconds without a sign of life every message fails: ConnectionError.
+        keep_bytes: of messages that were answered, and would be lost with the server; when there are more, it is told
+            to save its state, which is waited for.
     """
 
     def __init__(self, transport: Transport, patience: float = 20.0, keep_bytes: int = 1 << 28) -> None:
@@ -51,16 +53,21 @@ class Connection(Closing):
         self._questions: dict[int, Future[Message]] = {}
         self._heard = self._sent = time.monotonic()
         self._failure: Exception | None = None
-        self._closed = threading.Event()
-        self._channel: Channel | None = transport.open(self._receive, self._channel_lost)
-        threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._closed), daemon=True, name="tritonemb-connection"
-        ).start()
+        self._closed, self._saving, self._opening = threading.Event(), threading.Lock(), threading.Lock()
+        self._channel: Channel | None = None
+        self._token: object = None  # of the channel
+        self._open()
+        threading.Thread(target=self._watch, daemon=True, name="tritonemb-connection").start()
 
     def submit(self, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         """Send what is to be done; messages are done in the order of these calls."""
         if self._bytes > self._keep_bytes:
-            self._forget(self.ask("save", self._patience)["saved"])
+            with self._saving:
+                if self._bytes > self._keep_bytes:
+                    self._submit("save", {}, ()).result()
+        return self._submit(op, values, tensors)
+
+    def _submit(self, op: str, values: Values, tensors: Sequence[Tensor]) -> Future[Message]:
         future: Future[Message] = Future()
         with self._lock:
             if self._failure is not None:
@@ -71,7 +78,6 @@ class Connection(Closing):
             received = next(iter(self._unanswered), number)
             values = {**values, "op": op, "client": self._client, "number": number, "received": received}
             self._kept[number], self._unanswered[number] = (values, list(tensors)), future
-            self._bytes += _size(self._kept[number])
             self._send(self._kept[number])
         return future
 
@@ -98,11 +104,15 @@ class Connection(Closing):
 
     def _reopen(self) -> None:
         """Open a channel if there is none, and the server answers."""
-        if self._channel is None:
-            with suppress(ConnectionError):
-                opened = self._transport.open(self._receive, self._channel_lost)
-                with self._lock:
-                    self._channel = opened
+        with self._opening, suppress(ConnectionError):
+            if self._channel is None:
+                self._open()
+
+    def _open(self) -> None:
+        token = object()
+        opened = self._transport.open(self._receive, partial(self._channel_lost, token))
+        with self._lock:
+            self._channel, self._token = opened, token
 
     def close(self) -> None:
         self._closed.set()
@@ -126,11 +136,10 @@ class Connection(Closing):
             except ConnectionError:
                 self._channel = None
 
-    def _channel_lost(self, error: Exception) -> None:
+    def _channel_lost(self, token: object, error: Exception) -> None:
         with self._lock:
-            self._channel = None
-            if isinstance(error, PermissionError):
-                self._fail(error)
+            if token is self._token:
+                self._channel = None
 
     def _receive(self, message: Message) -> None:
         values = message[0]
@@ -140,6 +149,8 @@ class Connection(Closing):
                 found = self._questions.get(values["ask"])
             else:
                 found = self._unanswered.pop(values["number"], None)
+                if found is not None:
+                    self._bytes += _size(self._kept[values["number"]])
                 self._forget(values.get("saved", 0))
         if found is None or found.done():
             return
@@ -176,8 +187,9 @@ class Connection(Closing):
                 return
             self._sent, first = now, next(iter(self._kept))  # which the server knows, if it has lost nothing
         try:
+            self.ask("alive", RESEND_AFTER)
             expected = self.ask("hello", RESEND_AFTER)["expected"]
-        except ConnectionError:
+        except ConnectionError:  # it is gone, or busy
             return
         with self._lock:
             if expected < first:
@@ -185,24 +197,24 @@ class Connection(Closing):
                     f"embedding server {self.address} was started anew, without what it had been told; resume from a "
                     "checkpoint"
                 ))  # fmt: skip
+                return
             for number, message in list(self._kept.items()):
                 if number >= expected:
                     self._send(message)
                 elif number in self._unanswered:  # the answer was lost, or is still to come
                     self._send(({**message[0], "op": "again"}, []))
 
+    def _watch(self) -> None:
+        while not self._closed.wait(TICK):
+            try:
+                self.tick()
+            except Exception as error:  # a token or a certificate that has changed, say
+                with self._lock:
+                    self._fail(error)
+
 
 def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message[1])
-
-
-def _watch(connection: "weakref.ref[Connection]", closed: threading.Event) -> None:
-    while not closed.wait(TICK):
-        found = connection()
-        if found is None:
-            return
-        found.tick()
-        del found
 
 
 class CollectionClient:
@@ -214,7 +226,8 @@ class CollectionClient:
     ) -> None:  # fmt: skip
         self.spec, self.rank = spec, rank
         self._connections, self._name, self._lock = list(connections), name, threading.Lock()
-        self._dropped: queue.SimpleQueue[int] = queue.SimpleQueue()  # batches; by garbage collection, at any moment
+        self._dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()  # by garbage collection, at any moment
+        self.restored = 0  # how often; what was pulled before is not pushed any more
         self._batch = self._pushed = 0
         owners = [torch.tensor(of_table) for of_table in spec.owners]
         self._owners = [None if len(self._connections) == 1 else of_table for of_table in owners]
@@ -251,12 +264,12 @@ class CollectionClient:
                 columns = [asked, counts, [pull.versions for pull in cached]]
             routes = self.route(asked)
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
-            sizes, futures = list[list[int]](), list[Future[Message]]()
+            sizes, pending = list[list[int]](), list[Future[Message]]()
             for server in range(len(self._connections)):
                 parts = [self._of_server(column, routes, server) for column in columns]
                 sizes.append([part.numel() for part in parts[0]])
-                futures.append(self._submit(server, op, {**values, "sizes": sizes[-1]}, list(map(_cat, parts))))
-        return PulledRows(self, batch, ids, routes, sizes, futures, cached, training)
+                pending.append(self._submit(server, op, {**values, "sizes": sizes[-1]}, list(map(_cat, parts))))
+        return PulledRows(self, batch, ids, routes, sizes, pending, cached, training)
 
     def _of_server(self, tensors: Sequence[Tensor], routes: Sequence[Sequence[Any]], server: int) -> list[Tensor]:
         """Of each table that a server has, its part."""
@@ -301,13 +314,21 @@ class CollectionClient:
                 self._submit(server, "push", values, [_cat(parts), *self._of_server(sums, routes, server)])
             self._pushed += 1
 
-    def drop(self, batch: int) -> None:
-        """Of a batch that is not trained: the servers are told before anything else that this trainer tells them."""
-        self._dropped.put(batch)
+    def drop(self, pulled: "PulledRows") -> None:
+        """Of a batch that is not trained: the servers are told before anything else, and while this trainer waits."""
+        self._dropped.put(pulled)
+
+    def push_dropped(self) -> None:
+        """Push nothing for each batch that was dropped."""
+        with self._lock:
+            self._give_up_dropped()
 
     def _give_up_dropped(self) -> None:
         while not self._dropped.empty():
-            values = {"batch": self._dropped.get(), "lr": 0.0, "sizes": None}
+            pulled = self._dropped.get()
+            if pulled.restored != self.restored:
+                continue
+            values = {"batch": pulled.batch, "lr": 0.0, "sizes": None}
             for server in range(len(self._connections)):
                 self._submit(server, "push", values)
             self._pushed += 1
@@ -339,16 +360,16 @@ class CollectionClient:
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         """See `RowService`; the changes since the last snapshot of this chain."""
-        with self._lock:
-            self._give_up_dropped()
+        self.push_dropped()
         values = {"steps": self.steps, "changes_only": changes_only, "chain": chain}
-        paths = [f"{path}{server}.server" for server in range(len(self._connections))]
+        paths = [f"{path.absolute()}{server}.server" for server in range(len(self._connections))]
         futures = [self._submit(n, "snapshot", {**values, "path": each}) for n, each in enumerate(paths)]
         return [written for written, _ in wait(futures)]
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
         """See `RowService`."""
-        values = {"chains": [[str(path) for path in chain] for chain in chains]}
+        values = {"chains": [[str(path.absolute()) for path in chain] for chain in chains]}
+        self.restored += 1
         if chains:
             wait([self._submit(server, "restore", values) for server in range(len(self._connections))])
         self._batch = self._pushed = steps * self.spec.batches
@@ -356,8 +377,7 @@ class CollectionClient:
 
     def flush(self) -> None:
         """See `RowService`."""
-        with self._lock:
-            self._give_up_dropped()
+        self.push_dropped()
         wait([self._submit(server, "flush", {"steps": self.steps}) for server in range(len(self._connections))])
 
     def tensors(self, table: str) -> dict[str, Tensor]:
@@ -388,15 +408,20 @@ class PulledRows:
 
     def __init__(
         self, client: CollectionClient, batch: int, ids: Sequence[Tensor], routes: list[list[Any]],
-        sizes: list[list[int]], futures: list[Future[Message]], cached: list[CachedPull], training: bool,
+        sizes: list[list[int]], pending: list[Future[Message]], cached: list[CachedPull], training: bool,
     ) -> None:  # fmt: skip
-        self._client, self._batch, self._ids, self._routes = client, batch, ids, routes
-        self._sizes, self._futures, self._cached, self._training = sizes, futures, cached, training
+        self._client, self.batch, self._ids, self._routes = client, batch, ids, routes
+        self.restored = client.restored
+        self._sizes, self._futures, self._cached, self._training = sizes, pending, cached, training
         self._refused: list[tuple[int, Tensor]] = []
 
     def rows(self) -> list[Tensor]:
         """See `Pull`."""
-        answers, client = wait(self._futures), self._client
+        client = self._client
+        client.push_dropped()
+        while futures.wait(self._futures, TICK).not_done:
+            client.push_dropped()
+        answers = wait(self._futures)
         if self._training and client.spec.refuses:
             asked = [pull.asked for pull in self._cached] or [torch.arange(of_table.numel()) for of_table in self._ids]
             for server, (_, tensors) in enumerate(answers):
@@ -412,8 +437,10 @@ class PulledRows:
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
         """See `Pull`."""
         if sums is None:
-            self._client.drop(self._batch)
+            self._client.drop(self)
             return
+        if self.restored != self._client.restored:
+            raise RuntimeError("these rows were pulled before the tables were restored; look the batch up again")
         ids, sums, routes = list(self._ids), list(sums), self._routes
         if self._refused or self._cached:  # some take no gradient, some were not asked for
             admitted = [torch.ones_like(of_table, dtype=torch.bool) for of_table in ids]
@@ -422,7 +449,7 @@ class PulledRows:
             ids = [of_table[mine] for of_table, mine in zip(ids, admitted, strict=True)]
             sums = [of_table[mine] for of_table, mine in zip(sums, admitted, strict=True)]
             routes = self._client.route(ids)
-        self._client.send(self._batch, ids, routes, sums, lr)
+        self._client.send(self.batch, ids, routes, sums, lr)
 
 
 def wait(futures: Sequence[Future[Message]]) -> list[Message]:

@@ -7,12 +7,14 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from tritonemb.flight import TOKEN
+from tritonemb.server.metrics import MetricsServer, scrape
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closing, Options, number
@@ -39,6 +41,7 @@ class ServerOptions(Options):
         memory: bytes that tables may take, at most, when they are full.
         over_memory: tables that need more are refused, or put on disk (spill), as far as they find no room.
         threads: that compute; all cores if not given.
+        metrics_port: of 127.0.0.1, where Prometheus finds the server's numbers; nowhere if not given.
     """
 
     address: str = "grpc://127.0.0.1:0"
@@ -49,6 +52,7 @@ class ServerOptions(Options):
     memory: float | None = None
     over_memory: Literal["refuse", "spill"] = "refuse"
     threads: int | None = number(None, least=1)
+    metrics_port: int | None = number(None, least=0)
 
 
 def serve(options: ServerOptions) -> None:
@@ -70,6 +74,9 @@ def serve(options: ServerOptions) -> None:
         where = options.address, None, options.certificate, options.key
         served = stack.enter_context(FlightServer(server, *where))
         server.name = served.address
+        if options.metrics_port is not None:
+            text = partial(scrape, server, {"server": server.name})
+            stack.enter_context(MetricsServer(options.metrics_port, text))
         print(f"serving at {served.address}", flush=True)
         ended.wait()
 

@@ -5,12 +5,16 @@ its clients, and with `log="disk"` a log of what it was told since. What it was 
 be lost, and no sooner: it is in the log, or the client keeps it until it is in the state.
 """
 
+import fcntl
 import functools
 import json
 import os
 import queue
+import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.flight import encode_error
-from tritonemb.server.records import Log, read_records, write_record
+from tritonemb.server.records import Log, read_log, read_records, write_record
 from tritonemb.server.snapshot import Restored, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables
 from tritonemb.server.transport import Message, Reply
@@ -27,11 +31,12 @@ from tritonemb.storage import StorageError
 from tritonemb.storage.io import sync
 from tritonemb.storage.store import storage_errors
 from tritonemb.types import CacheConfig
-from tritonemb.utils import Closing, read_sealed, sealed, write_whole
+from tritonemb.utils import Closing, on_error, read_sealed, sealed, write_whole
 
 Values = dict[str, Any]
 LogMode = Literal["memory", "disk", "fsync"]
 OverMemory = Literal["refuse", "spill"]
+_OWN_FILE = re.compile(r"(clients|log)-\d+|.*-\d+\.rows")
 STATE, OWN = "state.json", "state"  # the file, and the chain of snapshots
 MOST_FILES = 16  # of a chain; a whole snapshot follows
 LOG_BYTES = 1 << 28  # after which the state is saved
@@ -89,23 +94,33 @@ class EmbeddingServer(Closing):
         self.name, self.log, self._memory, self._over_memory = name, log, memory, over_memory
         self._began = time.monotonic()
         self._taken: dict[str, float] = {}  # bytes, by collection
+        self._trainers: dict[tuple[str, int], str] = {}  # the client, by collection and rank
         self.collections: dict[str, ServedTables] = {}
         self._folder = None if folder is None else Path(folder)
         self._clients: dict[str, Client] = {}
         self._log: Log | None = None
         self._log_bytes = self._version = 0
+        self._most_log_bytes = LOG_BYTES
         self._files: list[str] = []
+        self._failure: RuntimeError | None = None
+        self._restoring, self._save_due = False, False
+        self._folder_lock: int | None = None
         if self._folder is not None:
             with torch.no_grad(), storage_errors(f"embedding server {name} cannot use {folder}", "check the disk"):
                 self._folder.mkdir(parents=True, exist_ok=True)
+                self._lock_folder()
                 self._restore()
         self._queue: queue.SimpleQueue[tuple[Message, Reply] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tritonemb-{name}", daemon=True)
         self._thread.start()
 
     def receive(self, message: Message, reply: Reply) -> None:
-        """Take a message; `reply` is called by the server's thread."""
-        self._queue.put((message, reply))
+        """Take a message; `reply` is called by the server's thread, or, if all that is asked is whether it is alive, by
+        this one, as that thread may be busy for long."""
+        if message[0]["op"] == "alive":
+            reply(({"ask": message[0]["ask"]}, []))
+        else:
+            self._queue.put((message, reply))
 
     def close(self) -> None:
         """End the thread; what has been taken is done first."""
@@ -113,6 +128,8 @@ class EmbeddingServer(Closing):
         self._thread.join()
         if self._log is not None:
             self._log.close()
+        if self._folder_lock is not None:
+            os.close(self._folder_lock)
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -121,7 +138,31 @@ class EmbeddingServer(Closing):
             items = [self._queue.get()]
             while len(items) < MOST_TAKEN and not self._queue.empty() and items[-1] is not None:
                 items.append(self._queue.get())
-            self._take([each for each in items if each is not None])
+            try:
+                self._take([each for each in items if each is not None])
+            except BaseException as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """What nobody expected: whoever waits is told, and whoever comes; what the server has may be half changed."""
+        traceback.print_exception(error)
+        failure = self._failure = RuntimeError(
+            f"embedding server {self.name} has failed ({type(error).__name__}: {error}); start it again"
+        )
+        for client in self._clients.values():
+            for number, reply in list(client.waiting.items()):
+                reply(({"number": number, "error": encode_error(failure)}, []))
+
+    def _lock_folder(self) -> None:
+        """StorageError if another server uses the folder."""
+        assert self._folder is not None
+        handle = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            raise StorageError(f"another embedding server uses {self._folder}; give it another folder") from error
+        self._folder_lock = handle
 
     def _take(self, items: Iterable[tuple[Message, Reply]]) -> None:
         accepted = []
@@ -130,6 +171,9 @@ class EmbeddingServer(Closing):
             if (number := values.get("number")) is None:
                 self._answer(reply, values)
                 continue
+            if self._failure is not None:
+                reply(({"number": number, "error": encode_error(self._failure)}, []))
+                continue
             client = self._clients.setdefault(values["client"], Client())
             for received in [n for n in client.answers if n < values["received"]]:
                 del client.answers[received]
@@ -137,7 +181,7 @@ class EmbeddingServer(Closing):
                 reply(client.answers[number])
             elif number in client.undone:
                 client.waiting[number] = reply
-            elif number >= client.expected:
+            elif number >= client.expected and values["op"] != "again":
                 client.early[number] = message, reply
             while client.expected in client.early:
                 number = client.expected
@@ -146,7 +190,7 @@ class EmbeddingServer(Closing):
                 accepted.append((client, client.undone[number]))
         if self._log is not None and accepted:
             try:
-                self._log_bytes += self._log.append(message for _, message in accepted)
+                self._log_bytes += self._log.append([message for _, message in accepted])
             except StorageError as error:
                 for client, (values, _) in reversed(accepted):  # they have not come
                     number = client.expected = values["number"]
@@ -157,13 +201,19 @@ class EmbeddingServer(Closing):
                 client.saved = client.expected
         for client, message in accepted:
             self._do(client, message)
-        if self._log is not None and self._log_bytes > LOG_BYTES:
-            self.save()
+        if self._log is not None and self._log_bytes > self._most_log_bytes:
+            try:
+                self.save()
+            except StorageError as error:  # the log is longer than it should be, and whole
+                print(f"warning: {error}", file=sys.stderr)
+                self._most_log_bytes += LOG_BYTES
 
     def _do(self, client: Client, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
 
         def answer(result: Message | Exception) -> None:
+            if number not in client.undone:
+                return  # it has been answered
             if isinstance(result, Exception):
                 result = {"error": encode_error(result)}, []
             saved = client.expected if self.log is None else client.saved
@@ -186,9 +236,20 @@ class EmbeddingServer(Closing):
     # The state.
 
     def save(self) -> None:
-        """Save the state; the log begins anew. StorageError if it cannot be written, and nothing has changed."""
-        folder, version = self._folder, self._version + 1
-        assert folder is not None
+        """Save the state; the log begins anew. StorageError if it cannot be written; what was saved before stays."""
+        self._save_due = True
+        if self._folder is None or self._restoring:
+            return
+        try:
+            self._write_state(self._folder, self._version + 1)
+        except BaseException:
+            for served in self.collections.values():
+                served.chains.pop(OWN, None)  # nothing follows a snapshot that is in no state
+            self._files = []
+            raise
+        self._save_due = False
+
+    def _write_state(self, folder: Path, version: int) -> None:
         changes_only = 0 < len(self._files) < MOST_FILES * len(self.collections)
         files = self._files if changes_only else []
         whole = not changes_only
@@ -206,20 +267,23 @@ class EmbeddingServer(Closing):
                 written.append(f"{name}-{version}.rows")
                 write_snapshot(folder / written[-1], take_snapshot(served, OWN, not whole))
             log = Log(folder / f"log-{version}", self.log == "fsync") if self.log in ("disk", "fsync") else None
-            state = {"version": version, "clients": clients, "files": written}
-            write_whole(folder / STATE, sealed(json.dumps(state)))
-            sync(folder)
+            with on_error(log.close if log is not None else lambda: None):
+                state = {"version": version, "clients": clients, "files": written}
+                write_whole(folder / STATE, sealed(json.dumps(state)))
+                sync(folder)
         if self._log is not None:
             self._log.close()
         self._log, self._log_bytes, self._version, self._files = log, 0, version, written
+        self._most_log_bytes = LOG_BYTES
         for client in self._clients.values():
             client.saved = client.expected
         for path in folder.iterdir():
-            if path.name not in (STATE, clients, f"log-{version}", *written) and path.is_file():
+            if _OWN_FILE.fullmatch(path.name) and path.name not in (clients, f"log-{version}", *written):
                 path.unlink()
 
     def _restore(self) -> None:
         assert self._folder is not None
+        self._restoring = True
         if (self._folder / STATE).exists():
             state = json.loads(read_sealed(self._folder / STATE))
             self._version, self._files = state["version"], state["files"]
@@ -244,13 +308,14 @@ class EmbeddingServer(Closing):
         if self.log in ("disk", "fsync"):
             path = self._folder / f"log-{self._version}"
             if path.exists():
-                told = [(message, _nobody) for message in read_records(path, torn=True)]
-                self._take(told)
+                self._take([(message, _nobody) for message in read_log(path)])
                 for client in self._clients.values():
                     client.saved = client.expected
             self._log = Log(path, self.log == "fsync")
-            if path.stat().st_size:
-                self.save()  # or what follows would stand behind a torn record
+            self._save_due |= path.stat().st_size > 0  # or what follows would stand behind a torn record
+        self._restoring = False
+        if self._save_due:
+            self.save()
 
     # Questions.
 
@@ -264,10 +329,6 @@ class EmbeddingServer(Closing):
 
     def _stats(self, question: Values) -> Values:
         return {"stats": self.statistics()}
-
-    def _save(self, question: Values) -> Values:
-        self.save()
-        return {"saved": self._clients[question["client"]].saved}
 
     def statistics(self) -> Values:
         """By collection and table: rows, bytes, evictions; pulls and pushes that wait; staleness. And of the server:
@@ -292,15 +353,28 @@ class EmbeddingServer(Closing):
         spec, name = CollectionSpec.from_json(values["spec"]), values["collection"]
         if (there := self.collections.get(name)) is None:
             self.collections[name] = self._make(name, spec, values["server"])
-            if self._folder is not None:
-                self.save()
         elif there.spec != spec:
             raise ValueError(
                 f"embedding server {self.name} has a collection {name!r} with other tables, trainers or staleness; "
                 "attach it with the same, or start other servers"
             )
+        elif there.server != values["server"]:
+            raise ValueError(
+                f"embedding server {self.name} is number {there.server} of those of {name!r}, and now it is number "
+                f"{values['server']}; give the addresses in the order in which they were given first"
+            )
+        self._forget_trainer(values)
         served = self.collections[name]
         answer(({"pulls": served.next_pull, "complete": served.is_complete()}, []))
+        if there is None:
+            self.save()
+
+    def _forget_trainer(self, values: Values) -> None:
+        """The client that was this trainer before, if it is gone without a word."""
+        before = self._trainers.get((values["collection"], values["rank"]))
+        self._trainers[values["collection"], values["rank"]] = values["client"]
+        if before is not None and before not in self._trainers.values():
+            self._clients.pop(before, None)
 
     def _make(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
         needed, cache = spec.num_bytes(server), None
@@ -337,7 +411,7 @@ class EmbeddingServer(Closing):
 
     def _do_flush(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
-        served.flush(values["rank"], values["steps"], lambda: answer(({}, [])))
+        served.flush(values["rank"], values["steps"], lambda error: answer(({}, []) if error is None else error))
 
     def _do_read(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         found = self._table(values).saved()
@@ -352,7 +426,10 @@ class EmbeddingServer(Closing):
         """Write a file of these tables when all trainers have come to a step, for a checkpoint or for followers."""
         served = self.collections[values["collection"]]
 
-        def write() -> None:
+        def write(error: Exception | None) -> None:
+            if error is not None:
+                answer(error)
+                return
             try:
                 records = take_snapshot(served, values["chain"], values["changes_only"])
                 answer((write_snapshot(Path(values["path"]), records), []))
@@ -365,8 +442,11 @@ class EmbeddingServer(Closing):
         """Become what the files of all servers at a step say: of each server, a chain."""
         parts = [functools.reduce(Restored.read, map(Path, chain), Restored()) for chain in values["chains"]]
         restore(self.collections[values["collection"]], parts)
-        if self._folder is not None:
-            self.save()
+        answer(({}, []))
+        self.save()
+
+    def _do_save(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
+        self.save()
         answer(({}, []))
 
     def _table(self, values: Values) -> Any:

@@ -4,7 +4,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,7 +62,7 @@ def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
                         del data
                         continue
             # After a loss of power there may be zeros where something was about to be written.
-            if torn and (behind >= end if begun else len(header) < _SIZE or not any(header + file.read())):
+            if torn and (behind >= end if begun else len(header) < _SIZE or not any(header)):
                 return
             raise StorageError(f"{what} is damaged at byte {at:,}; use another one")
 
@@ -78,8 +78,20 @@ def _tensors(kinds: Iterable[tuple[str, list[int]]], data: np.ndarray) -> Iterat
         yield torch.from_numpy(part).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
 
 
+def read_log(path: Path) -> Iterator[Message]:
+    """What a `Log` has; the last that was appended is left out if it was not written to its end."""
+    for values, tensors in read_records(path, torn=True):
+        begin = 0
+        for message, size in zip(values["messages"], values["sizes"], strict=True):
+            yield message, tensors[begin : begin + size]
+            begin += size
+
+
 class Log(Closing):
-    """What a server was told, since its last snapshot: appended to a file, and on the disk if `durable`."""
+    """What a server was told, since its last snapshot: appended to a file, and on the disk if `durable`.
+
+    What is appended at once is one record: if power is lost meanwhile, all or nothing of it is found.
+    """
 
     def __init__(self, path: Path, durable: bool) -> None:
         self._durable, self.path = durable, path
@@ -87,12 +99,15 @@ class Log(Closing):
         with storage_errors(self._what, "check the disk"):
             self._file: Any = path.open("ab")
 
-    def append(self, messages: Iterable[Message]) -> int:
+    def append(self, messages: Sequence[Message]) -> int:
         """Write these, all or none, and return their bytes; StorageError if they cannot be written."""
+        values = {"messages": [values for values, _ in messages], "sizes": [len(tensors) for _, tensors in messages]}
         with storage_errors(self._what, "check the disk"):
+            if self._file.closed:
+                raise OSError("it could not be opened again after an error")
             begin = self._file.tell()
             try:
-                size = sum(write_record(self._file, message) for message in messages)
+                size = write_record(self._file, (values, [each for _, tensors in messages for each in tensors]))
                 self._file.flush()
                 if self._durable:
                     os.fdatasync(self._file.fileno())

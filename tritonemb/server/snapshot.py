@@ -10,7 +10,7 @@ import functools
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +169,12 @@ def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
     spec, parts = served.spec, sorted(parts, key=lambda part: part.header["server"])
     if len(steps := {(part.header["pulls"], part.header["steps"]) for part in parts}) > 1:
         raise StorageError(f"these snapshots are of several steps: {sorted(steps)}")
-    if any((part.spec.tables, part.spec.optimizer) != (spec.tables, spec.optimizer) for part in parts):
+    if any(_kind(part.spec) != _kind(spec) for part in parts):
         raise StorageError("these snapshots are of other tables, or of another optimizer")
     for number, table in zip(served.numbers, served.dynamic, strict=True):
         table.adopt(_joined([part.saved(number) for part in parts if number in part.rows]))
-    served.versions = None
+    served.take_back()
     served.next_pull, served.next_push = steps.pop()
-    served.pulls, served.pushes, served.waiting, served.flushes = {}, {}, [], {}
     counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})
     if served.tables is not None:
         served.tables.counters["step"].copy_(counters["step"])
@@ -184,6 +183,11 @@ def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
         there = served.pushes[batch] = Batch(lr=max(part.pushes[batch].lr for part in parts))
         for rank in sorted({rank for part in parts for rank in part.pushes[batch].ids}):
             there.ids[rank], there.others[rank] = _own_part(served, parts, batch, rank)
+
+
+def _kind(spec: CollectionSpec) -> tuple[Any, ...]:
+    """What snapshots and servers must have in common."""
+    return spec.optimizer, *(replace(table, seed=0) for table in spec.tables)
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -202,7 +206,7 @@ def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[
     saved |= {name: saved[name][order] for name in by_row - {"sketch", "added"}} | {"ids": ids}
     if spec.num_embeddings is None:
         return saved
-    whole = {"weight": spec.initial_values(torch.arange(spec.num_embeddings))}
+    whole = {"weight": spec.initial_values(torch.arange(spec.num_embeddings), int(saved["seed"]))}
     for name in saved.keys() - {"ids", "step", "count", "clock", "seed"}:
         value = saved[name]
         whole.setdefault(name, value.new_zeros(spec.num_embeddings, *value.shape[1:]))[ids] = value

@@ -35,6 +35,8 @@ from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableC
 
 Values = dict[str, Any]
 Answer = Callable[[Sequence[Tensor] | Exception], None]
+Action = Callable[[Exception | None], None]
+"""Is called when it is due, or with an error if it cannot be done any more."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class TableSpec:
     Args:
         num_embeddings: of a static table.
         capacity: rows that there is room for; those of a static table are never evicted.
-        bound, seed: of initial values.
+        bound, seed: of initial values; a table that is loaded has another seed.
         row_bytes: of a row with its states and its index.
     """
 
@@ -91,10 +93,10 @@ class TableSpec:
         )  # fmt: skip
         return whole.part(self.name, (first, count), (0, self.embedding_dim), [self.name])
 
-    def initial_values(self, ids: Tensor) -> Tensor:
-        """`[n, embedding_dim]`, of rows that were never trained."""
+    def initial_values(self, ids: Tensor, seed: int | None = None) -> Tensor:
+        """`[n, embedding_dim]`, of rows that were never trained, if `seed` is that of the table now."""
         values = torch.empty(ids.numel(), self.embedding_dim, dtype=getattr(torch, self.dtype))
-        fill_initial_(values, self.seed, self.bound, rows=ids)
+        fill_initial_(values, self.seed if seed is None else seed, self.bound, rows=ids)
         return values
 
 
@@ -194,7 +196,7 @@ class ServedTables:
         self.next_pull = self.next_push = 0
         self.pulls: dict[int, Batch] = {}
         self.pushes: dict[int, Batch] = {}  # by batch
-        self.waiting: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self.waiting: list[tuple[Callable[[], bool], Action]] = []
         self.flushes: dict[int, int] = {}
         self.staleness: Counter[int] = Counter()
         self.chains: dict[str, Chain] = {}
@@ -227,6 +229,8 @@ class ServedTables:
 
     def push(self, rank: int, batch: int, ids: list[Tensor], sums: list[Tensor], lr: float) -> None:
         """The gradients of a trainer's batch; none of one that was not trained."""
+        if batch < self.next_push * self.spec.batches:
+            return  # of a run that was taken back
         there = self.pushes.setdefault(batch, Batch())
         there.ids[rank], there.others[rank], there.lr = ids, sums, max(lr, there.lr)
         self.advance()
@@ -235,13 +239,16 @@ class ServedTables:
         """Rows for evaluation, when the pushes of so many steps have been applied, less the staleness."""
         due = 0 if self.spec.staleness is None else after - self.spec.staleness
 
-        def read() -> None:
+        def read(error: Exception | None) -> None:
+            if error is not None:
+                answer(error)
+                return
             rows = [table.find(of_table) for table, of_table in zip(self.dynamic, ids, strict=True)]
             answer(self._read(ids, rows))
 
         self.when(lambda: self.next_push >= due, read)
 
-    def flush(self, rank: int, steps: int, answer: Callable[[], None]) -> None:
+    def flush(self, rank: int, steps: int, answer: Action) -> None:
         """A trainer wants the pushes of so many steps to be applied before it pulls again; so must the others."""
         self.flushes[rank] = steps
         self.when(lambda: self.next_push >= steps, answer)
@@ -251,14 +258,14 @@ class ServedTables:
         steps = range(self.next_push, self.next_pull // self.spec.batches)
         return not self.pulls and self.next_pull % self.spec.batches == 0 and all(map(self._pushed, steps))
 
-    def when_trained(self, steps: int, action: Callable[[], None]) -> None:
+    def when_trained(self, steps: int, action: Action) -> None:
         """Act when so many steps have been pulled and pushed by all trainers, and applied as far as they can be."""
         size = self.spec.batches
         self.when(
             lambda: self.next_pull >= steps * size and all(map(self._pushed, range(self.next_push, steps))), action
         )
 
-    def when(self, condition: Callable[[], bool], action: Callable[[], None]) -> None:
+    def when(self, condition: Callable[[], bool], action: Action) -> None:
         """Act when this holds, and nothing else can be done."""
         self.waiting.append((condition, action))
         self.advance()
@@ -268,12 +275,20 @@ class ServedTables:
         spec = self.spec
         while self._advance_push() or (self._pull_exactly() if spec.exact else self._pull_singly()):
             pass
-        waiting, self.waiting = self.waiting, []
-        for condition, action in waiting:
-            if condition():
-                action()
-            else:
-                self.waiting.append((condition, action))
+        due = [each for each in self.waiting if each[0]()]
+        self.waiting = [each for each in self.waiting if each not in due]
+        for _, action in due:
+            action(None)
+
+    def take_back(self) -> None:
+        """Forget what was pulled and pushed and has not been done: another state is restored."""
+        error = RuntimeError("this was taken back: the tables were restored from a checkpoint meanwhile")
+        pulls, self.pulls, waiting, self.waiting = self.pulls, {}, self.waiting, []
+        self.pushes, self.flushes, self.versions = {}, {}, None
+        for answer in [answer for batch in pulls.values() for answer in batch.answers.values()]:
+            answer(error)
+        for _, action in waiting:
+            action(error)
 
     def _batches(self, step: int) -> range:
         return range(step * self.spec.batches, (step + 1) * self.spec.batches)
@@ -327,7 +342,7 @@ class ServedTables:
         try:
             places = self._assign(ids, occurrences)
             rows = self._read(ids, places)
-        except ValueError as error:  # there is no room; nothing has changed
+        except Exception as error:  # there is no room, and nothing has changed
             for rank in ranks:
                 there.answers[rank](error)
             return
@@ -363,8 +378,10 @@ class ServedTables:
             assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
         sizes = [of_table.numel() for of_table in ids]
         rows = list(assigned.features.values().split(sizes))
-        for place, of_table in enumerate(rows):
+        for place, (table, of_table) in enumerate(zip(self.dynamic, rows, strict=True)):
             self._mark(place, of_table)
+            if table.removed is not None and sum(each.numel() for each in table.removed) > len(table.index.ids):
+                table.removed = None  # a whole snapshot is smaller
             if known is not None:
                 self._renew(place, of_table[known[place] < 0])
         return rows
@@ -383,13 +400,13 @@ class ServedTables:
         found, pinned, read = list[Tensor](), self._pin(rows), tuple[Tensor, ...]()
         if self.tables is not None and pinned is not None:
             read = self.tables.read(pinned).split([of_table.numel() for of_table in rows])
-        for place, (number, table, there) in enumerate(zip(self.numbers, self.dynamic, rows, strict=True)):
+        for place, (table, there) in enumerate(zip(self.dynamic, rows, strict=True)):
             if pinned is None:
                 values = table.weight.detach().index_select(0, there.clamp(min=0))
             else:
                 values = read[place][:, : table.config.embedding_dim].to(table.weight.dtype)
             if (unknown := there < 0).any():
-                values[unknown] = self.spec.tables[number].initial_values(ids[place][unknown])
+                values[unknown] = table.initial_values(ids[place][unknown])
             found.append(values)
         if pinned is not None:
             pinned.release()

@@ -106,7 +106,7 @@ class ParallelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(Options):
+class ServersOptions(Options):
     """Tables on embedding servers, all of them.
 
     Args:
@@ -123,6 +123,13 @@ class ServerOptions(Options):
     staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
     server_log: Literal["memory", "disk", "fsync"] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.servers is None and (self.staleness or self.staleness_mode != "exact" or self.server_log is not None):
+            raise ValueError("staleness, staleness_mode and server_log are for tables on servers: give servers, too")
+        if self.servers is not None and not self.servers.isdecimal() and self.server_log is not None:
+            raise ValueError("server_log is for servers that are started here; set it where those at addresses start")
+
     @property
     def bound(self) -> int | AtMost | None:
         """As a `Trainer` takes it."""
@@ -134,7 +141,7 @@ class ServerOptions(Options):
         """These tables, on servers if there are any."""
         if self.servers is None:
             return list(tables)
-        protect = (self.staleness + 1) * 8
+        protect = (self.staleness + 1) * 8  # batches, of accumulated ones and several trainers, too
         placed = []
         for table in tables:
             own: dict[str, Any] = {"eviction": replace(table.eviction, protect=protect)} if table.is_dynamic else {}
@@ -291,7 +298,7 @@ class TrainConfig(RunOptions):
     output: OutputOptions = field(default_factory=OutputOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    server: ServerOptions = field(default_factory=ServerOptions)
+    server: ServersOptions = field(default_factory=ServersOptions)
 
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""

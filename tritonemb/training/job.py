@@ -132,6 +132,11 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
         return own[0].addresses, own[0].token
 
     here = options.servers.isdecimal()
+    if here and len(set(group.nodes)) > 1:
+        raise ValueError(
+            f"servers={options.servers} starts servers on one machine, and the ranks are on several; start them there "
+            "(tritonemb server), and give their addresses"
+        )
     addresses, token = on_rank_zero(group, begin) if here else (options.servers.split(","), "")
     with own[0] if own else connect(addresses, token=token) as servers:
         yield servers
