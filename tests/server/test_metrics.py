@@ -149,7 +149,7 @@ def test_the_log_and_the_state(tmp_path):
         logged = after["log_bytes"] - before["log_bytes"]
         assert logged > 2_000
         assert (tmp_path / "log-1").stat().st_size == after["log_bytes"]
-        connection.ask("save")
+        connection.submit("save", {}).result()
         saved = connection.ask("stats")["stats"]
         assert (saved["version"], saved["log_bytes"]) == (2, 0)
 
