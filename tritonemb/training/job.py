@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +129,8 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
 
     def begin() -> tuple[list[str], str]:
         kept = None if options.server_log is None else folder / "servers"
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)  # of an earlier process: the run has its checkpoints
         own.append(start(int(options.servers or ""), processes=True, folder=kept, log=options.server_log))
         return own[0].addresses, own[0].token
 
