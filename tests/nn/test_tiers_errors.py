@@ -114,8 +114,6 @@ def test_rows_with_such_gradients_are_skipped_and_counted(placement):
 
 
 def test_placements_and_caches_that_do_not_go_together():
-    with pytest.raises(ValueError, match="table 't': placement 'server' is not available in this collection"):
-        te.nn.EmbeddingBagCollection([te.TableConfig("t", 3, 2, placement="server")])
     several = [
         te.TableConfig(name, 9, 2, placement="host", cache=CacheConfig(policy=policy))
         for name, policy in (("a", "lru"), ("b", "lfu"))
