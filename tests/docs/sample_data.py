@@ -22,7 +22,7 @@ def make(folder: Path) -> None:
         part = "".join(lines[day * NUM_ROWS // 3 : (day + 1) * NUM_ROWS // 3])
         (folder / "days" / f"day_{day}.gz").write_bytes(gzip.compress(part.encode(), mtime=0))
     _make_logs(folder / "logs", chance)
-    _make_adult(folder / "adult", chance)
+    make_adult(folder / "adult", chance)
 
 
 def _criteo_line(chance: random.Random) -> str:
@@ -57,7 +57,7 @@ def _make_logs(folder: Path, chance: random.Random) -> None:
         csv.write_csv(table.drop_columns(["tags"]), folder.with_name("csv") / f"part-{part}.csv")
 
 
-def _make_adult(folder: Path, chance: random.Random) -> None:
+def make_adult(folder: Path, chance: random.Random) -> None:
     folder.mkdir()
     for name, end, rows in (("adult.data", "", 400), ("adult.test", ".", 200)):
         lines = ["|1x3 Cross validator\n"] if end else []

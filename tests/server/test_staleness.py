@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import KEYS, Faults, batches, local_servers, make, train, train_all
+from tritonemb.data import make_synthetic
 from tritonemb.server import AtMost, EmbeddingServer, Servers, flush
 from tritonemb.server.transport import LocalTransport
 
@@ -112,6 +115,20 @@ def test_unbounded_staleness_waits_for_nobody():
             model(batch).sum().backward()
         flush(model)
         assert servers.statistics()[0]["collections"]["tables"]["staleness"] == {str(s): 1 for s in range(5)}
+
+
+def test_without_a_bound_a_trainer_pulls_as_far_ahead_as_it_prefetches():
+    pytest.importorskip("torchmetrics")
+    data = make_synthetic(num_train=1_000, num_test=10)
+    tables = [replace(table, placement="server") for table in data.tables(4)]
+    model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.SGD(lr=0.1))
+    options = {"batch_size": 25, "epochs": 1, "verbose": False, "prefetch_depth": 5}
+    with local_servers(2) as servers:
+        te.Trainer(model, data, servers=servers, staleness=None, **options).fit()
+        for statistics in servers.statistics():
+            histogram = statistics["collections"]["embeddings"]["staleness"]
+            assert sum(histogram.values()) == 40
+            assert 0 < max(map(int, histogram)) <= 5
 
 
 def test_micro_batches_make_one_step():

@@ -27,7 +27,7 @@ from tritonemb.training.metrics import Metrics, evaluate
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
-from tritonemb.training.train_state import Progress, TrainState, seed_rank
+from tritonemb.training.train_state import DEPTH, Progress, TrainState, seed_rank
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,7 +56,8 @@ class Trainer(TrainerOptions):
         config: shown in the report, kept in the log.
         verbose: show progress.
         servers: embedding servers (`tritonemb.server`) for the tables whose placement is "server".
-        staleness: of those tables: how many steps' updates a batch misses, exactly; `te.AtMost` so many; or None.
+        staleness: of those tables: how many steps' updates a batch misses, exactly; `te.AtMost` so many; or None, and
+            it is `prefetch_depth` that bounds them.
         pipeline: prepare the next steps while one computes; False for a model that changes features before its lookups.
 
     All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
@@ -101,7 +102,10 @@ class Trainer(TrainerOptions):
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
-        state.staleness = steps_of(self.staleness) or 0
+        bound = steps_of(self.staleness)
+        if bound is None:
+            bound = DEPTH if self.prefetch_depth is None else self.prefetch_depth
+        state.staleness = bound
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))

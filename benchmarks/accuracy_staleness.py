@@ -1,0 +1,386 @@
+"""Train tables on an embedding server with batches that miss the updates of more and more steps; compare test AUC.
+
+*adult* is Persia's public example: its columns and network, one epoch of batches of 128, SGD for the dense layers and
+Adagrad for tables of 8 columns with small initial values. Other than there, the numbers are standardised, the capital
+ones as log(1 + x), train rows are shuffled, and Adagrad's accumulators start at 0. Persia has recorded 0.8929; the mean
+must reach 0.8925 without staleness, and change by 0.001 at most where batches miss 9 steps, which is Persia's default.
+*movielens-100k* is trained as its preset says. *hot ids* is synthetic data with a known ground truth, read once: a
+fifth of a feature's ids are the same one, whose row SGD moves by the same gradient again until it sees its own update.
+
+The server is a thread of this process. Its messages take `--delay` each way, so that there is time to win; where
+staleness is exact, the rows that a batch reads do not depend on that. Seconds are those of training, without the
+evaluations. These read rows as the next batch would, without the last updates; only the last one sees all. Usage:
+
+    python -m benchmarks.accuracy_staleness --adult folder_of_adult
+    python -m benchmarks.accuracy_staleness --draw
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import queue
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import tritonemb as te
+from benchmarks import results_file
+from benchmarks.environment import OtherLoad, environment
+from tritonemb.data import Column, Dataset, Feature, Rows, load_adult, load_movielens_100k
+from tritonemb.data.datasets import NUMBERS
+from tritonemb.data.protocol import Split, Stream
+from tritonemb.server import AtMost, Servers
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.transport import Channel, LocalTransport, Message, Reply, Transport
+from tritonemb.training.callbacks import Callback, Evaluation, Log
+from tritonemb.training.config import TrainConfig, preset
+from tritonemb.training.job import build_optimizer
+from tritonemb.training.metrics import binary_metrics
+from tritonemb.types import TableConfig
+
+POINTS = 10  # of a curve
+LARGE_BATCH = 4_096  # of an evaluation
+LEAST_AUC, TOLERANCE = 0.8925, 0.001  # of adult
+Arms = dict[str, int | AtMost | None]  # staleness, by name
+EXACT: Arms = {str(steps): steps for steps in (0, 1, 4, 9, 32)}
+PREFETCHED = 32  # steps, where nothing else bounds them
+LOOSE: Arms = {"at most 9": AtMost(9), "unbounded": None}
+COLORS = {
+    "0": "#000000", "1": "#1f77b4", "4": "#17becf", "9": "#2ca02c", "32": "#d62728", "at most 9": "#bcbd22",
+    "unbounded": "#ff9896",
+}  # fmt: skip
+
+
+class Line:
+    """One direction of a slow network: a thread delivers each message so many seconds after it was put."""
+
+    def __init__(self, seconds: float, deliver: Reply) -> None:
+        self._seconds, self._deliver = seconds, deliver
+        self._queue: queue.SimpleQueue[tuple[float, Message] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="slow-network").start()
+
+    def put(self, message: Message) -> None:
+        self._queue.put((time.monotonic() + self._seconds, message))
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (found := self._queue.get()) is not None:
+            due, message = found
+            time.sleep(max(0.0, due - time.monotonic()))
+            self._deliver(message)
+
+
+class SlowTransport:
+    """Another transport, behind a network on which a message takes so many seconds each way."""
+
+    def __init__(self, transport: Transport, seconds: float) -> None:
+        self.address, self._transport, self._seconds = transport.address, transport, seconds
+
+    def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
+        back = Line(self._seconds, receive)
+        return _SlowChannel(self._transport.open(back.put, lost), back, self._seconds)
+
+
+class _SlowChannel:
+    def __init__(self, channel: Channel, back: Line, seconds: float) -> None:
+        self._channel, self._back, self._there = channel, back, Line(seconds, channel.send)
+
+    def send(self, message: Message) -> None:
+        self._there.put(message)
+
+    def close(self) -> None:
+        for each in (self._there, self._back, self._channel):
+            each.close()
+
+
+class Measured(Dataset):
+    """Data whose test rows are measured during training too, in large batches."""
+
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
+        return super().open(split, batch_size if split == "train" else LARGE_BATCH, **how)
+
+
+class PersiaNetwork(nn.Module):
+    """As in Persia's example: linear layers and batch norm, and nothing between them."""
+
+    def __init__(self, tables: Sequence[TableConfig], num_dense: int, optimizer: Any) -> None:
+        super().__init__()
+        self.embeddings = te.nn.EmbeddingBagCollection(tables, optimizer)
+        width = sum(table.embedding_dim for table in tables)
+        self.dense = nn.Sequential(nn.Linear(num_dense, 16), nn.BatchNorm1d(16))
+        self.sparse = nn.Sequential(nn.Linear(width, 128), nn.BatchNorm1d(128))
+        self.top = nn.Sequential(nn.Linear(128 + 16, 256), nn.Linear(256, 128), nn.Linear(128, 1))
+
+    def forward(self, dense: Tensor, sparse: te.KeyedJaggedTensor) -> Tensor:
+        found = torch.cat([self.sparse(self.embeddings(sparse).flatten(1)), self.dense(dense)], 1)
+        logits: Tensor = self.top(found)[:, 0]
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Data, how a network of it is made and trained, and the staleness of each arm."""
+
+    data: Measured
+    config: TrainConfig
+    arms: Arms
+    network: Callable[..., nn.Module]
+    dense_optimizer: Any = torch.optim.Adam
+    init_bound: float | None = None
+
+    def model(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        tables = [
+            dataclasses.replace(table, placement="server", init_bound=self.init_bound)
+            for table in self.data.tables(self.config.embedding_dim)
+        ]
+        return self.network(tables, self.data.num_dense, optimizer=build_optimizer(self.config))
+
+    @property
+    def num_steps(self) -> int:
+        return -(-len(self.data.train) // self.config.batch_size) * self.config.epochs
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Steps, seconds and AUC of the points of a curve, and the staleness that batches had, on average."""
+
+    curve: list[tuple[int, float, float]]
+    staleness: float
+
+    @property
+    def auc(self) -> float:
+        return self.curve[-1][2]
+
+    @property
+    def seconds(self) -> float:
+        return self.curve[-1][1]
+
+
+class Curve(Callback):
+    def __init__(self) -> None:
+        self.found: list[tuple[int, float, float]] = []
+        self._seconds = 0.0
+
+    def on_log(self, log: Log) -> None:
+        self._seconds = log.seconds
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.found.append((evaluation.step, self._seconds, evaluation.metrics.auc))
+
+
+def trained(study: Study, staleness: int | AtMost | None, seed: int, delay: float, max_steps: int | None = None) -> Run:
+    """Train with a server of its own, whose messages take `delay` seconds each way."""
+    curve, config, every = Curve(), study.config, max(1, study.num_steps // POINTS)
+    server = EmbeddingServer()
+    with Servers([SlowTransport(LocalTransport(server), delay)], [server]) as servers:
+        result = te.Trainer(
+            study.model(seed), study.data, servers=servers, staleness=staleness, seed=seed, callbacks=[curve],
+            batch_size=config.batch_size, epochs=config.epochs, max_steps=max_steps, evaluate_every=every,
+            log_every=every, dense_optimizer=study.dense_optimizer, dense_lr=config.dense_lr, verbose=False,
+            prefetch_depth=PREFETCHED if staleness is None else None,
+        ).fit(test=True)  # fmt: skip
+        histogram = servers.statistics()[0]["collections"]["embeddings"]["staleness"]
+    assert result.test is not None
+    points = [point for point in curve.found if point[0] < result.steps]
+    points.append((result.steps, result.seconds, result.test.auc))  # all updates have been applied
+    total = sum(int(steps) * count for steps, count in histogram.items())
+    return Run(points, total / sum(histogram.values()))
+
+
+def compare(study: Study, seeds: Sequence[int], delay: float) -> list[dict[str, Any]]:
+    """A row for each staleness: its AUC, how that differs from the AUC without, and its mean curve."""
+    runs: dict[str, list[Run]] = {name: [] for name in study.arms}
+    trained(study, 0, 0, delay, max_steps=3)  # kernels are compiled, or loaded
+    with OtherLoad() as load:
+        for seed, name in itertools.product(seeds, study.arms):
+            run = trained(study, study.arms[name], seed, delay)
+            print(
+                f"{study.data.name}, seed {seed}, staleness {name}: AUC {run.auc:.4f}, {run.seconds:.1f} s", flush=True
+            )
+            runs[name].append(run)
+    config, reference = study.config, [run.auc for run in runs["0"]]
+    shared = {
+        "data": study.data.name, "seeds": len(seeds), "optimizer": config.embedding_optimizer,
+        "embedding_lr": config.embedding_lr, "dense_optimizer": study.dense_optimizer.__name__,
+        "dense_lr": config.dense_lr, "embedding_dim": config.embedding_dim, "batch_size": config.batch_size,
+        "epochs": config.epochs, "steps": study.num_steps, "train_rows": len(study.data.train),
+        "test_rows": len(study.data.test), "best_auc": study.data.best_auc,
+        "delay_ms": 1000 * delay, "other_load_percent": load.percent,
+    }  # fmt: skip
+    return [summary(name, of_arm, reference) | shared for name, of_arm in runs.items()]
+
+
+def summary(name: str, runs: Sequence[Run], reference: Sequence[float]) -> dict[str, Any]:
+    """Means over the seeds; the difference is paired with `reference`, the AUC of each seed without staleness."""
+    aucs = [run.auc for run in runs]
+    differences = [one - other for one, other in zip(aucs, reference, strict=True)]
+    points = [zip(*of_point, strict=True) for of_point in zip(*(run.curve for run in runs), strict=True)]
+    steps, seconds, curve = zip(*([statistics.fmean(values) for values in point] for point in points), strict=True)
+    return {
+        "staleness": name, "mean_staleness": statistics.fmean(run.staleness for run in runs),
+        "auc": statistics.fmean(aucs), "auc_standard_error": standard_error(aucs), "auc_of_each_seed": aucs,
+        "difference": statistics.fmean(differences), "standard_error": standard_error(differences),
+        "seconds": statistics.fmean(run.seconds for run in runs), "seconds_of_each_seed": [run.seconds for run in runs],
+        "curve_steps": [int(step) for step in steps], "curve_seconds": list(seconds), "curve_auc": list(curve),
+    }  # fmt: skip
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def measured(data: Dataset) -> Measured:
+    """All test rows are also those of the curves."""
+    return Measured(data.name, data.features, data.train, data.test, data.test, data.best_auc)
+
+
+def adult(folder: str | Path) -> Study:
+    """Persia's example, without "fnlwgt", which it leaves out."""
+    data = load_adult(folder)
+    columns = [place for place, name in enumerate(NUMBERS) if name != "fnlwgt"]
+    train, test = (Rows(rows.dense[:, columns], rows.columns, rows.labels) for rows in (data.train, data.test))
+    config = dataclasses.replace(
+        preset("adult"), embedding_dim=8, embedding_optimizer="adagrad", embedding_lr=0.01, dense_lr=0.1,
+        batch_size=128, epochs=1,
+    )  # fmt: skip
+    data = Dataset(data.name, data.features, train, test)
+    return Study(measured(data), config, EXACT, PersiaNetwork, torch.optim.SGD, 0.01)
+
+
+def movielens() -> Study:
+    config = preset("movielens-100k")
+    return Study(measured(load_movielens_100k()), config, EXACT, dlrm(config))
+
+
+def dlrm(config: TrainConfig) -> Callable[..., nn.Module]:
+    return functools.partial(te.nn.DLRM, bottom_mlp=config.bottom_mlp, top_mlp=config.top_mlp)
+
+
+def hot_ids(
+    optimizer: Literal["sgd", "adagrad"], lr: float, arms: Arms, num_train: int = 64_000, num_test: int = 16_000,
+    num_features: int = 6, num_ids: int = 10_000,
+) -> Study:  # fmt: skip
+    """Ids drawn by Zipf's law with exponent 1.2. The label's logit is the sum of effects of the ids, normal with
+    deviation 0.7."""
+    draw, num_rows = np.random.default_rng(0), num_train + num_test
+    weights = np.arange(1, num_ids + 1) ** -1.2
+    bounds, columns, logits = np.cumsum(weights / weights.sum())[:-1], [], np.zeros(num_rows)
+    for _ in range(num_features):
+        ids = np.searchsorted(bounds, draw.random(num_rows), side="right")
+        logits += draw.normal(0, 0.7, num_ids)[ids]
+        columns.append(Column(torch.from_numpy(ids)))
+    labels = torch.from_numpy((draw.random(num_rows) < 1 / (1 + np.exp(-logits))).astype(np.float32))
+    rows = Rows(torch.zeros(num_rows, 1), tuple(columns), labels)
+    train, test = rows.slice(0, num_train), rows.slice(num_train, num_rows)
+    best = binary_metrics(torch.from_numpy(logits[num_train:]), test.labels).auc
+    features = tuple(Feature(f"id_{index}", num_ids) for index in range(num_features))
+    config = dataclasses.replace(
+        preset("synthetic"), embedding_dim=8, bottom_mlp=(16,), top_mlp=(32,), embedding_optimizer=optimizer,
+        embedding_lr=lr, dense_lr=1e-3, batch_size=128, epochs=1,
+    )  # fmt: skip
+    data = Dataset(f"hot ids, {optimizer}", features, train, test, best_auc=best)
+    return Study(measured(data), config, arms, dlrm(config))
+
+
+def draw_if_possible(results: dict[str, Any], path: Path) -> bool:
+    """Draw, or say why there is no picture."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed; `python -m benchmarks.accuracy_staleness --draw` draws it")
+        return False
+    matplotlib.use("Agg")
+    draw(results, path)
+    return True
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """AUC against steps above, and against seconds below; a column per data set, a line per staleness."""
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["data"] for row in results["rows"]))
+    figure, panels = pyplot.subplots(2, len(names), figsize=(5 * len(names), 7), layout="constrained", squeeze=False)
+    for name, (above, below) in zip(names, zip(*panels, strict=True), strict=True):
+        rows = [row for row in results["rows"] if row["data"] == name]
+        for row in rows:
+            for axes, along in ((above, "curve_steps"), (below, "curve_seconds")):
+                axes.plot(row[along], row["curve_auc"], color=COLORS[row["staleness"]], marker=".", linewidth=1)
+        for axes, label in ((above, "steps"), (below, "seconds")):
+            # Where curves have left the steep part, or nothing else would be seen.
+            axes.set_ylim(bottom=min(row["curve_auc"][len(row["curve_auc"]) // 4] for row in rows))
+            axes.set_xlabel(label)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        above.set_title(f"{name}: mean of {rows[0]['seeds']} seeds", fontsize=11)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("test AUC")
+    handles = [pyplot.Line2D([], [], color=color, marker=".") for color in COLORS.values()]
+    labels = [f"staleness {name}" for name in COLORS]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(COLORS), frameon=False)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def problems(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What adult's rows miss of the goal."""
+    found = {row["staleness"]: row for row in rows if row["data"] == "adult"}
+    if not found:
+        return []
+    missed = []
+    if found["0"]["auc"] < LEAST_AUC:
+        missed.append(f"adult: AUC {found['0']['auc']:.4f} without staleness is less than {LEAST_AUC}")
+    if abs(found["9"]["difference"]) > TOLERANCE:
+        missed.append(f"adult: AUC with staleness 9 differs by more than {TOLERANCE}")
+    return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adult", metavar="FOLDER", help="the folder of UCI's adult.data and adult.test")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds; two more of adult")
+    parser.add_argument("--delay", type=float, default=5.0, help="of a message, in milliseconds")
+    parser.add_argument("--draw", action="store_true", help="draw the newest results instead")
+    arguments = parser.parse_args()
+    if arguments.draw:
+        path = results_file.newest("accuracy-staleness")
+        draw_if_possible(results_file.read(path), path.with_suffix(".png"))
+        return
+    torch.set_num_threads(1)
+    environment_, rows = environment() | {"threads": 1}, []
+    studies = [movielens(), hot_ids("sgd", 1.0, EXACT | LOOSE), hot_ids("adagrad", 0.1, EXACT)]
+    if arguments.adult:
+        studies.insert(0, adult(arguments.adult))
+    else:
+        print("adult: skipped, no --adult given")
+    for study in studies:
+        seeds = arguments.seeds + 2 * (study.data.name == "adult")
+        for row in compare(study, range(seeds), arguments.delay / 1000):
+            print(
+                f"{row['data']}, staleness {row['staleness']}: AUC {row['auc']:.4f} ± {row['auc_standard_error']:.4f}, "
+                f"difference {row['difference']:+.4f} ± {row['standard_error']:.4f}, {row['seconds']:.1f} s"
+            )
+            rows.append(row | environment_)
+    path = results_file.write("accuracy-staleness", {"date": environment_["date"], "rows": rows})
+    print(f"wrote {path.name}")
+    draw_if_possible(results_file.read(path), path.with_suffix(".png"))
+    if missed := problems(rows):
+        sys.exit("; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()
