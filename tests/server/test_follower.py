@@ -17,9 +17,8 @@ import tritonemb as te
 from tests.server.jobs import local_servers, make, train
 from tritonemb.server import Servers, replica, snapshot
 from tritonemb.server.client import Connection
-from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, look_up
+from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, Publisher, look_up
 from tritonemb.server.node import EmbeddingServer
-from tritonemb.server.publish import Publisher
 from tritonemb.server.transport import LocalTransport
 from tritonemb.utils import read_sealed, sealed, write_whole
 

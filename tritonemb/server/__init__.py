@@ -1,9 +1,8 @@
 """Embedding servers: tables on CPU machines, shared by trainers, with bounded and reproducible staleness."""
 
 from tritonemb.server.attach import AtMost, Servers, attach, connect, flush, start
-from tritonemb.server.follower import Follower, look_up
+from tritonemb.server.follower import Follower, Publisher, look_up
 from tritonemb.server.node import EmbeddingServer
-from tritonemb.server.publish import Publisher
 
 __all__ = [
     "AtMost",
