@@ -119,15 +119,15 @@ def bench_pull(benchmark: Any, record: Callable[..., None], rounds: int) -> None
 
 def bench_delay(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     """Steps over a slow network, prefetched or not."""
-    op, batch_size, contenders = "server delay", 512, []
+    op, batch_size, steps, contenders = "server delay", 512, 5 * STEPS, []
     with ExitStack() as stack:
         for staleness, name in ((STALENESS, f"{OURS}, {STALENESS} ahead"), (0, "synchronous")):
             server = EmbeddingServer()
             servers = stack.enter_context(Servers([DelayedTransport(LocalTransport(server))], [server]))
-            contenders.append(Training([100_000], servers, staleness, batch_size).contender(name))
+            contenders.append(Training([100_000], servers, staleness, batch_size).contender(name, steps=steps))
         timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))
-    shape = f"{STEPS} steps of {batch_size} ids, {DELAY * 1e3:.0f} ms each way, 100,000 rows, D{DIM}"
-    record(rows_of(op, shape, timings, "steps", STEPS), [at_least(op, shape, timings[0], timings[1:], 3.0)])
+    shape = f"{steps} steps of {batch_size} ids, {DELAY * 1e3:.0f} ms each way, 100,000 rows, D{DIM}"
+    record(rows_of(op, shape, timings, "steps", steps), [at_least(op, shape, timings[0], timings[1:], 3.0)])
 
 
 def bench_cache(benchmark: Any, record: Callable[..., None]) -> None:
@@ -164,7 +164,7 @@ def bench_snapshots(benchmark: Any, record: Callable[..., None], rounds: int) ->
     with tempfile.TemporaryDirectory(dir=FOLDER) as parent:
         folder, (whole, changes) = Path(parent, "server"), (Path(parent, name) for name in ("whole-", "changes-"))
         server = EmbeddingServer(folder=folder)
-        with Servers([LocalTransport(server)], [server]) as servers:
+        with Servers([LocalTransport(server)], [server], patience=300.0) as servers:
             service = Training([NUM_ROWS], servers).service
             service.snapshot(whole)
             pull(service, [torch.randperm(NUM_ROWS)[: NUM_ROWS // 100].sort().values])

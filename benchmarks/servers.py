@@ -70,8 +70,8 @@ class Training:
         F.binary_cross_entropy_with_logits(self.dense(self.embeddings(batch)), self.labels).backward()
         self.optimizer.step()
 
-    def contender(self, name: str, uniform: bool = False) -> Contender:
-        return Contender(name, lambda n: [self.draw(n * STEPS + each, uniform) for each in range(STEPS)], self.run)
+    def contender(self, name: str, uniform: bool = False, steps: int = STEPS) -> Contender:
+        return Contender(name, lambda n: [self.draw(n * steps + each, uniform) for each in range(steps)], self.run)
 
 
 @functools.cache
