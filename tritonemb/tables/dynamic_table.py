@@ -197,6 +197,8 @@ class DynamicTable(Table):
         step = self.clock + 1
         rows, before = self._call("dynamic_use_", ids, step)
         unknown = nonzero(rows < 0)
+        if not unknown.numel():
+            return NewIds(rows, before, unknown, unknown, unknown, unknown, slice(None))
         new, inverse, occurrences = ids[unknown].unique(return_inverse=True, return_counts=True)
         admitted = admits(self.config.admission, new, occurrences, self.seed, self.sketch)
         batch = NewIds(rows, before, unknown, new, inverse, occurrences, admitted)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self
 from weakref import WeakValueDictionary
 
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout, segment_offsets
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -318,12 +319,12 @@ def assign_rows(
         values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
         rows, begun = values, dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}
+        given, last = ids, dict[int, Tensor]()
+        if occurrences is not None and training:
+            given, last = _repeated(ids, {number: occurrences[at] for number, at in positions.items()})
         try:
             for number in dynamic if training else ():
-                of_table = ids[number]
-                if occurrences is not None:
-                    of_table = of_table.repeat_interleave(occurrences[positions[number]])
-                begun[number] = dynamic[number].begin(of_table)
+                begun[number] = dynamic[number].begin(given[number])
         except ValueError:
             for number, found in begun.items():
                 dynamic[number].undo(found)
@@ -331,7 +332,7 @@ def assign_rows(
         for number, at in positions.items():
             table = dynamic[number]
             found = table.finish(begun[number]) if training else table.find(ids[number])
-            found = found if occurrences is None or not training else found[occurrences[at].cumsum(0) - 1]
+            found = found[last[number]] if number in last else found
             if isinstance(at, slice) and at == slice(0, len(values)):
                 rows = found
             else:
@@ -342,6 +343,22 @@ def assign_rows(
         all_known = training and not any(found.refused for found in begun.values())
         unknown = None if all_known else _unknown_ids(tables, rows, positions, ids, layout, ahead)
         return AssignedRows(assigned, groups, unknown, training, torch.tensor(table.clock))
+
+
+def _repeated(
+    ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor]
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Each table's ids as often as they occur, and where each one's last is: of all tables at once, of which there may
+    be many with few ids."""
+    counts, sizes = torch.cat(list(occurrences.values())), [of_table.numel() for of_table in ids.values()]
+    ends, first = segment_offsets(counts), segment_offsets(torch.tensor(sizes)).tolist()
+    bounds = ends[first].tolist()
+    repeated = torch.cat(list(ids.values())).repeat_interleave(counts, output_size=bounds[-1])
+    tables = list(zip(ids, pairwise(first), pairwise(bounds), strict=True))
+    return (
+        {number: repeated[begin:end] for number, _, (begin, end) in tables},
+        {number: ends[start + 1 : stop + 1] - (begin + 1) for number, (start, stop), (begin, _) in tables},
+    )
 
 
 def uses(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:

@@ -1,0 +1,214 @@
+"""Embedding servers: pulls, a slow network, a trainer's cache, snapshots, large tables, and whole steps.
+
+There is one server: a process of this machine, or a thread of this process. A run of steps begins with nothing
+prefetched. Large tables have 10^7 rows, or TRITONEMB_SERVER_ROWS; snapshots are in a temporary folder, or
+TRITONEMB_STORAGE_FOLDER.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import tritonemb as te
+from benchmarks.cases import OURS, equal
+from benchmarks.clock import Contender, Timing
+from benchmarks.paired import measure
+from benchmarks.record import at_least, at_most, timing_rows
+from benchmarks.servers import (
+    DELAY,
+    DIM,
+    OPTIMIZER,
+    STEPS,
+    ZIPF_EXPONENT,
+    DelayedTransport,
+    Training,
+    pull,
+    saved_by_oracle,
+)
+from tritonemb import flight
+from tritonemb.server import AtMost, EmbeddingServer, Servers
+from tritonemb.server.transport import FlightServer, LocalTransport
+
+NUM_ROWS = int(os.environ.get("TRITONEMB_SERVER_ROWS", 10**7))
+FOLDER = os.environ.get("TRITONEMB_STORAGE_FOLDER")
+PULLED, PULL_DIM, CAPACITY = 50_000, 64, 1 << 20
+STALENESS, CACHE_STEPS, MOST_ROUNDS, FEW_ROUNDS = 4, 100, 10, 3
+
+
+def figure(op: str, shape: str, measured: str, ratio: float, target: str, met: bool) -> dict[str, Any]:
+    print(f"{op}: {measured} = {ratio:.4f}")
+    return {"op": op, "shape": shape, "measured": measured, "ratio": ratio, "target": target, "met": met}
+
+
+def rows_of(op: str, shape: str, timings: Sequence[Timing], unit: str, number: int, num_bytes: int = 0) -> Any:
+    """With rates: of so many rows, bytes or samples in each round."""
+    found = timing_rows(op, shape, timings, {timing.name: num_bytes for timing in timings})
+    for row in found:
+        row[f"{unit}_per_s"] = number / row["p50_ms"] * 1e3
+        print(f"{op}, {row['implementation']}: {row['p50_ms']:.2f} ms, {row[f'{unit}_per_s']:,.0f} {unit}/s")
+    return found
+
+
+def serve_bytes(num_bytes: int, pipe: Any) -> None:
+    """Of a process: send so many bytes to whoever asks."""
+    data = np.ones(num_bytes, np.uint8)
+    with FlightServer(None, answer=lambda _: iter([({}, data)])) as server:  # type: ignore[arg-type]
+        pipe.send((server.address, server.token))
+        pipe.recv()
+
+
+def bench_pull(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """From a process, against find and gather here, and a plain stream (DoGet) of as many bytes, each alone."""
+    num_bytes, op, shape = PULLED * PULL_DIM * 4, "server pull", f"{PULLED:,} ids, capacity {CAPACITY:,}, D{PULL_DIM}"
+    here, there = (
+        te.nn.EmbeddingBagCollection(
+            [te.TableConfig("t", None, PULL_DIM, capacity=CAPACITY, placement=place)], OPTIMIZER
+        )
+        for place in ("device", "server")
+    )
+    table: Any = here["t"]
+    ids, coming = torch.randint(-(2**63), 2**63 - 1, (CAPACITY * 7 // 8,)).unique(), list[Any]()
+    pipe, other = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=serve_bytes, args=(num_bytes, other), daemon=True).start()
+    client = flight.Client(*pipe.recv())
+    with te.server.start(1, processes=True) as servers:
+        te.server.attach(there, servers)
+        service: Any = there.table_set.service
+        for part in ids.split(1 << 16):
+            table.insert(part, *pull(service, [part]))
+
+        def draw(number: int) -> Tensor:
+            while coming:
+                coming.pop().push(None, 0.0)
+                service.flush()
+            chosen = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(number))[:PULLED]
+            return ids[chosen].sort().values
+
+        def train(chosen: Tensor) -> Tensor:
+            coming.append(service.pull([chosen], [torch.ones_like(chosen)], True))
+            return coming[0].rows()[0]  # type: ignore[no-any-return]
+
+        def find_and_gather(chosen: Tensor) -> Tensor:
+            return F.embedding(table.find(chosen), table.weight.detach())
+
+        check = equal(find_and_gather(draw(0)))
+        contenders = [
+            Contender(OURS, draw, train, check=check),
+            Contender(f"{OURS}, evaluation", draw, lambda ids: service.pull([ids], [], False).rows()[0], check=check),
+            Contender("find and gather", draw, find_and_gather, check=check),
+            Contender("stream", lambda _: None, lambda _: list(client.stream({})[0])),
+        ]
+        timings = measure(benchmark, contenders, rounds)
+    pipe.send(None)
+    ours, _, alone, sent = (timing.percentile(50) for timing in timings)
+    ratio = ours / (alone + sent)
+    target = figure(op, shape, f"{OURS} / (find and gather + stream)", ratio, "at most 1.25", ratio <= 1.25)
+    record(rows_of(op, shape, timings, "rows", PULLED, num_bytes), [target])
+
+
+def bench_delay(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """Steps over a slow network, prefetched or not."""
+    op, batch_size, steps, contenders = "server delay", 512, 5 * STEPS, []
+    with ExitStack() as stack:
+        for staleness, name in ((STALENESS, f"{OURS}, {STALENESS} ahead"), (0, "synchronous")):
+            server = EmbeddingServer()
+            servers = stack.enter_context(Servers([DelayedTransport(LocalTransport(server))], [server]))
+            contenders.append(Training([100_000], servers, staleness, batch_size).contender(name, steps=steps))
+        timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))
+    shape = f"{steps} steps of {batch_size} ids, {DELAY * 1e3:.0f} ms each way, 100,000 rows, D{DIM}"
+    record(rows_of(op, shape, timings, "steps", steps), [at_least(op, shape, timings[0], timings[1:], 3.0)])
+
+
+def bench_cache(benchmark: Any, record: Callable[..., None]) -> None:
+    """Bytes of rows that do not cross the network to a trainer with a cache; it prefetches none."""
+    num_rows, bag = 10**6, 8
+    with te.server.start(1) as servers:
+        training = Training([num_rows], servers, AtMost(STALENESS), bag=bag, cache=te.CacheConfig(rows=num_rows))
+        batches = [training.draw(number) for number in range(CACHE_STEPS)]
+        benchmark.pedantic(training.run, args=(batches,), rounds=1)
+        (cache,) = training.service.caches
+    ratio = cache.rows_saved / saved_by_oracle([batch.values() for batch in batches], num_rows, STALENESS)
+    shape = f"{CACHE_STEPS} steps of 2048 x {bag} ids, Zipf {ZIPF_EXPONENT}, {num_rows:,} rows, AtMost({STALENESS})"
+    share = figure(
+        "server cache", shape, "bytes saved, of all", cache.rows_saved / cache.rows_read, "above 0", ratio > 0
+    )
+    record(
+        [], [figure("server cache", shape, "bytes saved, of an oracle's", ratio, "at least 0.9", ratio >= 0.9), share]
+    )
+
+
+def read_plainly(path: Path) -> None:
+    buffer = bytearray(16 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def bench_snapshots(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """Bytes of an incremental snapshot; and a server that is started on a whole one, against a plain read of the file.
+
+    Before each of both the system's page cache forgets the file.
+    """
+    op, shape, started = "server snapshot", f"{NUM_ROWS:,} rows, D{DIM}", list[EmbeddingServer]()
+    with tempfile.TemporaryDirectory(dir=FOLDER) as parent:
+        folder, (whole, changes) = Path(parent, "server"), (Path(parent, name) for name in ("whole-", "changes-"))
+        server = EmbeddingServer(folder=folder)
+        with Servers([LocalTransport(server)], [server], patience=300.0) as servers:
+            service = Training([NUM_ROWS], servers).service
+            service.snapshot(whole)
+            pull(service, [torch.randperm(NUM_ROWS)[: NUM_ROWS // 100].sort().values])
+            service.snapshot(changes, changes_only=True)
+            small, large = (Path(f"{path}0.server").stat().st_size for path in (changes, whole))
+            service.restore([[Path(f"{whole}0.server")]], service.steps)  # so that the state has a whole one, too
+            servers.connections[0].ask("save", 60.0)
+        path = max(folder.glob("*.rows"), key=lambda path: path.stat().st_size)
+
+        def prepare(_: int) -> None:
+            while started:
+                started.pop().close()
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+        contenders = [
+            Contender(OURS, prepare, lambda _: started.append(EmbeddingServer(folder=folder))),
+            Contender("read", prepare, lambda _: read_plainly(path)),
+        ]
+        timings = measure(benchmark, contenders, min(rounds, FEW_ROUNDS), 1)
+        rows = rows_of("server restore", shape, timings, "bytes", path.stat().st_size, path.stat().st_size)
+        prepare(0)
+    share = figure(op, shape, "bytes of 1 % of the rows, of all", small / large, "at most 1/70", small * 70 <= large)
+    record(rows, [share, at_most("server restore", shape, timings[0], timings[1], 1 / 0.7)])
+
+
+def bench_large_table(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """Steps on a large table of a process, against those on a small one of another."""
+    op, bag, contenders = "server large table", 8, []
+    with ExitStack() as stack:
+        for num_rows in (NUM_ROWS, NUM_ROWS // 10):
+            training = Training([num_rows], stack.enter_context(te.server.start(1, processes=True)), STALENESS, bag=bag)
+            contenders.append(training.contender(f"{num_rows:,} rows", uniform=True))
+        timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))
+    shape = f"{STEPS} steps of 2048 x {bag} ids, D{DIM}, staleness {STALENESS}"
+    record(rows_of(op, shape, timings, "samples", STEPS * 2048), [at_most(op, shape, *timings, 1 / 0.7)])
+
+
+def bench_step(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """Steps through a server in a thread, and in a process, against those on the device."""
+    op, sizes = "server step", [100_000] * 26
+    with te.server.start(1) as threads, te.server.start(1, processes=True) as processes:
+        places = {f"{OURS}, thread": threads, f"{OURS}, process": processes, "device": None}
+        contenders = [Training(sizes, each, STALENESS if each else 0).contender(name) for name, each in places.items()]
+        timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))
+    shape = f"{STEPS} steps, 26 tables of 100,000 rows, D{DIM}, batch 2048, staleness {STALENESS}"
+    record(rows_of(op, shape, timings, "steps", STEPS))
