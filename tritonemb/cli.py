@@ -27,6 +27,7 @@ Train recommendation models.
   vocab     number the categories of a log by how often they occur
   convert   make Parquet files from a log in Criteo's format
   serve     read a log for trainers on other machines
+  server    keep rows of tables for trainers on other machines
   doctor    print versions, devices and kernels, and check that they work
 
 Each has its own --help. To begin with, on data that needs no download:
