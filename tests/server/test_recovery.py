@@ -31,6 +31,7 @@ class Restarted:
         self.address, self._folder, self._log, self._every, self._lose = folder.name, folder, log, every, lose
         self._server = EmbeddingServer(self.address, folder, log)
         self.taken, self.times, self._lock = 0, 0, threading.Lock()
+        self._restarting: threading.Thread | None = None
 
     def open(self, receive, lost):
         return _Channel(self, receive)
@@ -43,7 +44,8 @@ class Restarted:
                 self._every = self.taken * 3 // 2 + 5
                 lost, server, self._server = server, None, None
         if lost is not None:  # another thread may be answering a client that waits for this one
-            threading.Thread(target=self.restart, args=(lost,)).start()
+            self._restarting = threading.Thread(target=self.restart, args=(lost,))
+            self._restarting.start()
         if server is not None:
             server.receive(message, lambda answer: reply(answer) if server is self._server else None)
 
@@ -55,8 +57,9 @@ class Restarted:
         self._server = EmbeddingServer(self.address, self._folder, self._log)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._restarting is not None:
+            self._restarting.join()
+        self._server.close()
 
 
 class _Channel:
@@ -279,6 +282,7 @@ def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
     with moved(tmp_path) as (servers, own):
         model = make(servers)
         train(model, 3)
+        flush(model)  # its thread has nothing to do any more
         with monkeypatch.context() as patch:
             patch.setattr(node, "write_whole", raising(OSError(28, "No space left on device")))
             with pytest.raises(StorageError, match=r"could not save its state .* make room there"):
@@ -294,6 +298,7 @@ def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, 
     with moved(tmp_path) as (servers, own):
         model = make(servers)
         train(model, 3)
+        flush(model)  # the last push has been logged
         with monkeypatch.context() as patch:
             patch.setattr(records.os, "fdatasync", raising(OSError(28, "No space left on device")))
             own.server._log._durable = True
