@@ -171,7 +171,7 @@ def bench_snapshots(benchmark: Any, record: Callable[..., None], rounds: int) ->
             service.snapshot(changes, changes_only=True)
             small, large = (Path(f"{path}0.server").stat().st_size for path in (changes, whole))
             service.restore([[Path(f"{whole}0.server")]], service.steps)  # so that the state has a whole one, too
-            servers.connections[0].ask("save", 60.0)
+            servers.connections[0].submit("save", {}).result()
         path = max(folder.glob("*.rows"), key=lambda path: path.stat().st_size)
 
         def prepare(_: int) -> None:
