@@ -172,7 +172,7 @@ class Publisher:
     """
 
     def __init__(self, folder: str | Path, most: int = 16) -> None:
-        self._folder, self._most = Path(folder), most
+        self._folder, self._most = Path(folder).absolute(), most
         self._chains: dict[str, list[dict[str, Any]]] = {}
 
     def publish(self, model: nn.Module) -> None:
@@ -181,8 +181,9 @@ class Publisher:
         StorageError if it fails; followers serve what they have then.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        manifest = self._folder / PUBLISHED
-        before = json.loads(read_sealed(manifest))["servers"] if manifest.exists() else {}
+        manifest, before = self._folder / PUBLISHED, dict[str, Any]()
+        with suppress(FileNotFoundError, ValueError):  # there is none, or it is damaged
+            before = json.loads(read_sealed(manifest))["servers"]
         for name, tables in collections_on_servers(model).items():
             self._chains[name] = self._write(cast(CollectionClient, tables.service), self._chains.pop(name, []))
         write_whole(manifest, sealed(json.dumps({"servers": self._chains})))
