@@ -386,3 +386,15 @@ def test_a_server_that_fails_says_so(monkeypatch, capfd):
             with pytest.raises(RuntimeError, match=r"server-0 has failed \(ZeroDivisionError: a mistake of ours\)"):
                 train(model, 1)
         assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_gradients_that_cannot_be_applied_are_not_lost_in_silence(monkeypatch, capfd):
+    with local_servers(1) as servers:
+        model = make(servers)
+        train(model, 1)
+        flush(model)
+        served = servers._own[0].collections["tables"]
+        monkeypatch.setattr(served, "_apply", raising(MemoryError("no memory")))
+        with pytest.raises(RuntimeError, match=r"server-0 has failed \(MemoryError: no memory\)"):
+            train(model, 2)
+        assert "no memory" in capfd.readouterr().err

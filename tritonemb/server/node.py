@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.flight import encode_error
-from tritonemb.server.records import Log, read_log, read_records, write_record
+from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.snapshot import Restored, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables
 from tritonemb.server.transport import Message, Reply
@@ -40,10 +40,11 @@ _OWN_FILE = re.compile(r"(clients|log)-\d+|.*-\d+\.rows")
 STATE, OWN = "state.json", "state"  # the file, and the chain of snapshots
 MOST_FILES = 16  # of a chain; a whole snapshot follows
 LOG_BYTES = 1 << 28  # after which the state is saved
+_OF_STEPS = ("pull", "push", "look_up", "flush")  # what users get wrong of these is answered where it is found
 MOST_TAKEN = 64  # messages that are logged at once
 
 
-class Client:
+class ClientState:
     """What a server knows of one of its clients.
 
     Attributes:
@@ -97,8 +98,8 @@ class EmbeddingServer(Closing):
         self._trainers: dict[tuple[str, int], str] = {}  # the client, by collection and rank
         self.collections: dict[str, ServedTables] = {}
         self._folder = None if folder is None else Path(folder)
-        self._clients: dict[str, Client] = {}
-        self._log: Log | None = None
+        self._clients: dict[str, ClientState] = {}
+        self._log: MessageLog | None = None
         self._log_bytes = self._version = 0
         self._most_log_bytes = LOG_BYTES
         self._files: list[str] = []
@@ -174,7 +175,7 @@ class EmbeddingServer(Closing):
             if self._failure is not None:
                 reply(({"number": number, "error": encode_error(self._failure)}, []))
                 continue
-            client = self._clients.setdefault(values["client"], Client())
+            client = self._clients.setdefault(values["client"], ClientState())
             for received in [n for n in client.answers if n < values["received"]]:
                 del client.answers[received]
             if number in client.answers:
@@ -208,7 +209,7 @@ class EmbeddingServer(Closing):
                 print(f"warning: {error}", file=sys.stderr)
                 self._most_log_bytes += LOG_BYTES
 
-    def _do(self, client: Client, message: Message) -> None:
+    def _do(self, client: ClientState, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
 
         def answer(result: Message | Exception) -> None:
@@ -224,6 +225,8 @@ class EmbeddingServer(Closing):
         try:
             getattr(self, f"_do_{values['op']}")(values, tensors, answer)
         except Exception as error:
+            if number not in client.undone or values["op"] in _OF_STEPS:
+                raise  # nobody would be told, or something is half done
             answer(error)
 
     def _answer(self, reply: Reply, question: Values) -> None:
@@ -266,7 +269,7 @@ class EmbeddingServer(Closing):
             for name, served in self.collections.items():
                 written.append(f"{name}-{version}.rows")
                 write_snapshot(folder / written[-1], take_snapshot(served, OWN, not whole))
-            log = Log(folder / f"log-{version}", self.log == "fsync") if self.log in ("disk", "fsync") else None
+            log = MessageLog(folder / f"log-{version}", self.log == "fsync") if self.log in ("disk", "fsync") else None
             with on_error(log.close if log is not None else lambda: None):
                 state = {"version": version, "clients": clients, "files": written}
                 write_whole(folder / STATE, sealed(json.dumps(state)))
@@ -294,7 +297,7 @@ class EmbeddingServer(Closing):
                 served = self.collections[name] = self._make(name, part.spec, part.header["server"])
                 restore(served, [part])
             for values, tensors in read_records(self._folder / state["clients"]):
-                client = self._clients.setdefault(values["client"], Client())
+                client = self._clients.setdefault(values["client"], ClientState())
                 if "expected" in values:
                     client.expected = client.saved = values["expected"]
                 elif "answered" in values:
@@ -311,7 +314,7 @@ class EmbeddingServer(Closing):
                 self._take([(message, _nobody) for message in read_log(path)])
                 for client in self._clients.values():
                     client.saved = client.expected
-            self._log = Log(path, self.log == "fsync")
+            self._log = MessageLog(path, self.log == "fsync")
             self._save_due |= path.stat().st_size > 0  # or what follows would stand behind a torn record
         self._restoring = False
         if self._save_due:

@@ -79,7 +79,7 @@ def _tensors(kinds: Iterable[tuple[str, list[int]]], data: np.ndarray) -> Iterat
 
 
 def read_log(path: Path) -> Iterator[Message]:
-    """What a `Log` has; the last that was appended is left out if it was not written to its end."""
+    """What a `MessageLog` has; the last that was appended is left out if it was not written to its end."""
     for values, tensors in read_records(path, torn=True):
         begin = 0
         for message, size in zip(values["messages"], values["sizes"], strict=True):
@@ -87,7 +87,7 @@ def read_log(path: Path) -> Iterator[Message]:
             begin += size
 
 
-class Log(Closing):
+class MessageLog(Closing):
     """What a server was told, since its last snapshot: appended to a file, and on the disk if `durable`.
 
     What is appended at once is one record: if power is lost meanwhile, all or nothing of it is found.

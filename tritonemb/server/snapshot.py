@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.server.records import read_records
-from tritonemb.server.tables import Batch, Chain, CollectionSpec, ServedTables, TableSpec
+from tritonemb.server.tables import Chain, CollectionSpec, SentBatch, ServedTables, TableSpec
 from tritonemb.server.transport import Message
 from tritonemb.storage import StorageError
 from tritonemb.tables.dynamic_table import DynamicTable
@@ -111,7 +111,7 @@ class Restored:
         self.header: Values = {}
         self.rows: dict[int, dict[str, Tensor]] = {}
         self.others: dict[int, dict[str, Tensor]] = {}
-        self.pushes: dict[int, Batch] = {}
+        self.pushes: dict[int, SentBatch] = {}
 
     @property
     def spec(self) -> CollectionSpec:
@@ -134,7 +134,7 @@ class Restored:
         self.pushes, pieces = {}, dict[int, list[dict[str, Tensor]]]()
         for values, tensors in records:
             if "push" in values:
-                there = self.pushes.setdefault(values["push"], Batch(lr=values["lr"]))
+                there = self.pushes.setdefault(values["push"], SentBatch(lr=values["lr"]))
                 there.ids[values["rank"]], there.others[values["rank"]] = (
                     tensors[: values["ids"]],
                     tensors[values["ids"] :],
@@ -180,7 +180,7 @@ def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
         served.tables.counters["step"].copy_(counters["step"])
         served.tables.set_learning_rate(float(counters["learning_rate"]))
     for batch in sorted({batch for part in parts for batch in part.pushes}):
-        there = served.pushes[batch] = Batch(lr=max(part.pushes[batch].lr for part in parts))
+        there = served.pushes[batch] = SentBatch(lr=max(part.pushes[batch].lr for part in parts))
         for rank in sorted({rank for part in parts for rank in part.pushes[batch].ids}):
             there.ids[rank], there.others[rank] = _own_part(served, parts, batch, rank)
 

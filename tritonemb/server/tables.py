@@ -151,7 +151,7 @@ class CollectionSpec:
 
 
 @dataclass
-class Batch:
+class SentBatch:
     """What trainers have sent of one batch: by rank, ids with occurrences, or with gradients."""
 
     ids: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -194,8 +194,8 @@ class ServedTables:
         for number, table in zip(self.numbers, self.dynamic, strict=True):
             table.reset_parameters(spec.tables[number].seed)
         self.next_pull = self.next_push = 0
-        self.pulls: dict[int, Batch] = {}
-        self.pushes: dict[int, Batch] = {}  # by batch
+        self.pulls: dict[int, SentBatch] = {}
+        self.pushes: dict[int, SentBatch] = {}  # by batch
         self.waiting: list[tuple[Callable[[], bool], Action]] = []
         self.flushes: dict[int, int] = {}
         self.staleness: Counter[int] = Counter()
@@ -218,7 +218,7 @@ class ServedTables:
         refused, and all their positions among the table's ids. With `versions`, those of rows that the trainer has, it
         gets int64 of each id's version first, and of each table only the rows whose versions are others.
         """
-        there = self.pulls.setdefault(batch, Batch())
+        there = self.pulls.setdefault(batch, SentBatch())
         if versions is not None:
             there.versions[rank] = versions
             if self.versions is None:
@@ -231,7 +231,7 @@ class ServedTables:
         """The gradients of a trainer's batch; none of one that was not trained."""
         if batch < self.next_push * self.spec.batches:
             return  # of a run that was taken back
-        there = self.pushes.setdefault(batch, Batch())
+        there = self.pushes.setdefault(batch, SentBatch())
         there.ids[rank], there.others[rank], there.lr = ids, sums, max(lr, there.lr)
         self.advance()
 
@@ -335,7 +335,7 @@ class ServedTables:
                 return True
         return False
 
-    def _pull(self, batch: int, there: Batch, ranks: list[int]) -> None:
+    def _pull(self, batch: int, there: SentBatch, ranks: list[int]) -> None:
         self.staleness[batch // self.spec.batches - self.next_push] += len(ranks)
         ids, sizes = _by_table([there.ids[rank] for rank in ranks])
         occurrences, _ = _by_table([there.others[rank] for rank in ranks])
@@ -432,7 +432,7 @@ class ServedTables:
         return self.tables.layout(self.tables.feature_names, torch.device("cpu"))
 
     @torch.no_grad()
-    def _apply(self, batches: Sequence[Batch]) -> None:
+    def _apply(self, batches: Sequence[SentBatch]) -> None:
         """One step of the optimizer on the sums of the gradients of each row, in the order of batches and trainers."""
         if self.tables is None:
             return

@@ -77,7 +77,7 @@ class Transport(Protocol):
         """
 
 
-class Traffic:
+class MessageTraffic:
     """The messages that went through a transport, and the bytes of their tensors."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class LocalTransport:
     """A server in this process; messages are passed by reference, so their bytes do not count as traffic."""
 
     def __init__(self, service: Service, address: str = "local") -> None:
-        self.address, self.traffic, self._service = address, Traffic(), service
+        self.address, self.traffic, self._service = address, MessageTraffic(), service
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
         """A channel, which is never lost; `receive` is called by the threads of the service."""
@@ -107,7 +107,7 @@ class LocalTransport:
 
 
 class _LocalChannel:
-    def __init__(self, service: Service, receive: Reply, traffic: Traffic) -> None:
+    def __init__(self, service: Service, receive: Reply, traffic: MessageTraffic) -> None:
         self._service, self._receive, self._traffic, self._closed = service, receive, traffic, False
 
     def send(self, message: Message) -> None:
@@ -134,7 +134,7 @@ class FlightTransport:
     """
 
     def __init__(self, address: str, token: str, roots: str | Path | None = None) -> None:
-        self.address, self.traffic, self._token, self._roots = address, Traffic(), token, roots
+        self.address, self.traffic, self._token, self._roots = address, MessageTraffic(), token, roots
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
         """See `Transport.open`. A server that is gone is noticed at once, one whose machine or network is gone when
@@ -145,7 +145,7 @@ class FlightTransport:
 
 class _FlightChannel:
     def __init__(
-        self, stream: flight.Exchange, traffic: Traffic, receive: Reply, lost: Callable[[Exception], None]
+        self, stream: flight.Exchange, traffic: MessageTraffic, receive: Reply, lost: Callable[[Exception], None]
     ) -> None:
         self._stream, self._traffic, self._closed = stream, traffic, False
         threading.Thread(target=self._read, args=(receive, lost), name="tritonemb-channel", daemon=True).start()
