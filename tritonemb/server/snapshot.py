@@ -25,7 +25,7 @@ from tritonemb.storage import StorageError
 from tritonemb.tables.dynamic_table import DynamicTable
 
 PIECE_BYTES = 1 << 26  # of rows in a record
-BY_ROW = ("ids", "step", "count")  # and weight and states
+BY_ROW = ("ids", "step", "count", "row")  # and weight and states
 
 Values = dict[str, Any]
 
@@ -43,13 +43,15 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
     yield {
         "snapshot": name, "after": None if last is None else last.snapshot, "server": served.server,
         "spec": asdict(served.spec), "pulls": served.next_pull, "steps": served.next_push, "counters": list(counters),
-        "time": time.time(),
+        "time": time.time(), "held": served.held,
     }, list(counters.values())  # fmt: skip
     for place, (number, table) in enumerate(zip(served.numbers, served.dynamic, strict=True)):
         for each in served.chains.values():
             each.removed[place] += table.removed or []
         table.removed = []
         found = table.saved() if last is None else _changed_rows(table, last.changed[place])
+        if served.spec.held_by_trainer:  # which knows the rows' numbers, also when the server is started again
+            found["row"] = table.find(found["ids"]) + table.row_config.row_origin
         if last is not None:
             removed = torch.cat([table.index.ids[:0], *last.removed[place]]).unique()
             yield {"table": number, "kind": "removed", "names": ["ids"]}, [removed]
@@ -161,10 +163,10 @@ def _without(rows: Mapping[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
     return {name: value[stay] for name, value in rows.items()}
 
 
-def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
+def restore(served: ServedTables, parts: Sequence[Restored], numbers: bool = False) -> None:
     """Become what all servers' snapshots of one step were, as far as it is in this server's partitions.
 
-    StorageError if they are not of one step, or of other tables; nothing has changed then.
+    `numbers`: rows keep theirs. StorageError if they are not of one step, or of other tables; nothing has changed then.
     """
     spec, parts = served.spec, sorted(parts, key=lambda part: part.header["server"])
     if len(steps := {(part.header["pulls"], part.header["steps"]) for part in parts}) > 1:
@@ -172,8 +174,12 @@ def restore(served: ServedTables, parts: Sequence[Restored]) -> None:
     if any(_kind(part.spec) != _kind(spec) for part in parts):
         raise StorageError("these snapshots are of other tables, or of another optimizer")
     for number, table in zip(served.numbers, served.dynamic, strict=True):
-        table.adopt(_joined([part.saved(number) for part in parts if number in part.rows]))
+        saved = _joined([part.saved(number) for part in parts if number in part.rows])
+        if not numbers:
+            saved.pop("row", None)
+        table.adopt(saved)
     served.take_back()
+    served.held = numbers and any(part.header["held"] for part in parts)
     served.next_pull, served.next_push = steps.pop()
     counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})
     if served.tables is not None:
@@ -201,9 +207,10 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """What `state_dict` has of a table, from what its servers, in order, have of it."""
     saved = _joined(parts)
+    saved.pop("row", None)
     ids, order = saved["ids"].sort()
     by_row = {name for name, value in parts[0].items() if value.dim() and value.shape[0] == parts[0]["ids"].shape[0]}
-    saved |= {name: saved[name][order] for name in by_row - {"sketch", "added"}} | {"ids": ids}
+    saved |= {name: saved[name][order] for name in by_row - {"sketch", "added", "row"}} | {"ids": ids}
     if spec.num_embeddings is None:
         return saved
     whole = {"weight": spec.initial_values(torch.arange(spec.num_embeddings), int(saved["seed"]))}

@@ -258,9 +258,7 @@ class DynamicTable(Table):
 
     def _initialize(self, rows: Tensor, ids: Tensor) -> None:
         """Give rows of new ids their first values, before a lookup reads them."""
-        self.weight.data.index_copy_(0, rows, self.initial_values(ids))
-        for name in self._state_names:
-            self._memory(name).index_fill_(0, rows, 0.0)
+        initialize(self, rows, self.initial_values(ids), self._state_names)
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Copies of weight and states of distinct rows, where these are."""
@@ -468,11 +466,11 @@ class DynamicTable(Table):
     def adopt(self, saved: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` had saved; of a part of a table, its own part of that.
 
-        Or what a checkpoint has of a table on disk: `row`, int64 `[rows]`, in place of weight and states, whose store
-        has these already. ValueError, before anything changes, if it does not fit.
+        With `row`, int64 `[rows]`, these are the rows' numbers; weight and states may be left out then, if the store of
+        a table on disk has them already. ValueError, before anything changes, if it does not fit.
         """
         title = f"table {self.config.name!r}"
-        values = {name: saved[name] for name in ("weight", *self._state_names) if "row" not in saved}
+        values = {name: saved[name] for name in ("weight", *self._state_names) if name in saved}
         ids, order = saved["ids"].to(self.index.ids).sort()
         self._check_rows(ids, values)
         if self.sketch is not None:
@@ -492,11 +490,11 @@ class DynamicTable(Table):
             if name in saved
         }
         rows = self._call("dynamic_insert_", ids, of_rows["count"].to(ids), 0, -1, 0).rows
-        if values:
-            self._write(rows, {name: of_rows[name] for name in values})
-        else:
+        if "row" in saved:
             rows, before = of_rows["row"].to(ids) - self.row_config.row_origin, rows
             renumber(self.index, before, rows)
+        if values:
+            self._write(rows, {name: of_rows[name] for name in values})
         self.index.used[rows] = of_rows["step"].to(self.index.used)
         if self.sketch is not None:
             self.sketch.adopt(saved)
@@ -510,15 +508,25 @@ class DynamicTable(Table):
         return moved
 
 
-class CachedDynamicTable(DynamicTable, CachedTable):
-    """A dynamic table in host memory or on disk, of whose rows a cache on the device has some.
+def initialize(table: Table, rows: Tensor, weight: Tensor, states: Sequence[str]) -> None:
+    """Write the weight of distinct rows of a table's memory, and states of zero."""
+    table.weight.data.index_copy_(0, rows, weight)
+    for name in states:
+        table.get_buffer(name).index_fill_(0, rows, 0.0)
 
-    A record has its row's id, too: which random numbers round a row of 16 bits depends on that.
+
+class CachedRowsOfIds(CachedTable):
+    """A table whose rows belong to ids that get them in the course of time; a cache on the device has some.
+
+    A record has its row's id, too: which random numbers round a row of 16 bits depends on that. The first values of a
+    row are written to its slot; there is nothing to be read.
     """
 
-    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
-        super().__init__(config, states, device)
-        self._new: tuple[Tensor, Tensor] | None = None  # rows and their new ids, of a batch that is not pinned yet
+    _new: tuple[Tensor, Tensor] | None = None  # rows and their new ids, of a batch that is not pinned yet
+
+    def initial_values(self, ids: Tensor) -> Tensor:
+        """`[N, embedding_dim]`, of ids that have no row."""
+        raise NotImplementedError
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         CachedTable._allocate(self, num_rows, states, device)
@@ -526,6 +534,34 @@ class CachedDynamicTable(DynamicTable, CachedTable):
 
     def row_ids(self) -> Tensor | None:
         return self._buffers["id"]
+
+    def note_new(self, rows: Tensor, ids: Tensor) -> None:
+        """Ids of the next batch that is pinned have just got these rows."""
+        self._new = rows, ids
+
+    def is_new(self, rows: Tensor) -> Tensor:
+        """bool `[N]`, of a batch's distinct rows: which of them ids have just got, so that they need not be read."""
+        new = rows[:0] if self._new is None else self._new[0]
+        return torch.isin(rows, new, assume_unique=True)
+
+    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """Give new rows of a batch, whose `rows`, ascending, have been pinned, their first values; their slots."""
+        (new, ids), self._new = self._new or (rows[:0], rows[:0]), None
+        into = slots[torch.searchsorted(rows, new)]
+        states = [field.name for field in self.record.fields if field.name not in ("weight", "id")]
+        initialize(self, into, self.initial_values(ids), states)
+        self.get_buffer("id").index_copy_(0, into, ids)
+        return into
+
+
+class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
+    """A dynamic table in host memory or on disk, of whose rows a cache on the device has some."""
+
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
+        CachedRowsOfIds._allocate(self, num_rows, states, device)
+
+    def row_ids(self) -> Tensor | None:
+        return CachedRowsOfIds.row_ids(self)
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""
@@ -551,20 +587,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
         DynamicTable.reset_parameters(self, seed)
 
     def _initialize(self, rows: Tensor, ids: Tensor) -> None:
-        self._new = rows, ids
-
-    def is_new(self, rows: Tensor) -> Tensor:
-        """bool `[N]`, of a batch's distinct rows: which of them ids have just got, so that they need not be read."""
-        new = rows[:0] if self._new is None else self._new[0]
-        return torch.isin(rows, new, assume_unique=True)
-
-    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """Give new rows of a batch, whose `rows`, ascending, have been pinned, their first values; their slots."""
-        (new, ids), self._new = self._new or (rows[:0], rows[:0]), None
-        into = slots[torch.searchsorted(rows, new)]
-        DynamicTable._initialize(self, into, ids)
-        self._memory("id").index_copy_(0, into, ids)
-        return into
+        self.note_new(rows, ids)
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:
