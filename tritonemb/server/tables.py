@@ -488,16 +488,15 @@ class ServedTables:
         for number, of_table in keys.items():
             place = self.numbers.index(number)
             rows[place] = self._rows(number, of_table)
-            if (unknown := rows[place] < 0).any():
-                table = self.dynamic[place]
-                rows[place][unknown] = table.finish(table.begin(of_table[unknown]))
+            if (unknown := nonzero(rows[place] < 0)).numel():
+                rows[place][unknown] = self.dynamic[place].add(of_table[unknown])
             self._mark(place, rows[place])
         with self._memory(rows, dirty=True) as memories:
             for place, given in zip(rows, records, strict=True):
                 fields, (memory, there) = self._record(place).views(given), memories[place]
                 for name, value in memory.items():
-                    if name in fields and name != "id":
-                        value.index_copy_(0, there, fields[name])
+                    new = self.dynamic[place].index.ids[rows[place]] if name == "id" else fields[name]
+                    value.index_copy_(0, there, new)
 
     def returned(self, steps: int, lr: float) -> None:
         """The trainer has written all rows back, after so many steps."""

@@ -246,6 +246,10 @@ class DynamicTable(Table):
         fill_initial_(values, self.seed, self.config.bound, rows=ids)
         return values
 
+    def add(self, ids: Tensor) -> Tensor:
+        """Rows for distinct new ids, ascending, of a table that never evicts any; nothing is written to these."""
+        return self._insert(ids, torch.ones_like(ids))
+
     def _insert(self, ids: Tensor, occurrences: Tensor) -> Tensor:
         """Rows for distinct new ids, ascending, which there is room for; nothing is written to these."""
         eviction, step = self.config.eviction, self.clock
