@@ -202,7 +202,7 @@ def trained(study: Study, staleness: int | AtMost | None, seed: int, delay: floa
     points = [point for point in curve.found if point[0] < result.steps]
     points.append((result.steps, result.seconds, result.test.auc))  # all updates have been applied
     total = sum(int(steps) * count for steps, count in histogram.items())
-    return Run(points, total / sum(histogram.values()))
+    return Run(points, total / max(1, sum(histogram.values())))  # 0 pulls where the trainer has the rows
 
 
 def compare(study: Study, seeds: Sequence[int], delay: float) -> list[dict[str, Any]]:

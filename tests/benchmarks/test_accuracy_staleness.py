@@ -62,9 +62,7 @@ def test_a_slow_network_costs_time_and_changes_no_bit():
     fast, slow = (trained(study, 2, 0, delay) for delay in (0.0, 0.01))
     assert [(step, auc) for step, _, auc in fast.curve] == [(step, auc) for step, _, auc in slow.curve]
     assert slow.seconds > 0.02
-    waits = trained(study, 0, 0, 0.01)
-    assert waits.seconds > 10 * 0.02  # each step waits for a pull
-    assert waits.auc != slow.auc
+    assert trained(study, 0, 0, 0.01).auc != slow.auc
 
 
 def test_messages_arrive_in_order_and_no_sooner():

@@ -13,14 +13,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 pytest.importorskip("pyarrow.flight")
 
 import tritonemb as te
+from tests.helpers import assert_same_bits
 from tests.server.jobs import local_servers, make, train, train_all
 from tests.server.test_staleness import same
 from tritonemb import cli
 from tritonemb.server import start
+from tritonemb.server.snapshot import read_tables
+from tritonemb.training.checkpoint.reader import saved_on_servers
 
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
 
@@ -107,6 +111,46 @@ def test_nothing_outlives_the_command(tmp_path, sign):
     finally:
         process.kill()
         process.stderr.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_killed_trainers_change_no_bit(tmp_path, staleness):
+    """At any moment: while it computes, saves, or has just begun. It is started again until it has come to its end."""
+    draw = random.Random(staleness)
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+    def newest_of(checkpoints: Path) -> int:
+        return max((int(path.name[5:]) for path in checkpoints.glob("step-*")), default=0)
+
+    def command(folder: Path, addresses: list[str]) -> list[str]:
+        options = {
+            "data": "synthetic", "servers": ",".join(addresses), "staleness": staleness, "out": folder, "epochs": 1,
+            "max-steps": 400, "checkpoint-steps": 30, "batch-size": 64, "resume": "auto",
+        }  # fmt: skip
+        return [sys.executable, "-m", "tritonemb", "train", *(f"--{name}={value}" for name, value in options.items())]
+
+    def run(folder: Path, kills: int) -> dict[str, torch.Tensor]:
+        checkpoints = folder / "run/checkpoints"
+        with start(2, processes=True, folder=folder / "rows", log="disk") as servers:
+            own = environment | {"TRITONEMB_TOKEN": servers.token}
+            for number in range(kills + 1):
+                process = subprocess.Popen(
+                    command(folder / "run", servers.addresses), env=own, stdout=subprocess.DEVNULL
+                )
+                if number < kills:
+                    newest = newest_of(checkpoints)
+                    while process.poll() is None and newest_of(checkpoints) == newest:
+                        time.sleep(0.02)
+                    time.sleep(draw.uniform(0.0, 0.5))
+                    process.kill()
+                process.wait(200)
+            assert process.returncode == 0
+        return read_tables(next(iter(saved_on_servers(checkpoints / "step-400").values())))
+
+    expected, found = run(tmp_path / "whole", 0), run(tmp_path / "killed", 5)
+    for name, tensors in expected.items():
+        assert_same_bits(found[name], tensors)
 
 
 @pytest.mark.more
