@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.helpers import assert_same_bits
 from tests.server.jobs import local_servers
 from tests.training import jobs
 from tritonemb.server import AtMost, Follower, connect, start
+from tritonemb.server.metrics import totals
 from tritonemb.training import Callback
 from tritonemb.training.config import CheckpointOptions
 
@@ -143,6 +145,24 @@ def test_a_follower_serves_the_newest_checkpoint(checkpoints, tmp_path):
         assert torch.equal(follower.look_up({name: ids})[name], rows[f"embeddings.{name}.weight"])
         assert f"embeddings.{name}.ids" not in rows or torch.equal(ids, table.ids)
     follower.close()
+
+
+def test_the_log_and_the_report_say_what_servers_do(tmp_path):
+    with local_servers(2) as servers:
+        trained(servers, tmp_path, staleness=2)
+        now = totals(servers.statistics())["embeddings"]
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    told = [event["servers"]["embeddings"] for event in events if event["event"] == "log"]
+    assert len(told) == 10
+    assert told[-1]["staleness"]["2"] > told[0]["staleness"]["2"] > 0
+    assert set(told[-1]["staleness"]) == {"0", "1", "2"}
+    page = " ".join((tmp_path / "report.html").read_text().split())
+    pulls = sum(told[-1]["staleness"].values())
+    for steps, count in told[-1]["staleness"].items():
+        assert f"{steps}: {100 * count / pulls:.1f} %" in page
+    row = page.split("<td>embeddings</td><td>item</td>")[1].split("</tr>")[0]
+    assert f">{told[-1]['tables']['item']['rows']:,}<" in row
+    assert told[-1]["tables"]["item"]["rows"] <= now["tables"]["item"]["rows"]
 
 
 @pytest.mark.more

@@ -17,6 +17,7 @@ from tritonemb.comm.group import RankFailed
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.server.attach import flush
+from tritonemb.server.metrics import totals
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
@@ -231,13 +232,14 @@ class Loop:
         sent = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         if self.callbacks:
-            device, on_gpu = self.state.device, self.state.device.type == "cuda"
+            device, on_gpu, servers = self.state.device, self.state.device.type == "cuda", self.state.servers
             memory = torch.cuda.memory_allocated(device) if on_gpu else require("psutil").Process().memory_info().rss
             self.callbacks.on_log(Log(
                 progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
                 memory, self.clock.seconds,
                 {kind: num_bytes // steps for kind, num_bytes in sent.items()},
                 {} if self.caches is None else self.caches.lap(steps), self.dynamic.lap(steps),
+                {} if servers is None else totals(servers.statistics()),
             ))  # fmt: skip
 
     def _evaluate(self, epoch: int) -> None:

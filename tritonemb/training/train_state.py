@@ -18,7 +18,7 @@ from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
-from tritonemb.server.attach import collections_on_servers
+from tritonemb.server.attach import Servers, collections_on_servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import metadata_only
@@ -71,7 +71,8 @@ class TrainState:
         prefetched: steps of the epoch that is being trained, or of the evaluation.
         rows_ahead: of an epoch that trains cached dynamic tables.
         seen: the last step after which tables were saved or evaluated, if that was due.
-        staleness: steps by which pulls from embedding servers may precede pushes.
+        servers: embedding servers, if there are some.
+        staleness: steps by which pulls from these may precede pushes.
 
     Attributes:
         last_epoch, last_step: where the whole run ends.
@@ -91,6 +92,7 @@ class TrainState:
     prefetched: Prefetcher[PreparedStep] | None = None
     rows_ahead: RowsAhead | None = None
     seen: int = 0
+    servers: Servers | None = None
     staleness: int = 0
 
     def __post_init__(self) -> None:

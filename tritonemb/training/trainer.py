@@ -105,7 +105,7 @@ class Trainer(TrainerOptions):
         bound = steps_of(self.staleness)
         if bound is None:
             bound = DEPTH if self.prefetch_depth is None else self.prefetch_depth
-        state.staleness = bound
+        state.servers, state.staleness = self.servers, bound
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))

@@ -66,6 +66,7 @@ class Log:
             written, `disk_read` and `disk_written`.
         dynamic: of each of this rank's dynamic tables, by name, the fields of `DynamicStatistics`, mean of a step since
             the last log; `rows`, `capacity` and `num_bytes` are those of now.
+        servers: of each collection on embedding servers, what they say of it: see `tritonemb.server.metrics.totals`.
     """
 
     step: int
@@ -81,6 +82,7 @@ class Log:
     sent: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[str, float] = field(default_factory=dict)
     dynamic: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def render(events: Sequence[Event]) -> str:
         sent=next((log["sent"] for log in reversed(kinds["log"]) if log.get("sent")), None),
         cache=next((log["cache"] for log in reversed(kinds["log"]) if log.get("cache")), None),
         dynamic=next((log["dynamic"] for log in reversed(kinds["log"]) if log.get("dynamic")), None),
+        servers=next((log["servers"] for log in reversed(kinds["log"]) if log.get("servers")), None),
         charts=list(_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step)),
     )  # fmt: skip
 
