@@ -265,6 +265,13 @@ class ServedTables:
             lambda: self.next_pull >= steps * size and all(map(self._pushed, range(self.next_push, steps))), action
         )
 
+    def begin_chain(self, name: str, snapshot: str) -> None:
+        """Note from now on what changes after a snapshot, the last one of a chain."""
+        changed = [torch.zeros(len(table.index.ids), dtype=torch.bool) for table in self.dynamic]
+        for table in self.dynamic:
+            table.removed = []
+        self.chains[name] = Chain(snapshot, changed, [[] for _ in self.dynamic])
+
     def when(self, condition: Callable[[], bool], action: Action) -> None:
         """Act when this holds, and nothing else can be done."""
         self.waiting.append((condition, action))

@@ -12,8 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index, nonzero, partitions_of, renumber
+from tritonemb.layout import (
+    GROWN_ROWS,
+    MOST_USES,
+    WAYS,
+    DynamicIndex,
+    dynamic_rows,
+    make_index,
+    nonzero,
+    partitions_of,
+    renumber,
+)
+from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
+from tritonemb.ops.row_cache import move_rows_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.admission import Sketch, admits
@@ -266,10 +278,11 @@ class DynamicTable(Table):
         """Copies of weight and states of distinct rows, where these are."""
         return {name: self._memory(name).detach()[rows] for name in ("weight", *self._state_names)}
 
-    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write weight and all states of distinct rows."""
-        for name, value in values.items():
-            self._memory(name)[rows] = value.to(self._memory(name))
+    def _write(self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None) -> None:
+        """Write weight and all states of distinct rows; `order`: where these are in the values."""
+        into = [self._memory(name) for name in values]
+        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), into, strict=True)]
+        move_rows_(into, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
 
     def _last(self, step: int) -> int:
         """Rows used after this step are not evicted for that one."""
@@ -396,11 +409,12 @@ class DynamicTable(Table):
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Forget all ids; draw another seed, from torch's generator if none is given."""
-        self._clear()
+        self.clear()
         if not self.weight.is_meta:  # nor is torch's generator used then
             self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all ids."""
         self.removed = None
         if self.sketch is not None:
             self.sketch.clear()
@@ -414,10 +428,16 @@ class DynamicTable(Table):
     @_locked
     def saved(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
-        ids, rows = dynamic_rows(self.index)
-        found = {"ids": ids, **self._saved_rows(rows)}
-        found |= {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
-        found |= {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
+        return self.saved_rows(*dynamic_rows(self.index)) | self.saved_others()
+
+    def saved_rows(self, ids: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        """What `state_dict` has of some ids, whose rows these are."""
+        uses = {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
+        return {"ids": ids, **self._saved_rows(rows), **uses}
+
+    def saved_others(self) -> dict[str, Tensor]:
+        """What it has but for rows."""
+        found = {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
         return found | ({} if self.sketch is None else self.sketch.tensors())
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
@@ -484,22 +504,53 @@ class DynamicTable(Table):
                 f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room "
                 f"for {room:,}; give it more capacity"
             )
-        self._clear()
-        self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
-        of_rows = {
-            name: saved[name][order.to(saved[name].device)]
-            for name in ("step", "count", "row", *values)
-            if name in saved
-        }
-        rows = self._call("dynamic_insert_", ids, of_rows["count"].to(ids), 0, -1, 0).rows
+        self.clear()
+        self.expect(ids.numel() // self.index.num_sets.numel())
+        rows = self._place(ids, saved["step"].to(ids)[order], saved["count"].to(ids)[order], True)
         if values:
-            self._write(rows, {name: of_rows[name] for name in values})
+            self._write(rows, values, order)
         else:
-            rows, before = of_rows["row"].to(ids) - self.row_config.row_origin, rows
-            renumber(self.index, before, rows)
-        self.index.used[rows] = of_rows["step"].to(self.index.used)
+            renumber(self.index, rows, saved["row"].to(ids)[order] - self.row_config.row_origin)
+        self.adopt_others(saved)
+
+    def adopt_others(self, saved: Mapping[str, Tensor]) -> None:
+        """Take what `state_dict` had saved but for rows."""
+        self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
         if self.sketch is not None:
             self.sketch.adopt(saved)
+
+    def expect(self, rows: int) -> bool:
+        """Make ready for so many rows a partition, about, if there are none; whether there are none."""
+        index, partitions = self.index, self.index.num_sets.numel()
+        if is_empty := self.num_rows == 0:
+            sets = max(1, min(rows // GROWN_ROWS, index.overflowed.numel() // partitions))
+            index.num_sets.fill_(sets)
+            memory = [self._memory(name) for name in ("weight", *self._state_names)]
+            for part in (index.ids, index.uses, *memory):
+                advise_huge_pages(part[: rows * partitions])
+            for part in (index.digests, index.rows):
+                advise_huge_pages(part[: sets * partitions * WAYS])
+        return is_empty
+
+    def put(self, saved: Mapping[str, Tensor], all_new: bool) -> None:
+        """Take what `state_dict` had of some ids; `all_new`: none of these is here."""
+        rows = self._place(saved["ids"], saved["step"], saved["count"], all_new)
+        self._write(rows, {name: saved[name] for name in ("weight", *self._state_names)})
+
+    def _place(self, ids: Tensor, steps: Tensor, counts: Tensor, all_new: bool) -> Tensor:
+        """Rows of distinct ids, which there is room for, used so often, last in these steps."""
+        if all_new:
+            rows: Tensor = self._call("dynamic_insert_", ids, counts, 0, -1, 0).rows
+        else:
+            rows = self.find(ids)
+            new = nonzero(rows < 0)
+            rows[new] = self._call("dynamic_insert_", ids[new], counts[new], 0, -1, 0).rows
+        self.index.uses[rows] = torch.stack([steps, counts.clamp(max=MOST_USES)], 1).int()
+        return rows
+
+    def forget(self, ids: Tensor) -> None:
+        """Remove distinct ids, if they are here."""
+        self._call("dynamic_remove_", ids)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
@@ -577,7 +628,9 @@ class CachedDynamicTable(DynamicTable, CachedTable):
                 found[name][places] = fields[name]
         return {name: found[name] for name in ("weight", *self._state_names)}
 
-    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+    def _write(self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None) -> None:
+        if order is not None:
+            values = {name: value[order.to(value.device)] for name, value in values.items()}
         ids, (rows, order) = self.index.ids[rows], rows.sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         with self._reloading():

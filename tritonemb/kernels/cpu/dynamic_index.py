@@ -6,13 +6,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel, run_tasks
+from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
-from tritonemb.kernels.cpu.simd import atomic_increment, count_bits, equal_ways, highest_bit, lowest_bit, mix, prefetch
+from tritonemb.kernels.cpu.simd import (
+    atomic_increment,
+    count_bits,
+    equal_ways,
+    highest_bit,
+    int32_row,
+    int64_row,
+    lowest_bit,
+    mix,
+    prefetch,
+    uint8_row,
+)
 from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_expired, dynamic_unuse_, insertion  # noqa: F401
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, nonzero
 
-TASKS_A_THREAD = 4
+
+@inlined
+def _bare_row(array):
+    """int64 `[N]` without its owner: threads that count references to one wait for each other."""
+    return int64_row(array.ctypes.data, array.size)
+
+
+@inlined
+def _bare(index):
+    return DynamicIndex(
+        _bare_row(index.ids),
+        int32_row(index.uses.ctypes.data, index.uses.size).reshape((-1, 2)),
+        uint8_row(index.digests.ctypes.data, index.digests.size),
+        int32_row(index.rows.ctypes.data, index.rows.size),
+        int32_row(index.free.ctypes.data, index.free.size),
+        int32_row(index.overflowed.ctypes.data, index.overflowed.size),
+        int32_row(index.num_sets.ctypes.data, index.num_sets.size),
+        int32_row(index.num_rows.ctypes.data, index.num_rows.size),
+        int32_row(index.num_made.ctypes.data, index.num_made.size),
+        int32_row(index.num_overflow.ctypes.data, index.num_overflow.size),
+        _bare_row(index.whole),
+    )
 
 
 @inlined
@@ -220,19 +252,19 @@ def _empty_slot(index, partition, place):
     return at * WAYS + lowest_bit(empty)
 
 
-@called
-def _insert(index, partition, id, occurrences, step, last, half_life, evicted):
-    """The row of a new id; `evicted` gets its victim, `(id, row)`."""
+@inlined
+def _insert(index, partition, at, id, occurrences, step, last, half_life, evicted):
+    """The row of a new id, which is number `at`; -2 - row if a victim had it, whose id `evicted` gets then."""
     partitions, place = index.num_sets.size, _place_of(index, mix(id))
-    evicted[1] = -1
-    if index.num_rows[partition] == index.ids.size // partitions:
-        at = place
-        victim = _victim(index, place, step, last, half_life)
+    full = index.num_rows[partition] == index.ids.size // partitions
+    if full:
+        first = place
+        victim = _victim(index, first, step, last, half_life)
         while victim < 0:
-            at += partitions
-            at = at if at < index.num_sets[partition] * partitions else partition
-            victim = _victim(index, at, step, last, half_life)
-        evicted[0], evicted[1] = _id_at(index, victim), index.rows[victim]
+            first += partitions
+            first = first if first < index.num_sets[partition] * partitions else partition
+            victim = _victim(index, first, step, last, half_life)
+        evicted[at] = _id_at(index, victim)
         _free(index, victim)
     num_free = np.int64(index.num_made[partition] - index.num_rows[partition])
     if num_free > 0:
@@ -244,10 +276,12 @@ def _insert(index, partition, id, occurrences, step, last, half_life, evicted):
     index.ids[row], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, occurrences)
     slot = _empty_slot(index, partition, place)
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
-    most_sets = index.overflowed.size // partitions
-    while index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition] and index.num_sets[partition] < most_sets:
+    while (
+        index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition]
+        and index.num_sets[partition] < index.overflowed.size // partitions
+    ):
         _split(index, partition)
-    return row
+    return -2 - row if full else row
 
 
 @inlined
@@ -261,13 +295,32 @@ def _room(index, partition, needed, last):
     return min(room, needed)
 
 
-@called
-def _insert_share(task, num_tasks, index, starts, order, ids, occurrences, step, last, half_life, rows, evicted):
-    partitions = index.num_sets.size
-    for partition in range(partitions * task // num_tasks, partitions * (task + 1) // num_tasks):
-        for i in range(starts[partition], starts[partition + 1]):
-            at = order[i]
-            rows[at] = _insert(index, partition, ids[at], occurrences[at], step, last, half_life, evicted[i])
+@parallel
+def _insert_all(task, num_tasks, index, ids, occurrences, step, last, half_life, rows, evicted):
+    """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
+    index, ids, occurrences = _bare(index), _bare_row(ids), _bare_row(occurrences)
+    rows, evicted = _bare_row(rows), _bare_row(evicted)
+    partitions, row_of = index.num_sets.size, np.int64(index.rows.ctypes.data)
+    digests = np.int64(index.digests.ctypes.data)
+    first, end, found = partitions * task // num_tasks, partitions * (task + 1) // num_tasks, 0
+    mine = np.empty(CHUNK, dtype=np.int64)
+    for at in range(ids.size):
+        mixed = mix(ids[at])
+        if first <= _partition_of(index, mixed) < end:
+            mine[found] = at
+            found += 1
+            prefetch(digests + _place_of(index, mixed) * WAYS, 1)
+        if found == CHUNK or at == ids.size - 1:
+            for i in range(found):
+                place = _place_of(index, mix(ids[mine[i]]))
+                prefetch(row_of + (place * WAYS + lowest_bit(_ways_with(index, place, 0))) * 4, 1)
+            for i in range(found):
+                one = mine[i]
+                rows[one] = _insert(
+                    index, _partition_of(index, mix(ids[one])), one, ids[one], occurrences[one], step, last, half_life,
+                    evicted,
+                )  # fmt: skip
+            found = 0
 
 
 @compiled
@@ -278,25 +331,6 @@ def _missing(index, ids, last):
     for partition in range(needed.size):
         missing += needed[partition] - _room(index, partition, needed[partition], last)
     return missing
-
-
-@compiled
-def _insert_all(num_threads, num_tasks, index, ids, occurrences, step, last, half_life, rows, evicted):
-    partitions = index.num_sets.size
-    partition_of, starts = np.empty(ids.size, dtype=np.int64), np.zeros(partitions + 1, dtype=np.int64)
-    for i in range(ids.size):
-        partition_of[i] = _partition_of(index, mix(ids[i]))
-        starts[partition_of[i] + 1] += 1
-    for partition in range(partitions):
-        starts[partition + 1] += starts[partition]
-    order, ends = np.empty(ids.size, dtype=np.int64), starts[:-1].copy()
-    for i in range(ids.size):
-        order[ends[partition_of[i]]] = i
-        ends[partition_of[i]] += 1
-    run_tasks(
-        num_threads, num_tasks, _insert_share,
-        (num_tasks, index, starts, order, ids, occurrences, step, last, half_life, rows, evicted),
-    )  # fmt: skip
 
 
 @compiled
@@ -338,14 +372,15 @@ def dynamic_insert_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
     """See `kernels/dynamic_index.py`."""
-    num_threads = tasks_for(ids.numel())
-    num_tasks = num_threads if num_threads == 1 else TASKS_A_THREAD * num_threads
-    rows, evicted = torch.full_like(ids, -1), torch.full((ids.numel(), 2), -1)
+    num_tasks = tasks_for(ids.numel())
+    rows, evicted = torch.empty_like(ids), torch.empty_like(ids)
     _insert_all(
-        num_threads, num_tasks, _arrays(index), ids.numpy(), occurrences.numpy(), step, last, half_life, rows.numpy(),
-        evicted.numpy(),
+        num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), occurrences.numpy(), step, last, half_life,
+        rows.numpy(), evicted.numpy(),
     )  # fmt: skip
-    return insertion(rows, evicted)
+    taken = nonzero(rows < 0)
+    rows[taken] = -2 - rows[taken]
+    return insertion(rows, torch.stack([evicted[taken], rows[taken]], 1))
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
