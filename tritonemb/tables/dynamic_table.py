@@ -545,7 +545,8 @@ class DynamicTable(Table):
             rows = self.find(ids)
             new = nonzero(rows < 0)
             rows[new] = self._call("dynamic_insert_", ids[new], counts[new], 0, -1, 0).rows
-        self.index.uses[rows] = torch.stack([steps, counts.clamp(max=MOST_USES)], 1).int()
+        uses = torch.stack([steps.int(), counts.clamp(max=MOST_USES).int()], 1)
+        move_rows_([self.index.uses], [uses], rows, torch.arange(rows.numel(), device=rows.device))
         return rows
 
     def forget(self, ids: Tensor) -> None:
