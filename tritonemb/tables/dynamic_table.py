@@ -78,7 +78,7 @@ class DynamicStatistics:
 
 
 class NewIds(NamedTuple):
-    """A batch of ids on its way into a table: what `DynamicTable.begin` found, for `finish` or `undo`.
+    """A batch of ids on its way into a table: what `DynamicTable.begin` found, for `finish`.
 
     Attributes:
         rows: int64 `[N]`, -1 of unknown ids.
@@ -102,6 +102,29 @@ class NewIds(NamedTuple):
     def refused(self) -> int:
         """Occurrences of ids that were not admitted."""
         return 0 if isinstance(self.admitted, slice) else int(self.occurrences[~self.admitted].sum())
+
+
+def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
+    """`DynamicTable.find` of each table."""
+    if not tables:
+        return []
+    found: list[Tensor] = kernel("dynamic_find_all", ids[0].device)([table.index for table in tables], ids)
+    return found
+
+
+def begin_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[NewIds]:
+    """Mark a batch's ids, int64 `[N]` of each table, as used in its next step; `DynamicTable.finish` follows.
+
+    ValueError if new ids find no room in some table; all are as before then.
+    """
+    use, indexes = kernel("dynamic_use_all_", tables[0].index.ids.device), [table.index for table in tables]
+    used = use(indexes, ids, [table.clock + 1 for table in tables])
+    try:
+        return [table.use(own, *rows) for table, own, rows in zip(tables, ids, used, strict=True)]
+    except ValueError:
+        for index, rows in zip(indexes, used, strict=True):
+            kernel("dynamic_unuse_", index.ids.device)(index, *rows)
+        raise
 
 
 class Lock:
@@ -202,13 +225,12 @@ class DynamicTable(Table):
         return self._call("dynamic_find", ids)
 
     def begin(self, ids: Tensor) -> NewIds:
-        """Mark a batch's ids int64 `[N]` as used in the next step. ValueError if new ones find no room; as before then.
+        """`begin_all` of one table."""
+        return begin_all([self], [ids])[0]
 
-        `finish` or `undo` follows.
-        """
-        step = self.clock + 1
-        rows, before = self._call("dynamic_use_", ids, step)
-        unknown = nonzero(rows < 0)
+    def use(self, ids: Tensor, rows: Tensor, before: Tensor) -> NewIds:
+        """Go on with `begin_all`, when rows have been found."""
+        step, unknown = self.clock + 1, nonzero(rows < 0)
         if not unknown.numel():
             return NewIds(rows, before, unknown, unknown, unknown, unknown, slice(None))
         new, inverse, occurrences = ids[unknown].unique(return_inverse=True, return_counts=True)
@@ -216,7 +238,6 @@ class DynamicTable(Table):
         batch = NewIds(rows, before, unknown, new, inverse, occurrences, admitted)
         wanted = new[batch.admitted]
         if wanted.numel() and (missing := self._call("dynamic_missing", wanted, self._last(step))):
-            self.undo(batch)
             eviction = self.config.eviction
             raise ValueError(
                 f"table {self.config.name!r}: a batch has {wanted.numel():,} new ids, and {missing:,} of them find no "
@@ -225,10 +246,6 @@ class DynamicTable(Table):
                 "fewer batches: EvictionConfig(protect=...), at least 1"
             )
         return batch
-
-    def undo(self, batch: NewIds) -> None:
-        """Leave the table as it was before `begin`."""
-        self._call("dynamic_unuse_", batch.rows, batch.before)
 
     @torch.no_grad()
     def finish(self, batch: NewIds) -> Tensor:

@@ -24,6 +24,7 @@ from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout, segment_offsets
+from tritonemb.tables.dynamic_table import begin_all
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -322,13 +323,8 @@ def assign_rows(
         given, last = ids, dict[int, Tensor]()
         if occurrences is not None and training:
             given, last = _repeated(ids, {number: occurrences[at] for number, at in positions.items()})
-        try:
-            for number in dynamic if training else ():
-                begun[number] = dynamic[number].begin(given[number])
-        except ValueError:
-            for number, found in begun.items():
-                dynamic[number].undo(found)
-            raise
+        if training:
+            begun = dict(zip(dynamic, begin_all([*dynamic.values()], [given[n] for n in dynamic]), strict=True))
         for number, at in positions.items():
             table = dynamic[number]
             found = table.finish(begun[number]) if training else table.find(ids[number])

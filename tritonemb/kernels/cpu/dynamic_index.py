@@ -1,10 +1,11 @@
 """CPU twin of `kernels/dynamic_index.py`: finds in parallel over ids, insertions over partitions."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
@@ -31,19 +32,20 @@ def _bare_row(array):
 
 
 @inlined
-def _bare(index):
+def _index_at(places):
+    """The index whose addresses and sizes these are, see `_places`; nor has it an owner."""
     return DynamicIndex(
-        _bare_row(index.ids),
-        int32_row(index.uses.ctypes.data, index.uses.size).reshape((-1, 2)),
-        uint8_row(index.digests.ctypes.data, index.digests.size),
-        int32_row(index.rows.ctypes.data, index.rows.size),
-        int32_row(index.free.ctypes.data, index.free.size),
-        int32_row(index.overflowed.ctypes.data, index.overflowed.size),
-        int32_row(index.num_sets.ctypes.data, index.num_sets.size),
-        int32_row(index.num_rows.ctypes.data, index.num_rows.size),
-        int32_row(index.num_made.ctypes.data, index.num_made.size),
-        int32_row(index.num_overflow.ctypes.data, index.num_overflow.size),
-        _bare_row(index.whole),
+        int64_row(places[0, 0], places[0, 1]),
+        int32_row(places[1, 0], places[1, 1]).reshape((-1, 2)),
+        uint8_row(places[2, 0], places[2, 1]),
+        int32_row(places[3, 0], places[3, 1]),
+        int32_row(places[4, 0], places[4, 1]),
+        int32_row(places[5, 0], places[5, 1]),
+        int32_row(places[6, 0], places[6, 1]),
+        int32_row(places[7, 0], places[7, 1]),
+        int32_row(places[8, 0], places[8, 1]),
+        int32_row(places[9, 0], places[9, 1]),
+        int64_row(places[10, 0], places[10, 1]),
     )
 
 
@@ -116,13 +118,11 @@ def _slot_of(index, place, id):
     return slot
 
 
-@parallel
-def _find(task, num_tasks, index, ids, step, rows, before):
-    """With room in `before` they are used in the step. For a chunk of ids, each loop asks for what the next reads."""
-    mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+@inlined
+def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
+    """For a chunk of ids, each loop asks for what the next reads."""
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
     id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
-    begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
@@ -151,6 +151,20 @@ def _find(task, num_tasks, index, ids, step, rows, before):
                 count = atomic_increment(uses + row * 8 + 4)
                 if count == MOST_USES or count < 0:  # it has come round
                     index.uses[row, 1] = MOST_USES
+
+
+@parallel
+def _find(task, num_tasks, indexes, ends, ids, steps, rows, before):
+    """Of each index those up to its end; with room in `before` they are used in its step."""
+    ids, rows = _bare_row(ids), _bare_row(rows)
+    mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+    at, end, number = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks, 0
+    while at < end:
+        while ends[number] <= at:
+            number += 1
+        stop = min(end, ends[number])
+        _find_some(_index_at(indexes[number]), at, stop, ids, steps[number], rows, before, mixed, slots)
+        at = stop
 
 
 @called
@@ -296,9 +310,9 @@ def _room(index, partition, needed, last):
 
 
 @parallel
-def _insert_all(task, num_tasks, index, ids, occurrences, step, last, half_life, rows, evicted):
+def _insert_all(task, num_tasks, places, ids, occurrences, step, last, half_life, rows, evicted):
     """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
-    index, ids, occurrences = _bare(index), _bare_row(ids), _bare_row(occurrences)
+    index, ids, occurrences = _index_at(places), _bare_row(ids), _bare_row(occurrences)
     rows, evicted = _bare_row(rows), _bare_row(evicted)
     partitions, row_of = index.num_sets.size, np.int64(index.rows.ctypes.data)
     digests = np.int64(index.digests.ctypes.data)
@@ -324,7 +338,8 @@ def _insert_all(task, num_tasks, index, ids, occurrences, step, last, half_life,
 
 
 @compiled
-def _missing(index, ids, last):
+def _missing(places, ids, last):
+    index = _index_at(places)
     needed, missing = np.zeros(index.num_sets.size, dtype=np.int64), np.int64(0)
     for id in ids:
         needed[_partition_of(index, mix(id))] += 1
@@ -334,7 +349,8 @@ def _missing(index, ids, last):
 
 
 @compiled
-def _remove(index, ids, rows):
+def _remove(places, ids, rows):
+    index = _index_at(places)
     for i in range(ids.size):
         slot = _slot_of(index, _place_of(index, mix(ids[i])), ids[i])
         rows[i] = -1
@@ -343,29 +359,55 @@ def _remove(index, ids, rows):
             _free(index, slot)
 
 
-def _arrays(index: DynamicIndex) -> Any:
-    return DynamicIndex(*(part.numpy() for part in index))  # type: ignore[arg-type]
+_known = WeakTensorKeyDictionary()  # by `ids`
+
+
+def _places(index: DynamicIndex) -> np.ndarray:
+    """int64 `[11, 2]`: address and size of each part."""
+    if (found := _known.get(index.ids)) is None:
+        assert all(map(Tensor.is_contiguous, index))
+        found = _known[index.ids] = np.array([(part.data_ptr(), part.numel()) for part in index], dtype=np.int64)
+    return found  # type: ignore[no-any-return]
 
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    return _found(index, ids, 0, 0)[0]
+    return dynamic_find_all([index], [ids])[0]
 
 
 def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    return _found(index, ids, step, ids.numel())
+    return dynamic_use_all_([index], [ids], [step])[0]
 
 
-def _found(index: DynamicIndex, ids: Tensor, step: int, used: int) -> tuple[Tensor, Tensor]:
-    rows, before, num_tasks = torch.empty_like(ids), torch.zeros(used, dtype=torch.int32), tasks_for(ids.numel())
-    _find(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), step, rows.numpy(), before.numpy())
-    return rows, before
+def dynamic_find_all(indexes: Sequence[DynamicIndex], ids: Sequence[Tensor]) -> list[Tensor]:
+    """One pass. See `kernels/dynamic_index.py`."""
+    return _found(indexes, ids, [0] * len(ids), False)[0]
+
+
+def dynamic_use_all_(
+    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """One pass. See `kernels/dynamic_index.py`."""
+    return list(zip(*_found(indexes, ids, steps, True), strict=True))
+
+
+def _found(
+    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int], use: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    sizes, every = [each.numel() for each in ids], ids[0] if len(ids) == 1 else torch.cat(list(ids))
+    rows, num_tasks = torch.empty_like(every), tasks_for(every.numel())
+    before = torch.zeros(every.numel() if use else 0, dtype=torch.int32)
+    places, ends = np.stack([_places(index) for index in indexes]), np.cumsum(sizes)
+    _find(
+        num_tasks, num_tasks, num_tasks, places, ends, every.numpy(), np.array(steps), rows.numpy(), before.numpy()
+    )
+    return list(rows.split(sizes)), list(before.split(sizes)) if use else []
 
 
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """See `kernels/dynamic_index.py`."""
-    return int(_missing(_arrays(index), ids.numpy(), last))
+    return int(_missing(_places(index), ids.numpy(), last))
 
 
 def dynamic_insert_(
@@ -375,7 +417,7 @@ def dynamic_insert_(
     num_tasks = tasks_for(ids.numel())
     rows, evicted = torch.empty_like(ids), torch.empty_like(ids)
     _insert_all(
-        num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), occurrences.numpy(), step, last, half_life,
+        num_tasks, num_tasks, num_tasks, _places(index), ids.numpy(), occurrences.numpy(), step, last, half_life,
         rows.numpy(), evicted.numpy(),
     )  # fmt: skip
     taken = nonzero(rows < 0)
@@ -386,5 +428,5 @@ def dynamic_insert_(
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
     rows = torch.empty_like(ids)
-    _remove(_arrays(index), ids.numpy(), rows.numpy())
+    _remove(_places(index), ids.numpy(), rows.numpy())
     return rows
