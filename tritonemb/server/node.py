@@ -264,9 +264,9 @@ class EmbeddingServer(Closing):
                         write_record(file, ({"client": name, "undone": number, "values": values}, tensors))
             sync(folder / clients)
             for name, served in self.collections.items():
-                file = f"{name}-{version}.rows"
-                follows = write_snapshot(folder / file, take_snapshot(served, OWN, changes_only))["after"] is not None
-                written = [*(each for each in written if follows or each.rpartition("-")[0] != name), file]
+                rows = f"{name}-{version}.rows"
+                follows = write_snapshot(folder / rows, take_snapshot(served, OWN, changes_only))["after"] is not None
+                written = [*(each for each in written if follows or each.rpartition("-")[0] != name), rows]
             log = MessageLog(folder / f"log-{version}", self.log == "fsync") if self.log in ("disk", "fsync") else None
             with on_error(log.close if log is not None else lambda: None):
                 state = {"version": version, "clients": clients, "files": written}

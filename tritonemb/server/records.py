@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,7 +63,7 @@ def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
                 yield record
 
 
-def _read_record(file: BinaryIO, path: Path, torn: bool) -> Message | None:
+def _read_record(file: BufferedReader, path: Path, torn: bool) -> Message | None:
     """The next one; None at the end."""
     at, end = file.tell(), os.fstat(file.fileno()).st_size
     if at == end:

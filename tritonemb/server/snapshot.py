@@ -235,9 +235,7 @@ def steps_of_snapshot(path: Path) -> int:
     return int(values["pulls"] // values["spec"]["batches"])
 
 
-def _own_part(
-    served: ServedTables, parts: Sequence[Part], batch: int, rank: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def _own_part(served: ServedTables, parts: Sequence[Part], batch: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """What this server would have been sent of a push."""
     ids, sums = list[Tensor](), list[Tensor]()
     if not any(part.pushes[batch].ids[rank] for part in parts):

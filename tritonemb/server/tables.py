@@ -13,6 +13,7 @@ the order of trainers, and the optimizer is applied to it once a step.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -134,7 +135,7 @@ class CollectionSpec:
         tables = tuple(TableSpec(**table) for table in values["tables"])
         return cls(**{**values, "tables": tables, "owners": tuple(map(tuple, values["owners"]))})
 
-    @property
+    @functools.cached_property
     def refuses(self) -> bool:
         """Whether some table may refuse an id."""
         return any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in self.tables)
@@ -355,7 +356,8 @@ class ServedTables:
         found = [of_table.split(of) for of_table, of in zip(rows, sizes, strict=True)]
         for number, rank in enumerate(ranks):
             own = [of_table[number] for of_table in found]
-            mine = [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)]
+            if rank in there.versions or self.spec.refuses:
+                mine = [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)]
             if (known := there.versions.get(rank)) is not None:
                 own = self._changed(known, mine, own)
             if self.spec.refuses:

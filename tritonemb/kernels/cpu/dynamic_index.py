@@ -367,7 +367,7 @@ def _places(index: DynamicIndex) -> np.ndarray:
     if (found := _known.get(index.ids)) is None:
         assert all(map(Tensor.is_contiguous, index))
         found = _known[index.ids] = np.array([(part.data_ptr(), part.numel()) for part in index], dtype=np.int64)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -399,9 +399,7 @@ def _found(
     rows, num_tasks = torch.empty_like(every), tasks_for(every.numel())
     before = torch.zeros(every.numel() if use else 0, dtype=torch.int32)
     places, ends = np.stack([_places(index) for index in indexes]), np.cumsum(sizes)
-    _find(
-        num_tasks, num_tasks, num_tasks, places, ends, every.numpy(), np.array(steps), rows.numpy(), before.numpy()
-    )
+    _find(num_tasks, num_tasks, num_tasks, places, ends, every.numpy(), np.array(steps), rows.numpy(), before.numpy())
     return list(rows.split(sizes)), list(before.split(sizes)) if use else []
 
 
