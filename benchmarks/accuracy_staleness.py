@@ -13,6 +13,8 @@ evaluations. These read rows as the next batch would, without the last updates; 
 
     python -m benchmarks.accuracy_staleness --adult folder_of_adult
     python -m benchmarks.accuracy_staleness --draw
+
+The picture is `docs/staleness.png`.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from tritonemb.training.job import build_optimizer
 from tritonemb.training.metrics import binary_metrics
 from tritonemb.types import TableConfig
 
+PICTURE = Path(__file__).parents[1] / "docs/staleness.png"
 POINTS = 10  # of a curve
 LARGE_BATCH = 4_096  # of an evaluation
 LEAST_AUC, TOLERANCE = 0.8925, 0.001  # of adult
@@ -357,8 +360,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw the newest results instead")
     arguments = parser.parse_args()
     if arguments.draw:
-        path = results_file.newest("accuracy-staleness")
-        draw_if_possible(results_file.read(path), path.with_suffix(".png"))
+        draw_if_possible(results_file.read(results_file.newest("accuracy-staleness")), PICTURE)
         return
     torch.set_num_threads(1)
     environment_, rows = environment() | {"threads": 1}, []
@@ -377,7 +379,7 @@ def main() -> None:
             rows.append(row | environment_)
     path = results_file.write("accuracy-staleness", {"date": environment_["date"], "rows": rows})
     print(f"wrote {path.name}")
-    draw_if_possible(results_file.read(path), path.with_suffix(".png"))
+    draw_if_possible(results_file.read(path), PICTURE)
     if missed := problems(rows):
         sys.exit("; ".join(missed))
 

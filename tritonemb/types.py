@@ -39,7 +39,7 @@ class CacheConfig:
     Args:
         rows: cached on the device by each rank that holds some of the table, at least 1; rounded up to sets of 32. Of a
             table on embedding servers, kept by each trainer, so that they need not be sent again.
-        share: of the table's rows, in (0, 1], where `rows` is not given.
+        share: of the table's rows, in (0, 1], where `rows` is not given; of a table on servers 262,144 rows at most.
         policy: which row is evicted: the least recently ("lru") or least frequently ("lfu") used one. Rows of batches
             that are trained or prefetched are pinned.
         folder: of a disk-resident table's file while it is in use; the system's temporary folder if not given. Nothing

@@ -261,6 +261,7 @@ def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
         train(model, 3)
         service.restore([[tmp_path / "a-0.server"]], 5)
         found = train(model, 4)
+        flush(model)
         (tmp_path / "a-0.server").unlink()
         for _ in range(2):
             own.server = lost_and_started_again(own.server, tmp_path / "rows", log)
@@ -367,7 +368,7 @@ def test_a_server_that_expects_another_token_ends_training(monkeypatch):
     server = EmbeddingServer("server-0")
     transport = LocalTransport(server, "server-0")
     with Servers([transport], [server], patience=60) as servers:
-        model = make(servers)
+        model = make(servers, 1)
         train(model, 1)
         connection = servers.connections[0]
         monkeypatch.setattr(transport, "open", raising(PermissionError("the token is missing or wrong")))
@@ -378,7 +379,7 @@ def test_a_server_that_expects_another_token_ends_training(monkeypatch):
 
 def test_a_server_that_fails_says_so(monkeypatch, capfd):
     with local_servers(1) as servers:
-        model = make(servers)
+        model = make(servers, 1)
         train(model, 1)
         server = servers._own[0]
         monkeypatch.setattr(server, "_do", raising(ZeroDivisionError("a mistake of ours")))
@@ -390,11 +391,11 @@ def test_a_server_that_fails_says_so(monkeypatch, capfd):
 
 def test_gradients_that_cannot_be_applied_are_not_lost_in_silence(monkeypatch, capfd):
     with local_servers(1) as servers:
-        model = make(servers)
+        model = make(servers, 1)
         train(model, 1)
         flush(model)
         served = servers._own[0].collections["tables"]
         monkeypatch.setattr(served, "_apply", raising(MemoryError("no memory")))
         with pytest.raises(RuntimeError, match=r"server-0 has failed \(MemoryError: no memory\)"):
-            train(model, 2)
+            train(model, 4)
         assert "no memory" in capfd.readouterr().err

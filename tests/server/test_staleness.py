@@ -187,18 +187,23 @@ def test_another_run_goes_on_with_tables_that_are_there():
     with local_servers(2) as servers:
         expected = train_all(servers, 9)
     with local_servers(2) as servers:
-        train(make(servers), 4)
+        model = make(servers)
+        train(model, 4)
+        flush(model)
         model = make(servers)
         outputs = [model(batch) for batch in list(batches(5))[4:]]
         assert torch.equal(outputs[0], expected[0][0][4])
 
 
-def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained():
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained(staleness):
     with local_servers(2) as servers:
-        model = make(servers)
+        model = make(servers, staleness)
         waiting = te.nn.prefetch(model, next(batches(1)))
-        other = make(servers)
-        with pytest.raises(ValueError, match="in the middle of a step; resume it from a checkpoint"):
+        if staleness == 0:
+            train(model, 1)
+        other = make(servers, staleness)
+        with pytest.raises(ValueError, match="has not flushed; resume it from a checkpoint"):
             train(other, 1)
         del waiting
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
+from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.fused_update import FusedGroup
@@ -79,7 +80,6 @@ class TableCollection(FusedModule):
     Attributes:
         configs: in the order they were given.
         feature_names: the keys that a batch must have, each once, in the order of tables.
-        cache: of those tables that are in host memory or on disk; None if there are none.
     """
 
     step: Tensor
@@ -96,7 +96,7 @@ class TableCollection(FusedModule):
         check_tables(tables, optimizer)
         self._check(tables)
         table_set = TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=self._pooled)
-        self.configs, self.cache = table_set.configs, table_set.cache
+        self.configs = table_set.configs
         self.feature_names = table_set.feature_names
         self._optimized = table_set if table_set.optimizer is not None else None
         for name, counter in table_set.counters.items():
@@ -112,6 +112,11 @@ class TableCollection(FusedModule):
     def tables(self) -> list[Table]:
         """In the order they were given."""
         return self.table_set.tables
+
+    @property
+    def cache(self) -> RowCache | None:
+        """Of those tables whose rows are not all on the device; None if there are none."""
+        return self.table_set.cache
 
     def __getitem__(self, table: str) -> Table:
         """The table of that name, for example for its `weight`; KeyError where there is none."""

@@ -14,6 +14,7 @@ from torch import nn
 from tritonemb.comm.group import RankGroup
 from tritonemb.flight import ROOTS, TOKEN
 from tritonemb.server.client import CollectionClient, Connection
+from tritonemb.server.held_rows import HeldRows
 from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer, LogMode
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
@@ -154,7 +155,8 @@ def attach(
 def collections_on_servers(model: nn.Module) -> dict[str, TableSet]:
     """By their paths in the model; "tables" if that is one itself."""
     modules = ((path, module.__dict__.get("table_set")) for path, module in model.named_modules())
-    return {path or "tables": found for path, found in modules if isinstance(found, TableSet) and found.on_servers}
+    sets = ((path or "tables", found) for path, found in modules if isinstance(found, TableSet))
+    return {path: found for path, found in sets if found.on_servers or found.service is not None}
 
 
 def _client(
@@ -182,7 +184,8 @@ def _client(
     owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
     spec = CollectionSpec(specs, describe_optimizer(tables.optimizer), group.size, steps, exact, accumulate, owners)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
-    made = CollectionClient(servers.connections, name, spec, group.rank, caches)
+    kind = HeldRows if spec.held_by_trainer else CollectionClient
+    made = kind(servers.connections, name, spec, group.rank, caches)
     servers.clients.append(made)
     if group.size > 1:
         group.all_gather_object(None)  # nobody pulls before all are there

@@ -220,6 +220,8 @@ def _size(message: Message) -> int:
 class CollectionClient:
     """The rows of a collection's tables, for one trainer: a `RowService`."""
 
+    applies_updates = True
+
     def __init__(
         self, connections: Sequence[Connection], name: str, spec: CollectionSpec, rank: int,
         caches: Sequence[CacheConfig | None],
@@ -246,11 +248,8 @@ class CollectionClient:
 
     def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> "PulledRows":
         """See `RowService`."""
-        if training and not self._complete:
-            raise ValueError(
-                f"the embedding servers have tables of {self._name!r} that a run has left in the middle of a step; "
-                "resume it from a checkpoint, or start other servers"
-            )
+        if training:
+            self.check_complete()
         with self._lock:
             self._give_up_dropped()
             batch, self._batch, cached = self._batch, self._batch + training, list[CachedPull]()
@@ -268,12 +267,25 @@ class CollectionClient:
             for server in range(len(self._connections)):
                 parts = [self._of_server(column, routes, server) for column in columns]
                 sizes.append([part.numel() for part in parts[0]])
-                pending.append(self._submit(server, op, {**values, "sizes": sizes[-1]}, list(map(_cat, parts))))
+                pending.append(self._submit(server, op, {**values, "sizes": sizes[-1]}, list(map(cat, parts))))
         return PulledRows(self, batch, ids, routes, sizes, pending, cached, training)
+
+    def check_complete(self) -> None:
+        """ValueError if servers lack what an earlier run has not pushed, or written back."""
+        if not self._complete:
+            raise ValueError(
+                f"the embedding servers have tables of {self._name!r} that a run has left in the middle of a step, or "
+                "has not flushed; resume it from a checkpoint, or start other servers"
+            )
 
     def _of_server(self, tensors: Sequence[Tensor], routes: Sequence[Sequence[Any]], server: int) -> list[Tensor]:
         """Of each table that a server has, its part."""
         return [tensors[n][routes[n][server]] for n in self._has[server]]
+
+    @property
+    def updates(self) -> int:
+        """See `RowService`."""
+        return self.steps
 
     @property
     def steps(self) -> int:
@@ -311,7 +323,7 @@ class CollectionClient:
             for server in range(len(self._connections)):
                 parts = self._of_server(ids, routes, server)
                 values = {"batch": batch, "lr": lr, "sizes": [part.numel() for part in parts]}
-                self._submit(server, "push", values, [_cat(parts), *self._of_server(sums, routes, server)])
+                self._submit(server, "push", values, [cat(parts), *self._of_server(sums, routes, server)])
             self._pushed += 1
 
     def drop(self, pulled: "PulledRows") -> None:
@@ -358,10 +370,10 @@ class CollectionClient:
         with self._lock:
             return self.caches[table].finish(pull, versions, steps)
 
-    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
-        """See `RowService`; the changes since the last snapshot of this chain."""
+    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints", **told: Any) -> list[Values]:
+        """See `RowService`; the changes since the last snapshot of this chain. Servers are `told` more."""
         self.push_dropped()
-        values = {"steps": self.steps, "changes_only": changes_only, "chain": chain}
+        values = {"steps": self.steps, "changes_only": changes_only, "chain": chain, **told}
         paths = [f"{path.absolute()}{server}.server" for server in range(len(self._connections))]
         futures = [self._submit(n, "snapshot", {**values, "path": each}) for n, each in enumerate(paths)]
         return [written for written, _ in wait(futures)]
@@ -460,5 +472,6 @@ def wait(futures: Sequence[Future[Message]]) -> list[Message]:
     return [future.result() for future in futures]
 
 
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
+def cat(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, also of none."""
     return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=torch.int64)

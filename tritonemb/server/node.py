@@ -294,7 +294,7 @@ class EmbeddingServer(Closing):
             for name, chain in found.items():
                 part = Part.of(chain)
                 served = self.collections[name] = self._make(name, part.spec, part.header["server"])
-                restore(served, [part])
+                restore(served, [part], numbers=True)
                 served.begin_chain(OWN, part.header["snapshot"])
             for values, tensors in read_records(self._folder / state["clients"]):
                 client = self._clients.setdefault(values["client"], ClientState())
@@ -412,8 +412,38 @@ class EmbeddingServer(Closing):
         answer(({}, []))  # it has been logged, and is among the pushes of the state from here on
         served.push(values["rank"], values["batch"], ids, list(tensors[1:]), values["lr"])
 
+    def _do_facts(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
+        """What a trainer that holds rows must know of the tables, by number."""
+        served = self.collections[values["collection"]]
+        tables = [[n, table.seed, table.clock] for n, table in zip(served.numbers, served.dynamic, strict=True)]
+        updates = 0 if served.tables is None else int(served.tables.counters["step"])
+        answer(({"tables": tables, "updates": updates}, []))
+
+    def _do_hold(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
+        self.collections[values["collection"]].held = True
+        answer(({}, []))
+
+    def _do_assign(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
+        served = self.collections[values["collection"]]
+        ids, occurrences = (each.split(values["sizes"]) for each in tensors)
+        if values["training"]:
+            rows, new = served.assign(ids, occurrences)
+        else:
+            rows, new = served.find(ids), [torch.zeros_like(of_table, dtype=torch.bool) for of_table in ids]
+        answer(({}, [torch.cat([tensors[0][:0], *rows]), torch.cat([tensors[0][:0].bool(), *new])]))
+
+    def _do_move(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
+        served, written = self.collections[values["collection"]], values["written"]
+        parts = tensors[0].split([size for _, size in values["sizes"]])
+        keys = [(number, part) for (number, _), part in zip(values["sizes"], parts, strict=True)]
+        if written:
+            served.write_records(dict(keys[:written]), tensors[1:])
+        answer(({}, served.read_records(dict(keys[written:]))))
+
     def _do_flush(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
+        if "returned" in values:
+            served.returned(**values["returned"])
         served.flush(values["rank"], values["steps"], lambda error: answer(({}, []) if error is None else error))
 
     def _do_read(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
@@ -428,6 +458,8 @@ class EmbeddingServer(Closing):
     def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """Write a file of these tables when all trainers have come to a step, for a checkpoint or for followers."""
         served = self.collections[values["collection"]]
+        if "returned" in values:
+            served.returned(**values["returned"])
 
         def write(error: Exception | None) -> None:
             if error is not None:
@@ -452,6 +484,7 @@ class EmbeddingServer(Closing):
         except Exception as error:
             answer(error)
             raise  # something is half done
+        served.advance()
         answer(({}, []))
         self.save()
 

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.layout import dynamic_rows, nonzero
+from tritonemb.layout import nonzero
 from tritonemb.server.records import read_records
 from tritonemb.server.tables import CollectionSpec, SentBatch, ServedTables, TableSpec
 from tritonemb.server.transport import Message
 from tritonemb.storage import StorageError
-from tritonemb.tables.dynamic_table import DynamicTable
 
 PIECE_BYTES = 1 << 24  # of rows in a record, about
 
@@ -41,13 +40,19 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
     yield {
         "snapshot": name, "after": None if last is None else last.snapshot, "server": served.server,
         "spec": asdict(served.spec), "pulls": served.next_pull, "steps": served.next_push, "counters": list(counters),
-        "time": time.time(),
+        "time": time.time(), "held": served.held,
     }, list(counters.values())  # fmt: skip
     for place, (number, table) in enumerate(zip(served.numbers, served.dynamic, strict=True)):
         for each in served.chains.values():
             each.removed[place] += table.removed or []
         table.removed = []
-        ids, rows = dynamic_rows(table.index) if last is None else _changed_rows(table, last.changed[place])
+        # By row: they then get the same rows one after the other, and are written where they have been read.
+        if last is None:
+            rows = table.index.rows[nonzero(table.index.digests != 0)].long().sort().values
+        else:
+            rows = nonzero(last.changed[place])
+            rows = rows[table.find(table.index.ids[rows]) == rows]
+        ids = table.index.ids[rows]
         if last is not None:
             removed = torch.cat([table.index.ids[:0], *last.removed[place]]).unique()
             yield {"table": number, "kind": "removed", "names": ["ids"]}, [removed]
@@ -56,6 +61,8 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
         step = max(1, PIECE_BYTES // served.spec.tables[number].row_bytes)
         for some in range(0, ids.numel(), step):
             found = table.saved_rows(ids[some : some + step], rows[some : some + step])
+            if served.spec.held_by_trainer:  # which knows the rows' numbers, also when the server is started again
+                found["row"] = rows[some : some + step] + table.row_config.row_origin
             yield {"table": number, "kind": "rows", "names": list(found)}, list(found.values())
     for batch, there in sorted(served.pushes.items()):
         for rank in sorted(there.ids):
@@ -63,14 +70,6 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
             yield values, [*there.ids[rank], *there.others[rank]]
     yield {"end": name}, []
     served.begin_chain(chain, name)
-
-
-def _changed_rows(table: DynamicTable, changed: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids, ascending, and their rows, of those that were read or written since they were last asked for."""
-    rows = nonzero(changed)
-    ids = table.index.ids[rows]
-    ids = ids[table.find(ids) == rows].sort().values
-    return ids, table.find(ids)
 
 
 def read_snapshot(path: Path) -> Iterator[Message]:
@@ -126,7 +125,7 @@ class Part:
             for _ in read_snapshot(path):
                 pass
 
-    def read(self, served: ServedTables) -> None:
+    def read(self, served: ServedTables, numbers: bool) -> None:
         """Bring its rows to these tables, as far as they are theirs. StorageError if a file is damaged."""
         tables, spec = dict(zip(served.numbers, served.dynamic, strict=True)), self.spec
         for path in self.files:
@@ -156,6 +155,8 @@ class Part:
                     if there_has != served.spec.partitions(number, served.server):
                         mine = table.owns(found["ids"])
                         found = {name: value[mine] for name, value in found.items()}
+                    if not numbers:
+                        found.pop("row", None)
                     table.put(found, all_new[number])
 
 
@@ -169,18 +170,21 @@ def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[Par
     return parts
 
 
-def restore(served: ServedTables, parts: Sequence[Part]) -> None:
+def restore(served: ServedTables, parts: Sequence[Part], numbers: bool = False) -> None:
     """Become what all servers' snapshots of one step were, as far as it is in this server's partitions.
 
-    StorageError if a file is damaged, perhaps when half is done: `Part.check` comes first where that matters.
+    `numbers`: rows keep theirs. StorageError if a file is damaged, perhaps when half is done: `Part.check` comes first
+    where that matters.
     """
     for table in served.dynamic:
         table.clear()
     for part in parts:
-        part.read(served)
+        part.read(served, numbers)
     for number, table in zip(served.numbers, served.dynamic, strict=True):
         table.adopt_others(_joined([part.others[number] for part in parts if number in part.others]))
+        table.settle()
     served.take_back()
+    served.held = numbers and any(part.header["held"] for part in parts)
     served.next_pull, served.next_push = parts[0].header["pulls"], parts[0].header["steps"]
     counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})
     if served.tables is not None:
@@ -208,9 +212,10 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """What `state_dict` has of a table, from what its servers, in order, have of it."""
     saved = _joined(parts)
+    saved.pop("row", None)
     ids, order = saved["ids"].sort()
     by_row = {name for name, value in parts[0].items() if value.dim() and value.shape[0] == parts[0]["ids"].shape[0]}
-    saved |= {name: saved[name][order] for name in by_row - {"sketch", "added"}} | {"ids": ids}
+    saved |= {name: saved[name][order] for name in by_row - {"sketch", "added", "row"}} | {"ids": ids}
     if spec.num_embeddings is None:
         return saved
     whole = {"weight": spec.initial_values(torch.arange(spec.num_embeddings), int(saved["seed"]))}

@@ -17,23 +17,27 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, partition_sizes, segment_offsets
+from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, nonzero, partition_sizes, segment_offsets
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
+from tritonemb.storage import Record, record_of
 from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable, find_all
-from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
+from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, give_rows, prefetch_batch
+from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
+NO_ROWS = torch.empty(0, dtype=torch.int64)
 Values = dict[str, Any]
 Answer = Callable[[Sequence[Tensor] | Exception], None]
 Action = Callable[[Exception | None], None]
@@ -135,6 +139,11 @@ class CollectionSpec:
         tables = tuple(TableSpec(**table) for table in values["tables"])
         return cls(**{**values, "tables": tables, "owners": tuple(map(tuple, values["owners"]))})
 
+    @property
+    def held_by_trainer(self) -> bool:
+        """Whether a trainer has rows with their states while it uses them, and applies the optimizer."""
+        return self.exact and self.staleness == 0 and self.trainers == 1
+
     @functools.cached_property
     def refuses(self) -> bool:
         """Whether some table may refuse an id."""
@@ -181,6 +190,7 @@ class ServedTables:
         next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
         chains: of snapshots, by name: what has changed since the last one of each.
         staleness: how many pulls have missed so many steps' updates.
+        held: whether a trainer has rows that it has not written back.
         versions: of each table int64, by row: a number that what is in the row has had since it was last changed, and
             no other content of a row has. None before a trainer with a cache asks; `NO_ROW` of ids without a row.
     """
@@ -203,11 +213,12 @@ class ServedTables:
         self.chains: dict[str, Chain] = {}
         self.versions: list[Tensor] | None = None
         self._version = 0
+        self.held = False
 
     @property
     def dynamic(self) -> list[DynamicTable]:
         """The tables here, in the order of `numbers`."""
-        return [] if self.tables is None else list(self.tables.dynamic.values())
+        return [] if self.tables is None else cast(list[DynamicTable], list(self.tables.dynamic.values()))
 
     def pull(
         self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer,
@@ -254,7 +265,9 @@ class ServedTables:
         self.when(lambda: self.next_push >= steps, answer)
 
     def is_complete(self) -> bool:
-        """Whether all that was pulled has been pushed, and nothing waits."""
+        """Whether all that was pulled has been pushed, or written back, and nothing waits."""
+        if self.held:
+            return False
         steps = range(self.next_push, self.next_pull // self.spec.batches)
         return not self.pulls and self.next_pull % self.spec.batches == 0 and all(map(self._pushed, steps))
 
@@ -388,11 +401,14 @@ class ServedTables:
         rows = list(assigned.features.values().split(sizes))
         for place, (table, of_table) in enumerate(zip(self.dynamic, rows, strict=True)):
             self._mark(place, of_table)
-            if table.removed is not None and sum(each.numel() for each in table.removed) > len(table.index.ids):
-                table.removed = None  # a whole snapshot is smaller
+            self._forget_removed(table)
             if known is not None:
                 self._renew(place, of_table[known[place] < 0])
         return rows
+
+    def _forget_removed(self, table: DynamicTable) -> None:
+        if table.removed is not None and sum(each.numel() for each in table.removed) > len(table.index.ids):
+            table.removed = None  # a whole snapshot is smaller
 
     def _renew(self, place: int, rows: Tensor) -> None:
         """Give changed rows another version."""
@@ -429,6 +445,106 @@ class ServedTables:
         empty = assigned.features.values()[:0]
         before = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), self._layout(), assigned=assigned)
         return prefetch_batch(self.tables, assigned.features, before)
+
+    # Of rows that a trainer holds.
+
+    @torch.no_grad()
+    def assign(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Rows of a batch's distinct ids in dynamic tables, -1 of refused ones; and which ids have just got theirs.
+
+        ValueError if they find no room; nothing has changed then.
+        """
+        places = self._places(static=False)
+        tables = {place: self.dynamic[place] for place in places}
+        given, counts = (dict(zip(places, each, strict=True)) for each in (ids, occurrences))
+        rows, begun = give_rows(tables, given, counts)
+        for place, of_table in rows.items():
+            self._mark(place, of_table)
+            self._forget_removed(tables[place])
+        if (pinned := self._pin([rows.get(place, NO_ROWS) for place in range(len(self.numbers))])) is not None:
+            pinned.release()
+        new = [torch.isin(given[place], begun[place].ids) & (rows[place] >= 0) for place in places]
+        return list(rows.values()), new
+
+    def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """As `assign`, of a batch that is not trained: -1 of ids without a row."""
+        return find_all([self.dynamic[place] for place in self._places(static=False)], ids)
+
+    @torch.no_grad()
+    def read_records(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
+        """Records of tables, by number: of a static one's rows, and of the places that ids have got in others."""
+        rows = {self.numbers.index(number): self._rows(number, of_table) for number, of_table in keys.items()}
+        known, found = {place: nonzero(of_table >= 0) for place, of_table in rows.items()}, list[Tensor]()
+        with self._memory({place: of_table[known[place]] for place, of_table in rows.items()}) as memories:
+            for place, of_table in rows.items():
+                table, record, mine = self.dynamic[place], self._record(place), known[place]
+                records = torch.zeros(of_table.numel(), record.num_bytes, dtype=torch.uint8)
+                fields, (memory, there) = record.views(records), memories[place]
+                for name in fields.keys() & memory.keys():
+                    fields[name][mine] = memory[name].index_select(0, there)
+                if mine.numel() < of_table.numel():
+                    unknown = of_table < 0
+                    fields["weight"][unknown] = table.initial_values(keys[self.numbers[place]][unknown])
+                if "id" in fields:
+                    fields["id"].copy_(table.index.ids[of_table])
+                found.append(records)
+        return found
+
+    @torch.no_grad()
+    def write_records(self, keys: Mapping[int, Tensor], records: Sequence[Tensor]) -> None:
+        """Write them; a static row that is written first gets a place."""
+        rows = dict[int, Tensor]()
+        for number, of_table in keys.items():
+            place = self.numbers.index(number)
+            rows[place] = self._rows(number, of_table)
+            if (unknown := nonzero(rows[place] < 0)).numel():
+                rows[place][unknown] = self.dynamic[place].add(of_table[unknown])
+            self._mark(place, rows[place])
+        with self._memory(rows, dirty=True) as memories:
+            for place, given in zip(rows, records, strict=True):
+                fields, (memory, there) = self._record(place).views(given), memories[place]
+                for name, value in memory.items():
+                    new = self.dynamic[place].index.ids[rows[place]] if name == "id" else fields[name]
+                    value.index_copy_(0, there, new)
+
+    def returned(self, steps: int, lr: float) -> None:
+        """The trainer has written all rows back, after so many steps."""
+        self.held, self.next_pull, self.next_push = False, steps * self.spec.batches, steps
+        if self.tables is not None:
+            self.tables.counters["step"].fill_(steps)
+            self.tables.set_learning_rate(lr)
+
+    def _places(self, static: bool) -> list[int]:
+        return [p for p, n in enumerate(self.numbers) if (self.spec.tables[n].num_embeddings is not None) == static]
+
+    def _rows(self, number: int, keys: Tensor) -> Tensor:
+        static = self.spec.tables[number].num_embeddings is not None
+        return self.dynamic[self.numbers.index(number)].find(keys) if static else keys
+
+    def _record(self, place: int) -> Record:
+        table = self.spec.tables[self.numbers[place]]
+        dtype = getattr(torch, table.dtype)
+        return record_of(table.embedding_dim, dtype, self.optimizer.states, table.num_embeddings is None)
+
+    @contextmanager
+    def _memory(
+        self, rows: Mapping[int, Tensor], dirty: bool = False
+    ) -> Iterator[dict[int, tuple[dict[str, Tensor], Tensor]]]:
+        """Of tables, by place, weight and states in memory, and where rows are in these."""
+        pinned = self._pin([rows.get(place, NO_ROWS) for place in range(len(self.numbers))])
+        found = {}
+        for place, of_table in rows.items():
+            there = of_table
+            if pinned is not None:
+                own, slots = pinned.rows_of(place)
+                there = slots[torch.searchsorted(own, of_table)]
+            found[place] = Table.tensors(self.dynamic[place]), there
+        try:
+            yield found
+        finally:
+            if pinned is not None:
+                pinned.dirty = dirty
+                pinned.release()
 
     def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:
         """A value a position of each table, as one sample."""

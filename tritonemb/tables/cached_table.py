@@ -51,11 +51,14 @@ class CachedTable(Table):
                 "out, or load values with load_state_dict"
             )
         self.config = config
-        self.num_sets = -(-config.cache.rows_of(self.row_config.num_embeddings) // WAYS)
+        self.num_sets = -(-self._rows_to_cache() // WAYS)
         self.record: Record = record_of(config.embedding_dim, config.dtype, states, config.is_dynamic)
         self._cache: Callable[[], Any] | None = None
         self.counted = Counts()  # by the host caches of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
+
+    def _rows_to_cache(self) -> int:
+        return self.config.cache.rows_of(self.row_config.num_embeddings)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         try:

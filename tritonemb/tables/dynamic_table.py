@@ -117,6 +117,8 @@ def begin_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[N
 
     ValueError if new ids find no room in some table; all are as before then.
     """
+    if not tables:
+        return []
     use, indexes = kernel("dynamic_use_all_", tables[0].index.ids.device), [table.index for table in tables]
     used = use(indexes, ids, [table.clock + 1 for table in tables])
     try:
@@ -180,6 +182,7 @@ class DynamicTable(Table):
         self._state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
         self.removed: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
+        self._numbers: Tensor | None = None  # of rows by those that ids have, see `put`
         self.lock: AbstractContextManager[Any] = Lock()
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
@@ -275,6 +278,10 @@ class DynamicTable(Table):
         fill_initial_(values, self.seed, self.config.bound, rows=ids)
         return values
 
+    def add(self, ids: Tensor) -> Tensor:
+        """Rows for distinct new ids, ascending, of a table that never evicts any; nothing is written to these."""
+        return self._insert(ids, torch.ones_like(ids))
+
     def _insert(self, ids: Tensor, occurrences: Tensor) -> Tensor:
         """Rows for distinct new ids, ascending, which there is room for; nothing is written to these."""
         eviction, step = self.config.eviction, self.clock
@@ -287,16 +294,17 @@ class DynamicTable(Table):
 
     def _initialize(self, rows: Tensor, ids: Tensor) -> None:
         """Give rows of new ids their first values, before a lookup reads them."""
-        self.weight.data.index_copy_(0, rows, self.initial_values(ids))
-        for name in self._state_names:
-            self._memory(name).index_fill_(0, rows, 0.0)
+        initialize(self, rows, self.initial_values(ids), self._state_names)
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Copies of weight and states of distinct rows, where these are."""
         return {name: self._memory(name).detach()[rows] for name in ("weight", *self._state_names)}
 
-    def _write(self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None) -> None:
-        """Write weight and all states of distinct rows; `order`: where these are in the values."""
+    def _write(
+        self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
+    ) -> None:
+        """Write weight and all states of distinct rows, of the index's `ids` if not given; `order`: where these are in
+        the values."""
         into = [self._memory(name) for name in values]
         source = [value.to(memory).contiguous() for value, memory in zip(values.values(), into, strict=True)]
         move_rows_(into, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
@@ -505,11 +513,11 @@ class DynamicTable(Table):
     def adopt(self, saved: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` had saved; of a part of a table, its own part of that.
 
-        Or what a checkpoint has of a table on disk: `row`, int64 `[rows]`, in place of weight and states, whose store
-        has these already. ValueError, before anything changes, if it does not fit.
+        With `row`, int64 `[rows]`, these are the rows' numbers; weight and states may be left out then, if the store of
+        a table on disk has them already. ValueError, before anything changes, if it does not fit.
         """
         title = f"table {self.config.name!r}"
-        values = {name: saved[name] for name in ("weight", *self._state_names) if "row" not in saved}
+        values = {name: saved[name] for name in ("weight", *self._state_names) if name in saved}
         ids, order = saved["ids"].to(self.index.ids).sort()
         self._check_rows(ids, values)
         if self.sketch is not None:
@@ -524,10 +532,11 @@ class DynamicTable(Table):
         self.clear()
         self.expect(ids.numel() // self.index.num_sets.numel())
         rows = self._place(ids, saved["step"].to(ids)[order], saved["count"].to(ids)[order], True)
+        if "row" in saved:
+            rows, before = saved["row"].to(ids)[order] - self.row_config.row_origin, rows
+            renumber(self.index, before, rows)
         if values:
             self._write(rows, values, order)
-        else:
-            renumber(self.index, rows, saved["row"].to(ids)[order] - self.row_config.row_origin)
         self.adopt_others(saved)
 
     def adopt_others(self, saved: Mapping[str, Tensor]) -> None:
@@ -550,9 +559,25 @@ class DynamicTable(Table):
         return is_empty
 
     def put(self, saved: Mapping[str, Tensor], all_new: bool) -> None:
-        """Take what `state_dict` had of some ids; `all_new`: none of these is here."""
+        """Take what `state_dict` had of some ids; `all_new`: none of these is here.
+
+        With `row`, they get rows with these numbers when `settle` is called, and not before.
+        """
         rows = self._place(saved["ids"], saved["step"], saved["count"], all_new)
-        self._write(rows, {name: saved[name] for name in ("weight", *self._state_names)})
+        if "row" in saved:
+            before, rows = rows, saved["row"] - self.row_config.row_origin
+            if self._numbers is None and not torch.equal(before, rows):
+                self._numbers = torch.arange(len(self.index.ids))
+            if self._numbers is not None:
+                self._numbers[before] = rows
+        self._write(rows, {name: saved[name] for name in ("weight", *self._state_names)}, ids=saved["ids"])
+
+    def settle(self) -> None:
+        """Let all ids have the rows that `put` was told."""
+        if self._numbers is not None:
+            _, rows = dynamic_rows(self.index)
+            renumber(self.index, rows, self._numbers[rows])
+            self._numbers = None
 
     def _place(self, ids: Tensor, steps: Tensor, counts: Tensor, all_new: bool) -> Tensor:
         """Rows of distinct ids, which there is room for, used so often, last in these steps."""
@@ -579,15 +604,25 @@ class DynamicTable(Table):
         return moved
 
 
-class CachedDynamicTable(DynamicTable, CachedTable):
-    """A dynamic table in host memory or on disk, of whose rows a cache on the device has some.
+def initialize(table: Table, rows: Tensor, weight: Tensor, states: Sequence[str]) -> None:
+    """Write the weight of distinct rows of a table's memory, and states of zero."""
+    table.weight.data.index_copy_(0, rows, weight)
+    for name in states:
+        table.get_buffer(name).index_fill_(0, rows, 0.0)
 
-    A record has its row's id, too: which random numbers round a row of 16 bits depends on that.
+
+class CachedRowsOfIds(CachedTable):
+    """A table whose rows belong to ids that get them in the course of time; a cache on the device has some.
+
+    A record has its row's id, too: which random numbers round a row of 16 bits depends on that. The first values of a
+    row are written to its slot; there is nothing to be read.
     """
 
-    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
-        super().__init__(config, states, device)
-        self._new: tuple[Tensor, Tensor] | None = None  # rows and their new ids, of a batch that is not pinned yet
+    _new: tuple[Tensor, Tensor] | None = None  # rows and their new ids, of a batch that is not pinned yet
+
+    def initial_values(self, ids: Tensor) -> Tensor:
+        """`[N, embedding_dim]`, of ids that have no row."""
+        raise NotImplementedError
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         CachedTable._allocate(self, num_rows, states, device)
@@ -595,6 +630,34 @@ class CachedDynamicTable(DynamicTable, CachedTable):
 
     def row_ids(self) -> Tensor | None:
         return self._buffers["id"]
+
+    def note_new(self, rows: Tensor, ids: Tensor) -> None:
+        """Ids of the next batch that is pinned have just got these rows."""
+        self._new = rows, ids
+
+    def is_new(self, rows: Tensor) -> Tensor:
+        """bool `[N]`, of a batch's distinct rows: which of them ids have just got, so that they need not be read."""
+        new = rows[:0] if self._new is None else self._new[0]
+        return torch.isin(rows, new, assume_unique=True)
+
+    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """Give new rows of a batch, whose `rows`, ascending, have been pinned, their first values; their slots."""
+        (new, ids), self._new = self._new or (rows[:0], rows[:0]), None
+        into = slots[torch.searchsorted(rows, new)]
+        states = [field.name for field in self.record.fields if field.name not in ("weight", "id")]
+        initialize(self, into, self.initial_values(ids), states)
+        self.get_buffer("id").index_copy_(0, into, ids)
+        return into
+
+
+class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
+    """A dynamic table in host memory or on disk, of whose rows a cache on the device has some."""
+
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
+        CachedRowsOfIds._allocate(self, num_rows, states, device)
+
+    def row_ids(self) -> Tensor | None:
+        return CachedRowsOfIds.row_ids(self)
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""
@@ -620,20 +683,7 @@ class CachedDynamicTable(DynamicTable, CachedTable):
         DynamicTable.reset_parameters(self, seed)
 
     def _initialize(self, rows: Tensor, ids: Tensor) -> None:
-        self._new = rows, ids
-
-    def is_new(self, rows: Tensor) -> Tensor:
-        """bool `[N]`, of a batch's distinct rows: which of them ids have just got, so that they need not be read."""
-        new = rows[:0] if self._new is None else self._new[0]
-        return torch.isin(rows, new, assume_unique=True)
-
-    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """Give new rows of a batch, whose `rows`, ascending, have been pinned, their first values; their slots."""
-        (new, ids), self._new = self._new or (rows[:0], rows[:0]), None
-        into = slots[torch.searchsorted(rows, new)]
-        DynamicTable._initialize(self, into, ids)
-        self._memory("id").index_copy_(0, into, ids)
-        return into
+        self.note_new(rows, ids)
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:
@@ -646,10 +696,12 @@ class CachedDynamicTable(DynamicTable, CachedTable):
                 found[name][places] = fields[name]
         return {name: found[name] for name in ("weight", *self._state_names)}
 
-    def _write(self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None) -> None:
+    def _write(
+        self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
+    ) -> None:
         if order is not None:
             values = {name: value[order.to(value.device)] for name, value in values.items()}
-        ids, (rows, order) = self.index.ids[rows], rows.sort()
+        ids, (rows, order) = self.index.ids[rows] if ids is None else ids, rows.sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         with self._reloading():
             for some, places in zip(rows.split(step), order.split(step), strict=True):

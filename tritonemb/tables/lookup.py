@@ -208,6 +208,9 @@ def prefetch_batch(
     the batch, has them, and for an id out of range, a ValueError before anything changes; StorageError as of its `pin`.
     """
     keys, values, offsets, weights = parts_of(features)
+    training = torch.is_grad_enabled() and trains(tables)
+    if training and tables.service is not None:
+        tables.service.begin_training()
     assigned = None if before is None else before.assigned
     if tables.dynamic and assigned is None:
         assigned = assign_rows(tables, features, occurrences=occurrences)
@@ -215,7 +218,7 @@ def prefetch_batch(
     layout = tables.layout(given.keys(), given.values().device)
     batch = one_key_a_lookup(tables, given, layout)
     whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
-    training, released = torch.is_grad_enabled() and trains(tables), _released_before.get()
+    released = _released_before.get()
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     with torch.no_grad(), torch.inference_mode(False):  # what changes here is used in training too
         groups = ops.row_groups(batch.values(), batch.offsets(), whole)
@@ -318,27 +321,67 @@ def assign_rows(
         raise ValueError(_no_gradient(tables))
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
         values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
-        rows, begun = values, dict[int, Any]()
         ids = {number: values[at].contiguous() for number, at in positions.items()}
-        given, last = ids, dict[int, Tensor]()
-        if occurrences is not None and training:
-            given, last = _repeated(ids, {number: occurrences[at] for number, at in positions.items()})
-        if training:
-            begun = dict(zip(dynamic, begin_all([*dynamic.values()], [given[n] for n in dynamic]), strict=True))
+        counts = None if occurrences is None else {number: occurrences[at] for number, at in positions.items()}
+        all_known = False
+        if tables.service is not None:
+            found = _rows_on_servers(tables, ids, counts, training)
+        elif training:
+            found, begun = give_rows(dynamic, ids, counts)
+            all_known = not any(of_table.refused for of_table in begun.values())
+        else:
+            found = {number: dynamic[number].find(of_table) for number, of_table in ids.items()}
+        rows = values
         for number, at in positions.items():
-            table = dynamic[number]
-            found = table.finish(begun[number]) if training else table.find(ids[number])
-            found = found[last[number]] if number in last else found
             if isinstance(at, slice) and at == slice(0, len(values)):
-                rows = found
+                rows = found[number]
             else:
                 rows = values.clone() if rows is values else rows
-                rows[at] = found
+                rows[at] = found[number]
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
-        all_known = training and not any(found.refused for found in begun.values())
         unknown = None if all_known else _unknown_ids(tables, rows, positions, ids, layout, ahead)
-        return AssignedRows(assigned, groups, unknown, training, torch.tensor(table.clock))
+        clock = next(iter(dynamic.values())).clock
+        return AssignedRows(assigned, groups, unknown, training, torch.tensor(clock))
+
+
+def give_rows(
+    tables: Mapping[int, Any], ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor] | None
+) -> tuple[dict[int, Tensor], dict[int, Any]]:
+    """The rows of a batch's ids in dynamic tables, where new ids get some, and what `begin` has found of each table.
+
+    `occurrences`: how often each of the ids, distinct then, is in the batch. ValueError, before anything changes, if
+    ids find no room in some table.
+    """
+    given, last = ids, dict[int, Tensor]()
+    if occurrences is not None and ids:
+        given, last = _repeated(ids, occurrences)
+    begun = dict(zip(given, begin_all([tables[number] for number in given], [*given.values()]), strict=True))
+    rows = {number: tables[number].finish(batch) for number, batch in begun.items()}
+    return {number: rows[number][last[number]] if last else rows[number] for number in rows}, begun
+
+
+def _rows_on_servers(
+    tables: Tables, ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor] | None, training: bool
+) -> dict[int, Tensor]:
+    """As `give_rows`, or, of a batch that is not trained, `DynamicTable.find`, where servers have the index."""
+    distinct, inverses, counts = list[Tensor](), list[Tensor](), list[Tensor]()
+    for number, of_table in ids.items():
+        found, inverse, count = of_table.unique(return_inverse=True, return_counts=True)
+        if occurrences is not None:
+            count = torch.zeros_like(found).index_add_(0, inverse, occurrences[number].long())
+        distinct.append(found)
+        inverses.append(inverse)
+        counts.append(count)
+    answers = tables.service.assign([each.cpu() for each in distinct], [each.cpu() for each in counts], training)
+    rows = dict[int, Tensor]()
+    for number, of_table, inverse, answer in zip(ids, distinct, inverses, answers, strict=True):
+        places, new = (each.to(of_table.device) for each in answer)
+        if training:
+            tables.dynamic[number].clock += 1
+            tables.dynamic[number].note_new(places[new], of_table[new])
+        rows[number] = places[inverse]
+    return rows
 
 
 def _repeated(

@@ -38,11 +38,14 @@ class Pull(Protocol):
         """Send for each table the sums of the rows' gradients, float32 `[n, embedding_dim]`; None if there are none."""
 
 
-class RowService(Protocol):
-    """The servers of a collection's tables. Any thread may pull; pulls for training are in the order of batches."""
+class TableService(Protocol):
+    """The servers of a collection's tables: what they have, as a whole.
 
-    def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> Pull:
-        """Ask for the rows of each table's distinct ids, int64 `[n]`, each of which is so often in the batch."""
+    Attributes:
+        applies_updates: whether they apply the optimizer, to what is pushed: a `RowService`. Else it is a `RowStore`.
+    """
+
+    applies_updates: bool
 
     def tensors(self, table: str) -> dict[str, Tensor]:
         """What `state_dict` has of a table, as far as pushes have been applied; copies."""
@@ -51,10 +54,10 @@ class RowService(Protocol):
         """The reverse; ValueError if it does not fit, and nothing has changed."""
 
     def flush(self) -> None:
-        """Wait until all that has been pushed is applied, on all trainers. They all call this, after the same step."""
+        """Wait until servers have all that was trained, on all trainers. They all call this, after the same step."""
 
     def snapshot(self, path: Path, changes_only: bool = False) -> list[dict[str, Any]]:
-        """Let each server write its tables to a file, when all trainers have pushed so many steps; one calls this.
+        """Let each server write its tables to a file, when all trainers have come to this step; one calls this.
 
         The files have the server's number and ".server" behind `path`. Of each one: the snapshot's name, and that of
         the one it follows, or None if it is whole. StorageError if one could not be written.
@@ -67,6 +70,13 @@ class RowService(Protocol):
         """
 
 
+class RowService(TableService, Protocol):
+    """Servers that apply the optimizer. Any thread may pull; pulls for training are in the order of batches."""
+
+    def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> Pull:
+        """Ask for the rows of each table's distinct ids, int64 `[n]`, each of which is so often in the batch."""
+
+
 class ServerTable(Table):
     """A table without rows here: `weight` is `[0, embedding_dim]`, and no parameter.
 
@@ -74,7 +84,7 @@ class ServerTable(Table):
     """
 
     weight: Any  # for tracing alone; no optimizer may have it
-    service: RowService | None = None
+    service: TableService | None = None
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         config = self.config
@@ -91,7 +101,7 @@ class ServerTable(Table):
     def row_config(self) -> TableConfig:
         return self.config.memory(1) if self.config.is_dynamic else self.config
 
-    def _attached(self) -> RowService:
+    def _attached(self) -> TableService:
         if self.service is None:
             raise ValueError(not_attached(self.config))
         return self.service

@@ -1,7 +1,7 @@
 """`TableSet`: tables, their layout over a batch, their lookup and their fused update."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, cast, get_args
@@ -18,6 +18,7 @@ from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
+from tritonemb.tables.cached_server_table import CachedServerTable, CachedServerTableOfIds, RowStore
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable, Lock
 from tritonemb.tables.lookup import (
@@ -125,27 +126,33 @@ class TableSet(OptimizedTables):
                 "pending": torch.zeros((), dtype=torch.int64, device=real),
             }
         states = () if optimizer is None else optimizer.states
-        made = [kind_of(config)(config, states, device) for config in self.configs]
         # As of `counters`, a module that owns the tables gives its own dictionary.
         self._names = [config.name for config in tables]
-        self.by_name: dict[str, Any] = dict(zip(self._names, made, strict=True))
+        self.by_name: dict[str, Any] = {}
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
-        self.cache = _make_cache(self.tables)
-        self.dynamic = {number: each for number, each in enumerate(made) if isinstance(each, DynamicTable)}
-        self.on_servers = isinstance(made[0], ServerTable)
-        self.service: RowService | None = None
-        self.lock: AbstractContextManager[Any] = Lock() if self.dynamic else nullcontext()
-        for table in self.dynamic.values():
-            table.lock = self.lock
-        self.row_configs = [each.row_config for each in made]
+        self.service: Any = None  # a `RowService` or `RowStore`, once there is one
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self.table_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # of dynamic tables, and those on servers
         self._known: dict[str, Any] = {}  # of each `TensorList`
+        self._have([kind_of(config)(config, states, device) for config in self.configs])
         self._accumulated_keys: tuple[str, ...] | None = None
         self._oldest: int | None = None  # step of the first accumulated micro-batch of dynamic tables
         self.pins: list[Lookup] = []
         self._in_graph: Lookup | None = None  # a batch whose compiled forward has run, and its backward has not
         self.layout(self.feature_names, self.tables[0].weight.device)
+
+    def _have(self, tables: Sequence[Table]) -> None:
+        """These tables, one for each config."""
+        self.by_name.update(zip(self._names, tables, strict=True))
+        self.cache = _make_cache(tables)
+        kinds = DynamicTable | CachedServerTableOfIds
+        self.dynamic = {number: each for number, each in enumerate(tables) if isinstance(each, kinds)}
+        self.on_servers = isinstance(tables[0], ServerTable) and self.cache is None
+        self.lock: AbstractContextManager[Any] = Lock() if self.dynamic else nullcontext()
+        for table in self.dynamic.values():
+            table.lock = self.lock
+        self.row_configs = [each.row_config for each in tables]
+        self.table_keys.clear()
 
     @property
     def tables(self) -> list[Table]:
@@ -208,7 +215,8 @@ class TableSet(OptimizedTables):
             with torch.inference_mode(False):  # it is kept, for training too
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
-                found.tables[table, ROW_IDS], found.tables[table, ROW_ORIGIN] = dynamic.index.ids.data_ptr(), 0
+                if isinstance(dynamic, DynamicTable):
+                    found.tables[table, ROW_IDS], found.tables[table, ROW_ORIGIN] = dynamic.index.ids.data_ptr(), 0
             for table in range(len(configs)) if self.on_servers else self.dynamic:
                 own = configs[table].feature_names
                 self.table_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
@@ -446,14 +454,50 @@ class TableSet(OptimizedTables):
         """Held while the tables' tensors are used, as their cache may replace them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.storage.lock
 
-    def attach(self, service: RowService) -> None:
-        """Let these servers have the rows of tables whose placement is "server"."""
-        self.service = service
-        for table in self.tables:
-            assert isinstance(table, ServerTable)
-            table.service = service
-            if table.weight.is_meta:
-                table._apply(partial(torch.empty_like, device=self.counters["step"].device))
+    def attach(self, service: RowService | RowStore) -> None:
+        """Let these servers have the rows of tables whose placement is "server".
+
+        Where they do not apply the optimizer, a cache on the device of the counters has rows that are being used.
+        """
+        self.service, before = service, cast(list[ServerTable], self.tables)
+        device = self.counters["step"].device
+        if service.applies_updates:
+            service = cast(RowService, service)
+            for table in before:
+                table.service = service
+                if table.weight.is_meta:
+                    table._apply(partial(torch.empty_like, device=device))
+            return
+        assert self.optimizer is not None
+        service, kinds = cast(RowStore, service), (CachedServerTable, CachedServerTableOfIds)
+        made = [kinds[c.is_dynamic](c, self.optimizer.states, device, service) for c in self.configs]
+        for table, one_before in zip(made, before, strict=True):
+            table.weight.requires_grad_(one_before.weight.requires_grad)
+        self._have(made)
+        self.forget_layouts()
+        self.rows_changed()
+        self.counters["step"].fill_(service.updates)
+        service.hold_rows(self)
+        for view in self._views:
+            view.refresh()
+
+    def write_back(self) -> None:
+        """Let servers have all rows as they are now, where a cache has them."""
+        cast(RowCache, self.cache).write_back()
+
+    @contextmanager
+    def replacing_rows(self) -> Iterator[None]:
+        """While servers get other rows: none is in the cache then. RuntimeError if a batch has pinned some."""
+        with ExitStack() as stack:
+            for table in cast(list[CachedServerTable], self.tables):
+                stack.enter_context(cast(RowCache, self.cache).reloading(table, unpinned=True))
+            yield
+            self.rows_changed()
+
+    def rows_changed(self) -> None:
+        """Take over what servers know of their tables: seeds, and batches that were trained."""
+        for table in cast(list[Any], self.tables):
+            table.seed, table.clock = self.service.seed_and_clock(table.config.name)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own layouts when it needs them."""

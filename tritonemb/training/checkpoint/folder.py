@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated, sync
-from tritonemb.tables.server_table import RowService
+from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import files
 from tritonemb.training.checkpoint.files import FORMAT, MANIFEST
@@ -68,7 +68,7 @@ class CheckpointFolder:
 
     def save(
         self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
-        services: Mapping[str, RowService] | None = None,
+        services: Mapping[str, TableService] | None = None,
     ) -> CheckpointSaved:  # fmt: skip
         """Write the checkpoint of a step.
 
@@ -95,7 +95,7 @@ class CheckpointFolder:
 
     def begin(
         self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
-        services: Mapping[str, RowService] | None = None,
+        services: Mapping[str, TableService] | None = None,
     ) -> CheckpointWriter:  # fmt: skip
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 

@@ -27,7 +27,7 @@ from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.server_table import RowService
+from tritonemb.tables.server_table import TableService
 from tritonemb.tables.table_set import TableSet
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
@@ -71,7 +71,7 @@ class AsyncSave:
 
     def start(
         self, step: int, tensors: Tensors, manifest: Manifest, best: bool = False,
-        services: Mapping[str, RowService] | None = None,
+        services: Mapping[str, TableService] | None = None,
     ) -> CheckpointSaved | None:  # fmt: skip
         """Begin to write a checkpoint, see `CheckpointFolder.save`; wait for the one before, return it if nobody has.
 
@@ -173,7 +173,7 @@ def _load_servers(
             _service(tables).load(config.name, fields)
 
 
-def _service(tables: TableSet) -> RowService:
+def _service(tables: TableSet) -> TableService:
     assert tables.service is not None
     return tables.service
 
@@ -183,7 +183,7 @@ def _prefix(collection: str) -> str:
     return "" if collection == "tables" else f"{collection}."
 
 
-def services_of(model: nn.Module) -> dict[str, RowService]:
+def services_of(model: nn.Module) -> dict[str, TableService]:
     """Of a model's collections on embedding servers, by path."""
     return {path: each.service for path, each in _on_servers(model).items() if each.service is not None}
 

@@ -30,7 +30,7 @@ from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.io import allocated, sync
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
-from tritonemb.tables.server_table import RowService
+from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, size_and_checksum, size_of
 from tritonemb.training.ranks import Failure, on_all_ranks, on_each_rank, raise_failures
@@ -58,7 +58,7 @@ class CheckpointWriter(FileSystemWriter):
     def __init__(
         self, folder: Path, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup,
         publish: Callable[["RankFiles"], None],  # for rank 0, when all ranks' files are on the disk
-        services: Mapping[str, RowService] | None = None,  # of collections on embedding servers; rank 0's are asked
+        services: Mapping[str, TableService] | None = None,  # of collections on embedding servers; rank 0's are asked
     ) -> None:  # fmt: skip
         self._began = time.perf_counter()
         in_memory, tables = split_tables(tensors)
@@ -196,7 +196,7 @@ class TableSnapshots:
     And lets embedding servers write theirs, before it does; `services` are those of collections by path.
     """
 
-    def __init__(self, tables: Mapping[str, DiskTable], services: Mapping[str, RowService]) -> None:
+    def __init__(self, tables: Mapping[str, DiskTable], services: Mapping[str, TableService]) -> None:
         self.tables, self._services = tables, services
         self._servers: dict[str, list[dict[str, Any]]] = {}
         self._folder = Path()
@@ -257,9 +257,9 @@ class TableSnapshots:
                 snapshot.future.wait()
 
 
-def let_servers_write(folder: Path, name: str, service: RowService, earlier: Earlier) -> list[dict[str, Any]]:
+def let_servers_write(folder: Path, name: str, service: TableService, earlier: Earlier) -> list[dict[str, Any]]:
     """Snapshots of all servers of a collection, which follow those of an earlier checkpoint if they can: of each server
-    the chain of files, and its last snapshot. StorageError as of `RowService.snapshot`.
+    the chain of files, and its last snapshot. StorageError as of `TableService.snapshot`.
     """
     stem = _stem(name)
     source, manifest = next((each for each in earlier if name in each[1].get("servers", {})), (folder, {}))

@@ -1,0 +1,171 @@
+"""Rows that a trainer has, with their states, while it uses them: staleness 0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.server.jobs import KEYS, Faults, batches, local_servers, make, train, train_all
+from tests.server.test_recovery import restarted
+from tests.server.test_staleness import DYNAMIC, same
+from tritonemb.layout import partitions_of
+from tritonemb.server import EmbeddingServer, Servers, flush
+from tritonemb.server.transport import LocalTransport
+
+OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
+ADMITTED = OF_IDS | {"admission": te.AdmissionConfig(appearances=2)}
+
+
+def alone(steps: int, **how):
+    model = make(None, **how)
+    return [train(model, steps)], model.state_dict()
+
+
+@pytest.mark.parametrize("cache", [1, 64, None])
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("dynamic", [None, OF_IDS, ADMITTED], ids=["static", "dynamic", "admitted"])
+@pytest.mark.few(3)
+def test_bits_are_those_of_one_process(cache, ahead, dynamic):
+    """Whatever the cache's size, and how far batches are prefetched."""
+    expected = alone(16, dynamic=dynamic)
+    with local_servers(3) as servers:
+        same(train_all(servers, 16, ahead=ahead, dynamic=dynamic, cache=cache), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.few(1)
+def test_rows_of_16_bits_are_rounded_alike(dtype):
+    def run(servers: Servers | None) -> dict[str, torch.Tensor]:
+        place = {} if servers is None else {"placement": "server", "cache": te.CacheConfig(rows=32)}
+        torch.manual_seed(1)
+        tables = [
+            te.TableConfig("a", 300, 5, features=["a", "c"], dtype=dtype, **place),
+            te.TableConfig("d", None, 6, features=["b"], dtype=dtype, **OF_IDS, **place),
+        ]
+        model = te.nn.EmbeddingBagCollection(tables, te.optim.Adam(lr=0.1))
+        if servers is not None:
+            te.server.attach(model, servers)
+        train(model, 12)
+        return model.state_dict()
+
+    with local_servers(2) as servers:
+        assert_same_bits(run(servers), run(None))
+
+
+@pytest.mark.parametrize(
+    "faults", [Faults(late=0.5, delay=0.02), Faults(twice=0.4, late=0.3), Faults(lost=0.05), Faults(cut=0.03)]
+)
+@pytest.mark.few(1)
+def test_a_bad_network_changes_no_bit(faults):
+    expected = alone(8, dynamic=OF_IDS)
+    with local_servers(2, faults) as servers:
+        same(train_all(servers, 8, ahead=2, dynamic=OF_IDS, cache=1), expected)
+
+
+@pytest.mark.parametrize("log", ["memory", "disk"])
+@pytest.mark.few(1)
+def test_lost_servers_change_no_bit(tmp_path, log):
+    expected = alone(12, dynamic=OF_IDS)
+    with restarted(tmp_path, log) as (servers, own):
+        same(train_all(servers, 12, ahead=1, dynamic=OF_IDS, cache=1), expected)
+    assert min(server.times for server in own) > 2
+
+
+def test_micro_batches_have_the_bits_of_one_process():
+    def run(model) -> dict[str, torch.Tensor]:
+        for _ in range(3):
+            with model.accumulate():
+                for batch in batches(2):
+                    model(batch).square().sum().backward()
+        return model.state_dict()
+
+    with local_servers(2) as servers:
+        assert_same_bits(run(make(servers, accumulate=2, dynamic=OF_IDS)), run(make(None, dynamic=OF_IDS)))
+
+
+def test_ids_without_rows_read_as_initial_values():
+    with local_servers(2) as servers:
+        models = [make(servers, dynamic=ADMITTED), make(None, dynamic=ADMITTED)]
+        for model in models:
+            train(model, 12)
+        with torch.no_grad():
+            found, expected = (model(batch) for model, batch in zip(models, [*batches(1, 5)] * 2, strict=True))
+        assert torch.equal(found, expected)
+        statistics = [model["d"].statistics() for model in models]
+        assert statistics[0].refused == statistics[1].refused > 0
+        assert statistics[0].evictions == statistics[1].evictions > 0
+        assert_same_bits(models[0].state_dict(), models[1].state_dict())
+
+
+def test_rows_are_sent_once_while_the_cache_has_them():
+    with local_servers(1) as servers:
+        model = make(servers, cache=10_000)
+        (batch,) = batches(1)
+        for _ in range(3):
+            model(batch).sum().backward()
+        read = model.cache_statistics()["b"].read
+        model(batch).sum().backward()
+        assert model.cache_statistics()["b"].read == read > 0
+        assert servers.statistics()[0]["collections"]["tables"]["tables"]["b"]["rows"] == 0
+        flush(model)
+        assert servers.statistics()[0]["collections"]["tables"]["tables"]["b"]["rows"] > 0
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_batch_that_finds_no_room_changes_nothing(servers):
+    """Or, where another server has given rows by then, nothing is trained after it."""
+    many = torch.arange(40_000)
+    one, other = (many[partitions_of(many, 2) == partition] for partition in range(2))
+    too_many = te.KeyedJaggedTensor(KEYS, torch.cat([one[:6_000], other[:10]]), lengths=torch.tensor([6_010, 0, 0]))
+    tables = [te.TableConfig("d", None, 4, features=["a"], capacity=8_192, placement="server")]
+    with local_servers(servers) as some:
+        model = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
+        te.server.attach(model, some)
+        train(model, 2)
+        before = model.state_dict()
+        with pytest.raises(ValueError, match=r"'d': a batch has [56],\d\d\d new ids, and 1,\d\d\d of them find no"):
+            model(too_many)
+        if servers == 1:
+            assert_same_bits(model.state_dict(), before)
+            train(model, 1)
+        else:
+            with pytest.raises(RuntimeError, match="and got rows on others; load a checkpoint"):
+                train(model, 1)
+            model.load_state_dict(before)
+            train(model, 1)
+
+
+def test_rows_are_put_on_disk_where_memory_is_short(tmp_path):
+    expected = alone(10, dynamic=DYNAMIC)
+    server = EmbeddingServer("small", tmp_path, memory=200_000, over_memory="spill")
+    with Servers([LocalTransport(server, "small")], [server]) as servers:
+        same(train_all(servers, 10, dynamic=DYNAMIC, cache=1), expected)
+        assert server.collections["tables"].tables.cache is not None
+
+
+def test_a_model_with_held_rows_is_one_graph(dynamo):
+    with local_servers(2) as servers:
+        models = [make(servers), make(None)]
+        compiled = [torch.compile(models[0], fullgraph=True, backend="aot_eager"), models[1]]
+        for batch in batches(4):
+            found = []
+            for model, call in zip(models, compiled, strict=True):
+                output = call(te.nn.prefetch(model, batch))
+                output.square().sum().backward()
+                found.append(output.detach())
+            assert torch.equal(*found)
+        assert_same_bits(models[0].state_dict(), models[1].state_dict())
+
+
+def test_rows_of_a_batch_that_is_in_flight_are_not_replaced():
+    with local_servers(1) as servers:
+        model = make(servers)
+        state = model.state_dict()
+        output = model(next(batches(1)))
+        with pytest.raises(RuntimeError, match="a batch has pinned rows of table 'a'"):
+            model.load_state_dict(state)
+        output.sum().backward()
+        model.load_state_dict(state)
+        assert_same_bits(model.state_dict(), state)
