@@ -28,6 +28,7 @@ A row takes 16 bytes beside its values, and at most 6.25 of slots where all sets
 
 import functools
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -322,6 +323,18 @@ def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, T
     return _find(index, ids, step, True)
 
 
+def dynamic_find_all(indexes: Sequence[DynamicIndex], ids: Sequence[Tensor]) -> list[Tensor]:
+    """A launch for each. As the reference."""
+    return [*map(dynamic_find, indexes, ids)]
+
+
+def dynamic_use_all_(
+    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """A launch for each. As the reference."""
+    return [*map(dynamic_use_, indexes, ids, steps)]
+
+
 def _find(index: DynamicIndex, ids: Tensor, step: int, use: bool) -> tuple[Tensor, Tensor]:
     num_ids = ids.numel()
     rows, before = torch.empty_like(ids), torch.empty(num_ids if use else 0, dtype=torch.int32, device=ids.device)
@@ -394,6 +407,18 @@ def dynamic_use_reference_(index: DynamicIndex, ids: Tensor, step: int) -> tuple
             before[position], index.used[row] = index.used[row], step
             index.counts[row] = min(MOST_USES, int(index.counts[row]) + 1)
     return rows, before
+
+
+def dynamic_find_all_reference(indexes: Sequence[DynamicIndex], ids: Sequence[Tensor]) -> list[Tensor]:
+    """`dynamic_find` of several tables, one at least."""
+    return [*map(dynamic_find_reference, indexes, ids)]
+
+
+def dynamic_use_all_reference_(
+    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """`dynamic_use_` of several tables, one at least."""
+    return [*map(dynamic_use_reference_, indexes, ids, steps)]
 
 
 def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:

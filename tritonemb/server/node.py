@@ -6,7 +6,6 @@ be lost, and no sooner: it is in the log, or the client keeps it until it is in 
 """
 
 import fcntl
-import functools
 import json
 import os
 import queue
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from tritonemb.flight import encode_error
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
-from tritonemb.server.snapshot import Restored, restore, take_snapshot
+from tritonemb.server.snapshot import Part, parts_of, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables
 from tritonemb.server.transport import Message, Reply
 from tritonemb.storage import StorageError
@@ -253,11 +252,9 @@ class EmbeddingServer(Closing):
         self._save_due = False
 
     def _write_state(self, folder: Path, version: int) -> None:
-        changes_only = 0 < len(self._files) < MOST_FILES * len(self.collections)
-        files = self._files if changes_only else []
-        whole = not changes_only
+        changes_only = len(self._files) < MOST_FILES * len(self.collections)
         with storage_errors(f"embedding server {self.name} could not save its state in {folder}", "check the disk"):
-            clients, written = f"clients-{version}", [*files]
+            clients, written = f"clients-{version}", self._files
             with (folder / clients).open("wb") as file:
                 for name, client in self._clients.items():
                     write_record(file, ({"client": name, "expected": client.expected}, []))
@@ -267,8 +264,9 @@ class EmbeddingServer(Closing):
                         write_record(file, ({"client": name, "undone": number, "values": values}, tensors))
             sync(folder / clients)
             for name, served in self.collections.items():
-                written.append(f"{name}-{version}.rows")
-                write_snapshot(folder / written[-1], take_snapshot(served, OWN, not whole))
+                rows = f"{name}-{version}.rows"
+                follows = write_snapshot(folder / rows, take_snapshot(served, OWN, changes_only))["after"] is not None
+                written = [*(each for each in written if follows or each.rpartition("-")[0] != name), rows]
             log = MessageLog(folder / f"log-{version}", self.log == "fsync") if self.log in ("disk", "fsync") else None
             with on_error(log.close if log is not None else lambda: None):
                 state = {"version": version, "clients": clients, "files": written}
@@ -290,12 +288,14 @@ class EmbeddingServer(Closing):
         if (self._folder / STATE).exists():
             state = json.loads(read_sealed(self._folder / STATE))
             self._version, self._files = state["version"], state["files"]
-            found: dict[str, Restored] = {}
+            found: dict[str, list[Path]] = {}
             for file in self._files:
-                found.setdefault(file.rpartition("-")[0], Restored()).read(self._folder / file)
-            for name, part in found.items():
+                found.setdefault(file.rpartition("-")[0], []).append(self._folder / file)
+            for name, chain in found.items():
+                part = Part.of(chain)
                 served = self.collections[name] = self._make(name, part.spec, part.header["server"])
                 restore(served, [part], numbers=True)
+                served.begin_chain(OWN, part.header["snapshot"])
             for values, tensors in read_records(self._folder / state["clients"]):
                 client = self._clients.setdefault(values["client"], ClientState())
                 if "expected" in values:
@@ -475,9 +475,15 @@ class EmbeddingServer(Closing):
 
     def _do_restore(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """Become what the files of all servers at a step say: of each server, a chain."""
-        parts = [functools.reduce(Restored.read, map(Path, chain), Restored()) for chain in values["chains"]]
         served = self.collections[values["collection"]]
-        restore(served, parts)
+        parts = parts_of(served, [[*map(Path, chain)] for chain in values["chains"]])
+        for part in parts:
+            part.check()
+        try:
+            restore(served, parts)
+        except Exception as error:
+            answer(error)
+            raise  # something is half done
         served.advance()
         answer(({}, []))
         self.save()

@@ -5,7 +5,10 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,29 +45,46 @@ def write_record(file: BinaryIO, message: Message) -> int:
 def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
     """The records of a file, in their order. StorageError if it is damaged.
 
+    Behind the first one, which some read alone, a thread reads a record while the one before it is used.
+
     `torn`: a last record that was not written to its end is left out, as nobody was told that it was.
     """
-    what = f"file {path}"
-    with storage_errors(f"{what} cannot be read", "check the disk"), path.open("rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        while (at := file.tell()) < end:
-            header = file.read(_SIZE)
-            begun = len(header) == _SIZE and zlib.crc32(header[:-4]) == int.from_bytes(header[-4:], "little")
-            if begun:
-                text_size, size, checksum = _HEADER.unpack(header[:-4])
-                behind = at + _SIZE + text_size + size
-                if behind <= end:
-                    text, data = file.read(text_size), np.empty(size, dtype=np.uint8)
-                    file.readinto(data)
-                    if zlib.crc32(data, zlib.crc32(text)) == checksum:
-                        parsed = json.loads(text)
-                        yield parsed["values"], list(_tensors(parsed["tensors"], data))
-                        del data
-                        continue
-            # After a loss of power there may be zeros where something was about to be written.
-            if torn and (behind >= end if begun else len(header) < _SIZE or not any(header)):
-                return
-            raise StorageError(f"{what} is damaged at byte {at:,}; use another one")
+    with (
+        storage_errors(f"file {path} cannot be read", "check the disk"),
+        path.open("rb") as file,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        read = partial(_read_record, file, path, torn)
+        if (record := read()) is not None:
+            yield record
+            coming = thread.submit(read)
+            while (record := coming.result()) is not None:
+                coming = thread.submit(read)
+                yield record
+
+
+def _read_record(file: BufferedReader, path: Path, torn: bool) -> Message | None:
+    """The next one; None at the end."""
+    at, end = file.tell(), os.fstat(file.fileno()).st_size
+    if at == end:
+        return None
+    header = file.read(_SIZE)
+    begun = len(header) == _SIZE and zlib.crc32(header[:-4]) == int.from_bytes(header[-4:], "little")
+    if begun:
+        text_size, size, checksum = _HEADER.unpack(header[:-4])
+        behind = at + _SIZE + text_size + size
+        if behind <= end:
+            text, data = file.read(text_size), np.empty(size, dtype=np.uint8)
+            file.readinto(data)
+            if hasattr(os, "posix_fadvise"):  # the disk reads on while this is checked
+                os.posix_fadvise(file.fileno(), behind, size, os.POSIX_FADV_WILLNEED)
+            if zlib.crc32(data, zlib.crc32(text)) == checksum:
+                parsed = json.loads(text)
+                return parsed["values"], list(_tensors(parsed["tensors"], data))
+    # After a loss of power there may be zeros where something was about to be written.
+    if torn and (behind >= end if begun else len(header) < _SIZE or not any(header)):
+        return None
+    raise StorageError(f"file {path} is damaged at byte {at:,}; use another one")
 
 
 def _tensors(kinds: Iterable[tuple[str, list[int]]], data: np.ndarray) -> Iterator[Tensor]:

@@ -6,26 +6,23 @@ have not been applied yet; and an end. The files of all servers at one step are 
 number of servers, each with its own partitions, can read them.
 """
 
-import functools
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.layout import nonzero
 from tritonemb.server.records import read_records
-from tritonemb.server.tables import Chain, CollectionSpec, SentBatch, ServedTables, TableSpec
+from tritonemb.server.tables import CollectionSpec, SentBatch, ServedTables, TableSpec
 from tritonemb.server.transport import Message
 from tritonemb.storage import StorageError
-from tritonemb.tables.dynamic_table import DynamicTable
 
-PIECE_BYTES = 1 << 26  # of rows in a record
-BY_ROW = ("ids", "step", "count", "row")  # and weight and states
+PIECE_BYTES = 1 << 24  # of rows in a record, about
 
 Values = dict[str, Any]
 
@@ -35,7 +32,7 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
 
     When all are written, it is the chain's last one.
     """
-    name, names = uuid.uuid4().hex, ("weight", *(spec.name for spec in served.optimizer.states))
+    name = uuid.uuid4().hex
     if any(table.removed is None for table in served.dynamic):
         served.chains = {}  # a table was loaded
     last = served.chains.get(chain) if changes_only else None
@@ -49,41 +46,30 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
         for each in served.chains.values():
             each.removed[place] += table.removed or []
         table.removed = []
-        found = table.saved() if last is None else _changed_rows(table, last.changed[place])
-        if served.spec.held_by_trainer:  # which knows the rows' numbers, also when the server is started again
-            found["row"] = table.find(found["ids"]) + table.row_config.row_origin
+        # By row: they then get the same rows one after the other, and are written where they have been read.
+        if last is None:
+            rows = table.index.rows[nonzero(table.index.digests != 0)].long().sort().values
+        else:
+            rows = nonzero(last.changed[place])
+            rows = rows[table.find(table.index.ids[rows]) == rows]
+        ids = table.index.ids[rows]
         if last is not None:
             removed = torch.cat([table.index.ids[:0], *last.removed[place]]).unique()
             yield {"table": number, "kind": "removed", "names": ["ids"]}, [removed]
-        of_rows = {name: value for name, value in found.items() if name in (*BY_ROW, *names)}
-        others = {name: value for name, value in found.items() if name not in of_rows}
-        yield {"table": number, "kind": "others", "names": list(others)}, list(others.values())
-        row_bytes = sum(value[:1].nbytes for value in of_rows.values())
-        step, rows = max(1, PIECE_BYTES // max(1, row_bytes)), found["ids"].numel()
-        for first in range(0, max(1, rows), step):
-            pieces = [value[first : first + step] for value in of_rows.values()]
-            yield {"table": number, "kind": "rows", "names": list(of_rows)}, pieces
+        others = table.saved_others()
+        yield {"table": number, "kind": "others", "names": list(others), "rows": ids.numel()}, list(others.values())
+        step = max(1, PIECE_BYTES // served.spec.tables[number].row_bytes)
+        for some in range(0, ids.numel(), step):
+            found = table.saved_rows(ids[some : some + step], rows[some : some + step])
+            if served.spec.held_by_trainer:  # which knows the rows' numbers, also when the server is started again
+                found["row"] = rows[some : some + step] + table.row_config.row_origin
+            yield {"table": number, "kind": "rows", "names": list(found)}, list(found.values())
     for batch, there in sorted(served.pushes.items()):
         for rank in sorted(there.ids):
             values = {"push": batch, "rank": rank, "lr": there.lr, "ids": len(there.ids[rank])}
             yield values, [*there.ids[rank], *there.others[rank]]
     yield {"end": name}, []
-    served.chains[chain] = Chain(
-        name, [torch.zeros(len(table.index.ids), dtype=torch.bool) for table in served.dynamic],
-        [[] for _ in served.dynamic],
-    )  # fmt: skip
-
-
-def _changed_rows(table: DynamicTable, changed: Tensor) -> dict[str, Tensor]:
-    """As `saved`, of the rows that were read or written since they were last asked for."""
-    rows = changed.nonzero()[:, 0]
-    ids = table.index.ids[rows]
-    ids = ids[table.find(ids) == rows].sort().values
-    rows = table.find(ids)
-    found = {"ids": ids, **table.read_rows(rows)}
-    found |= {"step": table.index.used[rows].long(), "count": table.index.counts[rows].long()}
-    found |= {"clock": torch.tensor(table.clock), "seed": torch.tensor(table.seed)}
-    return found | ({} if table.sketch is None else table.sketch.tensors())
+    served.begin_chain(chain, name)
 
 
 def read_snapshot(path: Path) -> Iterator[Message]:
@@ -100,87 +86,106 @@ def read_snapshot(path: Path) -> Iterator[Message]:
     raise StorageError(f"snapshot {path} has no end; use another one")
 
 
-class Restored:
-    """What a server's files have of a collection: a snapshot, and those of changes that follow it.
+@dataclass
+class Part:
+    """What one server's files have of a collection, but for rows: a snapshot, and those of changes that follow it.
 
     Attributes:
-        header: of the last one.
-        rows, others: of each table by number, what has a row an id, ids among it, and what has not.
+        files: that are read, and `header` of the last one.
+        others: of each table by number, what has not a row an id.
         pushes: that had not been applied.
     """
 
-    def __init__(self) -> None:
-        self.header: Values = {}
-        self.rows: dict[int, dict[str, Tensor]] = {}
-        self.others: dict[int, dict[str, Tensor]] = {}
-        self.pushes: dict[int, SentBatch] = {}
+    files: list[Path]
+    header: Values
+    others: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    pushes: dict[int, SentBatch] = field(default_factory=dict)
 
     @property
     def spec(self) -> CollectionSpec:
         """Of the collection."""
         return CollectionSpec.from_json(self.header["spec"])
 
-    def saved(self, table: int) -> dict[str, Tensor]:
-        """As of `DynamicTable`."""
-        return self.rows[table] | self.others[table]
-
-    def read(self, path: Path) -> "Restored":
-        """Take a file on top of those before. StorageError if it is damaged, or does not follow."""
-        records = read_snapshot(path)
-        values, counters = next(records)
-        if values["after"] not in (None, self.header.get("snapshot")):
-            raise StorageError(f"snapshot {path} does not follow the one before it; give all of them, in their order")
-        self.header = {**values, "counters": dict(zip(values["counters"], counters, strict=True))}
-        if values["after"] is None:
-            self.rows, self.others = {}, {}
-        self.pushes, pieces = {}, dict[int, list[dict[str, Tensor]]]()
-        for values, tensors in records:
-            if "push" in values:
-                there = self.pushes.setdefault(values["push"], SentBatch(lr=values["lr"]))
-                there.ids[values["rank"]], there.others[values["rank"]] = (
-                    tensors[: values["ids"]],
-                    tensors[values["ids"] :],
+    @classmethod
+    def of(cls, chain: Sequence[Path]) -> "Part":
+        """StorageError if a file is no snapshot, or does not follow the one before it."""
+        part = cls([], {})
+        for path in chain:
+            header = next(read_snapshot(path))[0]
+            if header["after"] not in (None, part.header.get("snapshot")):
+                raise StorageError(
+                    f"snapshot {path} does not follow the one before it; give all of them, in their order"
                 )
-                continue
-            table, found = values["table"], dict(zip(values["names"], tensors, strict=True))
-            if values["kind"] == "others":
-                self.others[table] = found
-            elif values["kind"] == "removed":
-                self.rows[table] = _without(self.rows[table], found["ids"])
-            else:
-                pieces.setdefault(table, []).append(found)
-        for table, parts in pieces.items():
-            new = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            if table in self.rows:
-                old = _without(self.rows[table], new["ids"])
-                new = {name: torch.cat([old[name], value]) for name, value in new.items()}
-            self.rows[table] = new
-        return self
+            part = cls([*(part.files if header["after"] else []), path], header)
+        return part
+
+    def check(self) -> None:
+        """StorageError if a file is damaged."""
+        for path in self.files:
+            for _ in read_snapshot(path):
+                pass
+
+    def read(self, served: ServedTables, numbers: bool) -> None:
+        """Bring its rows to these tables, as far as they are theirs. StorageError if a file is damaged."""
+        tables, spec = dict(zip(served.numbers, served.dynamic, strict=True)), self.spec
+        for path in self.files:
+            records = read_snapshot(path)
+            values, counters = next(records)
+            self.header = {**values, "counters": dict(zip(values["counters"], counters, strict=True))}
+            self.pushes, all_new = {}, dict[int, bool]()
+            for values, tensors in records:
+                if "push" in values:
+                    there = self.pushes.setdefault(values["push"], SentBatch(lr=values["lr"]))
+                    there.ids[values["rank"]], there.others[values["rank"]] = (
+                        tensors[: values["ids"]],
+                        tensors[values["ids"] :],
+                    )
+                    continue
+                number, found = values["table"], dict(zip(values["names"], tensors, strict=True))
+                if values["kind"] == "others":
+                    self.others[number] = found
+                if (table := tables.get(number)) is None:
+                    continue
+                there_has = spec.partitions(number, self.header["server"])
+                if values["kind"] == "others":
+                    all_new[number] = table.expect(values["rows"] // there_has[1])
+                elif values["kind"] == "removed":
+                    table.forget(found["ids"])
+                else:
+                    if there_has != served.spec.partitions(number, served.server):
+                        mine = table.owns(found["ids"])
+                        found = {name: value[mine] for name, value in found.items()}
+                    if not numbers:
+                        found.pop("row", None)
+                    table.put(found, all_new[number])
 
 
-def _without(rows: Mapping[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    stay = torch.from_numpy(~np.isin(rows["ids"].numpy(), ids.numpy()))
-    return {name: value[stay] for name, value in rows.items()}
-
-
-def restore(served: ServedTables, parts: Sequence[Restored], numbers: bool = False) -> None:
-    """Become what all servers' snapshots of one step were, as far as it is in this server's partitions.
-
-    `numbers`: rows keep theirs. StorageError if they are not of one step, or of other tables; nothing has changed then.
-    """
-    spec, parts = served.spec, sorted(parts, key=lambda part: part.header["server"])
+def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[Part]:
+    """Of all servers' files. StorageError if they are not of one step, or of other tables."""
+    parts = sorted(map(Part.of, chains), key=lambda part: part.header["server"])
     if len(steps := {(part.header["pulls"], part.header["steps"]) for part in parts}) > 1:
         raise StorageError(f"these snapshots are of several steps: {sorted(steps)}")
-    if any(_kind(part.spec) != _kind(spec) for part in parts):
+    if any(_kind(part.spec) != _kind(served.spec) for part in parts):
         raise StorageError("these snapshots are of other tables, or of another optimizer")
+    return parts
+
+
+def restore(served: ServedTables, parts: Sequence[Part], numbers: bool = False) -> None:
+    """Become what all servers' snapshots of one step were, as far as it is in this server's partitions.
+
+    `numbers`: rows keep theirs. StorageError if a file is damaged, perhaps when half is done: `Part.check` comes first
+    where that matters.
+    """
+    for table in served.dynamic:
+        table.clear()
+    for part in parts:
+        part.read(served, numbers)
     for number, table in zip(served.numbers, served.dynamic, strict=True):
-        saved = _joined([part.saved(number) for part in parts if number in part.rows])
-        if not numbers:
-            saved.pop("row", None)
-        table.adopt(saved)
+        table.adopt_others(_joined([part.others[number] for part in parts if number in part.others]))
+        table.settle()
     served.take_back()
     served.held = numbers and any(part.header["held"] for part in parts)
-    served.next_pull, served.next_push = steps.pop()
+    served.next_pull, served.next_push = parts[0].header["pulls"], parts[0].header["steps"]
     counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})
     if served.tables is not None:
         served.tables.counters["step"].copy_(counters["step"])
@@ -222,10 +227,11 @@ def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[
 
 def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
     """What `state_dict` has of all tables of a collection, from the snapshots of all its servers."""
-    parts = [functools.reduce(Restored.read, chain, Restored()) for chain in chains]
-    parts.sort(key=lambda part: part.header["server"])
-    tables = enumerate(parts[0].spec.tables)
-    return {spec.name: whole_table(spec, [p.saved(n) for p in parts if n in p.rows]) for n, spec in tables}
+    spec = Part.of(chains[0]).spec
+    served = ServedTables(replace(spec, owners=((0,),) * len(spec.tables)), 0)
+    restore(served, parts_of(served, chains))
+    tables = zip(spec.tables, served.dynamic, strict=True)
+    return {of.name: whole_table(of, [table.saved()]) for of, table in tables}
 
 
 def steps_of_snapshot(path: Path) -> int:
@@ -234,9 +240,7 @@ def steps_of_snapshot(path: Path) -> int:
     return int(values["pulls"] // values["spec"]["batches"])
 
 
-def _own_part(
-    served: ServedTables, parts: Sequence[Restored], batch: int, rank: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def _own_part(served: ServedTables, parts: Sequence[Part], batch: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """What this server would have been sent of a push."""
     ids, sums = list[Tensor](), list[Tensor]()
     if not any(part.pushes[batch].ids[rank] for part in parts):

@@ -13,6 +13,7 @@ the order of trainers, and the optimizer is applied to it once a step.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, nonzer
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
 from tritonemb.storage import Record, record_of
-from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable
+from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable, find_all
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, give_rows, prefetch_batch
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
@@ -143,7 +144,7 @@ class CollectionSpec:
         """Whether a trainer has rows with their states while it uses them, and applies the optimizer."""
         return self.exact and self.staleness == 0 and self.trainers == 1
 
-    @property
+    @functools.cached_property
     def refuses(self) -> bool:
         """Whether some table may refuse an id."""
         return any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in self.tables)
@@ -254,8 +255,7 @@ class ServedTables:
             if error is not None:
                 answer(error)
                 return
-            rows = [table.find(of_table) for table, of_table in zip(self.dynamic, ids, strict=True)]
-            answer(self._read(ids, rows))
+            answer(self._read(ids, find_all(self.dynamic, ids)))
 
         self.when(lambda: self.next_push >= due, read)
 
@@ -277,6 +277,13 @@ class ServedTables:
         self.when(
             lambda: self.next_pull >= steps * size and all(map(self._pushed, range(self.next_push, steps))), action
         )
+
+    def begin_chain(self, name: str, snapshot: str) -> None:
+        """Note from now on what changes after a snapshot, the last one of a chain."""
+        changed = [torch.zeros(len(table.index.ids), dtype=torch.bool) for table in self.dynamic]
+        for table in self.dynamic:
+            table.removed = []
+        self.chains[name] = Chain(snapshot, changed, [[] for _ in self.dynamic])
 
     def when(self, condition: Callable[[], bool], action: Action) -> None:
         """Act when this holds, and nothing else can be done."""
@@ -362,7 +369,8 @@ class ServedTables:
         found = [of_table.split(of) for of_table, of in zip(rows, sizes, strict=True)]
         for number, rank in enumerate(ranks):
             own = [of_table[number] for of_table in found]
-            mine = [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)]
+            if rank in there.versions or self.spec.refuses:
+                mine = [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)]
             if (known := there.versions.get(rank)) is not None:
                 own = self._changed(known, mine, own)
             if self.spec.refuses:
@@ -386,7 +394,7 @@ class ServedTables:
     def _assign(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
         if self.tables is None:
             return []
-        known = [t.find(i) for t, i in zip(self.dynamic, ids, strict=True)] if self.versions is not None else None
+        known = find_all(self.dynamic, ids) if self.versions is not None else None
         with torch.enable_grad():  # it is for training
             assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
         sizes = [of_table.numel() for of_table in ids]
@@ -414,14 +422,15 @@ class ServedTables:
 
     def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
         found, pinned, read = list[Tensor](), self._pin(rows), tuple[Tensor, ...]()
+        all_known = not rows or bool((_cat(rows) >= 0).all())
         if self.tables is not None and pinned is not None:
             read = self.tables.read(pinned).split([of_table.numel() for of_table in rows])
         for place, (table, there) in enumerate(zip(self.dynamic, rows, strict=True)):
             if pinned is None:
-                values = table.weight.detach().index_select(0, there.clamp(min=0))
+                values = table.weight.detach().index_select(0, there if all_known else there.clamp(min=0))
             else:
                 values = read[place][:, : table.config.embedding_dim].to(table.weight.dtype)
-            if (unknown := there < 0).any():
+            if not all_known and (unknown := there < 0).any():
                 values[unknown] = table.initial_values(ids[place][unknown])
             found.append(values)
         if pinned is not None:
@@ -459,7 +468,7 @@ class ServedTables:
 
     def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """As `assign`, of a batch that is not trained: -1 of ids without a row."""
-        return [self.dynamic[place].find(each) for place, each in zip(self._places(static=False), ids, strict=True)]
+        return find_all([self.dynamic[place] for place in self._places(static=False)], ids)
 
     @torch.no_grad()
     def read_records(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
@@ -555,14 +564,17 @@ class ServedTables:
         order = [(batch, rank) for batch in batches for rank in sorted(batch.ids) if batch.ids[rank]]
         lr = max(batch.lr for batch in batches)
         widest = max(table.config.embedding_dim for table in self.dynamic)
-        values, grads = list[Tensor](), list[Tensor]()
+        ids = [
+            torch.cat([table.index.ids[:0], *(batch.ids[rank][place] for batch, rank in order)])
+            for place, table in enumerate(self.dynamic)
+        ]
+        values = find_all(self.dynamic, ids)  # -1 of ids that were refused, or evicted since, which take no gradient
+        grads = list[Tensor]()
         for place, table in enumerate(self.dynamic):
-            ids = torch.cat([table.index.ids[:0], *(batch.ids[rank][place] for batch, rank in order)])
             dim = table.config.embedding_dim
-            values.append(table.find(ids))  # -1 of ids that were refused, or evicted since, which take no gradient
-            self._mark(place, values[-1])
+            self._mark(place, values[place])
             if self.versions is not None:
-                self._renew(place, values[-1])
+                self._renew(place, values[place])
             sums = [batch.others[rank][place] for batch, rank in order]
             grads += sums if dim == widest else [torch.nn.functional.pad(each, (0, widest - dim)) for each in sums]
         if lr != self.tables.current_learning_rate and order:

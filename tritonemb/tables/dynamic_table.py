@@ -12,8 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index, nonzero, partitions_of, renumber
+from tritonemb.layout import (
+    GROWN_ROWS,
+    MOST_USES,
+    WAYS,
+    DynamicIndex,
+    dynamic_rows,
+    make_index,
+    nonzero,
+    partitions_of,
+    renumber,
+)
+from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
+from tritonemb.ops.row_cache import move_rows_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.admission import Sketch, admits
@@ -66,7 +78,7 @@ class DynamicStatistics:
 
 
 class NewIds(NamedTuple):
-    """A batch of ids on its way into a table: what `DynamicTable.begin` found, for `finish` or `undo`.
+    """A batch of ids on its way into a table: what `DynamicTable.begin` found, for `finish`.
 
     Attributes:
         rows: int64 `[N]`, -1 of unknown ids.
@@ -90,6 +102,31 @@ class NewIds(NamedTuple):
     def refused(self) -> int:
         """Occurrences of ids that were not admitted."""
         return 0 if isinstance(self.admitted, slice) else int(self.occurrences[~self.admitted].sum())
+
+
+def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
+    """`DynamicTable.find` of each table."""
+    if not tables:
+        return []
+    found: list[Tensor] = kernel("dynamic_find_all", ids[0].device)([table.index for table in tables], ids)
+    return found
+
+
+def begin_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[NewIds]:
+    """Mark a batch's ids, int64 `[N]` of each table, as used in its next step; `DynamicTable.finish` follows.
+
+    ValueError if new ids find no room in some table; all are as before then.
+    """
+    if not tables:
+        return []
+    use, indexes = kernel("dynamic_use_all_", tables[0].index.ids.device), [table.index for table in tables]
+    used = use(indexes, ids, [table.clock + 1 for table in tables])
+    try:
+        return [table.use(own, *rows) for table, own, rows in zip(tables, ids, used, strict=True)]
+    except ValueError:
+        for index, rows in zip(indexes, used, strict=True):
+            kernel("dynamic_unuse_", index.ids.device)(index, *rows)
+        raise
 
 
 class Lock:
@@ -145,6 +182,7 @@ class DynamicTable(Table):
         self._state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
         self.removed: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
+        self._numbers: Tensor | None = None  # of rows by those that ids have, see `put`
         self.lock: AbstractContextManager[Any] = Lock()
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
@@ -190,13 +228,12 @@ class DynamicTable(Table):
         return self._call("dynamic_find", ids)
 
     def begin(self, ids: Tensor) -> NewIds:
-        """Mark a batch's ids int64 `[N]` as used in the next step. ValueError if new ones find no room; as before then.
+        """`begin_all` of one table."""
+        return begin_all([self], [ids])[0]
 
-        `finish` or `undo` follows.
-        """
-        step = self.clock + 1
-        rows, before = self._call("dynamic_use_", ids, step)
-        unknown = nonzero(rows < 0)
+    def use(self, ids: Tensor, rows: Tensor, before: Tensor) -> NewIds:
+        """Go on with `begin_all`, when rows have been found."""
+        step, unknown = self.clock + 1, nonzero(rows < 0)
         if not unknown.numel():
             return NewIds(rows, before, unknown, unknown, unknown, unknown, slice(None))
         new, inverse, occurrences = ids[unknown].unique(return_inverse=True, return_counts=True)
@@ -204,7 +241,6 @@ class DynamicTable(Table):
         batch = NewIds(rows, before, unknown, new, inverse, occurrences, admitted)
         wanted = new[batch.admitted]
         if wanted.numel() and (missing := self._call("dynamic_missing", wanted, self._last(step))):
-            self.undo(batch)
             eviction = self.config.eviction
             raise ValueError(
                 f"table {self.config.name!r}: a batch has {wanted.numel():,} new ids, and {missing:,} of them find no "
@@ -213,10 +249,6 @@ class DynamicTable(Table):
                 "fewer batches: EvictionConfig(protect=...), at least 1"
             )
         return batch
-
-    def undo(self, batch: NewIds) -> None:
-        """Leave the table as it was before `begin`."""
-        self._call("dynamic_unuse_", batch.rows, batch.before)
 
     @torch.no_grad()
     def finish(self, batch: NewIds) -> Tensor:
@@ -268,10 +300,14 @@ class DynamicTable(Table):
         """Copies of weight and states of distinct rows, where these are."""
         return {name: self._memory(name).detach()[rows] for name in ("weight", *self._state_names)}
 
-    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write weight and all states of distinct rows."""
-        for name, value in values.items():
-            self._memory(name)[rows] = value.to(self._memory(name))
+    def _write(
+        self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
+    ) -> None:
+        """Write weight and all states of distinct rows, of the index's `ids` if not given; `order`: where these are in
+        the values."""
+        into = [self._memory(name) for name in values]
+        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), into, strict=True)]
+        move_rows_(into, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
 
     def _last(self, step: int) -> int:
         """Rows used after this step are not evicted for that one."""
@@ -398,11 +434,12 @@ class DynamicTable(Table):
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Forget all ids; draw another seed, from torch's generator if none is given."""
-        self._clear()
+        self.clear()
         if not self.weight.is_meta:  # nor is torch's generator used then
             self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all ids."""
         self.removed = None
         if self.sketch is not None:
             self.sketch.clear()
@@ -416,10 +453,16 @@ class DynamicTable(Table):
     @_locked
     def saved(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
-        ids, rows = dynamic_rows(self.index)
-        found = {"ids": ids, **self._saved_rows(rows)}
-        found |= {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
-        found |= {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
+        return self.saved_rows(*dynamic_rows(self.index)) | self.saved_others()
+
+    def saved_rows(self, ids: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        """What `state_dict` has of some ids, whose rows these are."""
+        uses = {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
+        return {"ids": ids, **self._saved_rows(rows), **uses}
+
+    def saved_others(self) -> dict[str, Tensor]:
+        """What it has but for rows."""
+        found = {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
         return found | ({} if self.sketch is None else self.sketch.tensors())
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
@@ -486,22 +529,71 @@ class DynamicTable(Table):
                 f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room "
                 f"for {room:,}; give it more capacity"
             )
-        self._clear()
-        self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
-        of_rows = {
-            name: saved[name][order.to(saved[name].device)]
-            for name in ("step", "count", "row", *values)
-            if name in saved
-        }
-        rows = self._call("dynamic_insert_", ids, of_rows["count"].to(ids), 0, -1, 0).rows
+        self.clear()
+        self.expect(ids.numel() // self.index.num_sets.numel())
+        rows = self._place(ids, saved["step"].to(ids)[order], saved["count"].to(ids)[order], True)
         if "row" in saved:
-            rows, before = of_rows["row"].to(ids) - self.row_config.row_origin, rows
+            rows, before = saved["row"].to(ids)[order] - self.row_config.row_origin, rows
             renumber(self.index, before, rows)
         if values:
-            self._write(rows, {name: of_rows[name] for name in values})
-        self.index.used[rows] = of_rows["step"].to(self.index.used)
+            self._write(rows, values, order)
+        self.adopt_others(saved)
+
+    def adopt_others(self, saved: Mapping[str, Tensor]) -> None:
+        """Take what `state_dict` had saved but for rows."""
+        self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
         if self.sketch is not None:
             self.sketch.adopt(saved)
+
+    def expect(self, rows: int) -> bool:
+        """Make ready for so many rows a partition, about, if there are none; whether there are none."""
+        index, partitions = self.index, self.index.num_sets.numel()
+        if is_empty := self.num_rows == 0:
+            sets = max(1, min(rows // GROWN_ROWS, index.overflowed.numel() // partitions))
+            index.num_sets.fill_(sets)
+            memory = [self._memory(name) for name in ("weight", *self._state_names)]
+            for part in (index.ids, index.uses, *memory):
+                advise_huge_pages(part[: rows * partitions])
+            for part in (index.digests, index.rows):
+                advise_huge_pages(part[: sets * partitions * WAYS])
+        return is_empty
+
+    def put(self, saved: Mapping[str, Tensor], all_new: bool) -> None:
+        """Take what `state_dict` had of some ids; `all_new`: none of these is here.
+
+        With `row`, they get rows with these numbers when `settle` is called, and not before.
+        """
+        rows = self._place(saved["ids"], saved["step"], saved["count"], all_new)
+        if "row" in saved:
+            before, rows = rows, saved["row"] - self.row_config.row_origin
+            if self._numbers is None and not torch.equal(before, rows):
+                self._numbers = torch.arange(len(self.index.ids))
+            if self._numbers is not None:
+                self._numbers[before] = rows
+        self._write(rows, {name: saved[name] for name in ("weight", *self._state_names)}, ids=saved["ids"])
+
+    def settle(self) -> None:
+        """Let all ids have the rows that `put` was told."""
+        if self._numbers is not None:
+            _, rows = dynamic_rows(self.index)
+            renumber(self.index, rows, self._numbers[rows])
+            self._numbers = None
+
+    def _place(self, ids: Tensor, steps: Tensor, counts: Tensor, all_new: bool) -> Tensor:
+        """Rows of distinct ids, which there is room for, used so often, last in these steps."""
+        if all_new:
+            rows: Tensor = self._call("dynamic_insert_", ids, counts, 0, -1, 0).rows
+        else:
+            rows = self.find(ids)
+            new = nonzero(rows < 0)
+            rows[new] = self._call("dynamic_insert_", ids[new], counts[new], 0, -1, 0).rows
+        uses = torch.stack([steps.int(), counts.clamp(max=MOST_USES).int()], 1)
+        move_rows_([self.index.uses], [uses], rows, torch.arange(rows.numel(), device=rows.device))
+        return rows
+
+    def forget(self, ids: Tensor) -> None:
+        """Remove distinct ids, if they are here."""
+        self._call("dynamic_remove_", ids)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
@@ -604,8 +696,12 @@ class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
                 found[name][places] = fields[name]
         return {name: found[name] for name in ("weight", *self._state_names)}
 
-    def _write(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        ids, (rows, order) = self.index.ids[rows], rows.sort()
+    def _write(
+        self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
+    ) -> None:
+        if order is not None:
+            values = {name: value[order.to(value.device)] for name, value in values.items()}
+        ids, (rows, order) = self.index.ids[rows] if ids is None else ids, rows.sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         with self._reloading():
             for some, places in zip(rows.split(step), order.split(step), strict=True):

@@ -24,6 +24,7 @@ from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout, segment_offsets
+from tritonemb.tables.dynamic_table import begin_all
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -352,16 +353,10 @@ def give_rows(
     `occurrences`: how often each of the ids, distinct then, is in the batch. ValueError, before anything changes, if
     ids find no room in some table.
     """
-    given, last, begun = ids, dict[int, Tensor](), dict[int, Any]()
+    given, last = ids, dict[int, Tensor]()
     if occurrences is not None and ids:
         given, last = _repeated(ids, occurrences)
-    try:
-        for number, of_table in given.items():
-            begun[number] = tables[number].begin(of_table)
-    except ValueError:
-        for number, batch in begun.items():
-            tables[number].undo(batch)
-        raise
+    begun = dict(zip(given, begin_all([tables[number] for number in given], [*given.values()]), strict=True))
     rows = {number: tables[number].finish(batch) for number, batch in begun.items()}
     return {number: rows[number][last[number]] if last else rows[number] for number in rows}, begun
 

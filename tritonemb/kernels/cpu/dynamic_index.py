@@ -1,18 +1,52 @@
 """CPU twin of `kernels/dynamic_index.py`: finds in parallel over ids, insertions over partitions."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel, run_tasks
+from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
-from tritonemb.kernels.cpu.simd import atomic_increment, count_bits, equal_ways, highest_bit, lowest_bit, mix, prefetch
+from tritonemb.kernels.cpu.simd import (
+    atomic_increment,
+    count_bits,
+    equal_ways,
+    highest_bit,
+    int32_row,
+    int64_row,
+    lowest_bit,
+    mix,
+    prefetch,
+    uint8_row,
+)
 from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_expired, dynamic_unuse_, insertion  # noqa: F401
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, nonzero
 
-TASKS_A_THREAD = 4
+
+@inlined
+def _bare_row(array):
+    """int64 `[N]` without its owner: threads that count references to one wait for each other."""
+    return int64_row(array.ctypes.data, array.size)
+
+
+@inlined
+def _index_at(places):
+    """The index whose addresses and sizes these are, see `_places`; nor has it an owner."""
+    return DynamicIndex(
+        int64_row(places[0, 0], places[0, 1]),
+        int32_row(places[1, 0], places[1, 1]).reshape((-1, 2)),
+        uint8_row(places[2, 0], places[2, 1]),
+        int32_row(places[3, 0], places[3, 1]),
+        int32_row(places[4, 0], places[4, 1]),
+        int32_row(places[5, 0], places[5, 1]),
+        int32_row(places[6, 0], places[6, 1]),
+        int32_row(places[7, 0], places[7, 1]),
+        int32_row(places[8, 0], places[8, 1]),
+        int32_row(places[9, 0], places[9, 1]),
+        int64_row(places[10, 0], places[10, 1]),
+    )
 
 
 @inlined
@@ -84,13 +118,11 @@ def _slot_of(index, place, id):
     return slot
 
 
-@parallel
-def _find(task, num_tasks, index, ids, step, rows, before):
-    """With room in `before` they are used in the step. For a chunk of ids, each loop asks for what the next reads."""
-    mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+@inlined
+def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
+    """For a chunk of ids, each loop asks for what the next reads."""
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
     id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
-    begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
@@ -119,6 +151,20 @@ def _find(task, num_tasks, index, ids, step, rows, before):
                 count = atomic_increment(uses + row * 8 + 4)
                 if count == MOST_USES or count < 0:  # it has come round
                     index.uses[row, 1] = MOST_USES
+
+
+@parallel
+def _find(task, num_tasks, indexes, ends, ids, steps, rows, before):
+    """Of each index those up to its end; with room in `before` they are used in its step."""
+    ids, rows = _bare_row(ids), _bare_row(rows)
+    mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+    at, end, number = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks, 0
+    while at < end:
+        while ends[number] <= at:
+            number += 1
+        stop = min(end, ends[number])
+        _find_some(_index_at(indexes[number]), at, stop, ids, steps[number], rows, before, mixed, slots)
+        at = stop
 
 
 @called
@@ -220,19 +266,19 @@ def _empty_slot(index, partition, place):
     return at * WAYS + lowest_bit(empty)
 
 
-@called
-def _insert(index, partition, id, occurrences, step, last, half_life, evicted):
-    """The row of a new id; `evicted` gets its victim, `(id, row)`."""
+@inlined
+def _insert(index, partition, at, id, occurrences, step, last, half_life, evicted):
+    """The row of a new id, which is number `at`; -2 - row if a victim had it, whose id `evicted` gets then."""
     partitions, place = index.num_sets.size, _place_of(index, mix(id))
-    evicted[1] = -1
-    if index.num_rows[partition] == index.ids.size // partitions:
-        at = place
-        victim = _victim(index, place, step, last, half_life)
+    full = index.num_rows[partition] == index.ids.size // partitions
+    if full:
+        first = place
+        victim = _victim(index, first, step, last, half_life)
         while victim < 0:
-            at += partitions
-            at = at if at < index.num_sets[partition] * partitions else partition
-            victim = _victim(index, at, step, last, half_life)
-        evicted[0], evicted[1] = _id_at(index, victim), index.rows[victim]
+            first += partitions
+            first = first if first < index.num_sets[partition] * partitions else partition
+            victim = _victim(index, first, step, last, half_life)
+        evicted[at] = _id_at(index, victim)
         _free(index, victim)
     num_free = np.int64(index.num_made[partition] - index.num_rows[partition])
     if num_free > 0:
@@ -244,10 +290,12 @@ def _insert(index, partition, id, occurrences, step, last, half_life, evicted):
     index.ids[row], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, occurrences)
     slot = _empty_slot(index, partition, place)
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
-    most_sets = index.overflowed.size // partitions
-    while index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition] and index.num_sets[partition] < most_sets:
+    while (
+        index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition]
+        and index.num_sets[partition] < index.overflowed.size // partitions
+    ):
         _split(index, partition)
-    return row
+    return -2 - row if full else row
 
 
 @inlined
@@ -261,17 +309,37 @@ def _room(index, partition, needed, last):
     return min(room, needed)
 
 
-@called
-def _insert_share(task, num_tasks, index, starts, order, ids, occurrences, step, last, half_life, rows, evicted):
-    partitions = index.num_sets.size
-    for partition in range(partitions * task // num_tasks, partitions * (task + 1) // num_tasks):
-        for i in range(starts[partition], starts[partition + 1]):
-            at = order[i]
-            rows[at] = _insert(index, partition, ids[at], occurrences[at], step, last, half_life, evicted[i])
+@parallel
+def _insert_all(task, num_tasks, places, ids, occurrences, step, last, half_life, rows, evicted):
+    """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
+    index, ids, occurrences = _index_at(places), _bare_row(ids), _bare_row(occurrences)
+    rows, evicted = _bare_row(rows), _bare_row(evicted)
+    partitions, row_of = index.num_sets.size, np.int64(index.rows.ctypes.data)
+    digests = np.int64(index.digests.ctypes.data)
+    first, end, found = partitions * task // num_tasks, partitions * (task + 1) // num_tasks, 0
+    mine = np.empty(CHUNK, dtype=np.int64)
+    for at in range(ids.size):
+        mixed = mix(ids[at])
+        if first <= _partition_of(index, mixed) < end:
+            mine[found] = at
+            found += 1
+            prefetch(digests + _place_of(index, mixed) * WAYS, 1)
+        if found == CHUNK or at == ids.size - 1:
+            for i in range(found):
+                place = _place_of(index, mix(ids[mine[i]]))
+                prefetch(row_of + (place * WAYS + lowest_bit(_ways_with(index, place, 0))) * 4, 1)
+            for i in range(found):
+                one = mine[i]
+                rows[one] = _insert(
+                    index, _partition_of(index, mix(ids[one])), one, ids[one], occurrences[one], step, last, half_life,
+                    evicted,
+                )  # fmt: skip
+            found = 0
 
 
 @compiled
-def _missing(index, ids, last):
+def _missing(places, ids, last):
+    index = _index_at(places)
     needed, missing = np.zeros(index.num_sets.size, dtype=np.int64), np.int64(0)
     for id in ids:
         needed[_partition_of(index, mix(id))] += 1
@@ -281,26 +349,8 @@ def _missing(index, ids, last):
 
 
 @compiled
-def _insert_all(num_threads, num_tasks, index, ids, occurrences, step, last, half_life, rows, evicted):
-    partitions = index.num_sets.size
-    partition_of, starts = np.empty(ids.size, dtype=np.int64), np.zeros(partitions + 1, dtype=np.int64)
-    for i in range(ids.size):
-        partition_of[i] = _partition_of(index, mix(ids[i]))
-        starts[partition_of[i] + 1] += 1
-    for partition in range(partitions):
-        starts[partition + 1] += starts[partition]
-    order, ends = np.empty(ids.size, dtype=np.int64), starts[:-1].copy()
-    for i in range(ids.size):
-        order[ends[partition_of[i]]] = i
-        ends[partition_of[i]] += 1
-    run_tasks(
-        num_threads, num_tasks, _insert_share,
-        (num_tasks, index, starts, order, ids, occurrences, step, last, half_life, rows, evicted),
-    )  # fmt: skip
-
-
-@compiled
-def _remove(index, ids, rows):
+def _remove(places, ids, rows):
+    index = _index_at(places)
     for i in range(ids.size):
         slot = _slot_of(index, _place_of(index, mix(ids[i])), ids[i])
         rows[i] = -1
@@ -309,47 +359,72 @@ def _remove(index, ids, rows):
             _free(index, slot)
 
 
-def _arrays(index: DynamicIndex) -> Any:
-    return DynamicIndex(*(part.numpy() for part in index))  # type: ignore[arg-type]
+_known = WeakTensorKeyDictionary()  # by `ids`
+
+
+def _places(index: DynamicIndex) -> np.ndarray:
+    """int64 `[11, 2]`: address and size of each part."""
+    if (found := _known.get(index.ids)) is None:
+        assert all(map(Tensor.is_contiguous, index))
+        found = _known[index.ids] = np.array([(part.data_ptr(), part.numel()) for part in index], dtype=np.int64)
+    return found
 
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    return _found(index, ids, 0, 0)[0]
+    return dynamic_find_all([index], [ids])[0]
 
 
 def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    return _found(index, ids, step, ids.numel())
+    return dynamic_use_all_([index], [ids], [step])[0]
 
 
-def _found(index: DynamicIndex, ids: Tensor, step: int, used: int) -> tuple[Tensor, Tensor]:
-    rows, before, num_tasks = torch.empty_like(ids), torch.zeros(used, dtype=torch.int32), tasks_for(ids.numel())
-    _find(num_tasks, num_tasks, num_tasks, _arrays(index), ids.numpy(), step, rows.numpy(), before.numpy())
-    return rows, before
+def dynamic_find_all(indexes: Sequence[DynamicIndex], ids: Sequence[Tensor]) -> list[Tensor]:
+    """One pass. See `kernels/dynamic_index.py`."""
+    return _found(indexes, ids, [0] * len(ids), False)[0]
+
+
+def dynamic_use_all_(
+    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """One pass. See `kernels/dynamic_index.py`."""
+    return list(zip(*_found(indexes, ids, steps, True), strict=True))
+
+
+def _found(
+    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int], use: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    sizes, every = [each.numel() for each in ids], ids[0] if len(ids) == 1 else torch.cat(list(ids))
+    rows, num_tasks = torch.empty_like(every), tasks_for(every.numel())
+    before = torch.zeros(every.numel() if use else 0, dtype=torch.int32)
+    places, ends = np.stack([_places(index) for index in indexes]), np.cumsum(sizes)
+    _find(num_tasks, num_tasks, num_tasks, places, ends, every.numpy(), np.array(steps), rows.numpy(), before.numpy())
+    return list(rows.split(sizes)), list(before.split(sizes)) if use else []
 
 
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """See `kernels/dynamic_index.py`."""
-    return int(_missing(_arrays(index), ids.numpy(), last))
+    return int(_missing(_places(index), ids.numpy(), last))
 
 
 def dynamic_insert_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
     """See `kernels/dynamic_index.py`."""
-    num_threads = tasks_for(ids.numel())
-    num_tasks = num_threads if num_threads == 1 else TASKS_A_THREAD * num_threads
-    rows, evicted = torch.full_like(ids, -1), torch.full((ids.numel(), 2), -1)
+    num_tasks = tasks_for(ids.numel())
+    rows, evicted = torch.empty_like(ids), torch.empty_like(ids)
     _insert_all(
-        num_threads, num_tasks, _arrays(index), ids.numpy(), occurrences.numpy(), step, last, half_life, rows.numpy(),
-        evicted.numpy(),
+        num_tasks, num_tasks, num_tasks, _places(index), ids.numpy(), occurrences.numpy(), step, last, half_life,
+        rows.numpy(), evicted.numpy(),
     )  # fmt: skip
-    return insertion(rows, evicted)
+    taken = nonzero(rows < 0)
+    rows[taken] = -2 - rows[taken]
+    return insertion(rows, torch.stack([evicted[taken], rows[taken]], 1))
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
     rows = torch.empty_like(ids)
-    _remove(_arrays(index), ids.numpy(), rows.numpy())
+    _remove(_places(index), ids.numpy(), rows.numpy())
     return rows
