@@ -4,7 +4,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,12 +13,15 @@ from torch import nn
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.flight import ROOTS, TOKEN
-from tritonemb.server.client import CollectionClient, Connection
-from tritonemb.server.held_rows import HeldRows
+from tritonemb.server.client import CollectionClient, Connection, WholeTables
+from tritonemb.server.held_rows import HeldRows, ShardedRows
 from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer, LogMode
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
+from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.sharding.placement import PlacedShard
 from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import Closing, on_error
@@ -56,7 +59,7 @@ class Servers(Closing):
         self, transports: Sequence[Transport], own: Sequence[Closing] = (), patience: float = 20.0, token: str = ""
     ) -> None:
         self._own, self.token = list(own), token
-        self.clients: list[CollectionClient] = []
+        self.clients: list[WholeTables] = []
         self.connections = [Connection(transport, patience) for transport in transports]
 
     @property
@@ -74,7 +77,7 @@ class Servers(Closing):
     def close(self) -> None:
         for client in self.clients:
             with suppress(Exception):  # the servers are gone
-                client.push_dropped()
+                client.end()
         for each in (*self.connections, *self._own):
             each.close()
 
@@ -145,34 +148,36 @@ def attach(
         ValueError: the model has no such tables, or the servers have others of that name.
     """
     group = RankGroup() if group is None else group
+    if group.size > 1 and isinstance(model, HybridParallel) and isinstance(staleness, int) and staleness == 0:
+        model.shard_server_tables()
     found = collections_on_servers(model)
     if not found:
         raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
     for name, tables in found.items():
-        tables.attach(_client(tables, servers, staleness, accumulate, group, name))
+        if isinstance(tables, ShardedCollection):
+            servers.clients.append(_attach_shards(tables, servers, accumulate, group, name))
+        else:
+            client = _client(tables, servers, staleness, accumulate, group, name)
+            servers.clients.append(client)
+            tables.attach(client)
+    if group.size > 1:
+        group.all_gather_object(None)  # nobody pulls before all are there
 
 
-def collections_on_servers(model: nn.Module) -> dict[str, TableSet]:
+def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedCollection]:
     """By their paths in the model; "tables" if that is one itself."""
-    modules = ((path, module.__dict__.get("table_set")) for path, module in model.named_modules())
-    sets = ((path or "tables", found) for path, found in modules if isinstance(found, TableSet))
-    return {path: found for path, found in sets if found.on_servers or found.service is not None}
+    found = dict[str, TableSet | ShardedCollection]()
+    for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
+        tables = module if isinstance(module, ShardedCollection) else module.__dict__.get("table_set")
+        if isinstance(tables, TableSet | ShardedCollection) and tables.configs[0].placement == "server":
+            found[path or "tables"] = tables
+    return found
 
 
 def _client(
     tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str
 ) -> CollectionClient:
-    steps = steps_of(staleness)
-    if tables.optimizer is None:
-        raise ValueError("embedding servers apply a fused optimizer; give the collection one")
-    seeds = [cast(ServerTable, table).seed for table in tables.tables]
-    if -1 in seeds:  # made on the meta device
-        seeds = [(config.seed ^ torch.initial_seed()) & (2**63 - 1) for config in tables.configs]
-    seeds = group.all_gather_object(seeds)[0] if group.size > 1 else seeds
-    specs = tuple(
-        TableSpec.of(config, seed, tables.optimizer) for config, seed in zip(tables.configs, seeds, strict=True)
-    )
-    exact = isinstance(staleness, int)
+    steps, exact = steps_of(staleness), isinstance(staleness, int)
     if steps is not None:
         most = (steps + 1) * accumulate * (1 if exact else group.size) - 1
         for config in tables.configs:
@@ -181,15 +186,58 @@ def _client(
                     f"table {config.name!r}: gradients come up to {most} batches after their rows were read, and only "
                     f"rows of the last {config.eviction.protect} stay; use EvictionConfig(protect={most + 1})"
                 )
-    owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
-    spec = CollectionSpec(specs, describe_optimizer(tables.optimizer), group.size, steps, exact, accumulate, owners)
+    seeds = [cast(ServerTable, table).seed for table in tables.tables]
+    spec = _spec(tables, seeds, servers, group, trainers=group.size, staleness=steps, exact=exact, batches=accumulate)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
     kind = HeldRows if spec.held_by_trainer else CollectionClient
-    made = kind(servers.connections, name, spec, group.rank, caches)
-    servers.clients.append(made)
-    if group.size > 1:
-        group.all_gather_object(None)  # nobody pulls before all are there
+    return kind(servers.connections, name, spec, group.rank, caches)
+
+
+def _attach_shards(
+    tables: ShardedCollection, servers: Servers, accumulate: int, group: RankGroup, name: str
+) -> ShardedRows:
+    """Of each rank's shards, a collection on the servers."""
+    spec = _spec(tables, tables.server_seeds, servers, group, trainers=1, staleness=0, exact=True, batches=accumulate)
+    parts = [
+        (f"{name}@{group.rank}.{n}", _of_shards(spec, shards, len(servers))) for n, shards in enumerate(tables.shards)
+    ]
+    own = [HeldRows(servers.connections, *part, 0, [None] * len(spec.tables)) for part in parts]
+    every = [part for of_rank in group.all_gather_object(parts) for part in of_rank]
+    made = ShardedRows(servers.connections, every, own, group)
+    tables.attach(made, own)
     return made
+
+
+def _of_shards(spec: CollectionSpec, shards: Sequence[PlacedShard], servers: int) -> CollectionSpec:
+    parts: list[tuple[int, int] | None] = [(0, 0)] * len(spec.tables)
+    owners = list(spec.owners)
+    for number, shard in ((each.table, each.shard) for each in shards):
+        table, parts[number] = spec.tables[number], (shard.first_row, shard.num_rows)
+        if shard.num_columns < table.embedding_dim:
+            raise ValueError(
+                f"table {table.name!r} is on embedding servers, which have whole rows; shard it by rows, or not at all"
+            )
+        if table.num_embeddings is None:
+            firsts = owners_of(shard.num_rows, servers, number)
+            owners[number] = tuple(shard.first_row + first for first in firsts)
+    return replace(spec, owners=tuple(owners), parts=tuple(parts))
+
+
+def _spec(
+    tables: TableSet | ShardedCollection, seeds: Sequence[int], servers: Servers, group: RankGroup, **how: Any
+) -> CollectionSpec:
+    """The same for all trainers."""
+    if tables.optimizer is None:
+        raise ValueError("embedding servers apply a fused optimizer; give the collection one")
+    if -1 in seeds:  # made on the meta device
+        seeds = [(config.seed ^ torch.initial_seed()) & (2**63 - 1) for config in tables.configs]
+    seeds = group.all_gather_object(seeds)[0] if group.size > 1 else seeds
+    specs = tuple(
+        TableSpec.of(config, seed, tables.optimizer) for config, seed in zip(tables.configs, seeds, strict=True)
+    )
+    owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
+    described = describe_optimizer(tables.optimizer)
+    return CollectionSpec(specs, described, owners=owners, parts=(None,) * len(specs), **how)
 
 
 def owners_of(partitions: int, servers: int, table: int) -> tuple[int, ...]:

@@ -217,7 +217,76 @@ def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message[1])
 
 
-class CollectionClient:
+class WholeTables:
+    """The tables of a collection, which servers have under one name, or a part under a name for each trainer.
+
+    Args:
+        parts: these names, and what stands there.
+    """
+
+    def __init__(self, connections: Sequence[Connection], parts: Sequence[tuple[str, CollectionSpec]]) -> None:
+        self._connections, self.spec = list(connections), parts[0][1]
+        self._places = [(server, *part) for part in parts for server in range(len(self._connections))]
+
+    @property
+    def steps(self) -> int:
+        """How many have been trained."""
+        raise NotImplementedError
+
+    def _ask_all(
+        self, op: str, values: Values, tensors: Sequence[Tensor] = (), table: int | None = None, rank: int = 0
+    ) -> list[Message]:
+        """What all servers answer, under all names; or those that have something of a table, in the order of that."""
+        places = self._places
+        if table is not None:
+            places = [place for place in places if place[2].partitions(table, place[0])[1]]
+            places.sort(key=lambda place: place[2].partitions(table, place[0])[0])
+        common = {"rank": rank, **values}
+        return wait([self._connections[n].submit(op, {"collection": name, **common}, tensors) for n, name, _ in places])
+
+    def end(self) -> None:
+        """Nothing more is trained: tell servers what they have not been told."""
+
+    def return_rows(self) -> None:
+        """See `TableService`."""
+
+    def forget_rows(self) -> None:
+        """See `TableService`."""
+
+    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
+        """See `TableService`; the changes since the last snapshot of this chain."""
+        values, pending = {"steps": self.steps, "changes_only": changes_only, "chain": chain}, list[Future[Message]]()
+        for number, (server, name, _) in enumerate(self._places):
+            own = {"collection": name, "path": f"{path.absolute()}{number}.server"}
+            pending.append(self._connections[server].submit("snapshot", {**values, **own}))
+        return [written for written, _ in wait(pending)]
+
+    def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
+        """See `TableService`."""
+        if chains:
+            self._ask_all("restore", {"chains": [[str(path.absolute()) for path in chain] for chain in chains]})
+
+    def tensors(self, table: str) -> dict[str, Tensor]:
+        """See `TableService`."""
+        number = self.spec.number(table)
+        answers = self._ask_all("read", {"table": table}, table=number)
+        parts = [dict(zip(values["names"], tensors, strict=True)) for values, tensors in answers]
+        return whole_table(self.spec.tables[number], parts)
+
+    def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
+        """See `TableService`."""
+        number = self.spec.number(table)
+        spec, saved = self.spec.tables[number], dict(tensors)
+        if spec.num_embeddings is not None:
+            ids = torch.arange(spec.num_embeddings)
+            saved |= {"ids": ids, "step": torch.zeros_like(ids), "count": torch.ones_like(ids)}
+            saved |= {"clock": torch.tensor(self.steps), "seed": torch.tensor(spec.seed)}
+        names = list(saved)
+        everything = [saved[name].detach().cpu().contiguous() for name in names]
+        self._ask_all("load", {"table": table, "names": names}, everything, number)
+
+
+class CollectionClient(WholeTables):
     """The rows of a collection's tables, for one trainer: a `RowService`."""
 
     applies_updates = True
@@ -226,8 +295,8 @@ class CollectionClient:
         self, connections: Sequence[Connection], name: str, spec: CollectionSpec, rank: int,
         caches: Sequence[CacheConfig | None],
     ) -> None:  # fmt: skip
-        self.spec, self.rank = spec, rank
-        self._connections, self._name, self._lock = list(connections), name, threading.Lock()
+        super().__init__(connections, [(name, spec)])
+        self.rank, self._name, self._lock = rank, name, threading.Lock()
         self._dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()  # by garbage collection, at any moment
         self.restored = 0  # how often; what was pulled before is not pushed any more
         self._batch = self._pushed = 0
@@ -335,6 +404,8 @@ class CollectionClient:
         with self._lock:
             self._give_up_dropped()
 
+    end = push_dropped
+
     def _give_up_dropped(self) -> None:
         while not self._dropped.empty():
             pulled = self._dropped.get()
@@ -370,49 +441,22 @@ class CollectionClient:
         with self._lock:
             return self.caches[table].finish(pull, versions, steps)
 
-    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints", **told: Any) -> list[Values]:
-        """See `RowService`; the changes since the last snapshot of this chain. Servers are `told` more."""
+    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
+        """See `TableService`; the changes since the last snapshot of this chain."""
         self.push_dropped()
-        values = {"steps": self.steps, "changes_only": changes_only, "chain": chain, **told}
-        paths = [f"{path.absolute()}{server}.server" for server in range(len(self._connections))]
-        futures = [self._submit(n, "snapshot", {**values, "path": each}) for n, each in enumerate(paths)]
-        return [written for written, _ in wait(futures)]
+        return super().snapshot(path, changes_only, chain)
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
-        """See `RowService`."""
-        values = {"chains": [[str(path.absolute()) for path in chain] for chain in chains]}
+        """See `TableService`."""
         self.restored += 1
-        if chains:
-            wait([self._submit(server, "restore", values) for server in range(len(self._connections))])
+        super().restore(chains, steps)
         self._batch = self._pushed = steps * self.spec.batches
         self._complete = True
 
     def flush(self) -> None:
-        """See `RowService`."""
+        """See `TableService`."""
         self.push_dropped()
-        wait([self._submit(server, "flush", {"steps": self.steps}) for server in range(len(self._connections))])
-
-    def tensors(self, table: str) -> dict[str, Tensor]:
-        """See `RowService`."""
-        number = [spec.name for spec in self.spec.tables].index(table)
-        servers = [server for server, has in enumerate(self._has) if number in has]
-        answers = wait([self._submit(server, "read", {"table": table}) for server in servers])
-        parts = [dict(zip(values["names"], tensors, strict=True)) for values, tensors in answers]
-        return whole_table(self.spec.tables[number], parts)
-
-    def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
-        """See `RowService`."""
-        number = [spec.name for spec in self.spec.tables].index(table)
-        spec, saved = self.spec.tables[number], dict(tensors)
-        if spec.num_embeddings is not None:
-            ids = torch.arange(spec.num_embeddings)
-            saved |= {"ids": ids, "step": torch.zeros_like(ids), "count": torch.ones_like(ids)}
-            saved |= {"clock": torch.tensor(self._batch), "seed": torch.tensor(spec.seed)}
-        names = list(saved)
-        values = {"table": table, "names": names}
-        everything = [saved[name].detach().cpu().contiguous() for name in names]
-        servers = [server for server, has in enumerate(self._has) if number in has]
-        wait([self._submit(server, "load", values, everything) for server in servers])
+        self._ask_all("flush", {"steps": self.steps}, rank=self.rank)
 
 
 class PulledRows:

@@ -7,9 +7,9 @@ each server, and one more before it where ids of dynamic tables get rows.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import partition_sizes
-from tritonemb.server.client import CollectionClient, cat, wait
+from tritonemb.server.client import CollectionClient, Connection, WholeTables, cat, wait
+from tritonemb.server.tables import CollectionSpec
 from tritonemb.server.transport import Message
 from tritonemb.tables.cached_server_table import RowHolder
 
@@ -38,7 +39,8 @@ class HeldRows(CollectionClient):
         self._refusal: Exception | None = None
         self._told = False  # that rows are held here
         self._numbers = {table.name: number for number, table in enumerate(self.spec.tables)}
-        self._dynamic = [number for number, table in enumerate(self.spec.tables) if table.num_embeddings is None]
+        has = {number for of_server in self._has for number in of_server}
+        self._dynamic = [number for number in sorted(has) if self.spec.tables[number].num_embeddings is None]
         servers = range(len(self._connections))
         # Of each table and server, the number of its first row, if ids get rows.
         self._first_rows = []
@@ -50,7 +52,10 @@ class HeldRows(CollectionClient):
     def num_rows(self, table: str) -> int:
         """See `RowStore`."""
         number = self._numbers[table]
-        return self.spec.tables[number].num_embeddings or int(self._first_rows[number][-1])
+        if number in self._dynamic:
+            return int(self._first_rows[number][-1])
+        part = self.spec.parts[number]
+        return part[1] if part is not None else self.spec.tables[number].num_embeddings or 0
 
     def seed_and_clock(self, table: str) -> tuple[int, int]:
         """See `RowStore`."""
@@ -163,55 +168,116 @@ class HeldRows(CollectionClient):
         """Of each server the keys of its rows, ids or, where ids get rows, numbers there; and which they are."""
         table, rows = transfer.table, transfer.rows
         if table not in self._dynamic:
-            return [(rows[mine], mine) for mine in self._route(table, rows)]
+            part = self.spec.parts[table]
+            ids = rows if part is None else rows + part[0]
+            return [(ids[mine], mine) for mine in self._route(table, ids)]
         bounds = torch.searchsorted(rows, self._first_rows[table]).tolist()
         slices = [slice(begin, end) for begin, end in pairwise(bounds)]
         return [(rows[mine] - first, mine) for mine, first in zip(slices, self._first_rows[table], strict=False)]
 
-    def _returned(self) -> Values:
-        """Write all rows back; what servers are told of the updates that these have had."""
-        holder = None if self._holder is None else self._holder()
-        if holder is None:
-            return {}
-        holder.write_back()
-        self.send_rows()
-        step, self._told = int(holder.counters["step"]), False
-        self._batch = self._pushed = step * self.spec.batches
-        return {"returned": {"steps": step, "lr": float(holder.counters["learning_rate"])}}
+    def _held_by(self) -> RowHolder | None:
+        return None if self._holder is None else self._holder()
 
-    def _replacing(self) -> AbstractContextManager[None]:
-        holder = None if self._holder is None else self._holder()
-        return nullcontext() if holder is None else holder.replacing_rows()
+    def _write_back(self) -> None:
+        if (holder := self._held_by()) is not None:
+            holder.write_back()
+            self.send_rows()
 
     def flush(self) -> None:
-        """See `RowStore`."""
-        values = self._returned()
-        wait([self._submit(n, "flush", {"steps": self.steps, **values}) for n in range(len(self._connections))])
+        """See `TableService`."""
+        self._write_back()
+        values, holder = Values(steps=self.steps), self._held_by()
+        if holder is not None:
+            step, self._told = int(holder.counters["step"]), False
+            self._batch = self._pushed = step * self.spec.batches
+            values = {"steps": step, "returned": {"steps": step, "lr": float(holder.counters["learning_rate"])}}
+        self._ask_all("flush", values)
 
-    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints", **told: Any) -> list[Values]:
-        """See `RowStore`."""
-        return super().snapshot(path, changes_only, chain, **self._returned(), **told)
+    return_rows = flush
+
+    def forget_rows(self) -> None:
+        """See `TableService`."""
+        with self._replacing():
+            pass
+
+    @contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """While servers get other rows."""
+        holder = self._held_by()
+        with nullcontext() if holder is None else holder.replacing_rows():
+            yield
+            self._facts, self._refusal, self._told = self._ask_facts(), None, False
+
+    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
+        """See `TableService`."""
+        self.return_rows()
+        return super().snapshot(path, changes_only, chain)
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
-        """See `RowStore`."""
+        """See `TableService`."""
         with self._replacing():
             super().restore(chains, steps)
-            self._facts, self._refusal, self._told = self._ask_facts(), None, False
-        if self._holder is not None and (holder := self._holder()) is not None:
+        if (holder := self._held_by()) is not None:
             holder.counters["step"].fill_(self.updates)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """See `RowStore`."""
-        if self._holder is not None and (holder := self._holder()) is not None:
-            holder.write_back()
-            self.send_rows()
+        """See `TableService`."""
+        self._write_back()
         return super().tensors(table)
 
-    def load(self, table: str, tensors: Any) -> None:
-        """See `RowStore`."""
+    def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
+        """See `TableService`."""
         with self._replacing():
             super().load(table, tensors)
-            self._facts, self._refusal = self._ask_facts(), None
+
+
+class ShardedRows(WholeTables):
+    """Tables of which each trainer holds rows of its own: a `TableService`.
+
+    Args:
+        own: this trainer's.
+        parts: those of all trainers, by the names of their collections.
+    """
+
+    applies_updates = False
+
+    def __init__(
+        self, connections: Sequence[Connection], parts: Sequence[tuple[str, CollectionSpec]], own: Sequence[HeldRows],
+        group: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(connections, parts)
+        self._own, self._group = list(own), group
+
+    @property
+    def steps(self) -> int:
+        """How many have been trained, when rows were last returned."""
+        return max((client.steps for client in self._own), default=0)
+
+    def return_rows(self) -> None:
+        """See `TableService`."""
+        for client in self._own:
+            client.return_rows()
+        self._group.all_gather_object(None)  # when all have done so
+
+    flush = return_rows
+
+    def forget_rows(self) -> None:
+        """See `TableService`."""
+        for client in self._own:
+            client.forget_rows()
+
+    def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
+        """See `TableService`."""
+        super().restore(chains, steps)
+        for client in self._own if not chains else ():
+            client.restore([], steps)
+
+    def tensors(self, table: str) -> dict[str, Tensor]:
+        """See `TableService`; all trainers call this."""
+        self.return_rows()
+        found = super().tensors(table)
+        self._group.all_gather_object(None)  # before anybody goes on
+        return found
 
 
 class Transfer:

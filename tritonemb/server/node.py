@@ -451,19 +451,24 @@ class EmbeddingServer(Closing):
         answer(({"names": list(found)}, [value.contiguous() for value in found.values()]))
 
     def _do_load(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        self._table(values).adopt(dict(zip(values["names"], tensors, strict=True)))
-        self.collections[values["collection"]].versions = None
+        served, saved = self.collections[values["collection"]], dict(zip(values["names"], tensors, strict=True))
+        mine = served.spec.in_part(served.spec.number(values["table"]), saved["ids"])
+        if not mine.all():
+            saved |= {n: each[mine] for n, each in saved.items() if each.dim() and len(each) == len(mine)}
+        self._table(values).adopt(saved)
+        served.versions = None
         answer(({}, []))
 
     def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """Write a file of these tables when all trainers have come to a step, for a checkpoint or for followers."""
         served = self.collections[values["collection"]]
-        if "returned" in values:
-            served.returned(**values["returned"])
 
         def write(error: Exception | None) -> None:
             if error is not None:
                 answer(error)
+                return
+            if served.held:
+                answer(ValueError("a trainer has rows of these tables; all trainers flush them first"))
                 return
             try:
                 records = take_snapshot(served, values["chain"], values["changes_only"])

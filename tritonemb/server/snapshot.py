@@ -152,8 +152,9 @@ class Part:
                 elif values["kind"] == "removed":
                     table.forget(found["ids"])
                 else:
-                    if there_has != served.spec.partitions(number, served.server):
-                        mine = table.owns(found["ids"])
+                    here = served.spec
+                    if (there_has, spec.parts) != (here.partitions(number, served.server), here.parts):
+                        mine = table.owns(found["ids"]) & here.in_part(number, found["ids"])
                         found = {name: value[mine] for name, value in found.items()}
                     if not numbers:
                         found.pop("row", None)
@@ -181,7 +182,9 @@ def restore(served: ServedTables, parts: Sequence[Part], numbers: bool = False) 
     for part in parts:
         part.read(served, numbers)
     for number, table in zip(served.numbers, served.dynamic, strict=True):
-        table.adopt_others(_joined([part.others[number] for part in parts if number in part.others]))
+        having = [part for part in parts if number in part.others]
+        having.sort(key=lambda part: part.spec.partitions(number, part.header["server"])[0])
+        table.adopt_others(_joined([part.others[number] for part in having]))
         table.settle()
     served.take_back()
     served.held = numbers and any(part.header["held"] for part in parts)
@@ -228,7 +231,8 @@ def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[
 def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
     """What `state_dict` has of all tables of a collection, from the snapshots of all its servers."""
     spec = Part.of(chains[0]).spec
-    served = ServedTables(replace(spec, owners=((0,),) * len(spec.tables)), 0)
+    number = len(spec.tables)
+    served = ServedTables(replace(spec, owners=((0,),) * number, parts=(None,) * number), 0)
     restore(served, parts_of(served, chains))
     tables = zip(spec.tables, served.dynamic, strict=True)
     return {of.name: whole_table(of, [table.saved()]) for of, table in tables}
@@ -253,7 +257,7 @@ def _own_part(served: ServedTables, parts: Sequence[Part], batch: int, rank: int
             push = part.pushes[batch]
             if number in has and push.ids[rank]:
                 given = push.ids[rank][has.index(number)]
-                mine = table.owns(given)
+                mine = table.owns(given) & served.spec.in_part(number, given)
                 own_ids.append(given[mine])
                 own_sums.append(push.others[rank][has.index(number)][mine])
         ids.append(torch.cat(own_ids))

@@ -124,6 +124,7 @@ class CollectionSpec:
         exact: whether a pull sees no newer updates than it must.
         batches: of a step.
         owners: for each table, of each server the first partition that it has; they are ranges, perhaps empty.
+        parts: of each table what a trainer has, first and count: of a dynamic one partitions, else rows; None: all.
     """
 
     tables: tuple[TableSpec, ...]
@@ -133,11 +134,17 @@ class CollectionSpec:
     exact: bool
     batches: int
     owners: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[int, int] | None, ...]
 
     @classmethod
     def from_json(cls, values: Values) -> "CollectionSpec":
-        tables = tuple(TableSpec(**table) for table in values["tables"])
-        return cls(**{**values, "tables": tables, "owners": tuple(map(tuple, values["owners"]))})
+        tables, owners = tuple(TableSpec(**table) for table in values["tables"]), tuple(map(tuple, values["owners"]))
+        parts = tuple(part and tuple(part) for part in values["parts"])
+        return cls(**{**values, "tables": tables, "owners": owners, "parts": parts})
+
+    def number(self, table: str) -> int:
+        """That of a table, by name."""
+        return [spec.name for spec in self.tables].index(table)
 
     @property
     def held_by_trainer(self) -> bool:
@@ -151,13 +158,27 @@ class CollectionSpec:
 
     def partitions(self, table: int, server: int) -> tuple[int, int]:
         """The first of a server's partitions of a table, and how many."""
-        ends = [*self.owners[table], self.tables[table].num_partitions]
+        end, part = self.tables[table].num_partitions, self.parts[table]
+        if part is not None:
+            end = sum(part) if self.tables[table].num_embeddings is None else end * (part[1] > 0)
+        ends = [*(min(first, end) for first in self.owners[table]), end]
         return ends[server], ends[server + 1] - ends[server]
+
+    def in_part(self, table: int, ids: Tensor) -> Tensor:
+        """bool `[n]`, of ids that are in this server's partitions of a table: whether the trainer has them."""
+        if (part := self.parts[table]) is None or self.tables[table].num_embeddings is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        return (ids >= part[0]) & (ids < sum(part))
 
     def num_bytes(self, server: int) -> int:
         """Bytes of a server's rows when its tables are full."""
-        sizes = [(self.partitions(n, server)[1], table) for n, table in enumerate(self.tables)]
-        return sum(count * partition_sizes(table.capacity)[2] * table.row_bytes for count, table in sizes)
+        found = 0
+        for number, table in enumerate(self.tables):
+            rows, part = self.partitions(number, server)[1] * partition_sizes(table.capacity)[2], self.parts[number]
+            if part is not None and table.num_embeddings is not None:
+                rows = rows * part[1] // table.num_embeddings
+            found += rows * table.row_bytes
+        return found
 
 
 @dataclass

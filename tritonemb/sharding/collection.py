@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 
@@ -30,10 +30,12 @@ from tritonemb.sharding.placement import (
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.tables.cached_table import CachedTable, only_parameters
+from tritonemb.tables.cached_server_table import RowStore
+from tritonemb.tables.cached_table import CachedTable, is_metadata_only, only_parameters
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables
+from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import Groups, TableSet, kind_of
 
@@ -85,6 +87,8 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         self._lookups = self._make_lookups()
         replicated = self.placement.on(groups.shards.rank, "replicated")
         self._replicated = self._make_tables(replicated, self.bounds_check)
+        self.server_seeds = [table.seed for table in collection.tables if isinstance(table, ServerTable)]
+        self.service: TableService | None = None
         self._checked: list[tuple[str, str, int]] = []  # features whose ids no exchange checks
         if self._lookups and groups.shards.size > 1 and self.bounds_check == "raise":
             configs = [self.configs[each.table] for each in replicated]
@@ -95,6 +99,17 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
     def _make_lookups(self) -> list[ShardedLookup]:
         raise NotImplementedError
+
+    @property
+    def shards(self) -> list[list[PlacedShard]]:
+        """This rank's, of each of `locals`, in the order of its tables."""
+        return self._local_shards
+
+    def attach(self, service: TableService, own: Sequence[RowStore]) -> None:
+        """Let these servers have the rows of tables whose placement is "server": a `RowStore` for each of `locals`."""
+        self.service = service
+        for tables, store in zip(self.locals, own, strict=True):
+            tables.attach(store)
 
     @functools.cached_property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -244,6 +259,8 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
             self.groups.world.broadcast(seeds, 0, "initial values")
         for each, table, same in self._local_tables():
             config = self.configs[each.table]
+            if isinstance(table, ServerTable):
+                continue  # servers have the values
             if isinstance(table, DynamicTable):
                 whole = collection.tables[each.table]
                 assert isinstance(whole, DynamicTable)
@@ -268,7 +285,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         copies = []
         first_copy = self.groups.replicas.rank == 0
         for each, table, _ in self._local_tables():
-            if isinstance(table, DynamicTable):
+            if isinstance(table, DynamicTable | ServerTable):
                 continue
             shard, of_table, tensors = each.shard, shards[self.configs[each.table].name], table.tensors()
             if isinstance(table, CachedTable):
@@ -284,6 +301,12 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         mine = first_copy and self.groups.shards.rank == min(each.shard.rank for each in self.placement.shards)
         steps = [LocalShard(tables.counters["step"], mine=mine and not n) for n, tables in enumerate(self.locals)]
         found = {f"{prefix}step": TableShards((), torch.int64, steps)}
+        if self.configs[0].placement == "server":
+            for config in self.configs if not is_metadata_only() else ():
+                assert self.service is not None
+                of_servers: Any = self.service.tensors(config.name)
+                found |= {f"{prefix}{config.name}.{name}": value for name, value in of_servers.items()}
+            return found, copies
         found |= {f"{prefix}{name}": value for name, value in self._dynamic_state().items()}
         for config in (config for config in self.configs if not config.is_dynamic):
             size, own = (config.num_embeddings, config.embedding_dim), shards[config.name]
@@ -349,6 +372,20 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
                     problems.append(str(error))
         return problems
 
+    def _load_servers(self, service: TableService, tensors: Mapping[str, Tensor], prefix: str) -> list[str]:
+        """Let servers load whole tables, as rank 0 has them; what does not fit. A collective."""
+        problems: list[str] = []
+        for config in self.configs if self.groups.world.rank == 0 else ():
+            of_table = f"{prefix}{config.name}."
+            try:
+                fields = {key.removeprefix(of_table): each for key, each in tensors.items() if key.startswith(of_table)}
+                service.load(config.name, fields)
+            except ValueError as error:
+                problems.append(str(error))
+        problems = self.groups.world.all_gather_object(problems)[0]
+        service.forget_rows()
+        return problems
+
     def dynamic_tables(self) -> list[tuple[PlacedShard, DynamicTable]]:
         """This rank's parts of dynamic tables."""
         return [(each, table) for each, table, _ in self._local_tables() if isinstance(table, DynamicTable)]
@@ -369,11 +406,11 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         _, strict, missing_keys, unexpected_keys, error_msgs = args
         wanted, copies = self._state(prefix)
         dynamic = tuple(f"{prefix}{config.name}." for config in self.configs if config.is_dynamic)
-        error_msgs += self._adopt_dynamic(state_dict, prefix)
+        error_msgs += self._adopt_dynamic(state_dict, prefix) if self.service is None else []
         for key, here in wanted.items():
             if key not in state_dict:
                 missing_keys.append(key)
-            if key not in state_dict or key.startswith(dynamic):
+            if key not in state_dict or key.startswith(dynamic) or not isinstance(here, TableShards):
                 continue
             try:
                 here.copy_from(state_dict[key])
@@ -381,6 +418,8 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
                 error_msgs.append(f"{key}: {error}")
         for table, tensors in copies:
             table.assign(tensors)
+        if self.service is not None and not missing_keys:
+            error_msgs += self._load_servers(self.service, {key: state_dict[key] for key in wanted}, prefix)
         if strict:
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in wanted]
 

@@ -113,13 +113,10 @@ class HybridParallel(nn.Module):
         self.exchange = ExchangePrecision() if exchange is None else exchange
         self.average_every, self._steps = average_every, 0
         table_device = _device_for(model, device)
-        options = self.plan, self.groups, self.exchange, table_device, average_every == 1
-        pooled, unpooled = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-        sharded: dict[Any, ShardedCollection] = {
-            each: (pooled if isinstance(each, EmbeddingBagCollection) else unpooled)(each, *options) for each in found
-        }
+        self._table_device, self._given_plan = table_device, plan
+        sharded = self._sharded(found)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
-        self._on_servers = [collection.table_set for collection in fused if collection.table_set.on_servers]
+        self._on_servers = [collection for collection in fused if collection.table_set.on_servers]
         self.module: nn.Module = _replace(model, sharded)
         _materialise(self.module, table_device)
         self.pipeline = pipeline
@@ -127,6 +124,30 @@ class HybridParallel(nn.Module):
         self._computed = (computed,)
         self._called = (_parallel(computed, dense, mesh, table_device, self.groups.world),)
         self._in_graphs, self._some = GraphDataParallel(self.groups.world, computed), torch.zeros(1)
+
+    def _sharded(self, collections: Sequence[Any]) -> dict[Any, ShardedCollection]:
+        options = self.plan, self.groups, self.exchange, self._table_device, self.average_every == 1
+        pooled, unpooled = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+        kinds = {each: pooled if isinstance(each, EmbeddingBagCollection) else unpooled for each in collections}
+        return {each: kind(each, *options) for each, kind in kinds.items()}
+
+    def shard_server_tables(self) -> None:
+        """Shard collections on embedding servers, too: each rank holds the rows of its shards while it uses them.
+
+        A collective, before servers are attached.
+        """
+        before, self._on_servers = self._on_servers, []
+        if self._given_plan is None:
+            tables = [config for collection in before for config in collection.configs]
+            self.plan = uniform_plan(tables, self.plan.world_size, self.plan.local_world_size)
+        sharded = self._sharded(before)
+        self.collections += tuple(sharded.values())
+        self.module = _replace(self.module, sharded)
+        called: Any = self._called[0]
+        if self._computed[0] in sharded:
+            self._computed = self._called = (self.module,)
+        elif isinstance(called, DistributedDataParallel):
+            called._assign_modules_buffers()  # without those of the collections
 
     @property
     def group(self) -> RankGroup:
@@ -165,7 +186,8 @@ class HybridParallel(nn.Module):
         for each in self.collections[:1]:
             batch = each.own_batch(batch)
         found: dict[int, Any] = {id(each): each.prefetch(batch, assign) for each in self.collections}
-        return PrefetchedFeatures(batch, found | {id(each): each.prefetch(batch) for each in self._on_servers})
+        others = [collection.table_set for collection in self._on_servers]
+        return PrefetchedFeatures(batch, found | {id(each): each.prefetch(batch) for each in others})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

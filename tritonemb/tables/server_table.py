@@ -56,10 +56,16 @@ class TableService(Protocol):
     def flush(self) -> None:
         """Wait until servers have all that was trained, on all trainers. They all call this, after the same step."""
 
+    def return_rows(self) -> None:
+        """Let servers have the rows that trainers hold; all trainers call this, before one calls `snapshot`."""
+
+    def forget_rows(self) -> None:
+        """Another trainer has let servers load others."""
+
     def snapshot(self, path: Path, changes_only: bool = False) -> list[dict[str, Any]]:
         """Let each server write its tables to a file, when all trainers have come to this step; one calls this.
 
-        The files have the server's number and ".server" behind `path`. Of each one: the snapshot's name, and that of
+        The files have a number and ".server" behind `path`. Of each one: the snapshot's name, and that of
         the one it follows, or None if it is whole. StorageError if one could not be written.
         """
 

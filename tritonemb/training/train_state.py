@@ -18,7 +18,7 @@ from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
-from tritonemb.server.attach import Servers, collections_on_servers
+from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import metadata_only
@@ -118,7 +118,7 @@ class TrainState:
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         caches = caches_of(self.model)
         protect = [t.config.eviction.protect for each in table_sets(self.model) for t in each.dynamic.values()]
-        protect += [self.staleness * options.accumulate] * bool(collections_on_servers(self.model))
+        protect += [self.staleness * options.accumulate] * any(each.on_servers for each in table_sets(self.model))
         if training and prefetch is not None and protect:
             depth = max(1, (min(protect) + 1) // options.accumulate)
             self.seen = self.progress.step

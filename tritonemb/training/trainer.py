@@ -14,7 +14,6 @@ from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Data, Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.server.attach import AtMost, Servers, attach, steps_of
-from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog
@@ -97,8 +96,7 @@ class Trainer(TrainerOptions):
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
         if self.servers is not None:
-            inner = model.module if isinstance(model, HybridParallel) else model
-            attach(inner, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control)
+            attach(model, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control)
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)

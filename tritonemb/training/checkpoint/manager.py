@@ -152,15 +152,20 @@ def load_model(
     if servers_to_tables:
         model.load_state_dict(servers_to_tables, strict=False)
     on_rank_zero(group, lambda: _load_servers(here, there, tables_to_servers))
-    for name in here.keys() & there.keys():  # the ranks go on from the same step
-        _service(here[name]).restore([], steps_of_snapshot(there[name][0][-1]))
+    for name, collection in here.items():  # the ranks go on from the same step
+        if name in there:
+            _service(collection).restore([], steps_of_snapshot(there[name][0][-1]))
+        else:
+            _service(collection).forget_rows()
     for cached in model.modules():
         if isinstance(cached, CachedTable) and cached.config.placement == "host":
             cached.reload_cached_rows()
 
 
 def _load_servers(
-    here: Mapping[str, TableSet], there: Mapping[str, list[list[Path]]], tensors: Mapping[str, Tensor]
+    here: Mapping[str, TableSet | ShardedCollection],
+    there: Mapping[str, list[list[Path]]],
+    tensors: Mapping[str, Tensor],
 ) -> None:
     """Let embedding servers become what a checkpoint has of collections: by servers of then, or as tensors."""
     for name, tables in here.items():
@@ -173,7 +178,7 @@ def _load_servers(
             _service(tables).load(config.name, fields)
 
 
-def _service(tables: TableSet) -> TableService:
+def _service(tables: TableSet | ShardedCollection) -> TableService:
     assert tables.service is not None
     return tables.service
 
@@ -188,8 +193,8 @@ def services_of(model: nn.Module) -> dict[str, TableService]:
     return {path: each.service for path, each in _on_servers(model).items() if each.service is not None}
 
 
-def _on_servers(model: nn.Module) -> dict[str, TableSet]:
-    return collections_on_servers(model.module if isinstance(model, HybridParallel) else model)
+def _on_servers(model: nn.Module) -> dict[str, TableSet | ShardedCollection]:
+    return collections_on_servers(model)
 
 
 def _room_for(entry: TensorStorageMetadata) -> Tensor:
@@ -254,6 +259,8 @@ class CheckpointManager:
         state, ranks = self._state, self._state.ranks
         if train_state.caches_of(state.model):
             state.settle()  # prefetched rows are written back, or not, whenever this is done
+        for service in services_of(state.model).values():
+            service.return_rows()
         return {
             **train_state.model_tensors(state.model),
             **train_state.optimizer_state(state.model, state.step.dense_optimizer)[0],

@@ -1,0 +1,125 @@
+"""Several trainers without staleness: each holds the rows of its shards, and all have the bits of other tiers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.training import jobs
+from tritonemb.server import connect, start
+from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.training.config import CheckpointOptions
+
+DYNAMIC: dict[str, Any] = {
+    "user": {"capacity": 20_000, "eviction": te.EvictionConfig(ttl=12)},
+    "item": {"capacity": 260, "eviction": te.EvictionConfig("lfu", protect=6, half_life=5)},
+}
+EVERY = CheckpointOptions(checkpoint_steps=6, keep=9)
+CHANGES = replace(EVERY, checkpoint_incremental=True)
+
+
+def on_a_rank(
+    rank: int, placement: str, where: tuple[list[str], str] | None, folder: Path | None, checkpoint: Path | None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """What a rank was told, and all tables: small ones that are replicated, one by rows, dynamic ones."""
+    record, data = jobs.Record(), jobs.planted()
+    with ExitStack() as stack:
+        on_servers = {}
+        if where is not None:
+            on_servers["servers"] = stack.enter_context(connect(where[0], token=where[1]))
+        torch.manual_seed(0)
+        tables = [
+            replace(table, placement=placement, cache=te.CacheConfig(rows=40), **DYNAMIC.get(table.name, {}))
+            if table.name not in DYNAMIC
+            else replace(
+                table, num_embeddings=None, placement=placement, cache=te.CacheConfig(rows=40), **DYNAMIC[table.name]
+            )
+            for table in data.tables(8)
+        ]
+        tables[-1] = replace(tables[-1], num_embeddings=30_000)  # too large to be replicated
+        optimizer = te.optim.Adam(lr=0.01)
+        model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
+        trainer = te.Trainer(
+            te.HybridParallel(model), data, folder=folder, callbacks=[record], batch_size=25, log_every=4,
+            verbose=False, evaluate_every=9, **on_servers, **options,
+        )  # fmt: skip
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+        trainer.fit()
+        group = trainer.model.group
+        state = {
+            name: value.gather(group) if isinstance(value, TableShards) else value.clone()
+            for name, value in trainer.model.state_dict().items()
+        }
+        kinds = {str(sharding) for sharding in trainer.model.plan.tables.values()}
+        return record.losses, record.evaluations, state, kinds
+
+
+def run(ranks, number: int, servers: int, folder: Path | None = None, checkpoint: Path | None = None, **options: Any):
+    placement = "server" if servers else "host"
+    with ExitStack() as stack:
+        where = None
+        if servers:
+            some = stack.enter_context(start(servers, processes=True))
+            where = some.addresses, some.token
+        found = ranks(number).run(partial(on_a_rank, **options), placement, where, folder, checkpoint)
+    for losses, evaluations, state, _ in found[1:]:
+        assert (losses, evaluations) == found[0][:2]
+        assert_same_bits(state, found[0][2])
+    return found[0]
+
+
+def by_id(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of dynamic tables, whose rows stand by rank elsewhere, with rows by id."""
+    found = dict(state)
+    for key in [key for key in state if key.endswith(".ids")]:
+        of_table = key.removesuffix("ids")
+        order = state[key].argsort()
+        found |= {n: v[order] for n, v in state.items() if n.startswith(of_table) and v.dim() and len(v) == len(order)}
+    return found
+
+
+@pytest.mark.more
+def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, tmp_path):
+    expected = run(ranks, 2, 0, epochs=1)
+    assert {name.partition("(")[0] for name in expected[3]} == {"DataParallel", "RowWise", "TableWise"}
+    for servers in (1, 2):
+        found = run(ranks, 2, servers, epochs=1)
+        assert found[:2] == expected[:2]
+        assert_same_bits(found[2], by_id(expected[2]))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("checkpoints", [EVERY, CHANGES], ids=["whole", "changes"])
+def test_a_run_is_resumed_on_other_servers(ranks, tmp_path, checkpoints):
+    expected = run(ranks, 2, 2, tmp_path / "whole", epochs=2, checkpoints=checkpoints)
+    run(ranks, 2, 1, tmp_path / "first", epochs=1, checkpoints=checkpoints)
+    found = run(ranks, 2, 3, tmp_path / "second", tmp_path / "first/checkpoints/step-18", epochs=2)
+    assert_same_bits(found[2], expected[2])
+    assert found[0] == [loss for loss in expected[0] if loss[0] > 18]
+
+
+@pytest.mark.more
+def test_a_checkpoint_goes_to_other_tiers_and_numbers_of_ranks(ranks, tmp_path):
+    run(ranks, 2, 2, tmp_path / "servers", epochs=1, checkpoints=EVERY)
+    checkpoint = tmp_path / "servers/checkpoints/step-18"
+    expected = run(ranks, 2, 0, None, checkpoint, epochs=2)
+    assert_same_bits(run(ranks, 2, 1, None, checkpoint, epochs=2)[2], by_id(expected[2]))
+    run(ranks, 2, 0, tmp_path / "host", checkpoint, epochs=2, max_steps=24, checkpoints=EVERY)
+    back = run(ranks, 2, 2, None, tmp_path / "host/checkpoints/step-24", epochs=2)
+    assert_same_bits(back[2], by_id(expected[2]))
+    one = run(ranks, 1, 2, None, checkpoint, epochs=2)
+    other = run(ranks, 1, 0, None, checkpoint, epochs=2)
+    assert_same_bits(one[2], by_id(other[2]))
