@@ -28,9 +28,10 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, nonzero, partition_sizes, segment_offsets
+from tritonemb.ops.row_cache import move_rows_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
-from tritonemb.storage import Record, record_of
+from tritonemb.storage import record_of
 from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable, find_all
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, give_rows, prefetch_batch
 from tritonemb.tables.table import Table
@@ -208,6 +209,7 @@ class ServedTables:
         cache: of tables on disk; if not given, they are in memory.
 
     Attributes:
+        dynamic: the tables here, in the order of their `numbers` in the collection.
         next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
         chains: of snapshots, by name: what has changed since the last one of each.
         staleness: how many pulls have missed so many steps' updates.
@@ -223,6 +225,7 @@ class ServedTables:
         self.numbers = [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
         configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
         self.tables = TableSet(configs, self.optimizer, "cpu", pooled=False) if configs else None
+        self.dynamic = cast(list[DynamicTable], [] if self.tables is None else list(self.tables.dynamic.values()))
         for number, table in zip(self.numbers, self.dynamic, strict=True):
             table.reset_parameters(spec.tables[number].seed)
         self.next_pull = self.next_push = 0
@@ -235,11 +238,12 @@ class ServedTables:
         self.versions: list[Tensor] | None = None
         self._version = 0
         self.held = False
-
-    @property
-    def dynamic(self) -> list[DynamicTable]:
-        """The tables here, in the order of `numbers`."""
-        return [] if self.tables is None else cast(list[DynamicTable], list(self.tables.dynamic.values()))
+        kinds_of = [spec.tables[n].num_embeddings is None for n in self.numbers]
+        self._of_ids = [place for place, of_ids in enumerate(kinds_of) if of_ids]
+        self._records = [
+            record_of(table.config.embedding_dim, table.config.dtype, self.optimizer.states, of_ids)
+            for table, of_ids in zip(self.dynamic, kinds_of, strict=True)
+        ]
 
     def pull(
         self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer,
@@ -475,7 +479,7 @@ class ServedTables:
 
         ValueError if they find no room; nothing has changed then.
         """
-        places = self._places(static=False)
+        places = self._of_ids
         tables = {place: self.dynamic[place] for place in places}
         given, counts = (dict(zip(places, each, strict=True)) for each in (ids, occurrences))
         rows, begun = give_rows(tables, given, counts)
@@ -489,20 +493,20 @@ class ServedTables:
 
     def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """As `assign`, of a batch that is not trained: -1 of ids without a row."""
-        return find_all([self.dynamic[place] for place in self._places(static=False)], ids)
+        return find_all([self.dynamic[place] for place in self._of_ids], ids)
 
     @torch.no_grad()
     def read_records(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
         """Records of tables, by number: of a static one's rows, and of the places that ids have got in others."""
-        rows = {self.numbers.index(number): self._rows(number, of_table) for number, of_table in keys.items()}
+        rows = self._rows(keys)
         known, found = {place: nonzero(of_table >= 0) for place, of_table in rows.items()}, list[Tensor]()
         with self._memory({place: of_table[known[place]] for place, of_table in rows.items()}) as memories:
             for place, of_table in rows.items():
-                table, record, mine = self.dynamic[place], self._record(place), known[place]
+                table, record, mine = self.dynamic[place], self._records[place], known[place]
                 records = torch.zeros(of_table.numel(), record.num_bytes, dtype=torch.uint8)
                 fields, (memory, there) = record.views(records), memories[place]
-                for name in fields.keys() & memory.keys():
-                    fields[name][mine] = memory[name].index_select(0, there)
+                names = [name for name in fields if name in memory]
+                move_rows_([fields[name] for name in names], [memory[name] for name in names], mine, there)
                 if mine.numel() < of_table.numel():
                     unknown = of_table < 0
                     fields["weight"][unknown] = table.initial_values(keys[self.numbers[place]][unknown])
@@ -514,19 +518,18 @@ class ServedTables:
     @torch.no_grad()
     def write_records(self, keys: Mapping[int, Tensor], records: Sequence[Tensor]) -> None:
         """Write them; a static row that is written first gets a place."""
-        rows = dict[int, Tensor]()
-        for number, of_table in keys.items():
-            place = self.numbers.index(number)
-            rows[place] = self._rows(number, of_table)
-            if (unknown := nonzero(rows[place] < 0)).numel():
-                rows[place][unknown] = self.dynamic[place].add(of_table[unknown])
-            self._mark(place, rows[place])
+        rows = self._rows(keys)
+        for (place, of_table), of_keys in zip(rows.items(), keys.values(), strict=True):
+            if (unknown := nonzero(of_table < 0)).numel():
+                of_table[unknown] = self.dynamic[place].add(of_keys[unknown])
+            self._mark(place, of_table)
         with self._memory(rows, dirty=True) as memories:
             for place, given in zip(rows, records, strict=True):
-                fields, (memory, there) = self._record(place).views(given), memories[place]
-                for name, value in memory.items():
-                    new = self.dynamic[place].index.ids[rows[place]] if name == "id" else fields[name]
-                    value.index_copy_(0, there, new)
+                fields, (memory, there) = self._records[place].views(given), memories[place]
+                if "id" in memory:
+                    fields["id"] = self.dynamic[place].index.ids[rows[place]]
+                source = [fields[name] for name in memory]
+                move_rows_([*memory.values()], source, there, torch.arange(there.numel()))
 
     def returned(self, steps: int, lr: float) -> None:
         """The trainer has written all rows back, after so many steps."""
@@ -535,17 +538,12 @@ class ServedTables:
             self.tables.counters["step"].fill_(steps)
             self.tables.set_learning_rate(lr)
 
-    def _places(self, static: bool) -> list[int]:
-        return [p for p, n in enumerate(self.numbers) if (self.spec.tables[n].num_embeddings is not None) == static]
-
-    def _rows(self, number: int, keys: Tensor) -> Tensor:
-        static = self.spec.tables[number].num_embeddings is not None
-        return self.dynamic[self.numbers.index(number)].find(keys) if static else keys
-
-    def _record(self, place: int) -> Record:
-        table = self.spec.tables[self.numbers[place]]
-        dtype = getattr(torch, table.dtype)
-        return record_of(table.embedding_dim, dtype, self.optimizer.states, table.num_embeddings is None)
+    def _rows(self, keys: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """By place of the table; -1 of static rows that have none yet."""
+        rows = {self.numbers.index(number): of_table for number, of_table in keys.items()}
+        static = [place for place in rows if place not in self._of_ids]
+        found = find_all([self.dynamic[place] for place in static], [rows[place] for place in static])
+        return rows | dict(zip(static, found, strict=True))
 
     @contextmanager
     def _memory(
