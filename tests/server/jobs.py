@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from tritonemb.comm.output_exchange import EXACT
 from tritonemb.server import Servers, attach, client, flush
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport, Message
@@ -41,6 +42,7 @@ def make(
     group=ALONE,
     accumulate=1,
     cache: int | None = None,
+    exchange=EXACT,
 ) -> te.nn.EmbeddingBagCollection:
     """Two static tables and perhaps a dynamic one, with initial values of a fixed seed."""
     place = {} if servers is None else {"placement": "server", "cache": te.CacheConfig(rows=cache)}
@@ -53,7 +55,7 @@ def make(
     torch.manual_seed(3)
     collection = te.nn.EmbeddingBagCollection(tables, optimizer or te.optim.Adagrad(lr=0.1))
     if servers is not None:
-        attach(collection, servers, staleness, accumulate=accumulate, group=group)
+        attach(collection, servers, staleness, accumulate=accumulate, group=group, exchange=exchange)
     return collection
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
 from tritonemb.flight import ROOTS, TOKEN
 from tritonemb.server.client import CollectionClient, Connection, WholeTables
 from tritonemb.server.held_rows import HeldRows, ShardedRows
@@ -135,7 +136,7 @@ def connect(
 
 def attach(
     model: nn.Module, servers: Servers, staleness: "int | AtMost | None" = 0, *, accumulate: int = 1,
-    group: RankGroup | None = None,
+    group: RankGroup | None = None, exchange: ExchangePrecision = EXACT,
 ) -> None:  # fmt: skip
     """Let servers have the rows of a model's tables whose placement is "server".
 
@@ -143,6 +144,7 @@ def attach(
         staleness: how many steps' updates a batch misses, exactly; or `AtMost` so many; None for any number.
         accumulate: micro-batches of a step.
         group: all trainers; each attaches its own model to the same servers.
+        exchange: in how many bits rows are pulled and gradients pushed; all of them by default.
 
     Raises:
         ValueError: the model has no such tables, or the servers have others of that name.
@@ -154,14 +156,21 @@ def attach(
     if not found:
         raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
     for name, tables in found.items():
+        if exchange != EXACT and (isinstance(tables, ShardedCollection) or _holds(staleness, group)):
+            raise ValueError(f"without staleness rows are moved as they are, not as {exchange}; leave exchange out")
         if isinstance(tables, ShardedCollection):
             servers.clients.append(_attach_shards(tables, servers, accumulate, group, name))
         else:
-            client = _client(tables, servers, staleness, accumulate, group, name)
+            client = _client(tables, servers, staleness, accumulate, group, name, exchange)
             servers.clients.append(client)
             tables.attach(client)
     if group.size > 1:
         group.all_gather_object(None)  # nobody pulls before all are there
+
+
+def _holds(staleness: Any, group: RankGroup) -> bool:
+    """Whether a trainer has rows while it uses them."""
+    return group.size == 1 and isinstance(staleness, int) and staleness == 0
 
 
 def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedCollection]:
@@ -175,8 +184,9 @@ def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedColl
 
 
 def _client(
-    tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str
-) -> CollectionClient:
+    tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str,
+    exchange: ExchangePrecision,
+) -> CollectionClient:  # fmt: skip
     steps, exact = steps_of(staleness), isinstance(staleness, int)
     if steps is not None:
         most = (steps + 1) * accumulate * (1 if exact else group.size) - 1
@@ -188,6 +198,7 @@ def _client(
                 )
     seeds = [cast(ServerTable, table).seed for table in tables.tables]
     spec = _spec(tables, seeds, servers, group, trainers=group.size, staleness=steps, exact=exact, batches=accumulate)
+    spec = replace(spec, rows_in=exchange.forward, gradients_in=exchange.backward)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
     kind = HeldRows if spec.held_by_trainer else CollectionClient
     return kind(servers.connections, name, spec, group.rank, caches)
@@ -237,6 +248,7 @@ def _spec(
     )
     owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
     described = describe_optimizer(tables.optimizer)
+    how |= {"rows_in": EXACT.forward, "gradients_in": EXACT.backward}
     return CollectionSpec(specs, described, owners=owners, parts=(None,) * len(specs), **how)
 
 

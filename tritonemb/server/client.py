@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tritonemb.flight import decode_error
 from tritonemb.layout import partitions_of
+from tritonemb.server.codec import RowCodecs
 from tritonemb.server.row_cache import CachedPull, TrainerCache
 from tritonemb.server.snapshot import whole_table
 from tritonemb.server.tables import CollectionSpec
@@ -297,6 +298,7 @@ class CollectionClient(WholeTables):
     ) -> None:  # fmt: skip
         super().__init__(connections, [(name, spec)])
         self.rank, self._name, self._lock = rank, name, threading.Lock()
+        self.codecs = RowCodecs(spec)
         self._dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()  # by garbage collection, at any moment
         self.restored = 0  # how often; what was pulled before is not pushed any more
         self._batch = self._pushed = 0
@@ -367,8 +369,13 @@ class CollectionClient(WholeTables):
 
     def by_table(self, server: int, sizes: list[int], answer: Message) -> tuple[int, dict[int, Any]]:
         """A server's answer to a trainer with caches: its steps, and by table versions and rows."""
-        values, (versions, *rows) = answer
-        return values["steps"], dict(zip(self._has[server], zip(versions.split(sizes), rows, strict=True), strict=True))
+        (values, (versions, *rows)), has = answer, self._has[server]
+        rows = self.codecs.unpack_rows(has, rows)
+        return values["steps"], dict(zip(has, zip(versions.split(sizes), rows, strict=True), strict=True))
+
+    def unpacked(self, server: int, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The rows of a server's tables, as it has sent them."""
+        return self.codecs.unpack_rows(self._has[server], rows)
 
     def refused(
         self, server: int, counts: Tensor, positions: Tensor, asked: Sequence[Tensor], routes: Sequence[Sequence[Any]]
@@ -389,10 +396,12 @@ class CollectionClient(WholeTables):
         """The gradients of a batch."""
         with self._lock:
             self._give_up_dropped()
-            for server in range(len(self._connections)):
+            scale = self.codecs.scale(sums)
+            for server, has in enumerate(self._has):
                 parts = self._of_server(ids, routes, server)
-                values = {"batch": batch, "lr": lr, "sizes": [part.numel() for part in parts]}
-                self._submit(server, "push", values, [cat(parts), *self._of_server(sums, routes, server)])
+                values = {"batch": batch, "lr": lr, "sizes": [part.numel() for part in parts], "scale": scale}
+                packed = self.codecs.pack_gradients(has, self._of_server(sums, routes, server), scale)
+                self._submit(server, "push", values, [cat(parts), *packed])
             self._pushed += 1
 
     def drop(self, pulled: "PulledRows") -> None:
@@ -485,6 +494,8 @@ class PulledRows:
             answers = [(values, tensors[:-2]) for values, tensors in answers]
         if not self._cached:
             found = [tensors for _, tensors in answers]
+            if self._training:
+                found = [client.unpacked(*each) for each in enumerate(found)]
             return [client.rows(table, routes, found) for table, routes in enumerate(self._routes)]
         of_servers = [client.by_table(n, *each) for n, each in enumerate(zip(self._sizes, answers, strict=True))]
         tables = zip(range(len(self._cached)), self._cached, self._routes, strict=True)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.flight import encode_error
+from tritonemb.server.codec import RowCodecs
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.snapshot import Part, parts_of, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables
@@ -96,6 +97,7 @@ class EmbeddingServer(Closing):
         self._taken: dict[str, float] = {}  # bytes, by collection
         self._trainers: dict[tuple[str, int], str] = {}  # the client, by collection and rank
         self.collections: dict[str, ServedTables] = {}
+        self._row_codecs: dict[str, RowCodecs] = {}
         self._folder = None if folder is None else Path(folder)
         self._clients: dict[str, ClientState] = {}
         self._log: MessageLog | None = None
@@ -398,7 +400,7 @@ class EmbeddingServer(Closing):
     def _do_pull(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         served = self.collections[values["collection"]]
         ids, occurrences, *versions = (list(each.split(values["sizes"])) for each in tensors)
-        send = _rows(answer, served) if versions else _rows(answer)
+        send = _rows(answer, self._codecs(values), served, len(versions))
         served.pull(values["rank"], values["batch"], ids, occurrences, send, *versions)
 
     def _do_look_up(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
@@ -410,7 +412,14 @@ class EmbeddingServer(Closing):
         if values["sizes"] is not None:
             ids = list(tensors[0].split(values["sizes"]))
         answer(({}, []))  # it has been logged, and is among the pushes of the state from here on
-        served.push(values["rank"], values["batch"], ids, list(tensors[1:]), values["lr"])
+        sums = self._codecs(values).unpack_gradients(served.numbers, tensors[1:], values["scale"]) if ids else []
+        served.push(values["rank"], values["batch"], ids, sums, values["lr"])
+
+    def _codecs(self, values: Values) -> RowCodecs:
+        name = values["collection"]
+        if name not in self._row_codecs:
+            self._row_codecs[name] = RowCodecs(self.collections[name].spec)
+        return self._row_codecs[name]
 
     def _do_facts(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """What a trainer that holds rows must know of the tables, by number."""
@@ -522,12 +531,20 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
     return {"snapshot": header["snapshot"], "after": header["after"]}
 
 
-def _rows(answer: Any, served: ServedTables | None = None) -> Any:
-    """Sends rows; for a trainer with a cache, with the number of steps that have been applied to them."""
+def _rows(answer: Any, codecs: RowCodecs | None = None, served: ServedTables | None = None, first: int = 0) -> Any:
+    """Sends rows, which begin with tensor `first`; where others come first, a trainer with a cache is told the number
+    of steps that have been applied to them."""
 
-    def send(rows: Sequence[Tensor] | Exception) -> None:
-        steps = {} if served is None else {"steps": served.next_push}
-        answer(rows if isinstance(rows, Exception) else (steps, [of_table.contiguous() for of_table in rows]))
+    def send(found: Sequence[Tensor] | Exception) -> None:
+        if isinstance(found, Exception):
+            answer(found)
+            return
+        tensors, steps = [each.contiguous() for each in found], {}
+        if codecs is not None and served is not None:
+            rows = slice(first, first + len(served.numbers))
+            tensors[rows] = codecs.pack_rows(served.numbers, tensors[rows])
+            steps = {"steps": served.next_push} if first else {}
+        answer((steps, tensors))
 
     return send
 

@@ -126,6 +126,7 @@ class CollectionSpec:
         batches: of a step.
         owners: for each table, of each server the first partition that it has; they are ranges, perhaps empty.
         parts: of each table what a trainer has, first and count: of a dynamic one partitions, else rows; None: all.
+        rows_in, gradients_in: codecs of what is pulled and pushed, see `ExchangePrecision`.
     """
 
     tables: tuple[TableSpec, ...]
@@ -136,6 +137,8 @@ class CollectionSpec:
     batches: int
     owners: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[int, int] | None, ...]
+    rows_in: str
+    gradients_in: str
 
     @classmethod
     def from_json(cls, values: Values) -> "CollectionSpec":

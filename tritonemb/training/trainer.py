@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Data, Split
 from tritonemb.ops.registry import check_errors
@@ -57,6 +58,7 @@ class Trainer(TrainerOptions):
         servers: embedding servers (`tritonemb.server`) for the tables whose placement is "server".
         staleness: of those tables: how many steps' updates a batch misses, exactly; `te.AtMost` so many; or None, and
             it is `prefetch_depth` that bounds them.
+        server_exchange: in how many bits rows and gradients go to servers and back; all of them by default.
         pipeline: prepare the next steps while one computes; False for a model that changes features before its lookups.
 
     All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
@@ -82,6 +84,7 @@ class Trainer(TrainerOptions):
     pipeline: bool = True
     servers: Servers | None = None
     staleness: int | AtMost | None = 0
+    server_exchange: ExchangePrecision = EXACT
     state: TrainState = field(init=False)
     run_folder: RunFolder | None = field(init=False)
     saving: CheckpointManager = field(init=False)
@@ -96,7 +99,10 @@ class Trainer(TrainerOptions):
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
         if self.servers is not None:
-            attach(model, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control)
+            attach(
+                model, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control,
+                exchange=self.server_exchange,
+            )  # fmt: skip
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
