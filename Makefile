@@ -1,5 +1,5 @@
 # make train [DATA=movielens-100k|synthetic|path/to/train.txt] [ARGS="--epochs 2 ..."]
-# make test | test-more | test-all | test-versions | planted | lint | bench | docs | clean
+# make test | test-more | test-all | test-ray | test-versions | planted | lint | bench | docs | clean
 # make gpu-smoke | gpu | gpu-bench | gpu-sanitize | gpu-cache [PYTHON=python3] [OUT=build/gpu] [ARGS="-k update"]
 #
 # Everything is installed into $(VENV); a second call installs nothing unless pyproject.toml or constraints.txt changed.
@@ -49,7 +49,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The path is relative: Triton keeps it in the cache, and finds what was carried to the same place of another clone.
 ON_GPU := OMP_WAIT_POLICY=passive TRITON_CACHE_DIR=$(GPU_CACHE) $(PYTHON)
 
-.PHONY: train test test-selection test-more test-all test-versions planted lint bench docs clean gpu gpu-smoke gpu-sanitize gpu-cache gpu-bench
+.PHONY: train test test-selection test-more test-all test-ray test-versions planted lint bench docs clean gpu gpu-smoke gpu-sanitize gpu-cache gpu-bench
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
@@ -74,6 +74,10 @@ test-all: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "" $(ARGS)
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m public $(BY_REFERENCE) $(ARGS)
 	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "triton or public" $(ARGS)
+
+# Embedding servers on Ray, which is installed for this alone; they skip in the others until then.
+test-ray: $(VENV)/.ray
+	$(QUIET) $(BIN)/python -m pytest tests/server/test_ray.py $(ARGS)
 
 # A core selection on other versions of Python, torch and triton.
 test-versions:
@@ -127,6 +131,10 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,tensorboard,dev,docs,frameworks]"
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.dev
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[ray]"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml

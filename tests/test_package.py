@@ -34,7 +34,7 @@ import sys, torch
 before = set(sys.modules)
 import tritonemb
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-late = {"numba", "llvmlite", "triton", "pyarrow", "torchmetrics", "rich", "tyro"} & loaded
+late = {"numba", "llvmlite", "triton", "pyarrow", "torchmetrics", "rich", "tyro", "ray"} & loaded
 late |= {name for name in ("tritonemb.training", "tritonemb.data", "tritonemb.cli") if name in sys.modules}
 print(sorted(late))
 """

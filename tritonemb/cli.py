@@ -59,7 +59,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --profile-steps N     write a trace; --tensorboard writes curves
   --num-workers N       data loader workers of each rank
   --plan FILE           where tables go, on the ranks that torchrun starts
-  --servers N           tables on embedding servers, or HOST:PORT,...; --staleness S
+  --servers N           tables on embedding servers; or ray:N, or HOST:PORT,...; --staleness S
   --help-all            every option, with its default
 
   tritonemb train --data day_0.tsv --epochs 1 --out runs/first --resume auto

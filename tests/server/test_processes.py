@@ -22,9 +22,13 @@ from tests.helpers import assert_same_bits
 from tests.server.jobs import local_servers, make, train, train_all
 from tests.server.test_staleness import same
 from tritonemb import cli
-from tritonemb.server import start
+from tritonemb.server import EmbeddingServer, connect, start, start_on_ray
+from tritonemb.server.attach import address_file
 from tritonemb.server.snapshot import read_tables
+from tritonemb.server.transport import FlightServer
 from tritonemb.training.checkpoint.reader import saved_on_servers
+from tritonemb.training.config import ServersOptions
+from tritonemb.utils import MissingExtraError
 
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
 
@@ -169,6 +173,47 @@ def test_a_killed_server_without_a_log_ends_training():
         servers._own[0]._process.kill()
         with pytest.raises(ConnectionError, match=r"has not answered for 2 seconds; start it again"):
             train(model, 2)
+
+
+def test_a_server_that_has_moved_is_found(tmp_path):
+    server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
+    before = FlightServer(server)
+    with server, connect([before.address], token=before.token, folder=tmp_path, patience=5.0) as servers:
+        model = make(servers)
+        found = train(model, 2)
+        before.close()
+        with FlightServer(server, token=before.token) as now:
+            address_file(tmp_path / "server-0").write_text(now.address)
+            found += train(model, 2)
+            assert servers.addresses == [now.address] != [before.address]
+    with local_servers(1) as servers:
+        model = make(servers)
+        same(([found], {}), ([train(model, 2) + train(model, 2)], {}))
+
+
+def test_ray_has_to_be_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"ray is needed here .* pip install 'tritonemb\[ray\]'"):
+        start_on_ray(1)
+    with pytest.raises(ValueError, match="number of servers must be at least 1, got 0"):
+        start_on_ray(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"servers": "ray"}, "servers=ray: say how many servers Ray is to start, for example ray:4"),
+        ({"servers": "ray:two"}, "servers=ray:two: say how many"),
+        ({"servers": "ray:-1"}, "servers=ray:-1: say how many"),
+        ({"servers": "2", "server_key": Path("key")}, "server_key are for servers on Ray"),
+        ({"servers": "grpc://127.0.0.1:1", "server_log": "disk"}, "server_log is for servers that are started here"),
+    ],
+)
+@pytest.mark.few(3)
+def test_what_the_command_is_asked_for_wrongly(options, message):
+    with pytest.raises(ValueError, match=message):
+        ServersOptions(**options)
+    assert ServersOptions(servers="ray:4", server_log="disk").num_started == 4
 
 
 def test_a_folder_that_was_damaged_is_refused(tmp_path: Path):

@@ -3,6 +3,7 @@
 from tritonemb.server.attach import AtMost, Servers, attach, connect, flush, start
 from tritonemb.server.follower import Follower, Publisher, look_up
 from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.on_ray import start_on_ray
 
 __all__ = [
     "AtMost",
@@ -15,4 +16,5 @@ __all__ = [
     "flush",
     "look_up",
     "start",
+    "start_on_ray",
 ]

@@ -113,8 +113,9 @@ def start(
 
 
 def connect(
-    addresses: Sequence[str], *, token: str | None = None, roots: str | Path | None = None, patience: float = 20.0
-) -> Servers:
+    addresses: Sequence[str], *, token: str | None = None, roots: str | Path | None = None, patience: float = 20.0,
+    folder: str | Path | None = None,
+) -> Servers:  # fmt: skip
     """Connect to embedding servers that run already: `tritonemb server`.
 
     Args:
@@ -123,6 +124,7 @@ def connect(
         roots: a PEM file of certificates to trust with TLS; that of TRITONEMB_TLS_ROOTS, or the system's, if not given.
         patience: seconds without a sign of life after which a server counts as gone, and training ends; more where
             servers are started again by somebody, and take long to load their rows.
+        folder: that of `start_on_ray`, where servers that have moved say where they are.
 
     Raises:
         ConnectionError, PermissionError: one does not answer, or expects another token.
@@ -130,8 +132,21 @@ def connect(
     """
     if not addresses:
         raise ValueError("no address of an embedding server is given")
-    token, roots = token or os.environ.get(TOKEN, ""), roots or os.environ.get(ROOTS)
-    return Servers([FlightTransport(address, token, roots) for address in addresses], (), patience)
+    return Servers(transports_to(addresses, token or os.environ.get(TOKEN, ""), roots, folder), (), patience)
+
+
+def transports_to(
+    addresses: Sequence[str], token: str, roots: str | Path | None, folder: str | Path | None
+) -> list[FlightTransport]:
+    """As `connect` takes them."""
+    roots = roots or os.environ.get(ROOTS)
+    moved = (None if folder is None else address_file(Path(folder) / f"server-{n}") for n in range(len(addresses)))
+    return [FlightTransport(address, token, roots, path) for address, path in zip(addresses, moved, strict=True)]
+
+
+def address_file(folder: str | Path) -> Path:
+    """Where a server that may move says where it is."""
+    return Path(folder) / "address"
 
 
 def attach(

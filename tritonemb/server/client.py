@@ -45,7 +45,7 @@ class Connection(Closing):
     """
 
     def __init__(self, transport: Transport, patience: float = 20.0, keep_bytes: int = 1 << 28) -> None:
-        self._transport, self._patience, self.address = transport, patience, transport.address
+        self._transport, self._patience = transport, patience
         self._client, self._lock = uuid.uuid4().hex, threading.RLock()
         self._next, self._asked = 0, itertools.count()
         self._unanswered: dict[int, Future[Message]] = {}  # ascending
@@ -59,6 +59,11 @@ class Connection(Closing):
         self._token: object = None  # of the channel
         self._open()
         threading.Thread(target=self._watch, daemon=True, name="tritonemb-connection").start()
+
+    @property
+    def address(self) -> str:
+        """Of the server, which may move."""
+        return self._transport.address
 
     def submit(self, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         """Send what is to be done; messages are done in the order of these calls."""

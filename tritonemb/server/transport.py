@@ -131,15 +131,25 @@ class FlightTransport:
     Args:
         token: that the server expects.
         roots: a PEM file with the certificates to trust with TLS; the system's if not given.
+        moved: a file that has the server's address, which is tried next where it does not answer.
     """
 
-    def __init__(self, address: str, token: str, roots: str | Path | None = None) -> None:
+    def __init__(
+        self, address: str, token: str, roots: str | Path | None = None, moved: Path | None = None
+    ) -> None:  # fmt: skip
         self.address, self.traffic, self._token, self._roots = address, MessageTraffic(), token, roots
+        self._moved = moved
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
         """See `Transport.open`. A server that is gone is noticed at once, one whose machine or network is gone when
         nothing that was sent has been acknowledged for 20 seconds, or after minutes if nothing was sent."""
-        stream = flight.Client(self.address, self._token, self._roots).exchange()
+        try:
+            stream = flight.Client(self.address, self._token, self._roots).exchange()
+        except ConnectionError:
+            if self._moved is not None:
+                with suppress(OSError):
+                    self.address = self._moved.read_text()
+            raise
         return _FlightChannel(stream, self.traffic, receive, lost)
 
 

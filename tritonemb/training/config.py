@@ -110,25 +110,44 @@ class ServersOptions(Options):
     """Tables on embedding servers, all of them.
 
     Args:
-        servers: how many to start on this machine, for this run alone; or addresses of servers that run already,
-            grpc://HOST:PORT or grpc+tls://HOST:PORT, with commas between them.
+        servers: how many to start on this machine, for this run alone; or, as ray:4, on a Ray cluster; or addresses of
+            servers that run already, grpc://HOST:PORT or grpc+tls://HOST:PORT, with commas between them.
         staleness: steps whose updates a batch may miss.
         staleness_mode: it misses exactly these, so a run can be repeated; at most these; or any number (unbounded).
         server_log: of servers that are started here, who keeps what they were told, so that they may be lost: trainers
             (memory), or a file that survives the process (disk) or a loss of power (fsync), in the run's folder.
+        server_certificate: of servers on Ray, a PEM file on their machines, for TLS.
+        server_key: likewise.
     """
 
     servers: str | None = None
     staleness: int = number(0, least=0)
     staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
     server_log: Literal["memory", "disk", "fsync"] | None = None
+    server_certificate: Path | None = None
+    server_key: Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.servers is None and (self.staleness or self.staleness_mode != "exact" or self.server_log is not None):
             raise ValueError("staleness, staleness_mode and server_log are for tables on servers: give servers, too")
-        if self.servers is not None and not self.servers.isdecimal() and self.server_log is not None:
+        if self.on_ray and self.num_started is None:
+            raise ValueError(f"servers={self.servers}: say how many servers Ray is to start, for example ray:4")
+        if self.servers is not None and self.num_started is None and self.server_log is not None:
             raise ValueError("server_log is for servers that are started here; set it where those at addresses start")
+        if not self.on_ray and (self.server_certificate or self.server_key) is not None:
+            raise ValueError("server_certificate and server_key are for servers on Ray: give servers, too, as ray:4")
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether Ray starts the servers."""
+        return (self.servers or "").partition(":")[0] == "ray"
+
+    @property
+    def num_started(self) -> int | None:
+        """How many servers the run starts; None if they run already."""
+        text = (self.servers or "").removeprefix("ray:")
+        return int(text) if text.isdecimal() else None
 
     @property
     def bound(self) -> int | AtMost | None:

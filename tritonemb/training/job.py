@@ -26,7 +26,8 @@ from tritonemb.data.batch import Rows, cut
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
-from tritonemb.server import Servers, connect, start
+from tritonemb.server import Servers, connect, start, start_on_ray
+from tritonemb.server.on_ray import PATIENCE
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
@@ -126,22 +127,27 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
     if options.servers is None:
         yield None
         return
+    count, kept = options.num_started, None if options.server_log is None else folder / "servers"
+    how: dict[str, Any] = {"folder": kept, "patience": PATIENCE} if options.on_ray else {}
 
     def begin() -> tuple[list[str], str]:
-        kept = None if options.server_log is None else folder / "servers"
+        assert count is not None
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)  # of an earlier process: the run has its checkpoints
-        own.append(start(int(options.servers or ""), processes=True, folder=kept, log=options.server_log))
+        if options.on_ray:
+            files = options.server_certificate, options.server_key
+            own.append(start_on_ray(count, log=options.server_log, certificate=files[0], key=files[1], **how))
+        else:
+            own.append(start(count, processes=True, folder=kept, log=options.server_log))
         return own[0].addresses, own[0].token
 
-    here = options.servers.isdecimal()
-    if here and len(set(group.nodes)) > 1:
+    if count is not None and not options.on_ray and len(set(group.nodes)) > 1:
         raise ValueError(
             f"servers={options.servers} starts servers on one machine, and the ranks are on several; start them there "
             "(tritonemb server), and give their addresses"
         )
-    addresses, token = on_rank_zero(group, begin) if here else (options.servers.split(","), "")
-    with own[0] if own else connect(addresses, token=token) as servers:
+    addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, begin)
+    with own[0] if own else connect(addresses, token=token, **how) as servers:
         yield servers
 
 
