@@ -207,3 +207,59 @@ def test_trainers_on_ranks_resume_together(ranks, tmp_path):
     (again, same_rows), _ = run(3, "second", tmp_path / "first/checkpoints/step-18", epochs=2)
     assert_same_bits(same_rows, rows)
     assert again == [loss for loss in losses if loss[0] > 18]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.few(1)
+def test_some_tables_on_servers_and_others_not(staleness, tmp_path):
+    """A resumed run has the bits of one that went on."""
+
+    def made(servers, names, folder=None, record=None, **options):
+        data = jobs.planted()
+        torch.manual_seed(0)
+        tables = [replace(t, placement="server") if t.name in names else t for t in data.tables(8)]
+        model = te.nn.DLRM(
+            tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=te.optim.RowWiseAdagrad(lr=0.05)
+        )
+        on_servers = {"servers": servers, "staleness": staleness} if names else {}
+        options = {"batch_size": 50, "epochs": 2, "log_every": 4, "verbose": False, "checkpoints": EVERY} | options
+        callbacks = [] if record is None else [record]
+        return te.Trainer(model, data, folder=folder, callbacks=callbacks, **on_servers, **options)
+
+    record = jobs.Record()
+    with local_servers(2) as servers:
+        trainer = made(servers, ("user", "site"), tmp_path / "whole", record)
+        assert set(trainer.model.embeddings.on_servers.feature_names) == {"user", "site"}
+        trainer.fit()
+        rows = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    again = jobs.Record()
+    with local_servers(1) as servers:
+        made(servers, ("user", "site"), tmp_path / "run", max_steps=20).fit()
+    with local_servers(3) as servers:
+        trainer = made(servers, ("user", "site"), tmp_path / "other", again)
+        trainer.resume(tmp_path / "run/checkpoints/step-18")
+        trainer.fit()
+        assert_same_bits(trainer.model.state_dict(), rows)
+    assert again.losses == [loss for loss in record.losses if loss[0] > 18]
+
+
+def test_columns_stand_in_the_order_of_tables():
+    data = jobs.planted()
+    with local_servers(2) as servers:
+        found = []
+        for names in ((), ("user", "site")):
+            torch.manual_seed(0)
+            tables = [replace(t, placement="server") if t.name in names else t for t in data.tables(8)]
+            model = te.nn.DCNv2(tables, data.num_dense, top_mlp=(8,), optimizer=te.optim.SGD(lr=0.1))
+            if names:
+                te.server.attach(model, servers)
+                split = model.embeddings
+                values = {f"{table.config.name}.weight": found[0][0][table.config.name] for table in split.here.tables}
+                split.here.load_state_dict(values | {"step": torch.tensor(0)})
+                values = {f"{name}.weight": found[0][0][name] for name in names}
+                split.on_servers.load_state_dict(values | {"step": torch.tensor(0)})
+            else:
+                weights = {table.config.name: table.weight.detach().clone() for table in model.embeddings.tables}
+            batch = next(iter(data.open("train", 16))).sparse
+            found.append((weights, model.embeddings(batch).detach()))
+    assert torch.equal(found[0][1], found[1][1])

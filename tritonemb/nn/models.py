@@ -69,6 +69,38 @@ class MLP(nn.Sequential):
         super().__init__(*(layers if last_activation else layers[:-1]))
 
 
+class SplitEmbeddingBagCollection(nn.Module):
+    """Tables of which some are on embedding servers: two collections, whose results stand in the order of the tables.
+
+    Attributes:
+        here, on_servers: the two, each an `EmbeddingBagCollection`.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig], optimizer: Optimizer | None, device: Device) -> None:
+        super().__init__()
+        here, there = ([t for t in tables if (t.placement == "server") == kind] for kind in (False, True))
+        self.here = EmbeddingBagCollection(here, optimizer, device)
+        self.on_servers = EmbeddingBagCollection(there, optimizer, device)
+        self.configs = tuple(tables)
+        self.embedding_dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+        order = [config.name for config in (*here, *there)]
+        self._places = [order.index(table.name) for table in tables]
+        self._widths = [config.embedding_dim * len(config.feature_names) for config in (*here, *there)]
+
+    def forward(self, features: Features) -> Tensor:
+        """`[B, sum of dims]`."""
+        found = torch.cat([self.here(features), self.on_servers(features)], dim=1).split(self._widths, dim=1)
+        return torch.cat([found[place] for place in self._places], dim=1)
+
+
+def pooled_embeddings(
+    tables: Sequence[TableConfig], optimizer: Optimizer | None, device: Device
+) -> EmbeddingBagCollection | SplitEmbeddingBagCollection:
+    """A collection of these tables, wherever they are."""
+    split = len({table.placement == "server" for table in tables}) > 1
+    return (SplitEmbeddingBagCollection if split else EmbeddingBagCollection)(tables, optimizer, device)
+
+
 class DLRM(nn.Module):
     """DLRM (Naumov et al., arXiv:1906.00091): dense features through an MLP, sparse ones through tables, pairwise dots.
 
@@ -92,7 +124,7 @@ class DLRM(nn.Module):
         dims = {table.name: table.embedding_dim for table in tables}
         if len(set(dims.values())) > 1:
             raise ValueError(f"DLRM's tables need one embedding_dim, got {dims}")
-        self.embeddings = EmbeddingBagCollection(tables, optimizer, device)
+        self.embeddings = pooled_embeddings(tables, optimizer, device)
         dim, num_features = tables[0].embedding_dim, len(self.embeddings.embedding_dims)
         if not num_dense and num_features == 1:
             raise ValueError("DLRM without dense features needs two sparse features at least, got 1; use DCNv2")
@@ -165,7 +197,7 @@ class DCNv2(nn.Module):
         super().__init__()
         if num_dense < 0:
             raise ValueError(f"num_dense must be at least 0, got {num_dense}")
-        self.embeddings = EmbeddingBagCollection(tables, optimizer, device)
+        self.embeddings = pooled_embeddings(tables, optimizer, device)
         width = num_dense + sum(self.embeddings.embedding_dims)
         self.cross = CrossNetwork(width, num_cross_layers, low_rank, device)
         self.top = MLP(width, [*top_mlp, 1], last_activation=False, device=device)

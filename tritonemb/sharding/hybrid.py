@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -90,10 +91,6 @@ class HybridParallel(nn.Module):
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
                 "an optimizer, or wrap a model without one in DistributedDataParallel"
             )
-        if 0 < len(found) < len(fused):
-            raise ValueError(
-                "some collections are on embedding servers, and others are not; place all tables of the model there"
-            )
         tables = [config for collection in found for config in collection.configs]
         sequences = [each for each in found if isinstance(each, EmbeddingCollection)]
         if pipeline > 1 and (dense == "fsdp" or sequences):
@@ -139,7 +136,8 @@ class HybridParallel(nn.Module):
         before, self._on_servers = self._on_servers, []
         if self._given_plan is None:
             tables = [config for collection in before for config in collection.configs]
-            self.plan = uniform_plan(tables, self.plan.world_size, self.plan.local_world_size)
+            more = uniform_plan(tables, self.plan.world_size, self.plan.local_world_size)
+            self.plan = replace(self.plan, tables={**self.plan.tables, **more.tables})
         sharded = self._sharded(before)
         self.collections += tuple(sharded.values())
         self.module = _replace(self.module, sharded)

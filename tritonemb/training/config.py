@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 from tritonemb.data import LogOptions, kind_of
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server import AtMost
+from tritonemb.sharding import ExchangePrecision
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
-from tritonemb.utils import Options, did_you_mean, number, require
+from tritonemb.utils import Options, did_you_mean, listed, number, require
 
 Config = TypeVar("Config")
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -107,36 +108,47 @@ class ParallelOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ServersOptions(Options):
-    """Tables on embedding servers, all of them.
+    """Tables on embedding servers.
 
     Args:
         servers: how many to start on this machine, for this run alone; or, as ray:4, on a Ray cluster; or addresses of
             servers that run already, grpc://HOST:PORT or grpc+tls://HOST:PORT, with commas between them.
+        server_tables: names of the tables that go there; all if none is given.
         staleness: steps whose updates a batch may miss.
         staleness_mode: it misses exactly these, so a run can be repeated; at most these; or any number (unbounded).
         server_log: of servers that are started here, who keeps what they were told, so that they may be lost: trainers
             (memory), or a file that survives the process (disk) or a loss of power (fsync), in the run's folder.
+        server_exchange: in how many bits rows come from servers, where there is some staleness.
+        server_exchange_gradients: likewise gradients to servers.
         server_certificate: of servers on Ray, a PEM file on their machines, for TLS.
         server_key: likewise.
     """
 
     servers: str | None = None
+    server_tables: tuple[str, ...] = ()
     staleness: int = number(0, least=0)
     staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
     server_log: Literal["memory", "disk", "fsync"] | None = None
+    server_exchange: Codec = "fp32"
+    server_exchange_gradients: Codec = "fp32"
     server_certificate: Path | None = None
     server_key: Path | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.servers is None and (self.staleness or self.staleness_mode != "exact" or self.server_log is not None):
-            raise ValueError("staleness, staleness_mode and server_log are for tables on servers: give servers, too")
+        if self.servers is None and (given := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
+            raise ValueError(f"without servers there is nothing for {listed(given)}: give servers, too")
         if self.on_ray and self.num_started is None:
             raise ValueError(f"servers={self.servers}: say how many servers Ray is to start, for example ray:4")
         if self.servers is not None and self.num_started is None and self.server_log is not None:
             raise ValueError("server_log is for servers that are started here; set it where those at addresses start")
         if not self.on_ray and (self.server_certificate or self.server_key) is not None:
             raise ValueError("server_certificate and server_key are for servers on Ray: give servers, too, as ray:4")
+
+    @property
+    def exchange(self) -> ExchangePrecision:
+        """As a `Trainer` takes it."""
+        return ExchangePrecision(self.server_exchange, self.server_exchange_gradients)
 
     @property
     def on_ray(self) -> bool:
@@ -160,9 +172,17 @@ class ServersOptions(Options):
         """These tables, on servers if there are any."""
         if self.servers is None:
             return list(tables)
+        names = [table.name for table in tables]
+        for name in self.server_tables:
+            if name not in names:
+                known = did_you_mean(name, names, f", only {listed(names)}")
+                raise ValueError(f"server_tables: there is no table {name!r}{known}")
         protect = (self.staleness + 1) * 8  # batches, of accumulated ones and several trainers, too
         placed = []
         for table in tables:
+            if self.server_tables and table.name not in self.server_tables:
+                placed.append(table)
+                continue
             own: dict[str, Any] = {"eviction": replace(table.eviction, protect=protect)} if table.is_dynamic else {}
             cache = CacheConfig(table.cache.rows, policy=table.cache.policy)
             placed.append(replace(table, placement="server", cache=cache, **own))

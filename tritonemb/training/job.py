@@ -83,7 +83,8 @@ def train(
         trainer = Trainer(
             _model(config, data, group, device), data, folder=folder.path, config=plain(config) | kept, verbose=verbose,
             callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
-            servers=servers, staleness=config.server.bound, **config.trainer_options(),
+            servers=servers, staleness=config.server.bound, server_exchange=config.server.exchange,
+            **config.trainer_options(),
         )  # fmt: skip
         if checkpoint is not None:
             trainer.resume(checkpoint)
