@@ -38,7 +38,8 @@ from benchmarks.servers import (
 )
 from tritonemb import flight
 from tritonemb.server import AtMost, EmbeddingServer, Servers
-from tritonemb.server.transport import FlightServer, LocalTransport
+from tritonemb.server.launch import ServerProcess
+from tritonemb.server.transport import FlightServer, FlightTransport, LocalTransport
 
 NUM_ROWS = int(os.environ.get("TRITONEMB_SERVER_ROWS", 10**7))
 FOLDER = os.environ.get("TRITONEMB_STORAGE_FOLDER")
@@ -117,6 +118,32 @@ def bench_pull(benchmark: Any, record: Callable[..., None], rounds: int) -> None
     record(rows_of(op, shape, timings, "rows", PULLED, num_bytes), [target])
 
 
+def bench_tier(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """Steps with rows that the trainer holds, and prefetches from a server, against tables in the host's memory.
+
+    Trainer and server have a thread each, and the trainer one that prefetches. A cache of few rows lets most be read
+    and written back in each step.
+    """
+    op, sizes, cache, token = "server tier", [60_000] * 8, te.CacheConfig(rows=4_000), "x" * 32
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        process = ServerProcess(token, threads=1)
+        with Servers([FlightTransport(process.address, token)], [process], 60.0, token) as servers:
+            how = {"cache": cache, "prefetch": 2, "width": 512}
+            places = {OURS: Training(sizes, servers, **how), "host memory": Training(sizes, place="host", **how)}
+            contenders = [training.contender(name) for name, training in places.items()]
+            timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))
+            statistics = [training.embeddings.cache_statistics().values() for training in places.values()]
+            steps = int(places[OURS].embeddings.step)
+    finally:
+        torch.set_num_threads(before)
+    moved = [sum(each.read + each.written for each in of) for of in statistics]
+    assert moved[0] == moved[1]
+    shape = f"{STEPS} steps, 8 tables of 60,000 rows, D{DIM}, batch 2048, {moved[0] / steps / 1e6:.1f} MB moved a step"
+    record(rows_of(op, shape, timings, "steps", STEPS), [at_most(op, shape, *timings, 1 / 0.9)])
+
+
 def bench_delay(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     """Steps over a slow network, prefetched or not."""
     op, batch_size, steps, contenders = "server delay", 512, 5 * STEPS, []
@@ -124,7 +151,9 @@ def bench_delay(benchmark: Any, record: Callable[..., None], rounds: int) -> Non
         for staleness, name in ((STALENESS, f"{OURS}, {STALENESS} ahead"), (0, "synchronous")):
             server = EmbeddingServer()
             servers = stack.enter_context(Servers([DelayedTransport(LocalTransport(server))], [server]))
-            contenders.append(Training([100_000], servers, staleness, batch_size).contender(name, steps=steps))
+            cache = None if staleness else te.CacheConfig(rows=1)  # or most rows would not be sent
+            training = Training([100_000], servers, staleness, batch_size, cache=cache)
+            contenders.append(training.contender(name, steps=steps))
         timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))
     shape = f"{steps} steps of {batch_size} ids, {DELAY * 1e3:.0f} ms each way, 100,000 rows, D{DIM}"
     record(rows_of(op, shape, timings, "steps", steps), [at_least(op, shape, timings[0], timings[1:], 3.0)])
@@ -134,7 +163,9 @@ def bench_cache(benchmark: Any, record: Callable[..., None]) -> None:
     """Bytes of rows that do not cross the network to a trainer with a cache; it prefetches none."""
     num_rows, bag = 10**6, 8
     with te.server.start(1) as servers:
-        training = Training([num_rows], servers, AtMost(STALENESS), bag=bag, cache=te.CacheConfig(rows=num_rows))
+        training = Training(
+            [num_rows], servers, AtMost(STALENESS), bag=bag, cache=te.CacheConfig(rows=num_rows), warm=False
+        )
         batches = [training.draw(number) for number in range(CACHE_STEPS)]
         benchmark.pedantic(training.run, args=(batches,), rounds=1)
         (cache,) = training.service.caches
@@ -165,7 +196,7 @@ def bench_snapshots(benchmark: Any, record: Callable[..., None], rounds: int) ->
         folder, (whole, changes) = Path(parent, "server"), (Path(parent, name) for name in ("whole-", "changes-"))
         server = EmbeddingServer(folder=folder)
         with Servers([LocalTransport(server)], [server], patience=300.0) as servers:
-            service = Training([NUM_ROWS], servers).service
+            service = Training([NUM_ROWS], servers, 1).service
             service.snapshot(whole)
             pull(service, [torch.randperm(NUM_ROWS)[: NUM_ROWS // 100].sort().values])
             service.snapshot(changes, changes_only=True)

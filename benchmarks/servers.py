@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,26 +25,32 @@ DELAY = 0.005  # seconds
 
 
 class Training:
-    """Tables of so many rows, of each a bag of `bag` ids a sample, and a small dense network."""
+    """Tables of so many rows, of each a bag of `bag` ids a sample, and a small dense network.
+
+    `warm`: all rows are trained at least once. `prefetch`: so many steps are prefetched by a thread; else, with some
+    staleness, as many are pulled ahead.
+    """
 
     def __init__(
         self, sizes: Sequence[int], servers: Servers | None = None, staleness: Any = 0, batch_size: int = 2048,
-        bag: int = 1, cache: te.CacheConfig | None = None,
+        bag: int = 1, cache: te.CacheConfig | None = None, warm: bool = True, place: str = "device", width: int = 64,
+        prefetch: int = 0,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        names, place = [f"t{n}" for n in range(len(sizes))], "device" if servers is None else "server"
+        names, place = [f"t{n}" for n in range(len(sizes))], place if servers is None else "server"
         made = zip(names, sizes, strict=True)
         tables = [te.TableConfig(*of, DIM, placement=place, cache=cache or te.CacheConfig()) for of in made]
         self.embeddings = te.nn.EmbeddingBagCollection(tables, OPTIMIZER)
-        self.dense = nn.Sequential(nn.Linear(DIM * len(sizes), 64), nn.ReLU(), nn.Linear(64, 1))
+        self.dense = nn.Sequential(nn.Linear(DIM * len(sizes), width), nn.ReLU(), nn.Linear(width, 1))
         self.optimizer, self.labels = torch.optim.SGD(self.dense.parameters(), lr=0.01), torch.ones(batch_size, 1)
         self.sizes, self.num_ids = sizes, len(sizes) * batch_size * bag
-        self.ahead = staleness if isinstance(staleness, int) else 0
+        self.ahead = prefetch or (staleness if isinstance(staleness, int) else 0)
+        self._thread = ThreadPoolExecutor(1) if prefetch else None
         self._names, self._lengths = names, torch.full((len(sizes) * batch_size,), bag)
         if servers is not None:
             te.server.attach(self.embeddings, servers, staleness)
             self.service: Any = self.embeddings.table_set.service
-            for ids in torch.arange(sizes[0] if cache is None else 0).split((1 << 20) // len(sizes)):
+            for ids in torch.arange(sizes[0] if warm else 0).split((1 << 20) // len(sizes)):
                 pull(self.service, [ids] * len(sizes))  # they all have rows now
 
     def draw(self, number: int, uniform: bool = False) -> te.KeyedJaggedTensor:
@@ -59,13 +66,19 @@ class Training:
     def run(self, batches: Sequence[te.KeyedJaggedTensor]) -> None:
         waiting: deque[Any] = deque()
         for batch in batches:
-            waiting.append(te.nn.prefetch(self.embeddings, batch) if self.ahead else batch)
+            waiting.append(self._prefetched(batch) if self.ahead else batch)
             if len(waiting) > self.ahead:
                 self._step(waiting.popleft())
         while waiting:
             self._step(waiting.popleft())
 
+    def _prefetched(self, batch: te.KeyedJaggedTensor) -> Any:
+        if self._thread is None:
+            return te.nn.prefetch(self.embeddings, batch)
+        return self._thread.submit(te.nn.prefetch, self.embeddings, batch, te.nn.sequence_number())
+
     def _step(self, batch: Any) -> None:
+        batch = batch.result() if isinstance(batch, Future) else batch
         self.optimizer.zero_grad()
         F.binary_cross_entropy_with_logits(self.dense(self.embeddings(batch)), self.labels).backward()
         self.optimizer.step()

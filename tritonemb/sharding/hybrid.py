@@ -133,6 +133,8 @@ class HybridParallel(nn.Module):
 
         A collective, before servers are attached.
         """
+        if self.groups.replicas.size > 1:
+            raise ValueError("tables on embedding servers have no replicas; give a mesh of one dimension")
         before, self._on_servers = self._on_servers, []
         if self._given_plan is None:
             tables = [config for collection in before for config in collection.configs]
