@@ -179,7 +179,7 @@ def test_a_server_that_has_moved_is_found(tmp_path):
     server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
     before = FlightServer(server)
     with server, connect([before.address], token=before.token, folder=tmp_path, patience=5.0) as servers:
-        model = make(servers)
+        model = make(servers, 1)
         found = train(model, 2)
         before.close()
         with FlightServer(server, token=before.token) as now:
@@ -187,7 +187,7 @@ def test_a_server_that_has_moved_is_found(tmp_path):
             found += train(model, 2)
             assert servers.addresses == [now.address] != [before.address]
     with local_servers(1) as servers:
-        model = make(servers)
+        model = make(servers, 1)
         same(([found], {}), ([train(model, 2) + train(model, 2)], {}))
 
 

@@ -122,7 +122,7 @@ def test_killed_actors_change_no_bit(tmp_path):
 
 def test_what_is_lost_without_a_log_ends_training():
     with start_on_ray(1, patience=2.0) as servers:
-        model = make(servers)
+        model = make(servers, 1)
         train(model, 2)
         mine = below()
         named("ray::ServerActor", mine)[0].kill()
@@ -137,7 +137,7 @@ def test_training_ends_with_an_error_when_ray_is_lost(monkeypatch, part, tmp_pat
     """Its head, or the process that has started the servers."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # the servers live as long without a head
     with start_on_ray(2, patience=2.0, folder=tmp_path, log="disk") as servers:
-        model, mine = make(servers), below()
+        model, mine = make(servers, 1), below()
         train(model, 2)
         (lost,) = named(part, mine)
         lost.kill()
@@ -148,7 +148,7 @@ def test_training_ends_with_an_error_when_ray_is_lost(monkeypatch, part, tmp_pat
 
 def test_training_goes_on_while_servers_live():
     with start_on_ray(2, patience=2.0) as servers:
-        model, mine = make(servers), below()
+        model, mine = make(servers, 1), below()
         (lost,) = named("raylet/raylet", mine)
         lost.kill()
         train_for(4, model)
@@ -240,7 +240,7 @@ for on_ray.DRIVE, how in ((impatient, {"num_cpus": 3}), (usual, {})):
 with te.server.start_on_ray(2, name="rows", **files) as servers:
     print(*servers.addresses)
     print(*sorted(each["name"] for each in ray.util.list_named_actors(all_namespaces=True)))
-    train(make(servers), 3)
+    train(make(servers, 1), 3)
 end, left = time.monotonic() + 10, None
 while left != ([], 2.0) and time.monotonic() < end:
     time.sleep(0.1)
@@ -268,7 +268,7 @@ machines = [cluster.add_node(num_cpus=1) for _ in range(2)]
 cluster.wait_for_nodes()
 os.environ["RAY_ADDRESS"] = cluster.address
 with te.server.start_on_ray(2, folder=folder + "/ray/rows", log="disk", **files) as servers:
-    model, before = make(servers), servers.addresses
+    model, before = make(servers, 1), servers.addresses
     found = train(model, 5)
     actors = named("ray::ServerActor", below())
     parents = [actor.ppid() for actor in actors]
@@ -282,7 +282,7 @@ with te.server.start_on_ray(2, folder=folder + "/ray/rows", log="disk", **files)
     found += train(model, 5)
     print(sum(address not in before for address in servers.addresses))
 with local_servers(2) as servers:
-    model = make(servers)
+    model = make(servers, 1)
     print(all(map(torch.equal, found, train(model, 5) + train(model, 5))))
 cluster.shutdown()
 """
