@@ -130,7 +130,7 @@ def bench_tier(benchmark: Any, record: Callable[..., None], rounds: int) -> None
     try:
         process = ServerProcess(token, threads=1)
         with Servers([FlightTransport(process.address, token)], [process], 60.0, token) as servers:
-            how = {"cache": cache, "prefetch": 2, "width": 512}
+            how = {"cache": cache, "prefetch": 2, "layers": (512, 256)}
             places = {OURS: Training(sizes, servers, **how), "host memory": Training(sizes, place="host", **how)}
             contenders = [training.contender(name) for name, training in places.items()]
             timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))

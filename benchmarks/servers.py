@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import tritonemb as te
@@ -33,15 +33,15 @@ class Training:
 
     def __init__(
         self, sizes: Sequence[int], servers: Servers | None = None, staleness: Any = 0, batch_size: int = 2048,
-        bag: int = 1, cache: te.CacheConfig | None = None, warm: bool = True, place: str = "device", width: int = 64,
-        prefetch: int = 0,
+        bag: int = 1, cache: te.CacheConfig | None = None, warm: bool = True, place: str = "device",
+        layers: Sequence[int] = (64,), prefetch: int = 0,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         names, place = [f"t{n}" for n in range(len(sizes))], place if servers is None else "server"
         made = zip(names, sizes, strict=True)
         tables = [te.TableConfig(*of, DIM, placement=place, cache=cache or te.CacheConfig()) for of in made]
         self.embeddings = te.nn.EmbeddingBagCollection(tables, OPTIMIZER)
-        self.dense = nn.Sequential(nn.Linear(DIM * len(sizes), width), nn.ReLU(), nn.Linear(width, 1))
+        self.dense = te.nn.MLP(DIM * len(sizes), [*layers, 1], last_activation=False)
         self.optimizer, self.labels = torch.optim.SGD(self.dense.parameters(), lr=0.01), torch.ones(batch_size, 1)
         self.sizes, self.num_ids = sizes, len(sizes) * batch_size * bag
         self.ahead = prefetch or (staleness if isinstance(staleness, int) else 0)

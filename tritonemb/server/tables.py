@@ -28,10 +28,10 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, nonzero, partition_sizes, segment_offsets
-from tritonemb.ops.row_cache import move_rows_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
 from tritonemb.storage import record_of
+from tritonemb.storage.store import cpu_kernels
 from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable, find_all
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, give_rows, prefetch_batch
 from tritonemb.tables.table import Table
@@ -501,7 +501,7 @@ class ServedTables:
     @torch.no_grad()
     def read_records(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
         """Records of tables, by number: of a static one's rows, and of the places that ids have got in others."""
-        rows = self._rows(keys)
+        rows, move = self._rows(keys), cpu_kernels("row_cache").move_rows_
         known, found = {place: nonzero(of_table >= 0) for place, of_table in rows.items()}, list[Tensor]()
         with self._memory({place: of_table[known[place]] for place, of_table in rows.items()}) as memories:
             for place, of_table in rows.items():
@@ -509,7 +509,7 @@ class ServedTables:
                 records = torch.zeros(of_table.numel(), record.num_bytes, dtype=torch.uint8)
                 fields, (memory, there) = record.views(records), memories[place]
                 names = [name for name in fields if name in memory]
-                move_rows_([fields[name] for name in names], [memory[name] for name in names], mine, there)
+                move([fields[name] for name in names], [memory[name] for name in names], mine, there)
                 if mine.numel() < of_table.numel():
                     unknown = of_table < 0
                     fields["weight"][unknown] = table.initial_values(keys[self.numbers[place]][unknown])
@@ -521,7 +521,7 @@ class ServedTables:
     @torch.no_grad()
     def write_records(self, keys: Mapping[int, Tensor], records: Sequence[Tensor]) -> None:
         """Write them; a static row that is written first gets a place."""
-        rows = self._rows(keys)
+        rows, move = self._rows(keys), cpu_kernels("row_cache").move_rows_
         for (place, of_table), of_keys in zip(rows.items(), keys.values(), strict=True):
             if (unknown := nonzero(of_table < 0)).numel():
                 of_table[unknown] = self.dynamic[place].add(of_keys[unknown])
@@ -532,7 +532,7 @@ class ServedTables:
                 if "id" in memory:
                     fields["id"] = self.dynamic[place].index.ids[rows[place]]
                 source = [fields[name] for name in memory]
-                move_rows_([*memory.values()], source, there, torch.arange(there.numel()))
+                move([*memory.values()], source, there, torch.arange(there.numel()))
 
     def returned(self, steps: int, lr: float) -> None:
         """The trainer has written all rows back, after so many steps."""
