@@ -84,7 +84,7 @@ def bench_pull(benchmark: Any, record: Callable[..., None], rounds: int) -> None
     multiprocessing.get_context("spawn").Process(target=serve_bytes, args=(num_bytes, other), daemon=True).start()
     client = flight.Client(*pipe.recv())
     with te.server.start(1, processes=True) as servers:
-        te.server.attach(there, servers)
+        te.server.attach(there, servers, 1)
         service: Any = there.table_set.service
         for part in ids.split(1 << 16):
             table.insert(part, *pull(service, [part]))

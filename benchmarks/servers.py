@@ -51,7 +51,13 @@ class Training:
             te.server.attach(self.embeddings, servers, staleness)
             self.service: Any = self.embeddings.table_set.service
             for ids in torch.arange(sizes[0] if warm else 0).split((1 << 20) // len(sizes)):
-                pull(self.service, [ids] * len(sizes))  # they all have rows now
+                if self.service.applies_updates:
+                    pull(self.service, [ids] * len(sizes))
+                else:
+                    lengths = torch.full((len(sizes),), ids.numel())
+                    batch = te.KeyedJaggedTensor(names, ids.repeat(len(sizes)), lengths=lengths)
+                    self.embeddings(batch).sum().backward()
+            te.server.flush(self.embeddings)  # they all have rows there now
 
     def draw(self, number: int, uniform: bool = False) -> te.KeyedJaggedTensor:
         """A batch."""

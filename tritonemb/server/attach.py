@@ -223,6 +223,12 @@ def _attach_shards(
     tables: ShardedCollection, servers: Servers, accumulate: int, group: RankGroup, name: str
 ) -> ShardedRows:
     """Of each rank's shards, a collection on the servers."""
+    for each in tables.placement.shards:
+        config = tables.configs[each.table]
+        if each.shard.num_columns < config.embedding_dim:
+            raise ValueError(
+                f"table {config.name!r} is on embedding servers, which have whole rows; shard it by rows, or not at all"
+            )
     spec = _spec(tables, tables.server_seeds, servers, group, trainers=1, staleness=0, exact=True, batches=accumulate)
     parts = [
         (f"{name}@{group.rank}.{n}", _of_shards(spec, shards, len(servers))) for n, shards in enumerate(tables.shards)
@@ -239,10 +245,6 @@ def _of_shards(spec: CollectionSpec, shards: Sequence[PlacedShard], servers: int
     owners = list(spec.owners)
     for number, shard in ((each.table, each.shard) for each in shards):
         table, parts[number] = spec.tables[number], (shard.first_row, shard.num_rows)
-        if shard.num_columns < table.embedding_dim:
-            raise ValueError(
-                f"table {table.name!r} is on embedding servers, which have whole rows; shard it by rows, or not at all"
-            )
         if table.num_embeddings is None:
             firsts = owners_of(shard.num_rows, servers, number)
             owners[number] = tuple(shard.first_row + first for first in firsts)

@@ -45,7 +45,7 @@ class Follower(Closing):
         bases, increments: how often it has loaded whole snapshots, and changes.
     """
 
-    def __init__(self, folder: str | Path, collection: str | None = None, poll: float | None = 1.0) -> None:
+    def __init__(self, folder: str | Path, collection: str | None = None, poll: float | None = 0.2) -> None:
         self._folder, self.collection = Path(folder), collection
         self.replica: Replica | None = None
         self.problem: str | None = None
