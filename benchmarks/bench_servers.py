@@ -10,6 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -134,13 +136,13 @@ def bench_tier(benchmark: Any, record: Callable[..., None], rounds: int) -> None
             places = {OURS: Training(sizes, servers, **how), "host memory": Training(sizes, place="host", **how)}
             contenders = [training.contender(name) for name, training in places.items()]
             timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS))
-            statistics = [training.embeddings.cache_statistics().values() for training in places.values()]
-            steps = int(places[OURS].embeddings.step)
+            statistics, steps = (
+                getattr(places["host memory"].embeddings, name) for name in ("cache_statistics", "step")
+            )
     finally:
         torch.set_num_threads(before)
-    moved = [sum(each.read + each.written for each in of) for of in statistics]
-    assert moved[0] == moved[1]
-    shape = f"{STEPS} steps, 8 tables of 60,000 rows, D{DIM}, batch 2048, {moved[0] / steps / 1e6:.1f} MB moved a step"
+    moved = sum(each.read + each.written for each in statistics().values()) / int(steps)
+    shape = f"{STEPS} steps, 8 tables of 60,000 rows, D{DIM}, batch 2048, {moved / 1e6:.1f} MB moved a step"
     record(rows_of(op, shape, timings, "steps", STEPS), [at_most(op, shape, *timings, 1 / 0.9)])
 
 
@@ -220,6 +222,40 @@ def bench_snapshots(benchmark: Any, record: Callable[..., None], rounds: int) ->
         prepare(0)
     share = figure(op, shape, "bytes of 1 % of the rows, of all", small / large, "at most 1/70", small * 70 <= large)
     record(rows, [share, at_most("server restore", shape, timings[0], timings[1], 1 / 0.7)])
+
+
+def bench_follower(benchmark: Any, record: Callable[..., None]) -> None:
+    """The age of what a follower serves, while a few steps are trained and published once a second."""
+    num_rows, seconds, ages = NUM_ROWS // 10, 30, list[float]()
+    with te.server.start(1, processes=True) as servers, tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        training, publisher = Training([num_rows], servers, 1, bag=8), te.server.Publisher(folder)
+        publisher.publish(training.embeddings)
+        ended = threading.Event()
+
+        def publish() -> None:
+            number, begin = 0, time.monotonic()
+            while not ended.wait(max(0.0, begin + number - time.monotonic())):
+                training.run([training.draw(2 * number), training.draw(2 * number + 1)])
+                publisher.publish(training.embeddings)
+                number += 1
+
+        with te.server.Follower(folder) as follower:
+            thread = threading.Thread(target=publish)
+            thread.start()
+
+            def watch() -> None:
+                for _ in range(seconds * 100):
+                    time.sleep(0.01)
+                    ages.append(follower.age or 0.0)
+
+            benchmark.pedantic(watch, rounds=1)
+            ended.set()
+            thread.join()
+            assert follower.problem is None
+            assert follower.increments > seconds // 2
+    age = float(np.percentile(ages[200:], 99))
+    shape = f"{num_rows:,} rows, D{DIM}, 2 steps of 2048 x 8 ids and a snapshot each second"
+    record([], [figure("server follower", shape, "age in seconds, p99", age, "at most 2", age <= 2)])
 
 
 def bench_large_table(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
