@@ -50,7 +50,10 @@ class Training:
         if servers is not None:
             te.server.attach(self.embeddings, servers, staleness)
             self.service: Any = self.embeddings.table_set.service
-            for ids in torch.arange(sizes[0] if warm else 0).split((1 << 20) // len(sizes)):
+            at_once = (
+                (1 << 20) // len(sizes) if self.service.applies_updates else batch_size
+            )  # no more than a batch has
+            for ids in torch.arange(sizes[0] if warm else 0).split(at_once):
                 if self.service.applies_updates:
                     pull(self.service, [ids] * len(sizes))
                 else:
