@@ -34,6 +34,15 @@ def test_bits_are_those_of_one_process(cache, ahead, dynamic):
         same(train_all(servers, 16, ahead=ahead, dynamic=dynamic, cache=cache), expected)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_over_flight_they_are_the_same(number):
+    pytest.importorskip("pyarrow.flight")
+    expected = alone(16, dynamic=ADMITTED)
+    with te.server.start(number, processes=True) as servers:
+        same(train_all(servers, 16, ahead=2, dynamic=ADMITTED, cache=1), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.few(1)
 def test_rows_of_16_bits_are_rounded_alike(dtype):

@@ -101,8 +101,11 @@ def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, tmp_path
         assert_same_bits(found[2], by_id(expected[2]))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("checkpoints", [EVERY, CHANGES], ids=["whole", "changes"])
+@pytest.mark.parametrize(
+    "checkpoints",
+    [pytest.param(EVERY, marks=pytest.mark.more), pytest.param(CHANGES, marks=pytest.mark.slow)],
+    ids=["whole", "changes"],
+)
 def test_a_run_is_resumed_on_other_servers(ranks, tmp_path, checkpoints):
     expected = run(ranks, 2, 2, tmp_path / "whole", epochs=2, checkpoints=checkpoints)
     run(ranks, 2, 1, tmp_path / "first", epochs=1, checkpoints=checkpoints)
