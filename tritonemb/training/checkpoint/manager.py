@@ -218,7 +218,7 @@ def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None
     for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
         if isinstance(module, DynamicTable):
             yield path, module
-        elif isinstance(module, ShardedCollection):
+        elif isinstance(module, ShardedCollection) and module.service is None:
             held = {each.table: table for each, table in module.dynamic_tables()}
             for number, config in enumerate(module.configs):
                 if config.is_dynamic:
