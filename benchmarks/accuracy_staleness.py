@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,8 @@ class Line:
         while (found := self._queue.get()) is not None:
             due, message = found
             time.sleep(max(0.0, due - time.monotonic()))
-            self._deliver(message)
+            with suppress(ConnectionError):  # of what is on its way when the servers are closed
+                self._deliver(message)
 
 
 class SlowTransport:
