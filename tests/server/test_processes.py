@@ -94,6 +94,11 @@ def test_killed_servers_change_no_bit(tmp_path, log, staleness):
         same(found, expected)
 
 
+def test_a_server_loads_nothing_that_only_trainers_need():
+    code = "import sys, tritonemb.server.launch; sys.exit('tritonemb.sharding' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.few(1)

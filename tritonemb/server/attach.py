@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer, LogMode
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
-from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.sharding.placement import PlacedShard
 from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import Closing, on_error
+
+if TYPE_CHECKING:  # what loads FSDP, which takes longer than all else that a server's process needs
+    from tritonemb.sharding.collection import ShardedCollection
+    from tritonemb.sharding.placement import PlacedShard
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Servers(Closing):
 
     def statistics(self) -> list[dict[str, Any]]:
         """Of each server."""
-        return [connection.ask("stats")["stats"] for connection in self.connections]
+        return [connection.statistics() for connection in self.connections]
 
     def close(self) -> None:
         for client in self.clients:
@@ -164,6 +165,9 @@ def attach(
     Raises:
         ValueError: the model has no such tables, or the servers have others of that name.
     """
+    from tritonemb.sharding import HybridParallel
+    from tritonemb.sharding.collection import ShardedCollection
+
     group = RankGroup() if group is None else group
     if group.size > 1 and isinstance(model, HybridParallel) and isinstance(staleness, int) and staleness == 0:
         model.shard_server_tables()
@@ -188,8 +192,11 @@ def _holds(staleness: Any, group: RankGroup) -> bool:
     return group.size == 1 and isinstance(staleness, int) and staleness == 0
 
 
-def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedCollection]:
+def collections_on_servers(model: nn.Module) -> dict[str, "TableSet | ShardedCollection"]:
     """By their paths in the model; "tables" if that is one itself."""
+    from tritonemb.sharding import HybridParallel
+    from tritonemb.sharding.collection import ShardedCollection
+
     found = dict[str, TableSet | ShardedCollection]()
     for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
         tables = module if isinstance(module, ShardedCollection) else module.__dict__.get("table_set")
@@ -220,7 +227,7 @@ def _client(
 
 
 def _attach_shards(
-    tables: ShardedCollection, servers: Servers, accumulate: int, group: RankGroup, name: str
+    tables: "ShardedCollection", servers: Servers, accumulate: int, group: RankGroup, name: str
 ) -> ShardedRows:
     """Of each rank's shards, a collection on the servers."""
     for each in tables.placement.shards:
@@ -240,7 +247,7 @@ def _attach_shards(
     return made
 
 
-def _of_shards(spec: CollectionSpec, shards: Sequence[PlacedShard], servers: int) -> CollectionSpec:
+def _of_shards(spec: CollectionSpec, shards: "Sequence[PlacedShard]", servers: int) -> CollectionSpec:
     parts: list[tuple[int, int] | None] = [(0, 0)] * len(spec.tables)
     owners = list(spec.owners)
     for number, shard in ((each.table, each.shard) for each in shards):
@@ -252,7 +259,7 @@ def _of_shards(spec: CollectionSpec, shards: Sequence[PlacedShard], servers: int
 
 
 def _spec(
-    tables: TableSet | ShardedCollection, seeds: Sequence[int], servers: Servers, group: RankGroup, **how: Any
+    tables: "TableSet | ShardedCollection", seeds: Sequence[int], servers: Servers, group: RankGroup, **how: Any
 ) -> CollectionSpec:
     """The same for all trainers."""
     if tables.optimizer is None:
