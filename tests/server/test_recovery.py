@@ -347,6 +347,27 @@ def test_what_was_pulled_before_a_checkpoint_was_restored_is_void(tmp_path):
     same(([found], {}), ([expected], {}))
 
 
+def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
+    monkeypatch.setattr(client.Connection.ask, "__defaults__", (0.2,))
+    with local_servers(1) as servers:
+        make(servers)
+        before, server = servers.statistics()[0]["collections"], servers._own[0]
+        receive, asked = server.receive, []
+
+        def late(message, reply):
+            asked.append(message[0]["op"])
+            if message[0]["op"] == "alive" or asked.count("stats") > 2:
+                receive(message, reply)
+
+        monkeypatch.setattr(server, "receive", late)
+        assert servers.statistics()[0]["collections"] == before
+        assert asked.count("stats") > 2
+        monkeypatch.setattr(server, "receive", lambda message, reply: None)
+        servers.connections[0]._patience = 0.5
+        with pytest.raises(ConnectionError, match="has not answered"):
+            servers.statistics()
+
+
 def test_servers_in_another_order_are_refused():
     own = [EmbeddingServer(f"server-{index}") for index in range(2)]
     transports = [LocalTransport(server, server.name) for server in own]

@@ -91,6 +91,16 @@ class Connection(Closing):
         """Ask for what changes no row; ConnectionError if there is no answer in so many seconds."""
         return self.question(op, {}, [], timeout)[0]
 
+    def statistics(self) -> Values:
+        """What the server counts; waits while it is busy, or is started again. ConnectionError if it is gone."""
+        while True:
+            try:
+                found: Values = self.ask("stats")["stats"]
+            except ConnectionError:
+                self.ask("alive", self._patience)
+                continue
+            return found
+
     def question(self, op: str, values: Values, tensors: Sequence[Tensor], timeout: float = 10.0) -> Message:
         """As `ask`, with more to say, and the whole answer."""
         number, future, end = next(self._asked), Future[Message](), time.monotonic() + timeout
@@ -359,11 +369,6 @@ class CollectionClient(WholeTables):
         return [tensors[n][routes[n][server]] for n in self._has[server]]
 
     @property
-    def updates(self) -> int:
-        """See `RowService`."""
-        return self.steps
-
-    @property
     def steps(self) -> int:
         """How many this trainer has pushed."""
         return self._pushed // self.spec.batches
@@ -374,9 +379,9 @@ class CollectionClient(WholeTables):
 
     def by_table(self, server: int, sizes: list[int], answer: Message) -> tuple[int, dict[int, Any]]:
         """A server's answer to a trainer with caches: its steps, and by table versions and rows."""
-        (values, (versions, *rows)), has = answer, self._has[server]
-        rows = self.codecs.unpack_rows(has, rows)
-        return values["steps"], dict(zip(has, zip(versions.split(sizes), rows, strict=True), strict=True))
+        values, (versions, *rows) = answer
+        of_tables = zip(versions.split(sizes), self.unpacked(server, rows), strict=True)
+        return values["steps"], dict(zip(self._has[server], of_tables, strict=True))
 
     def unpacked(self, server: int, rows: Sequence[Tensor]) -> list[Tensor]:
         """The rows of a server's tables, as it has sent them."""

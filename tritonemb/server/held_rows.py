@@ -38,7 +38,6 @@ class HeldRows(CollectionClient):
         self._sending = threading.RLock()
         self._refusal: Exception | None = None
         self._told = False  # that rows are held here
-        self._numbers = {table.name: number for number, table in enumerate(self.spec.tables)}
         has = {number for of_server in self._has for number in of_server}
         self._dynamic = [number for number in sorted(has) if self.spec.tables[number].num_embeddings is None]
         servers = range(len(self._connections))
@@ -51,7 +50,7 @@ class HeldRows(CollectionClient):
 
     def num_rows(self, table: str) -> int:
         """See `RowStore`."""
-        number = self._numbers[table]
+        number = self.spec.number(table)
         if number in self._dynamic:
             return int(self._first_rows[number][-1])
         part = self.spec.parts[number]
@@ -60,13 +59,13 @@ class HeldRows(CollectionClient):
     def seed_and_clock(self, table: str) -> tuple[int, int]:
         """See `RowStore`."""
         facts = {number: (seed, clock) for of_server in self._facts for number, seed, clock in of_server["tables"]}
-        return facts[self._numbers[table]]
+        return facts[self.spec.number(table)]
 
     def statistics(self, table: str) -> dict[str, int]:
         """See `RowStore`."""
         found = Counter[str]()
         for connection in self._connections:
-            found.update(connection.ask("stats")["stats"]["collections"][self._name]["tables"].get(table, {}))
+            found.update(connection.statistics()["collections"][self._name]["tables"].get(table, {}))
         return dict(found)
 
     @property
@@ -123,11 +122,11 @@ class HeldRows(CollectionClient):
 
     def read_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
         """See `RowStore`."""
-        return self._collect(Transfer(self, self._numbers[table], rows, records, False))
+        return self._collect(Transfer(self, self.spec.number(table), rows, records, False))
 
     def write_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
         """See `RowStore`."""
-        return self._collect(Transfer(self, self._numbers[table], rows, records, True))
+        return self._collect(Transfer(self, self.spec.number(table), rows, records, True))
 
     def _collect(self, transfer: "Transfer") -> "Transfer":
         with self._sending:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tritonemb.flight import encode_error
 from tritonemb.server.codec import RowCodecs
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
-from tritonemb.server.snapshot import Part, parts_of, restore, take_snapshot
+from tritonemb.server.snapshot import SavedPart, parts_of, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables
 from tritonemb.server.transport import Message, Reply
 from tritonemb.storage import StorageError
@@ -294,7 +294,7 @@ class EmbeddingServer(Closing):
             for file in self._files:
                 found.setdefault(file.rpartition("-")[0], []).append(self._folder / file)
             for name, chain in found.items():
-                part = Part.of(chain)
+                part = SavedPart.of(chain)
                 served = self.collections[name] = self._make(name, part.spec, part.header["server"])
                 restore(served, [part], numbers=True)
                 served.begin_chain(OWN, part.header["snapshot"])

@@ -87,7 +87,7 @@ def read_snapshot(path: Path) -> Iterator[Message]:
 
 
 @dataclass
-class Part:
+class SavedPart:
     """What one server's files have of a collection, but for rows: a snapshot, and those of changes that follow it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Part:
         return CollectionSpec.from_json(self.header["spec"])
 
     @classmethod
-    def of(cls, chain: Sequence[Path]) -> "Part":
+    def of(cls, chain: Sequence[Path]) -> "SavedPart":
         """StorageError if a file is no snapshot, or does not follow the one before it."""
         part = cls([], {})
         for path in chain:
@@ -161,9 +161,9 @@ class Part:
                     table.put(found, all_new[number])
 
 
-def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[Part]:
+def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[SavedPart]:
     """Of all servers' files. StorageError if they are not of one step, or of other tables."""
-    parts = sorted(map(Part.of, chains), key=lambda part: part.header["server"])
+    parts = sorted(map(SavedPart.of, chains), key=lambda part: part.header["server"])
     if len(steps := {(part.header["pulls"], part.header["steps"]) for part in parts}) > 1:
         raise StorageError(f"these snapshots are of several steps: {sorted(steps)}")
     if any(_kind(part.spec) != _kind(served.spec) for part in parts):
@@ -171,11 +171,11 @@ def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[Par
     return parts
 
 
-def restore(served: ServedTables, parts: Sequence[Part], numbers: bool = False) -> None:
+def restore(served: ServedTables, parts: Sequence[SavedPart], numbers: bool = False) -> None:
     """Become what all servers' snapshots of one step were, as far as it is in this server's partitions.
 
-    `numbers`: rows keep theirs. StorageError if a file is damaged, perhaps when half is done: `Part.check` comes first
-    where that matters.
+    `numbers`: rows keep theirs. StorageError if a file is damaged, perhaps when half is done: `SavedPart.check` comes
+    first where that matters.
     """
     for table in served.dynamic:
         table.clear()
@@ -230,7 +230,7 @@ def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[
 
 def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
     """What `state_dict` has of all tables of a collection, from the snapshots of all its servers."""
-    spec = Part.of(chains[0]).spec
+    spec = SavedPart.of(chains[0]).spec
     number = len(spec.tables)
     served = ServedTables(replace(spec, owners=((0,),) * number, parts=(None,) * number), 0)
     restore(served, parts_of(served, chains))
@@ -244,7 +244,9 @@ def steps_of_snapshot(path: Path) -> int:
     return int(values["pulls"] // values["spec"]["batches"])
 
 
-def _own_part(served: ServedTables, parts: Sequence[Part], batch: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+def _own_part(
+    served: ServedTables, parts: Sequence[SavedPart], batch: int, rank: int
+) -> tuple[list[Tensor], list[Tensor]]:
     """What this server would have been sent of a push."""
     ids, sums = list[Tensor](), list[Tensor]()
     if not any(part.pushes[batch].ids[rank] for part in parts):

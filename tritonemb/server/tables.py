@@ -148,7 +148,11 @@ class CollectionSpec:
 
     def number(self, table: str) -> int:
         """That of a table, by name."""
-        return [spec.name for spec in self.tables].index(table)
+        return self._numbers[table]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {spec.name: number for number, spec in enumerate(self.tables)}
 
     @property
     def held_by_trainer(self) -> bool:
