@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tritonemb.ops.registry import check_errors
     from tritonemb.server import AtMost
     from tritonemb.sharding import HybridParallel
+    from tritonemb.sharding.planner import PlanError, Topology, collect_stats, plan
     from tritonemb.training import Trainer
     from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
@@ -22,15 +23,19 @@ __all__ = [
     "EvictionConfig",
     "HybridParallel",
     "KeyedJaggedTensor",
+    "PlanError",
     "TableConfig",
+    "Topology",
     "Trainer",
     "check_errors",
+    "collect_stats",
     "compiler",
     "data",
     "fuse",
     "interop",
     "nn",
     "optim",
+    "plan",
     "server",
     "sharding",
     "unfuse",
@@ -38,7 +43,8 @@ __all__ = [
 _MODULES = {
     "AdmissionConfig": "types", "AtMost": "server", "CacheConfig": "types", "EvictionConfig": "types",
     "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training",
-    "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
+    "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
+    "collect_stats": "sharding.planner", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
 }  # fmt: skip
 
 

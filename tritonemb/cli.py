@@ -28,6 +28,8 @@ Train recommendation models.
   convert   make Parquet files from a log in Criteo's format
   serve     read a log for trainers on other machines
   server    keep rows of tables for trainers on other machines
+  plan      place tables on the ranks of a cluster, and say why
+  calibrate measure this machine for the planner
   doctor    print versions, devices and kernels, and check that they work
 
 Each has its own --help. To begin with, on data that needs no download:
@@ -217,6 +219,8 @@ _SIMPLE = {
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
     "serve": ("tritonemb.data.open", "ServeOptions", "serve"),
     "server": ("tritonemb.server.launch", "ServerOptions", "serve"),
+    "plan": ("tritonemb.training.plan", "PlanOptions", "make_plan"),
+    "calibrate": ("tritonemb.sharding.planner.calibrate", "CalibrateOptions", "run_calibration"),
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,

@@ -123,7 +123,7 @@ def test_a_plan_written_by_hand():
     ("text", "message"),
     [
         ("{", "must be JSON"),
-        ("[]", r"an object with the fields \['format', 'local_world_size', 'tables', 'world_size'\]"),
+        ("[]", r"an object with the fields \['copies', 'format', 'local_world_size', 'tables', 'world_size'\]"),
         ('{"world_size": 1}', "an object with the fields"),
         ('{"world_size": 1, "tables": []}', "an object with the fields"),
         ('{"world_size": 1, "tables": {}, "more": 1}', "an object with the fields"),

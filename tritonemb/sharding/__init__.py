@@ -14,18 +14,24 @@ from tritonemb.sharding.plan import (
     Sharding,
     ShardingPlan,
     TableColumnWise,
+    TablePlacement,
     TableRowWise,
     TableWise,
     uniform_plan,
 )
+from tritonemb.sharding.planner import Constraint, CostModel, PlanDiff, PlanReport, TableStats
 from tritonemb.sharding.sharded_tensor import TableShards
 
 __all__ = [
     "ColumnWise",
+    "Constraint",
+    "CostModel",
     "DataParallel",
     "ExchangePrecision",
     "Grid",
     "HybridParallel",
+    "PlanDiff",
+    "PlanReport",
     "RowWise",
     "Shard",
     "ShardedEmbeddingBagCollection",
@@ -33,8 +39,10 @@ __all__ = [
     "Sharding",
     "ShardingPlan",
     "TableColumnWise",
+    "TablePlacement",
     "TableRowWise",
     "TableShards",
+    "TableStats",
     "TableWise",
     "load_tables",
     "uniform_plan",

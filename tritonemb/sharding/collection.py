@@ -63,7 +63,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         assert collection.optimizer is not None
         nn.Module.__init__(self)
         OptimizedTables.__init__(self, collection.optimizer)
-        self.configs, self.feature_names = collection.configs, collection.feature_names
+        self.configs, self.feature_names = tuple(map(plan.apply, collection.configs)), collection.feature_names
         self.bounds_check = collection.table_set.bounds_check
         self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device

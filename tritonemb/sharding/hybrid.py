@@ -26,6 +26,7 @@ from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagColle
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
+from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.lookup import PrefetchedFeatures
 
@@ -43,7 +44,8 @@ class HybridParallel(nn.Module):
             place. If made on the "meta" device, parameters are drawn here: those of a table by torch's seed and the
             table's name, the same however it is sharded; those of other layers by their `reset_parameters`. Otherwise
             values are copied; of layers that every rank has, rank 0's.
-        plan: how tables are sharded, for the ranks of one replica; `uniform_plan` if not given.
+        plan: how tables are sharded, for the ranks of one replica, on which tiers, and in how many copies. If not
+            given, `te.plan` makes one for tables that stay on their tiers; on rank 0 `plan.report` says why.
         mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
         dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the other layers too.
         exchange: quantized communication of vectors and gradients.
@@ -57,6 +59,7 @@ class HybridParallel(nn.Module):
             for a model that reads its embeddings at once. Its results have a row for each sample. Tables are updated
             once, by the whole batch; other layers add the gradients of sub-batches, so their last bits differ. For
             pooled collections, and not with "fsdp".
+        batch_size: samples of a rank, for the plan that is made if none is given; 1,024 if not given.
         ids_over: the network that ids cross: that of the "cpu", or of the tables' "device". NCCL is not safe in two
             threads at once: then, on GPUs, `prefetch` in the thread that trains, and use `Trainer(pipeline=False)`.
 
@@ -73,7 +76,7 @@ class HybridParallel(nn.Module):
         self, model: nn.Module, plan: ShardingPlan | None = None, mesh: DeviceMesh | None = None, *,
         dense: Dense = "ddp", exchange: ExchangePrecision | None = None, device: torch.device | str | None = None,
         local_world_size: int | None = None, average_every: int = 1, timeout: timedelta | None = None,
-        ids_over: Literal["cpu", "device"] = "cpu", pipeline: int = 1,
+        ids_over: Literal["cpu", "device"] = "cpu", pipeline: int = 1, batch_size: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if dense not in get_args(Dense):
@@ -97,19 +100,28 @@ class HybridParallel(nn.Module):
             raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
         if plan is not None and mesh is None and local_world_size is None:
             local_world_size = plan.local_world_size
+        if plan is not None and mesh is None and plan.copies > 1:
+            shape, names = (plan.copies, plan.world_size), ("replicate", "shard")
+            mesh = init_device_mesh(_device_for(model, device).type, shape, mesh_dim_names=names)
         self.groups = ShardGroups.make(mesh, local_world_size, timeout, ids_over == "device")
         if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
             raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
         size, node = self.groups.shards.size, self.groups.node.size
-        self.plan = uniform_plan(tables, size, node) if plan is None else plan
+        table_device = _device_for(model, device)
+        job = fused[0].optimizer, self.groups.world, size, node, table_device, batch_size
+        self.plan = plan_job(tables, *job) if plan is None else plan
         if (self.plan.world_size, self.plan.local_world_size) != (size, node):
             raise ValueError(
                 f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "
                 f"{size}, {node} a node"
             )
+        away = [t.name for t in tables if self.plan.apply(t).placement == "server"]
+        if away:
+            raise ValueError(
+                f"the plan has the table {away[0]!r} on embedding servers; make the model with plan.apply(table)"
+            )
         self.exchange = ExchangePrecision() if exchange is None else exchange
         self.average_every, self._steps = average_every, 0
-        table_device = _device_for(model, device)
         self._table_device, self._given_plan = table_device, plan
         sharded = self._sharded(found)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())

@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from tritonemb.layout import rows_to_shard
-from tritonemb.types import TableConfig
+from tritonemb.types import Placement, TableConfig
 from tritonemb.utils import read_sealed, sealed
+
+if TYPE_CHECKING:
+    from tritonemb.sharding.planner.report import PlanDiff, PlanReport
+    from tritonemb.sharding.planner.statistics import TableStats
 
 Ranks = Sequence[int]
 COLUMNS_ROUNDED_TOGETHER = 8  # of a 16-bit row: one random counter rounds them
@@ -31,10 +35,10 @@ class Sharding:
     """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # lists become tuples, so that shardings compare and hash by what they say
-            value = getattr(self, field.name)
-            if field.name in ("ranks", "nodes", "columns") and value is not None:
-                object.__setattr__(self, field.name, tuple(value))
+        for each in fields(self):  # lists become tuples, so that shardings compare and hash by what they say
+            value = getattr(self, each.name)
+            if each.name in ("ranks", "nodes", "columns") and value is not None:
+                object.__setattr__(self, each.name, tuple(value))
 
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         """The rectangles, column block by column block, then by row; together they cover the table once.
@@ -59,7 +63,7 @@ class Sharding:
     def _column_blocks(self, table: TableConfig, blocks: int) -> list[tuple[int, int]]:
         dim, widths, cut_at = table.embedding_dim, getattr(self, "columns", None), _cut_at(table)
         if widths is None:
-            if blocks > _most_blocks(table):
+            if blocks > most_blocks(table):
                 raise ValueError(
                     f"table {table.name!r}: {self} cuts {dim} columns of {table.dtype} into {blocks} blocks"
                 )
@@ -119,7 +123,7 @@ class ColumnWise(Sharding):
     columns: Sequence[int] | None = None
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
-        ranks = range(world_size)[: _most_blocks(table)] if self.ranks is None else self.ranks
+        ranks = range(world_size)[: most_blocks(table)] if self.ranks is None else self.ranks
         return [[rank] for rank in _checked(table, self, "rank", ranks, world_size)]
 
 
@@ -142,7 +146,7 @@ class TableColumnWise(Sharding):
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
         (ranks,) = _nodes(table, self, [self.node], world_size, local_world_size)
-        blocks = min(len(ranks), _most_blocks(table)) if self.columns is None else len(self.columns)
+        blocks = min(len(ranks), most_blocks(table)) if self.columns is None else len(self.columns)
         return [[ranks[block % len(ranks)]] for block in range(blocks)]
 
 
@@ -159,7 +163,7 @@ class Grid(Sharding):
     columns: Sequence[int] | None = None
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
-        nodes = range(world_size // local_world_size)[: _most_blocks(table)] if self.nodes is None else self.nodes
+        nodes = range(world_size // local_world_size)[: most_blocks(table)] if self.nodes is None else self.nodes
         return _nodes(table, self, nodes, world_size, local_world_size)
 
 
@@ -206,13 +210,42 @@ def _cut_at(table: TableConfig) -> int:
     return 1 if table.dtype.itemsize == 4 else COLUMNS_ROUNDED_TOGETHER
 
 
-def _most_blocks(table: TableConfig) -> int:
+def most_blocks(table: TableConfig) -> int:
     return max(1, table.embedding_dim // _cut_at(table))
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """The tier of a table, and of one that is not on the device, how many rows each rank caches.
+
+    Args:
+        placement: "device", "host", "disk" or "server".
+        cache_rows: cached on the device by each rank with a shard; as the table's `CacheConfig` says if not given.
+        host_rows: of a table on disk, cached in host memory too.
+
+    Raises:
+        ValueError: for a placement that there is not, or rows that it does not cache.
+    """
+
+    placement: Placement = "device"
+    cache_rows: int | None = None
+    host_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.placement not in get_args(Placement):
+            raise ValueError(f"a placement must be one of {get_args(Placement)}, got {self.placement!r}")
+        for name, where in (("cache_rows", ("host", "disk", "server")), ("host_rows", ("disk",))):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1 or self.placement not in where):
+                raise ValueError(
+                    f"{name} must be an int of at least 1, of a table in {where}, got {value!r} and {self.placement!r}"
+                )
 
 
 FORMAT = 1
 SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update replicated than to exchange
 _NAMES = {kind: name for name, kind in SHARDINGS.items()}
+_TIER = {field.name for field in fields(TablePlacement)}
 
 
 @dataclass(frozen=True)
@@ -223,6 +256,9 @@ class ShardingPlan:
         tables: a sharding for each table's name.
         world_size: ranks of the job, or of one replica of the tables.
         local_world_size: ranks of a node; node `n` has the ranks from `n * local_world_size` on. All if not given.
+        placements: the tiers of some tables; others are where their `TableConfig` says.
+        copies: of the tables; `world_size` are the ranks of one, so the job has `copies` times as many.
+        report: what `te.plan` knows of it.
 
     Raises:
         TypeError, ValueError: for sizes that do not fit, or what is no sharding.
@@ -231,8 +267,17 @@ class ShardingPlan:
     tables: Mapping[str, Sharding]
     world_size: int
     local_world_size: int = 0
+    placements: Mapping[str, TablePlacement] = field(default_factory=dict)
+    copies: int = 1
+    report: "PlanReport | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.copies < 1:
+            raise ValueError(f"copies must be at least 1, got {self.copies}")
+        object.__setattr__(self, "placements", dict(self.placements))
+        for name, where in self.placements.items():
+            if not isinstance(where, TablePlacement):
+                raise TypeError(f"table {name!r}: expected a te.sharding.TablePlacement, got {where!r}")
         if self.world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
         if self.local_world_size == 0:
@@ -248,10 +293,45 @@ class ShardingPlan:
 
     def shards(self, table: TableConfig) -> list[Shard]:
         """The rectangles of a table; ValueError if the plan does not have it, or its sharding does not fit."""
-        self.check([table.name])
+        self.require([table.name])
         return self.tables[table.name].shards(table, self.world_size, self.local_world_size)
 
-    def check(self, names: Sequence[str]) -> None:
+    def __str__(self) -> str:
+        return repr(self) if self.report is None else str(self.report)
+
+    def explain(self, table: str) -> str:
+        """Why a table is where it is, and what the next best place costs; of a plan that `te.plan` has made."""
+        return self._known().explain(table)
+
+    def to_html(self) -> str:
+        """A page without scripts: pictures of each rank's time and memory, and the tables."""
+        return self._known().to_html()
+
+    def diff(self, other: "ShardingPlan") -> "PlanDiff":
+        """What moves from `other` to this plan; at least one of them was made by `te.plan`, and knows the sizes."""
+        report = self.report or other._known()
+        return report.diff(other, self)
+
+    def check(self, stats: "Mapping[str, TableStats]") -> list[str]:
+        """Reasons to plan anew, a line each: what these statistics change so far that the plan is out of balance."""
+        return self._known().check(self, stats)
+
+    def _known(self) -> "PlanReport":
+        if self.report is None:
+            raise ValueError("this plan was read or written by hand; te.plan(...) makes plans that explain themselves")
+        return self.report
+
+    def apply(self, table: TableConfig) -> TableConfig:
+        """The table with the placement and the cache that the plan gives it."""
+        where = self.placements.get(table.name)
+        if where is None or (where.placement == table.placement == "device"):
+            return table
+        on_disk = where.placement == "disk"
+        rows = table.cache.rows if where.cache_rows is None else where.cache_rows
+        cache = replace(table.cache, rows=rows, host_rows=where.host_rows if on_disk else None)
+        return replace(table, placement=where.placement, cache=cache)
+
+    def require(self, names: Sequence[str]) -> None:
         """Raise ValueError unless every one of these tables is in the plan."""
         missing = [name for name in names if name not in self.tables]
         if missing:
@@ -263,10 +343,14 @@ class ShardingPlan:
             name: {"type": _NAMES[type(each)]} | {key: value for key, value in vars(each).items() if value is not None}
             for name, each in self.tables.items()
         }
+        for name, where in self.placements.items():
+            if name in given:
+                given[name] |= {key: value for key, value in asdict(where).items() if value is not None}
         tables = ",\n".join(f"    {json.dumps(name)}: {json.dumps(values)}" for name, values in given.items())
+        copies = "" if self.copies == 1 else f'  "copies": {self.copies},\n'
         return (
             f'{{\n  "format": {FORMAT},\n  "world_size": {self.world_size},\n'
-            f'  "local_world_size": {self.local_world_size},\n  "tables": {{\n{tables}\n  }}\n}}\n'
+            f'  "local_world_size": {self.local_world_size},\n{copies}  "tables": {{\n{tables}\n  }}\n}}\n'
         )
 
     @classmethod
@@ -280,18 +364,20 @@ class ShardingPlan:
             values = json.loads(text)
         except ValueError as error:
             raise ValueError(f"a sharding plan must be JSON: {error}") from error
-        expected = {"format", "world_size", "local_world_size", "tables", "sha256"}
+        expected = {"format", "world_size", "local_world_size", "copies", "tables", "sha256"}
         if not isinstance(values, dict) or not isinstance(values.get("tables"), dict) or not set(values) <= expected:
             raise ValueError(f"a sharding plan is an object with the fields {sorted(expected - {'sha256'})}")
         if values.get("format", FORMAT) != FORMAT:
             raise ValueError(f"this version reads sharding plans of format {FORMAT}, got {values['format']!r}")
-        sizes = {name: values[name] for name in ("world_size", "local_world_size") if name in values}
+        sizes = {name: values[name] for name in ("world_size", "local_world_size", "copies") if name in values}
         for name, value in sizes.items():
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"a sharding plan's {name} must be an int, got {value!r}")
         if "world_size" not in sizes:
             raise ValueError("a sharding plan needs a world_size")
-        return cls({name: _sharding(name, value) for name, value in values["tables"].items()}, **sizes)
+        found = {name: _sharding(name, value) for name, value in values["tables"].items()}
+        shardings = {name: sharding for name, (sharding, _) in found.items()}
+        return cls(shardings, **sizes, placements={name: where for name, (_, where) in found.items() if where})
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with a digest."""
@@ -333,15 +419,16 @@ def uniform_plan(tables: Sequence[TableConfig], world_size: int, local_world_siz
     return ShardingPlan({table.name: shardings[table.name] for table in tables}, world_size, local_world_size)
 
 
-def _sharding(table: str, values: Any) -> Sharding:
+def _sharding(table: str, values: Any) -> tuple[Sharding, TablePlacement | None]:
     if not isinstance(values, dict) or not isinstance(values.get("type"), str) or values["type"] not in SHARDINGS:
         raise ValueError(f'table {table!r}: expected {{"type": …}} with a type of {sorted(SHARDINGS)}, got {values!r}')
     kind = SHARDINGS[values["type"]]
-    rest = {name: value for name, value in values.items() if name != "type"}
+    tier = {name: value for name, value in values.items() if name in _TIER}
+    rest = {name: value for name, value in values.items() if name != "type" and name not in _TIER}
     known = {field.name for field in fields(kind)}
     if not set(rest) <= known:
         raise ValueError(f"table {table!r}: {values['type']} knows {sorted(known)}, got {sorted(set(rest) - known)}")
     try:
-        return kind(**rest)
-    except TypeError as error:
+        return kind(**rest), TablePlacement(**tier) if tier else None
+    except (TypeError, ValueError) as error:
         raise ValueError(f"table {table!r}: {values['type']} needs {sorted(known)}: {error}") from error

@@ -94,7 +94,7 @@ class ParallelOptions(Options):
     """How a job of several processes shares the work; torchrun starts them.
 
     Args:
-        plan: a sharding plan (JSON), which says where each table goes; chosen by the tables' sizes if not given.
+        plan: a sharding plan (JSON): where each table goes (tritonemb plan makes one); made here if not given.
         dense_layers: all layers but the tables: a copy on every rank (ddp), or sharded over the ranks (fsdp).
         exchange: in how many bits embeddings cross between ranks: fp32, fp16, bf16, fp8_e4m3, fp8_e5m2, int8.
         exchange_gradients: likewise their gradients.

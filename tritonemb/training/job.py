@@ -70,7 +70,7 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with joined(config) as (group, device), ExitStack() as stack:
-        data = _open(config, group)
+        data = open_data(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
@@ -81,8 +81,8 @@ def train(
         torch.manual_seed(config.seed)
         servers = stack.enter_context(_servers(config, folder.path, group))
         trainer = Trainer(
-            _model(config, data, group, device), data, folder=folder.path, config=plain(config) | kept, verbose=verbose,
-            callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
+            _model(config, data, group, device, verbose), data, folder=folder.path, config=plain(config) | kept,
+            verbose=verbose, callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
             servers=servers, staleness=config.server.bound, server_exchange=config.server.exchange,
             **config.trainer_options(),
         )  # fmt: skip
@@ -152,7 +152,7 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
         yield servers
 
 
-def _open(config: TrainConfig, group: RankGroup) -> Data:
+def open_data(config: TrainConfig, group: RankGroup) -> Data:
     """The data set; one process a node downloads or counts what has to be, before the others open it."""
     open_once = functools.cache(lambda: open_dataset(config.data, config.path, log=config.read, seed=config.seed))
     first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
@@ -191,17 +191,21 @@ def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], 
         yield show
 
 
-def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device) -> nn.Module:
-    """On several ranks, made without memory, and initialized shard by shard."""
+def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device, verbose: bool) -> nn.Module:
+    """On several ranks, made without memory, and initialized shard by shard; then two lines say what was planned."""
     if group.process_group is None:
         return build_model(config, data.features, data.num_dense)
     options = config.parallel
-    return HybridParallel(
+    model = HybridParallel(
         build_model(replace(config, device="meta"), data.features, data.num_dense),
         None if options.plan is None else ShardingPlan.load(options.plan), dense=options.dense_layers, device=device,
         exchange=ExchangePrecision(options.exchange, options.exchange_gradients),
-        timeout=timedelta(seconds=config.timeout),
+        timeout=timedelta(seconds=config.timeout), batch_size=config.batch_size,
     )  # fmt: skip
+    if verbose and model.plan.report is not None:
+        for line in model.plan.report.summary().splitlines():
+            print(f"note: {line}", file=sys.stderr, flush=True)
+    return model
 
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:

@@ -1,0 +1,297 @@
+"""The page about scale, from the newest `benchmarks/results/scale-<date>.json`: `python -m benchmarks.scale_page`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results_file
+from benchmarks.report import ROOT, markdown_table, replace_section
+
+PAGE = "docs/scale.md"
+MODES = {"step_s": "by hosts", "device_ids_s": "by devices"}  # who exchanges IDs
+COLORS = {"step_s": "#1f77b4", "device_ids_s": "#b0b0b0"}
+WIDTH = 116
+RECALLED = {
+    "A1": 1.047e6,
+    "A2": 0.622e6,
+    "A3": 0.360e6,
+    "F1": 0.970e6,
+}  # samples a second that the paper is said to have
+Rows = list[dict[str, Any]]
+
+
+def of(rows: Rows, study: str, **values: Any) -> Rows:
+    """The rows of a study that have these values."""
+    return [
+        row for row in rows if row["study"] == study and all(row.get(name) == each for name, each in values.items())
+    ]
+
+
+def wrapped(text: str) -> str:
+    """An indented block of what a program says."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines.append("   ")
+        for word in line.split(" "):
+            if len(lines[-1]) + 1 + len(word) > WIDTH:
+                lines.append("   ")
+            lines[-1] += f" {word}"
+    return "\n".join(lines)
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
+
+
+def plans(rows: Rows) -> str:
+    lines = []
+    for row in of(rows, "plan", gpus=128):
+        if "error" in row:
+            lines.append([row["model"], f"refused: {row['error']}", "", "", "", "", ""])
+            continue
+        both = [
+            f"{row[mode] * 1e3:.1f} ({row[mode + '_low'] * 1e3:.1f} to {row[mode + '_high'] * 1e3:.1f})"
+            for mode in MODES
+        ]
+        rates = [f"{128 * 512 / row[mode] / 1e6:.2f}" for mode in MODES]
+        packed = f"{row['greedy_s'] / row['load_s']:.2f}", f"{100 * (row['load_s'] / row['bound_s'] - 1):.1f} %"
+        lines.append([row["model"], row["summary"], *both, " / ".join(rates), *packed])
+    header = ["model", "plan", "ms a step, IDs by hosts", "by devices", "10⁶ samples/s", "greedy / ours", "above bound"]
+    states = ", ".join(f"{row['bytes'] / 1e12:.3g} TB with {row['states']}" for row in of(rows, "states"))
+    row = rows[0]
+    made = f"torch {row['torch']}, tritonemb {row['tritonemb']} at {row['commit']}, {row['date']}."
+    table = markdown_table(header, lines, 2)
+    return f"128 GPUs; in brackets what rates of ± 20 % do; {made}\n\n{table}\n\nF1 has {states}."
+
+
+def techniques(rows: Rows) -> str:
+    models = [row["model"] for row in of(rows, "technique", without="none")]
+    names = list(dict.fromkeys(row["without"] for row in of(rows, "technique") if row["without"] != "none"))
+    lines = []
+    for name in names:
+        cells = []
+        for model in models:
+            base, found = (
+                of(rows, "technique", model=model, without="none")[0],
+                of(rows, "technique", model=model, without=name),
+            )
+            if not found:
+                cells.append("not used")
+            elif "error" in found[0]:
+                cells.append("does not fit")
+            else:
+                cells.append(" / ".join(times(found[0][mode] / base[mode]) for mode in MODES))
+                cells[-1] += "; too large" if (found[0].get("of_budget") or 0) > 1 else ""
+        lines.append([name, *cells])
+    return markdown_table(["without", *models], lines)
+
+
+def stages(rows: Rows) -> str:
+    found = [row for row in of(rows, "plan", gpus=128) if "stages_s" in row]
+    lines = [[row["model"], *(f"{value * 1e3:.2f}" for value in row["stages_s"].values())] for row in found]
+    rates = []
+    for row in found:
+        for mode, words in MODES.items():
+            change = sorted(((ends[mode][0], rate) for rate, ends in row["change"].items()), reverse=True)[:2]
+            parts = ", ".join(f"{rate} {100 * value:+.0f} %" for value, rate in change if value > 0.005)
+            rates.append([row["model"], words, parts or "none"])
+    slower = markdown_table(["model", "IDs", "a rate 20 % lower: longer by"], rates, 3)
+    return f"{markdown_table(['model', *found[0]['stages_s']], lines)}\n\n{slower}"
+
+
+def gpus(rows: Rows) -> str:
+    lines = []
+    for row in sorted(of(rows, "plan"), key=lambda row: (row["model"], row["gpus"])):
+        if "error" in row:
+            lines.append([row["model"], str(row["gpus"]), "does not fit", "", "", ""])
+            continue
+        cells = [f"{row[mode] * 1e3:.1f}" for mode in MODES]
+        cells += [f"{row['gpus'] * 512 / row[mode] / 1e6:.2f}" for mode in MODES]
+        lines.append([row["model"], str(row["gpus"]), *cells])
+    return markdown_table(
+        ["model", "GPUs", "ms, by hosts", "by devices", "10⁶ samples/s, by hosts", "by devices"], lines
+    )
+
+
+def baseline(rows: Rows) -> str:
+    lines = [
+        [row["model"], f"{row['trainer_samples_per_s']:,.0f}", row["trainer_waits_for"],
+         " / ".join(times(row[f"{mode}_times"]) for mode in MODES)]
+        for row in of(rows, "plan", gpus=128) if "trainer_samples_per_s" in row
+    ]  # fmt: skip
+    return markdown_table(["model", "samples/s of a trainer", "it waits for", "128 GPUs / 50 trainers"], lines)
+
+
+def refused(rows: Rows) -> str:
+    (row,) = of(rows, "refused")
+    return f"With {row['host'] / 1e12:g} TB of host memory a node:\n\n{wrapped(row['error'])}"
+
+
+def servers(rows: Rows) -> str:
+    found = [row for row in of(rows, "servers") if "error" not in row]
+    (fails,) = [row for row in of(rows, "servers") if "error" in row]
+    lines = [
+        [f"{row['trillions']:g}", f"{row['rows_a_server'] / 1e9:.1f}", f"{row['bytes_a_server'] / 1e12:.2f}",
+         f"{row['rows_a_rank']:,.0f}", f"{row['step_s'] * 1e3:.1f}", f"{row['waited_s'] * 1e3:.1f}",
+         f"{row['slow_s'] * 1e3:.1f} / {row['slow_waited_s'] * 1e3:.1f}",
+         f"{row['samples_per_s'] / 1e6:.2f}", f"{row['rows_a_server_per_s'] / 1e6:.2f}",
+         f"{row['processes_a_server']:.1f}", f"{row['bytes_a_worker_per_s'] / 1e9:.2f}"]
+        for row in found
+    ]  # fmt: skip
+    header = ["10¹² parameters", "10⁹ rows a server", "TB a server", "rows a GPU and step", "ms a step",
+              "without pipeline", "a process a server: with / without", "10⁶ samples/s",
+              "10⁶ rows/s a server", "processes for that", "GB/s a GPU"]  # fmt: skip
+    first, last, rate = found[0], found[-1], found[-1]["measured_rows_per_s"]
+    more = [100 * (last[name] / first[name] - 1) for name in ("rows_a_rank", "step_s")]
+    return (
+        f"{markdown_table(header, lines)}\n\nA process was measured at {rate / 1e6:.2f} million rows/s with two "
+        f"threads (`benchmarks/results`, pull of 50,000 rows of 64\ncolumns). From the first line to the last, a GPU "
+        f"pulls {more[0]:.1f} % more rows, and a step takes {max(0.0, more[1]):.1f} % longer.\n\n"
+        f"In 16 bits, {last['row_bytes']:.0f} bytes a row with states and index:\n\n{wrapped(last['plan'])}\n\n"
+        f"In float32:\n\n{wrapped(fails['error'])}"
+    )
+
+
+def offload(rows: Rows) -> str:
+    lines = [
+        [row["case"], f"{4 + row['state_bytes']}", f"{row['bytes'] / 1e12:,.1f}", f"{row['gpus_without']:,}",
+         str(row["nodes_of_host"]), str(row["nodes_of_nvme"]), f"{row['checkpoints_a_node'] / 1e12:.2f}",
+         str(row["sequences_in_host"]), str(row["tiles"]), f"{row['compute_s']:,.0f}", f"{row['states_s']:,.0f}"]
+        for row in of(rows, "offload")
+    ]  # fmt: skip
+    header = ["parameters, machine", "bytes a parameter", "TB", "GPUs to hold it", "nodes, by host memory",
+              "nodes, by NVMe", "TB of activations a node", "sequences a GPU that fit", "tiles of the largest layer",
+              "s of compute a step", "s of NVMe for states"]  # fmt: skip
+    return markdown_table(header, lines)
+
+
+def paper(rows: Rows) -> str:
+    lines = []
+    for row in of(rows, "plan", gpus=128):
+        if "error" not in row:
+            ours = [128 * 512 / row[mode] / RECALLED[row["model"]] for mode in MODES]
+            lines.append(
+                [row["model"], f"{RECALLED[row['model']] / 1e6:.2f}", " / ".join(times(each) for each in ours)]
+            )
+    return markdown_table(["model", "10⁶ samples/s, recalled", "ours / that, IDs by hosts / by devices"], lines)
+
+
+SECTIONS = {
+    "plans": plans, "techniques": techniques, "stages": stages, "gpus": gpus, "baseline": baseline, "refused": refused,
+    "paper": paper, "servers": servers, "offload": offload,
+}  # fmt: skip
+
+
+def filled(page: str, rows: Rows) -> str:
+    """The page with the figures of these rows."""
+    for name, section in SECTIONS.items():
+        page = replace_section(page, name, section(rows), PAGE)
+    return page
+
+
+def draw(rows: Rows, folder: Path) -> None:
+    """The pictures of the page."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained", width_ratios=(1, 1, 1))
+    _draw_steps(panels[0], of(rows, "plan", gpus=128))
+    for axes, model in zip(panels[1:], ("A1", "A2"), strict=True):
+        _draw_scaling(axes, model, sorted(of(rows, "plan", model=model), key=lambda row: row["gpus"]))
+    _save(figure, folder / "scale-gpus.png")
+    figure, panels = pyplot.subplots(2, 1, figsize=(12, 4.6), layout="constrained", sharex=True)
+    for axes, row in zip(panels, of(rows, "timeline"), strict=True):
+        _draw_timeline(axes, row)
+    panels[1].set_xlabel("milliseconds")
+    _save(figure, folder / "scale-pipeline.png")
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    found = [row for row in of(rows, "servers") if "error" not in row]
+    sizes = [row["trillions"] for row in found]
+    panels[0].plot(sizes, [row["bytes_a_server"] / 1e12 for row in found], marker="o")
+    panels[0].axhline(12, color="#b0b0b0", linestyle="--")
+    panels[0].set(xlabel="10¹² parameters", ylabel="TB a server, of 12", ylim=(0, 13))
+    for name, words in (("step_s", "with the pipeline"), ("waited_s", "without")):
+        panels[1].plot(sizes, [64 * 1024 / row[name] / 1e6 for row in found], marker="o", label=words)
+    panels[1].set(
+        xlabel="10¹² parameters", ylabel="10⁶ samples/s", ylim=(0, 1.2 * 64 * 1024 / found[0]["step_s"] / 1e6)
+    )
+    panels[1].legend(frameon=False, loc="lower left")
+    _save(figure, folder / "scale-servers.png")
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _draw_steps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    rows = [row for row in rows if "error" not in row]
+    for at, (mode, words) in enumerate(MODES.items()):
+        values = [row[mode] * 1e3 for row in rows]
+        errors = [
+            [(row[mode] - row[f"{mode}_low"]) * 1e3 for row in rows],
+            [(row[f"{mode}_high"] - row[mode]) * 1e3 for row in rows],
+        ]
+        axes.bar(
+            [x + 0.4 * at for x in range(len(rows))],
+            values,
+            0.38,
+            yerr=errors,
+            capsize=3,
+            color=COLORS[mode],
+            label=words,
+        )
+    axes.set_xticks([x + 0.2 for x in range(len(rows))], [row["model"] for row in rows])
+    axes.set(ylabel="milliseconds a step", title="128 GPUs; rates ± 20 %")
+    axes.legend(frameon=False, title="IDs exchanged")
+
+
+def _draw_scaling(axes: Any, model: str, rows: Sequence[dict[str, Any]]) -> None:
+    rows = [row for row in rows if "error" not in row]
+    numbers = [row["gpus"] for row in rows]
+    for mode, words in MODES.items():
+        axes.plot(
+            numbers, [row["gpus"] * 512 / row[mode] / 1e6 for row in rows], marker="o", color=COLORS[mode], label=words
+        )
+    first = rows[0]["device_ids_s"]
+    axes.plot(numbers, [512 * n / first / 1e6 for n in numbers], ":", color="black", label="linear")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(numbers, [str(n) for n in numbers])
+    axes.set(title=f"{model}, 512 samples a GPU", xlabel="GPUs", ylabel="10⁶ samples/s")
+    axes.legend(frameon=False)
+
+
+def _draw_timeline(axes: Any, row: dict[str, Any]) -> None:
+    places = {"ids": 0, "misses": 1, "grouping": 2, "lookup": 2, "layers": 2, "update": 2}
+    colors = "#1f77b4", "#ff7f0e", "#2ca02c"
+    for batch, stage, start, end in row["spans"]:
+        y = places.get(stage, 3)
+        axes.barh(
+            y, (end - start) * 1e3, left=start * 1e3, height=0.8, color=colors[batch], alpha=0.75, edgecolor="white"
+        )
+    axes.set_yticks(range(4), ["control network", "device-host link", "device", "GPU network"])
+    axes.set_title(f"{row['model']}, three steps, {'with' if row['pipeline'] else 'without'} the pipeline", fontsize=10)
+
+
+def report() -> None:
+    """Rewrite the page's figures, and its pictures where matplotlib is installed."""
+    rows = results_file.read(results_file.newest("scale"))["rows"]
+    page = ROOT / PAGE
+    page.write_text(filled(page.read_text(), rows))
+    try:
+        draw(rows, page.parent)
+    except ImportError:
+        print("the pictures are as they were: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    report()

@@ -1,0 +1,413 @@
+"""The planner: what it chooses against brute force, bounds and other plans, what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import tritonemb as te
+from tritonemb import cli
+from tritonemb.sharding import (
+    ColumnWise,
+    Constraint,
+    CostModel,
+    DataParallel,
+    RowWise,
+    ShardingPlan,
+    TablePlacement,
+    TableStats,
+    TableWise,
+    uniform_plan,
+)
+
+GB = 1e9
+
+
+def zipf_tables(number: int, seed: int, rows: float = 1e7):
+    """Tables whose sizes fall like Zipf's law, and one of which has 30 % of the ids."""
+    random = np.random.default_rng(seed)
+    sizes = random.permutation(rows / np.arange(1, number + 1) ** 1.05).astype(int) + 100
+    dims = random.choice([16, 32, 64, 128], number)
+    tables = [
+        te.TableConfig(f"t{n}", int(size), int(dim)) for n, (size, dim) in enumerate(zip(sizes, dims, strict=True))
+    ]
+    pooling = random.uniform(1, 20, number)
+    pooling[0] = 0.3 / 0.7 * pooling[1:].sum()
+    return tables, {table.name: TableStats(float(ids)) for table, ids in zip(tables, pooling, strict=True)}
+
+
+def fits(plan, tables, topology, batch_size, **options):
+    seen = CostModel(tables, topology, batch_size, copies=plan.copies, **options).predict(plan)
+    assert seen.hbm.max() <= topology.hbm * (1 + 1e-9)
+    assert seen.host.max(initial=0) <= topology.host * (1 + 1e-9)
+    assert seen.disk.max(initial=0) <= topology.disk * (1 + 1e-9)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [(200, 8), pytest.param(1_000, 16, marks=pytest.mark.more), pytest.param(2_000, 128, marks=pytest.mark.more)],
+)
+def test_the_slowest_rank_is_near_the_bound(number, ranks):
+    tables, stats = zipf_tables(number, 1)
+    topology = te.Topology(ranks, 8)
+    plan = te.plan(tables, topology, batch_size=512, stats=stats)
+    report = plan.report
+    assert report.bound <= report.load <= 1.03 * report.bound
+    assert report.load <= report.greedy
+    seen = fits(plan, tables, topology, 512, stats=stats)
+    assert seen.load == pytest.approx(report.load, rel=1e-9)
+    uniform = CostModel(tables, topology, 512, stats=stats).predict(uniform_plan(tables, ranks, 8))
+    assert seen.load < uniform.load
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("types", [("table_wise",), ("table_wise", "data_parallel", "row_wise")])
+def test_few_tables_are_placed_as_brute_force_places_them(seed, types):
+    random = np.random.default_rng(seed)
+    tables = [
+        te.TableConfig(f"t{n}", int(10 ** random.uniform(2, 6)), int(random.choice([8, 32, 64]))) for n in range(5)
+    ]
+    stats = {table.name: TableStats(float(random.uniform(1, 30))) for table in tables}
+    topology = te.Topology(3, 3)
+    model = CostModel(tables, topology, 256, stats=stats)
+    choices = [TableWise(rank) for rank in range(3)]
+    if len(types) > 1:
+        choices += [DataParallel(), RowWise(), *(RowWise(pair) for pair in itertools.permutations(range(3), 2))]
+    names = [table.name for table in tables]
+    # Loads add up, so each choice is predicted once, alone.
+    alone = np.array([
+        [CostModel([table], topology, 256, stats={table.name: stats[table.name]}).predict(
+            ShardingPlan({table.name: choice}, 3)).seconds.sum(1) for choice in choices]
+        for table in tables
+    ])  # fmt: skip
+    best = min(
+        sum(alone[n, at] for n, at in enumerate(picked)).max()
+        for picked in itertools.product(range(len(choices)), repeat=5)
+    )
+    constraints = {name: Constraint(types=types) for name in names}
+    plan = te.plan(tables, topology, batch_size=256, stats=stats, constraints=constraints)
+    assert model.predict(plan).load <= 1.01 * best
+    assert plan.report.bound <= best * (1 + 1e-9)
+
+
+def test_budgets_are_kept_where_they_are_tight():
+    tables, stats = zipf_tables(60, 3, 1e8)
+    size = sum(table.num_embeddings * (4 * table.embedding_dim + 4) for table in tables)
+    topology = te.Topology(8, 4, hbm=0.5 * size / 8, host=0.35 * size / 2, disk=0.45 * size / 2)
+    plan = te.plan(tables, topology, batch_size=256, stats=stats)
+    fits(plan, tables, topology, 256, stats=stats)
+    assert {where.placement for where in plan.placements.values()} >= {"device", "host"}
+
+
+def test_the_same_arguments_give_the_same_plan():
+    tables, stats = zipf_tables(40, 2)
+    made = [te.plan(tables, te.Topology(16, 8), batch_size=512, stats=stats) for _ in range(2)]
+    assert made[0] == made[1]
+    assert str(made[0]) == str(made[1])
+
+
+def test_without_scipy_there_is_a_plan_and_a_simple_bound(monkeypatch):
+    tables, stats = zipf_tables(100, 1)
+    best = te.plan(tables, te.Topology(8), batch_size=512, stats=stats).report
+    for name in ("scipy", "scipy.optimize", "scipy.sparse"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = te.plan(tables, te.Topology(8), batch_size=512, stats=stats).report
+    assert found.bound <= best.load
+    assert found.load <= 1.1 * best.load
+
+
+def f1(number: int = 40):
+    """The size of the Neo paper's F1: 12 T parameters of 16 bits, dim 256; the number of tables is recalled."""
+    return [te.TableConfig(f"f{n}", int(12e12 / 256 / number), 256, dtype=torch.bfloat16) for n in range(number)]
+
+
+def test_twelve_trillion_parameters_fit_128_gpus_with_their_hosts():
+    topology = te.Topology.preset("zionex-16x8")
+    stats = {table.name: TableStats(20.0) for table in f1()}
+    plan = te.plan(f1(), topology, batch_size=512, stats=stats)
+    seen = fits(plan, f1(), topology, 512, stats=stats)
+    assert seen.host.sum() + seen.hbm.sum() >= 24e12
+
+
+def test_twelve_trillion_parameters_are_refused_where_hosts_are_too_small():
+    topology = te.Topology.preset("zionex-16x8", host=1.1e12, disk=0)
+    with pytest.raises(te.PlanError, match=r"short by .* TB") as refused:
+        te.plan(f1(), topology, batch_size=512)
+    text = str(refused.value)
+    assert "24.2 TB" in text  # 12 T x 2 bytes, and 4 a row
+    assert "256 ranks" in text
+    assert "host memory a node" in text
+
+
+def test_what_an_error_names_helps():
+    tables = [te.TableConfig(f"t{n}", 4_000_000, 64) for n in range(8)]
+    topology = te.Topology(4, hbm=1.2 * GB, host=0)
+    with pytest.raises(te.PlanError, match="8 ranks, or 16-bit tables"):
+        te.plan(tables, topology, batch_size=64)
+    te.plan(tables, topology.but(world_size=8, local_world_size=4), batch_size=64)
+    te.plan([te.TableConfig(f"t{n}", 4_000_000, 64, dtype=torch.bfloat16) for n in range(8)], topology, batch_size=64)
+
+
+def test_a_table_that_grows_moves_little():
+    tables, stats = zipf_tables(100, 5)
+    topology = te.Topology(8)
+    before = te.plan(tables, topology, batch_size=512, stats=stats)
+    grown = [
+        te.TableConfig(t.name, int(t.num_embeddings * (1.1 if n == 7 else 1)), t.embedding_dim)
+        for n, t in enumerate(tables)
+    ]
+    after = te.plan(grown, topology, batch_size=512, stats=stats, previous=before)
+    moved = after.diff(before)
+    assert moved.fraction <= 0.05
+    assert after.report.load <= 1.05 * after.report.bound
+    assert te.plan(tables, topology, batch_size=512, stats=stats, previous=before).diff(before).bytes == 0
+
+
+def test_what_moves_is_counted_by_rows_and_columns():
+    table = te.TableConfig("a", 100, 16)
+    plan = te.plan([table], te.Topology(2), batch_size=4)
+    one = ShardingPlan({"a": TableWise(0)}, 2, report=plan.report)
+    other = ShardingPlan({"a": TableWise(1)}, 2, placements={"a": TablePlacement("host", 32)}, report=plan.report)
+    halves = ShardingPlan({"a": ColumnWise([0, 1])}, 2, report=plan.report)
+    size = 100 * (16 * 4 + 4)
+    assert other.diff(one).bytes == size
+    assert other.diff(one).tiers == {"a": ("device", "host")}
+    assert halves.diff(one).bytes == size / 2
+    assert one.diff(one).bytes == 0
+
+
+def test_a_plan_says_what_it_is(tmp_path):
+    tables, stats = zipf_tables(60, 1)
+    plan = te.plan(tables, te.Topology(16, 8), batch_size=512, stats=stats)
+    text = str(plan)
+    assert "Plan for 16 ranks, 8 a node" in text
+    assert "20 more" in text
+    assert "next best" in text
+    slowest = max(plan.report.tables, key=lambda each: each.seconds)
+    assert slowest.table.name in text
+    assert "ids a sample" in plan.explain(slowest.table.name)
+    page = plan.to_html()
+    assert page.count("<svg") == 2
+    assert "<script" not in page
+    assert len(plan.report.summary().splitlines()) == 2
+    plan.save(tmp_path / "plan.json")
+    assert ShardingPlan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(ValueError, match="no table 'nobody'"):
+        plan.explain("nobody")
+    with pytest.raises(ValueError, match="by hand"):
+        ShardingPlan.load(tmp_path / "plan.json").explain("t0")
+
+
+def test_statistics_that_drift_are_a_reason_to_plan_anew():
+    tables, stats = zipf_tables(64, 4)
+    plan = te.plan(tables, te.Topology(8), batch_size=512, stats=stats)
+    assert plan.check(stats) == []
+    busy = max(
+        (t.name for t in tables if isinstance(plan.tables[t.name], TableWise)),
+        key=lambda name: stats[name].pooling_factor,
+    )
+    (reason,) = plan.check(stats | {busy: TableStats(30 * stats[busy].pooling_factor)})
+    assert "of the mean" in reason
+
+
+def test_caches_too_small_for_new_statistics_are_named():
+    table = te.TableConfig("big", 10_000_000, 64)
+    topology = te.Topology(2, hbm=1 * GB, host=8 * GB)
+    plan = te.plan([table], topology, batch_size=128)
+    assert plan.placements["big"].placement == "host"
+    assert any("'big': its cache" in reason for reason in plan.check({"big": TableStats(20_000.0)}))
+
+
+def test_constraints_bind_and_placements_of_tables_do_not():
+    tables = [
+        te.TableConfig("a", 1_000, 32, placement="host"),
+        te.TableConfig("b_1", 1_000, 32),
+        te.TableConfig("b_2", 1_000, 32),
+    ]
+    constraints = {"b_*": Constraint(types="row_wise", placements=("host",))}
+    plan = te.plan(tables, te.Topology(2), batch_size=64, constraints=constraints)
+    assert plan.placements["a"].placement == "device"
+    for name in ("b_1", "b_2"):
+        assert isinstance(plan.tables[name], RowWise)
+        assert plan.placements[name].placement == "host"
+
+
+def test_copies_are_chosen_where_they_help():
+    tables = [te.TableConfig(f"t{n}", 100_000, 64) for n in range(64)]
+    slow = te.Topology(16, 4, inter_bandwidth=1e8, control_bandwidth=1e9)
+    one = te.plan(tables, slow, batch_size=4_096)
+    best = te.plan(tables, slow, batch_size=4_096, copies=None)
+    assert best.report.prediction.step <= one.report.prediction.step
+    assert best.copies * best.world_size == 16
+
+
+def test_tables_that_only_servers_can_have_go_there():
+    topology = te.Topology(8, hbm=4 * GB, host=0, servers=4, server_memory=1e12)
+    plan = te.plan([te.TableConfig("ids", 2_000_000_000, 64)], topology, batch_size=64)
+    assert plan.placements["ids"].placement == "server"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"tables": []}, ValueError, "there are no tables"),
+        ({"tables": [te.TableConfig("a", 10, 4), te.TableConfig("a", 10, 4)]}, ValueError, "two tables are named 'a'"),
+        ({"batch_size": None}, ValueError, "give batch_size"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 1.5}, TypeError, "batch_size must be an int"),
+        ({"stats": {"nobody": TableStats()}}, ValueError, "statistics of the table 'nobody'"),
+        ({"constraints": {"nobody": Constraint()}}, ValueError, r"constraints\['nobody'\] fits no table"),
+        ({"constraints": {"a": Constraint(), "*": Constraint()}}, ValueError, "'a' has two constraints, 'a' and"),
+        ({"constraints": {"a": "row_wise"}}, TypeError, "must be a te.sharding.Constraint"),
+        ({"constraints": {"a": Constraint(placements="disk")}}, ValueError, "the topology lacks"),
+        ({"constraints": {"a": Constraint(types="grid")}}, te.PlanError, "table 'a' cannot be placed"),
+        ({"copies": 3}, ValueError, "copies must divide the 4 ranks"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(change, error, text):
+    arguments = {"tables": [te.TableConfig("a", 1_000, 8)], "batch_size": 16} | change
+    with pytest.raises(error, match=text):
+        te.plan(arguments.pop("tables"), te.Topology(4), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"inter_bandwidth": -1.0}, ValueError, "inter_bandwidth must be more than 0"),
+        ({"hbm": float("nan")}, ValueError, "hbm must be at least 0 and finite"),
+        ({"hbm": "80GB"}, TypeError, "hbm must be a number"),
+        ({"local_world_size": 3}, ValueError, "local_world_size must divide world_size"),
+        ({"servers": 2}, ValueError, "server_memory"),
+    ],
+)
+def test_wrong_topologies_are_refused_by_name(change, error, text):
+    with pytest.raises(error, match=text):
+        te.Topology(4, **change)
+
+
+def test_topologies_are_kept_in_files_and_know_their_machine(tmp_path):
+    topology = te.Topology.preset("dgx-h100", machine="another one")
+    topology.save(tmp_path / "topology.json")
+    assert te.Topology.load(tmp_path / "topology.json") == topology
+    with pytest.raises(ValueError, match="calibrated on 'another one'"):
+        topology.check_machine()
+    with pytest.raises(ValueError, match="did you mean 'dgx-h100'"):
+        te.Topology.preset("dgx-h10")
+    (tmp_path / "other.json").write_text('{"format": 1, "world_size": 2, "hmb": 3}')
+    with pytest.raises(ValueError, match="no field 'hmb'; did you mean 'hbm'"):
+        te.Topology.load(tmp_path / "other.json")
+
+
+def test_a_plan_for_another_world_is_refused():
+    tables = [te.TableConfig("a", 1_000, 8)]
+    plan = te.plan(tables, te.Topology(4), batch_size=16)
+    with pytest.raises(ValueError, match="the plan is for 4 ranks"):
+        CostModel(tables, te.Topology(2), 16).predict(plan)
+    model = torch.nn.Sequential(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=0.1)))
+    with pytest.raises(ValueError, match="the plan is for 4 ranks"):
+        te.HybridParallel(model, plan)
+
+
+def test_a_model_is_planned_with_its_other_layers():
+    tables = [te.TableConfig("a", 1_000, 8)]
+    optimizer = te.optim.Adam(lr=0.1)
+    model = torch.nn.Sequential(te.nn.EmbeddingBagCollection(tables, optimizer=optimizer), torch.nn.Linear(8, 100))
+    plan = te.plan(model, te.Topology(2), batch_size=16)
+    assert plan.report.model.dense.parameters == 900
+    assert plan.report.model.optimizer == optimizer
+    assert plan.report.prediction.dense > 0
+
+
+def test_tiers_and_caches_of_a_plan_are_applied():
+    tables = [te.TableConfig("a", 1_000, 8), te.TableConfig("b", 500, 8)]
+    batch = te.KeyedJaggedTensor.from_lengths(
+        keys=["a", "b"], values=torch.arange(12), lengths=torch.tensor([2, 4, 3, 3])
+    )
+
+    def trained(plan):
+        torch.manual_seed(0)
+        model = te.HybridParallel(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.Adagrad(lr=0.1)), plan)
+        for _ in range(3):
+            model(batch).sum().backward()
+        return model, {name: weight.shards[0].tensor.clone() for name, weight in model.table_weights().items()}
+
+    placements = {"a": TablePlacement("host", 64), "b": TablePlacement("device")}
+    shardings = {"a": TableWise(0), "b": TableWise(0)}
+    model, cached = trained(ShardingPlan(shardings, 1, placements=placements))
+    config = model.collections[0].configs[0]
+    assert (config.placement, config.cache.rows) == ("host", 64)
+    _, plain = trained(ShardingPlan(shardings, 1))
+    for name, weight in plain.items():
+        assert torch.equal(weight, cached[name])
+    away = ShardingPlan(shardings, 1, placements={"a": TablePlacement("server")})
+    with pytest.raises(ValueError, match="'a' on embedding servers"):
+        te.HybridParallel(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=0.1)), away)
+
+
+TABLES = """
+[[table]]
+name = "user"
+num_embeddings = 1_000_000
+embedding_dim = 64
+dtype = "bfloat16"
+pooling_factor = 3.0
+hotness = [[1000, 0.5], [100000, 0.5]]
+
+[[table]]
+name = "item"
+num_embeddings = 5_000
+embedding_dim = 32
+types = ["row_wise"]
+"""
+
+
+def test_the_command_reads_tables_and_writes_a_plan(tmp_path, capsys):
+    (tmp_path / "tables.toml").write_text(TABLES)
+    arguments = ["plan", "--tables", str(tmp_path / "tables.toml"), "--topology", "dgx-h100", "--batch-size", "256"]
+    files = ["--out", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html"), "--explain", "user"]
+    assert cli.main(arguments + files) == 0
+    assert "user: " in capsys.readouterr().out
+    plan = ShardingPlan.load(tmp_path / "plan.json")
+    assert plan.world_size == 8
+    assert isinstance(plan.tables["item"], RowWise)
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    assert cli.main([*arguments, "--previous", str(tmp_path / "plan.json")]) == 0
+    assert "0 B of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("x = 1", r"expected one \[\[table\]\]"),
+        ('[[table]]\nname = "a"', "table 1 .'a'.: it needs a num_embeddings"),
+        (TABLES.replace("dtype", "dtyp"), "unknown field 'dtyp'; did you mean 'dtype'"),
+        (TABLES.replace("bfloat16", "bfloat17"), "table 1 .'user'.: dtype must be the name of one"),
+        (TABLES.replace("row_wise", "rows"), "types must be some of"),
+        (TABLES.replace("3.0", "-1.0"), "pooling_factor"),
+    ],
+)
+def test_the_command_refuses_files_by_table(tmp_path, capsys, text, error):
+    path = tmp_path / "tables.toml"
+    path.write_text(text)
+    assert cli.main(["plan", "--tables", str(path), "--batch-size", "256"]) == 2
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == 1
+    assert re.search(error, shown), shown
+
+
+def test_a_plan_is_json_that_can_be_written_by_hand():
+    text = (
+        '{"world_size": 2, "copies": 2, "tables": {"a": {"type": "row_wise", "placement": "host", "cache_rows": 64}}}'
+    )
+    plan = ShardingPlan.from_json(text)
+    assert (plan.copies, plan.placements["a"]) == (2, TablePlacement("host", 64))
+    assert json.loads(plan.to_json())["tables"]["a"] == {"type": "row_wise", "placement": "host", "cache_rows": 64}
+    with pytest.raises(ValueError, match="cache_rows must be an int of at least 1"):
+        ShardingPlan.from_json(text.replace('"host"', '"device"'))

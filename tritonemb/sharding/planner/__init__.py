@@ -1,0 +1,22 @@
+"""The planner: where tables go, what that costs, and why; statistics and rates that it reads, measured."""
+
+from tritonemb.sharding.planner.cost_model import CostModel, Prediction
+from tritonemb.sharding.planner.options import Constraint, PlanError
+from tritonemb.sharding.planner.planner import plan, plan_job
+from tritonemb.sharding.planner.report import PlanDiff, PlanReport
+from tritonemb.sharding.planner.statistics import TableStats, collect_stats
+from tritonemb.sharding.planner.topology import Topology
+
+__all__ = [
+    "Constraint",
+    "CostModel",
+    "PlanDiff",
+    "PlanError",
+    "PlanReport",
+    "Prediction",
+    "TableStats",
+    "Topology",
+    "collect_stats",
+    "plan",
+    "plan_job",
+]

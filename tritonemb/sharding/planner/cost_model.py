@@ -1,0 +1,374 @@
+"""What a shard costs: its memory, and the time that a training step spends on it, stage by stage.
+
+Every stage is `latency + ids / rate + bytes / bandwidth` with the rates of a `Topology`. Of a shard with a share σ of
+its table's ids, `w` columns of `e` bytes and `s` bytes of state a row, in a step with `n` ids of the table, `d` of them
+distinct, in `b` bags (or `d` rows, if they are not pooled), over all samples of a copy of the tables:
+
+    id exchange      σ·n·4 + b·4 bytes over the control network; σ·n received, and a rank's share sent, by its host
+    grouping         σ·n ids
+    lookup           σ·n ids; σ·n·w·e + b·w·4 bytes
+    output exchange  b·w elements in the codec's bytes, there and back, to ranks of other nodes or of this one
+    update           σ·n·w·4 + d·2·(w·e + s) bytes
+    misses           2·(w·e + s) bytes for each distinct row that is not among the cached ones
+    replicated       rows and summed gradients that replicas gather; whole rows of tables that are sharded by columns
+
+A rank's load is the sum of its stages, and a step takes as long as the slowest rank's. Where one rank is slow in one
+stage and another rank in another, a step takes longer: ranks wait for each other in each exchange.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tritonemb.comm.output_exchange import ExchangePrecision
+from tritonemb.layout import rows_to_shard
+from tritonemb.optimizers import Optimizer, RowWiseAdagrad
+from tritonemb.sharding.plan import DataParallel, Grid, Sharding, ShardingPlan, TablePlacement, TableRowWise
+from tritonemb.sharding.planner.statistics import TableStats
+from tritonemb.sharding.planner.topology import Topology
+from tritonemb.types import TableConfig
+
+Array = NDArray[Any]
+STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "misses", "replicated")
+IDS, GROUPING, LOOKUP, OUTPUTS, UPDATE, MISSES, REPLICATED = range(len(STAGES))
+PLACEMENTS = ("device", "host", "disk", "server")
+DEVICE, HOST, DISK, SERVER = range(len(PLACEMENTS))
+DIRECT, HIERARCHICAL, REPLICAS = range(3)  # how pooled vectors are exchanged
+CACHED = (0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a table's rows, between which misses are interpolated
+INDEX_BYTES = 23.0  # of a dynamic table, a row
+CACHE_BYTES = 40.0  # tag, clock and flags of a cached row, and its part of the transfer buffers
+PAGE_OVERHEAD = 1.03  # of a table on disk: checksums and flags of its pages
+PREFETCHED = 2  # batches whose ids a rank has at once
+PINNED = 3  # batches whose distinct rows a cache has room for, at least
+RUNTIME_BYTES = 80e6  # of a rank of several: connections and buffers of its collectives, and code that is loaded
+DENSE_BYTES = 16  # a parameter of the other layers: weight, gradient, and two states of Adam
+_CODEC_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.1}
+
+
+class Pieces(NamedTuple):
+    """Shards, an element of each array each."""
+
+    table: Array  # int64: its number
+    share: Array  # of the table's ids
+    rows: Array
+    width: Array
+    blocks: Array  # column blocks of the table
+    scheme: Array
+    placement: Array
+    cached: Array  # rows on the device of those that are elsewhere
+    host_rows: Array  # rows in host memory of those on disk
+
+
+class Costs(NamedTuple):
+    """Seconds by stage `[n, stages]`, and bytes `[n]` by tier, of pieces."""
+
+    seconds: Array
+    hbm: Array
+    host: Array
+    disk: Array
+    server: Array
+
+
+class Dense(NamedTuple):
+    """The layers beside the tables: parameters on each rank, and bytes of activations at their peak."""
+
+    parameters: int = 0
+    activation_bytes: float = 0
+
+
+class Prediction(NamedTuple):
+    """Of a plan: seconds `[ranks, stages]`, bytes `[ranks]` or `[nodes]` by tier, of servers in all, and a step's time.
+
+    `load` is the largest sum of a rank's stages, `fixed` the latencies that every plan with these exchanges has.
+    """
+
+    seconds: Array
+    hbm: Array
+    host: Array
+    disk: Array
+    server: float
+    fixed: float
+    dense: float
+
+    @property
+    def load(self) -> float:
+        return float(self.seconds.sum(1).max())
+
+    @property
+    def step(self) -> float:
+        return self.load + self.fixed + self.dense
+
+
+class CostModel:
+    """Costs of tables' shards on a topology; a copy of the tables has `ranks` ranks.
+
+    Args:
+        stats: by table; one id a sample and feature, uniform, for those that are not there.
+        batch_size: samples of a rank.
+        copies: of the tables.
+    """
+
+    def __init__(
+        self, tables: Sequence[TableConfig], topology: Topology, batch_size: int, optimizer: Optimizer | None = None,
+        stats: Mapping[str, TableStats] | None = None, exchange: ExchangePrecision | None = None, copies: int = 1,
+        dense: Dense | None = None,
+    ) -> None:  # fmt: skip
+        self.tables, self.topology, self.batch_size, self.copies = tuple(tables), topology, batch_size, copies
+        self.optimizer = RowWiseAdagrad() if optimizer is None else optimizer
+        self.exchange, self.dense = ExchangePrecision() if exchange is None else exchange, dense or Dense()
+        self.ranks = topology.world_size // copies
+        self.local = min(topology.local_size, self.ranks)
+        self.nodes = self.ranks // self.local
+        given, names = stats or {}, [table.name for table in tables]
+        if unknown := [name for name in given if name not in names]:
+            raise ValueError(f"there are statistics of the table {unknown[0]!r}, but the tables are {names[:20]}")
+        self.stats = [given.get(t.name, TableStats(pooling_factor=len(t.feature_names))) for t in tables]
+        self.rows = np.array([float(table.num_embeddings or table.capacity or 0) for table in tables])
+        self.dims = np.array([table.embedding_dim for table in tables], dtype=np.int64)
+        self.itemsize = np.array([table.dtype.itemsize for table in tables], dtype=np.float64)
+        self.dynamic = np.array([table.is_dynamic for table in tables], dtype=bool)
+        self.unpooled = np.array([table.pooling == "none" for table in tables], dtype=bool)
+        self.features = np.array([len(table.feature_names) for table in tables], dtype=np.float64)
+        self.ids = batch_size * np.array([each.pooling_factor for each in self.stats])  # of a rank's samples
+        self.distinct_of_rank, self.distinct, self.distinct_of_job, self._misses = self._count()
+
+    def _count(self) -> tuple[Array, Array, Array, Array]:
+        """Distinct ids of a rank's, of a copy's and of the job's samples; misses `[tables, CACHED]`."""
+        counts = np.zeros((3, len(self.tables)))
+        misses = np.zeros((len(self.tables), len(CACHED)))
+        for number, (stats, rows, ids) in enumerate(
+            zip(self.stats, self.rows.tolist(), self.ids.tolist(), strict=True)
+        ):
+            counts[:, number] = [stats.distinct(rows, ids * n) for n in (1, self.ranks, self.topology.world_size)]
+            if stats.hotness:
+                misses[number] = [stats.misses(rows, ids * self.ranks, share * rows) for share in CACHED]
+            else:
+                misses[number] = counts[1, number] * (1 - np.array(CACHED))
+        return counts[0], counts[1], counts[2], misses
+
+    def state_bytes(self, width: Array) -> Array:
+        """Optimizer state of a row of so many columns."""
+        each = [state.per_element for state in self.optimizer.states]
+        return 4.0 * (sum(each) * width + len(each) - sum(each))
+
+    def record_bytes(self, table: Array, width: Array) -> Array:
+        """A row with its states."""
+        return width * self.itemsize[table] + self.state_bytes(width)
+
+    def least_cached(self, table: Array, share: Array, rows: Array) -> Array:
+        """Rows that a shard's cache must have room for: those of the batches that are trained and prefetched."""
+        return np.minimum(rows, np.ceil(PINNED * self._distinct(table, share, rows)) + 64)
+
+    def _distinct(self, table: Array, share: Array, rows: Array) -> Array:
+        part = (share + rows / np.maximum(self.rows[table], 1)) / 2  # hot rows are few, and used often
+        return np.minimum(self.distinct[table] * part, rows)
+
+    def costs(self, at: Pieces) -> Costs:
+        """Of shards on the ranks that have them."""
+        top, table, replicated = self.topology, at.table, at.scheme == REPLICAS
+        w, e, on_server = at.width.astype(np.float64), self.itemsize[table], at.placement == SERVER
+        record, ranks = self.record_bytes(table, w), self.ranks
+        ids = np.where(replicated, self.ids[table], self.ids[table] * ranks * at.share)
+        batch = np.where(replicated, self.batch_size, self.batch_size * ranks)
+        distinct = np.where(replicated, self.distinct_of_rank[table], self._distinct(table, at.share, at.rows))
+        bags = np.where(self.unpooled[table], ids, batch * self.features[table])
+        alone = ranks == 1
+        seconds = np.zeros((len(table), len(STAGES)))
+        lengths = np.where(self.unpooled[table], 0, bags)
+        received = ids * np.where(at.rows < 2**31, 4, 8) + 4 * lengths
+        control = top.control_bandwidth / (self.local if self.nodes > 1 else 1)
+        if not alone:
+            seconds[:, IDS] = np.where(replicated, 0, received / control + ids / top.routing_rate)
+            vectors = np.where(self.unpooled[table], np.minimum(ids, ranks * self.distinct_of_rank[table]), bags)
+            elements = vectors * w * (_CODEC_BYTES[self.exchange.forward] + _CODEC_BYTES[self.exchange.backward])
+            seconds[:, OUTPUTS] = np.where(replicated, 0, self._sent(elements, at.scheme == HIERARCHICAL))
+        seconds[:, GROUPING] = ids / top.id_rate
+        seconds[:, LOOKUP] = ids / top.lookup_rate + (ids * w * e + bags * w * 4) / top.lookup_bandwidth
+        everywhere = np.where(replicated, self.distinct_of_job[table], distinct)
+        gathered = np.where(replicated, top.world_size, self.copies) * distinct  # summed rows that a rank updates with
+        moved = ids * w * 4 + everywhere * 2 * record
+        seconds[:, UPDATE] = moved / top.update_bandwidth
+        several = np.where(replicated, top.world_size, self.copies) > 1
+        seconds[:, REPLICATED] = np.where(several, self._gathered(gathered, distinct, w, replicated), 0)
+        if self.optimizer.reads_whole_rows:
+            seconds[:, REPLICATED] += np.where(at.blocks > 1, self._sent(distinct * 4 * (at.blocks - 1), False), 0)
+        share = np.divide(at.cached, np.maximum(at.rows, 1))
+        both = np.minimum(1, share + np.divide(at.host_rows, np.maximum(at.rows, 1)))
+        part = distinct / np.maximum(self.distinct[table], 1e-9)
+        missed, from_disk = self._missed(table, share) * part, self._missed(table, both) * part
+        away, on_disk = at.placement != DEVICE, at.placement == DISK
+        moved = np.where(away & ~on_server, 2 * missed * record / top.host_bandwidth, 0)
+        moved += np.where(on_disk, 2 * from_disk * record / (top.disk_bandwidth / self.local), 0)
+        away_everywhere = np.minimum(ranks, everywhere / np.maximum(distinct, 1e-9))
+        seconds[:, MISSES] = np.where(replicated & away, moved * away_everywhere, moved)
+        dynamic = np.where(self.dynamic[table], INDEX_BYTES * at.rows, 0)
+        buffers = PREFETCHED * ids * 12 + 2 * bags * w * 4 + np.where(several, gathered * w * 4, 0)
+        hbm = np.where(away, at.cached * (record + CACHE_BYTES), at.rows * record) + dynamic + buffers
+        costs = Costs(
+            seconds, hbm, np.select([at.placement == HOST, on_disk], [at.rows * record, at.host_rows * record], 0),
+            np.where(on_disk, at.rows * (record + 1) * PAGE_OVERHEAD, 0), np.zeros(len(table)),
+        )  # fmt: skip
+        return self._on_servers(costs, at, on_server) if on_server.any() else costs
+
+    def _on_servers(self, costs: Costs, at: Pieces, on_server: Array) -> Costs:
+        """Tables on embedding servers: every rank pulls and pushes the distinct rows of its own samples."""
+        top, table = self.topology, at.table
+        rows = self.distinct_of_rank[table]
+        wire = rows * (8 + 8 * at.width) / (top.control_bandwidth / top.local_size)
+        pulled = 2 * rows * top.world_size / (max(1, top.servers) * top.server_rows)
+        pulled = np.maximum(pulled, rows * top.world_size * 8 * at.width / (max(1, top.servers) * top.server_bandwidth))
+        seconds = costs.seconds.copy()
+        own = self.ids[table] * at.width * self.itemsize[table] + self.batch_size * self.features[table] * at.width * 4
+        seconds[on_server] = 0
+        seconds[on_server, LOOKUP] = (own / top.lookup_bandwidth)[on_server]
+        seconds[on_server, MISSES] = (wire + pulled)[on_server]
+        held = rows * at.width * 4 * PREFETCHED + 2 * self.batch_size * self.features[table] * at.width * 4
+        # Each rank has a piece; the server's memory is counted once.
+        whole = self.rows[table] * (self.record_bytes(table, at.width) + INDEX_BYTES) / self.ranks
+        return Costs(
+            seconds, np.where(on_server, held, costs.hbm), np.where(on_server, 0, costs.host),
+            np.where(on_server, 0, costs.disk), np.where(on_server, whole, 0),
+        )  # fmt: skip
+
+    def _sent(self, sent: Array, hierarchical: Any) -> Array:
+        """Seconds for bytes that go to all ranks in equal parts; hierarchical: summed inside the node before."""
+        top, ranks, local = self.topology, self.ranks, self.local
+        inside, outside = sent * (local - 1) / ranks, sent * (ranks - local) / ranks
+        direct = np.maximum(inside / top.intra_bandwidth, outside / top.inter_bandwidth)
+        if self.nodes == 1:
+            return direct
+        summed = sent * (local - 1) / local / top.intra_bandwidth
+        summed = summed + sent / local * (self.nodes - 1) / self.nodes / top.inter_bandwidth
+        return np.where(hierarchical, summed, direct)
+
+    def _gathered(self, gathered: Array, own: Array, width: Array, everywhere: Array) -> Array:
+        """Seconds in which replicas get each other's rows and gradients, and add them."""
+        top, record = self.topology, 8 + 4 * width
+        outside = (top.nodes > 1) & (everywhere | (self.copies > 1))
+        wire = (gathered - own) * record / np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
+        return wire + gathered / top.id_rate + gathered * width * 4 / top.update_bandwidth
+
+    def _missed(self, table: Array, share: Array) -> Array:
+        """Distinct rows of a batch that are not cached, where this share of a table's rows is."""
+        upper = np.clip(np.searchsorted(CACHED, share, side="left"), 1, len(CACHED) - 1)
+        low, high = np.take(CACHED, upper - 1), np.take(CACHED, upper)
+        part = np.clip((share - low) / (high - low), 0, 1)
+        return self._misses[table, upper - 1] * (1 - part) + self._misses[table, upper] * part
+
+    def shared(self, table: Array, blocks: Array, owners: Array, scheme: Array, placement: Array) -> Array:
+        """Seconds by stage that a table costs every rank, however its shards lie: ids and lengths that it sends."""
+        seconds = np.zeros((len(table), len(STAGES)))
+        if self.ranks > 1:
+            sends = (scheme != REPLICAS) & (placement != SERVER)
+            seconds[:, IDS] = np.where(sends, self.ids[table] * blocks / self.topology.routing_rate, 0)
+        return seconds
+
+    @property
+    def memory_of_rank(self) -> float:
+        """Device memory of every rank besides its shards: batches, their vectors and gradients, and other layers."""
+        vectors = np.where(self.unpooled, self.ids, self.batch_size * self.features) * self.dims
+        batches = PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum()
+        batches += RUNTIME_BYTES if self.topology.world_size > 1 else 0
+        return float(batches) + DENSE_BYTES * self.dense.parameters + self.dense.activation_bytes
+
+    def pieces(self, plan: ShardingPlan) -> tuple[Pieces, Array]:
+        """All shards of a plan, and the rank of each."""
+        found: list[tuple[Any, ...]] = []
+        ranks: list[int] = []
+        for number, table in enumerate(self.tables):
+            sharding, shards = plan.tables[table.name], plan.shards(table)
+            where = plan.placements.get(table.name, TablePlacement())
+            blocks = len({shard.first_column for shard in shards})
+            if where.placement == "server":
+                found += [
+                    (number, 1.0, self.rows[number], table.embedding_dim, 1, REPLICAS, SERVER, 0, 0)
+                    for _ in range(self.ranks)
+                ]
+                ranks += range(self.ranks)
+                continue
+            parts, rows = rows_to_shard(table), self.rows[number]
+            for shard in shards:
+                held = rows * shard.num_rows / parts
+                share = self.stats[number].share(rows * shard.first_row / parts, held, rows)
+                share = held / rows if table.is_dynamic else share
+                tier = PLACEMENTS.index(where.placement)
+                cached = 0 if tier == DEVICE else min(held, where.cache_rows or table.cache.rows_of(int(held) or 1))
+                on_host = 0 if tier != DISK else min(held - cached, where.host_rows or 0)
+                found.append(
+                    (
+                        number,
+                        share,
+                        held,
+                        shard.num_columns,
+                        blocks,
+                        self.scheme(sharding, table),
+                        tier,
+                        cached,
+                        on_host,
+                    )
+                )
+                ranks.append(shard.rank)
+        arrays = [np.array(column) for column in zip(*found, strict=True)]
+        return Pieces(*arrays), np.array(ranks)
+
+    def scheme(self, sharding: Sharding, table: TableConfig) -> int:
+        """How the vectors of a table are exchanged."""
+        if isinstance(sharding, DataParallel):
+            return REPLICAS
+        inside = isinstance(sharding, TableRowWise | Grid) and table.pooling != "none" and self.nodes > 1
+        return HIERARCHICAL if inside else DIRECT
+
+    def predict(self, plan: ShardingPlan) -> Prediction:
+        """Time and memory of a plan's ranks, and a step's time. ValueError if the plan is for other ranks or tables."""
+        if (plan.world_size, plan.copies) != (self.ranks, self.copies):
+            raise ValueError(
+                f"the plan is for {plan.world_size} ranks and {plan.copies} copies of the tables, the topology has "
+                f"{self.ranks} and {self.copies}"
+            )
+        plan.require([table.name for table in self.tables])
+        at, rank = self.pieces(plan)
+        costs = self.costs(at)
+        seconds = np.zeros((self.ranks, len(STAGES)))
+        np.add.at(seconds, rank, costs.seconds)
+        firsts = np.unique(at.table, return_index=True)[1]
+        owners = np.bincount(at.table, minlength=len(self.tables))
+        shared = self.shared(at.table[firsts], at.blocks[firsts], owners, at.scheme[firsts], at.placement[firsts])
+        seconds += shared.sum(0)
+        hbm = np.full(self.ranks, self.memory_of_rank)
+        np.add.at(hbm, rank, costs.hbm)
+        host, disk = (np.bincount(rank // self.local, each, self.nodes) for each in (costs.host, costs.disk))
+        schemes = set(at.scheme[at.placement != SERVER].tolist())
+        fixed = self.fixed(schemes, set(at.placement.tolist()))
+        return Prediction(seconds, hbm, host, disk, float(costs.server.sum()), fixed, self.dense_seconds)
+
+    def fixed(self, schemes: set[int], placements: set[int]) -> float:
+        """Latencies of a step with these exchanges and tiers."""
+        top = self.topology
+        seconds = top.lookup_latency + top.update_latency
+        across = top.inter_latency if self.nodes > 1 else top.intra_latency
+        if self.ranks > 1 and schemes & {DIRECT, HIERARCHICAL}:
+            seconds += top.control_latency
+            seconds += 2 * across if DIRECT in schemes else 0
+            seconds += 2 * (top.intra_latency + across) if HIERARCHICAL in schemes else 0
+        if REPLICAS in schemes and top.world_size > 1:
+            seconds += 2 * across
+        seconds += top.host_latency if placements & {HOST, DISK} else 0
+        return seconds + (top.disk_latency if DISK in placements else 0)
+
+    @property
+    def dense_seconds(self) -> float:
+        """Forward and backward of the other layers, and the exchange of their gradients."""
+        top, parameters = self.topology, self.dense.parameters
+        bandwidth = top.intra_bandwidth  # between nodes a ring has all cards of a node
+        if top.nodes > 1:
+            bandwidth = min(bandwidth, top.inter_bandwidth * top.local_size)
+        part = 2 * (top.world_size - 1) / top.world_size
+        return 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / bandwidth
+
+
+def size_of(model: CostModel, table: TableConfig) -> float:
+    """Bytes of a table with its states."""
+    number = model.tables.index(table)
+    return float(model.rows[number] * model.record_bytes(np.array([number]), model.dims[number : number + 1])[0])

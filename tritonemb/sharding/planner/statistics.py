@@ -1,0 +1,322 @@
+"""`TableStats`: how the rows of a table are used; `collect_stats` counts it in batches, in bounded memory."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cached_property
+from itertools import chain, islice, pairwise
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from tritonemb.jagged import parts_of
+from tritonemb.layout import mix64
+from tritonemb.types import TableConfig
+from tritonemb.utils import did_you_mean
+
+Array = np.ndarray[Any, Any]
+MOST_IDS = 2**18  # of a table that are counted; of these, the hottest quarter whatever their hashes are
+RANGES = 64  # of a table's rows
+MOST_GROUPS = 64
+MANY = 16  # ids of one count whose number says something about that of others
+SMOOTHED = 16  # counts below which frequencies are corrected for chance
+BATCH_SIZE = 8192  # in which a data set is read
+_SALT = -7046029254386353131  # so that id 0 has a hash like any other
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """How a table is used, measured or assumed; every row equally often if nothing is given.
+
+    Args:
+        pooling_factor: ids of a sample, over all features of the table.
+        hotness: (rows, share of ids) of groups of rows that are used about equally often, hottest first.
+        row_share: share of ids in each of equal ranges of the table's rows, in their order.
+        repeats: share of a batch's ids that repeat others of the batch, beyond what chance would do.
+
+    Raises:
+        TypeError, ValueError: naming the field.
+    """
+
+    pooling_factor: float = 1.0
+    hotness: tuple[tuple[float, float], ...] = ()
+    row_share: tuple[float, ...] = ()
+    repeats: float = 0.0
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "hotness", tuple((rows, share) for rows, share in self.hotness))
+            object.__setattr__(self, "row_share", tuple(self.row_share))
+        except (TypeError, ValueError):
+            raise TypeError(f"hotness must be pairs and row_share numbers, got {self!r}") from None
+        numbers = {"pooling_factor": [self.pooling_factor], "repeats": [self.repeats], "row_share": self.row_share}
+        for name, values in (numbers | {"hotness": list(chain(*self.hotness))}).items():
+            if wrong := [each for each in values if isinstance(each, bool) or not isinstance(each, int | float)]:
+                raise TypeError(f"a table's {name} must be made of numbers, got {wrong[0]!r}")
+            if bad := [each for each in values if not 0 <= each < math.inf]:
+                raise ValueError(f"a table's {name} must be finite and not negative, got {bad[0]}")
+        for name, shares in (("hotness", [share for _, share in self.hotness]), ("row_share", self.row_share)):
+            if shares and abs(sum(shares) - 1) > 1e-6:
+                raise ValueError(f"the shares of a table's {name} must add up to 1, got {sum(shares)}")
+        uses = [share / rows if rows else math.nan for rows, share in self.hotness]
+        if any(not later <= before * (1 + 1e-9) for before, later in pairwise([math.inf, *uses])):
+            raise ValueError(f"a table's hotness must have groups of some rows, hottest first, got {self.hotness}")
+        if self.repeats >= 1:
+            raise ValueError(f"a table's repeats must be below 1, got {self.repeats}")
+
+    @cached_property
+    def _groups(self) -> Array:
+        return np.array(self.hotness, dtype=np.float64).T
+
+    @cached_property
+    def _before(self) -> Array:
+        return np.append(0.0, np.cumsum(self.row_share))
+
+    def distinct(self, num_rows: float, ids: float) -> float:
+        """Rows of a table of `num_rows` that `ids` ids of a batch can be expected to use.
+
+        Of rows beyond those of `hotness` none is used; if there are fewer, each group has fewer.
+        """
+        return self.misses(num_rows, ids, 0)
+
+    def misses(self, num_rows: float, ids: float, cached_rows: float) -> float:
+        """As `distinct`, without rows that are among the `cached_rows` hottest."""
+        ids *= 1 - self.repeats
+        if ids <= 0 or num_rows <= 0:
+            return 0.0
+        if not self.hotness:
+            return float(_used(num_rows, 1 / num_rows, ids)) * max(0.0, 1 - cached_rows / num_rows)
+        rows, shares = self._groups
+        rows = rows * min(1.0, num_rows / rows.sum())
+        used = _used(rows, np.minimum(1.0, shares / rows), ids)
+        cached = np.clip(cached_rows - (np.cumsum(rows) - rows), 0, rows)
+        return float(used @ (1 - cached / rows))
+
+    def share(self, first_row: float, rows: float, num_rows: float) -> float:
+        """Share of the table's ids that are among `rows` of its `num_rows` rows, from `first_row` on."""
+        if not (first_row >= 0 and rows >= 0 and first_row + rows <= num_rows * (1 + 1e-9)):
+            raise ValueError(f"a table of {num_rows} rows has no {rows} rows from row {first_row} on")
+        if not self.row_share:
+            return rows / num_rows if num_rows else 0.0
+        ends = np.array([first_row, first_row + rows]) * (len(self.row_share) / num_rows)
+        low, high = np.interp(ends, np.arange(len(self._before)), self._before)
+        return float(high - low)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values that `from_dict` takes, and JSON."""
+        return asdict(self) | {"hotness": [list(pair) for pair in self.hotness], "row_share": list(self.row_share)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From what `to_dict` made; TypeError or ValueError names what is wrong."""
+        known = [each.name for each in fields(cls)]
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a table's statistics must be an object with some of {known}, got {values!r}")
+        if unknown := [name for name in values if name not in known]:
+            raise ValueError(f"a table's statistics have no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        return cls(**values)
+
+
+def _used(rows: Any, share: Any, ids: float) -> Any:
+    """Expected number of rows that `ids` ids use, each of which is a certain one of them with probability `share`."""
+    with np.errstate(divide="ignore"):
+        return np.minimum(-rows * np.expm1(ids * np.log1p(-np.minimum(share, 1.0))), ids * rows * share)
+
+
+def collect_stats(
+    data: Any, tables: Iterable[TableConfig] | nn.Module | None = None, *, num_batches: int | None = None
+) -> dict[str, TableStats]:
+    """How batches use tables, by table.
+
+    Batches are counted one by one. Of each table up to 2^18 ids are counted exactly; of more, the hottest 2^16
+    still are, and of the others a sample. Ids that were not seen are estimated (Good, Biometrika 1953; Chao, 1984).
+
+    Args:
+        data: batches: each a `KeyedJaggedTensor`, ours or TorchRec's, or a tuple, list, mapping or dataclass with some
+            in it. Or a data set, whose training rows are read in shuffled batches of 8,192.
+        tables: configs, or a module with collections of tables; one table for each key of the batches if not given.
+        num_batches: to read at most; all if not given.
+
+    Raises:
+        TypeError, ValueError: there is no batch, or one lacks a table's feature, or has an id that its table does not.
+    """
+    if num_batches is not None and num_batches < 1:
+        raise ValueError(f"num_batches must be at least 1, got {num_batches}")
+    given = None if tables is None else {table.name: _Counts(table) for table in _configs(tables)}
+    counts = given or {}
+    opened = data.open("train", BATCH_SIZE, shuffle=True) if callable(getattr(data, "open", None)) else None
+    if opened is None and (not isinstance(data, Iterable) or isinstance(data, Mapping | str)):
+        raise TypeError(f"data must be batches, say a list of them, or a data set, got {type(data).__name__}")
+    number = 0
+    try:
+        for number, batch in enumerate(islice(data if opened is None else opened, num_batches), 1):
+            found = _ids_by_key(batch, f"batch {number}")
+            for key in found if given is None else ():
+                counts.setdefault(key, _Counts(None, (key,)))
+            for count in counts.values():
+                count.add(found, f"batch {number}")
+    finally:
+        if opened is not None:
+            opened.close()
+    if not number:
+        raise ValueError("there are no batches to measure; an iterator may have been used up")
+    return {table: count.stats() for table, count in counts.items()}
+
+
+def _configs(tables: Iterable[TableConfig] | nn.Module) -> list[TableConfig]:
+    if isinstance(tables, nn.Module):
+        found = [config for module in tables.modules() for config in getattr(module, "configs", ())]
+    else:
+        found = list(tables)
+    if wrong := [each for each in found if not isinstance(each, TableConfig)]:
+        raise TypeError(f"tables must be TableConfigs, or a module with collections, got {wrong[0]!r} among them")
+    names = [config.name for config in found]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"tables must be some, each with a name of its own, got {names}")
+    return found
+
+
+def _parts(batch: Any) -> list[Any]:
+    """Whatever is a `KeyedJaggedTensor` in it."""
+    if all(callable(getattr(batch, method, None)) for method in ("keys", "values", "offsets")):
+        return [batch]
+    children: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        children = batch.values()
+    elif isinstance(batch, list | tuple):
+        children = batch
+    elif is_dataclass(batch):
+        children = [getattr(batch, each.name) for each in fields(batch)]
+    return [part for child in children for part in _parts(child)]
+
+
+def _ids_by_key(batch: Any, where: str) -> dict[str, tuple[int, Array]]:
+    """By key: samples, and ids; those of several micro-batches together."""
+    found: dict[str, tuple[int, Array]] = {}
+    if not (parts := _parts(batch)):
+        raise TypeError(f"{where} is a {type(batch).__name__} without a KeyedJaggedTensor in it")
+    for part in parts:
+        keys, values, offsets, _ = parts_of(part)
+        if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
+            raise TypeError(f"{where} must have int32 or int64 ids [N], got {values.dtype} {list(values.shape)}")
+        ids, ends = values.cpu().numpy().astype(np.int64), offsets.cpu().numpy()
+        size = (len(ends) - 1) // max(1, len(keys))
+        for index, key in enumerate(keys):
+            own = ids[ends[index * size] : ends[(index + 1) * size]]
+            samples, others = found.get(key, (0, own[:0]))
+            found[key] = samples + size, np.concatenate([others, own])
+    return found
+
+
+class _Counts:
+    """How often each id of a table comes; without a config, of a key whose ids are any.
+
+    When there are too many, the hottest quarter stays, and those whose hash is below a threshold, which halves. The
+    weight of an id is how many ids it stands for: one over the threshold, but for the hottest what it was before.
+    """
+
+    def __init__(self, config: TableConfig | None, features: tuple[str, ...] = ()) -> None:
+        self.table, self.num_rows, self.features = "", None, features
+        if config is not None:
+            self.table, self.num_rows, self.features = config.name, config.num_embeddings, config.feature_names
+        self.samples = self.total = self.squares = self.distinct = 0
+        self.by_range = np.zeros(min(RANGES, self.num_rows or 0), dtype=np.int64)
+        self.ids: Array = np.zeros(0, np.int64)
+        self.counts: Array = np.zeros(0)
+        self.weights: Array = np.zeros(0)
+        self.waiting: list[tuple[Array, Array]] = []
+        self.num_waiting = self.halvings = 0
+
+    def add(self, found: Mapping[str, tuple[int, Array]], where: str) -> None:
+        """Count a batch."""
+        for feature in self.features:
+            if feature not in found and not self.table:
+                return
+            if feature not in found:
+                raise ValueError(
+                    f"{where} lacks feature {feature!r}, which table {self.table!r} looks up; it has the keys "
+                    f"{sorted(found)}"
+                )
+            ids = found[feature][1]
+            if self.num_rows and len(bad := ids[(ids < 0) | (ids >= self.num_rows)]):
+                raise ValueError(
+                    f"{where}: feature {feature!r} has the id {bad[0]}, and table {self.table!r} {self.num_rows} rows; "
+                    f"ids must lie in [0, {self.num_rows})"
+                )
+        ids = np.concatenate([found[feature][1] for feature in self.features])
+        self.samples, self.total = self.samples + found[self.features[0]][0], self.total + len(ids)
+        if self.num_rows:
+            ranges = ids * len(self.by_range) // self.num_rows
+            self.by_range += np.bincount(ranges, minlength=len(self.by_range))
+        own, counts = np.unique(ids, return_counts=True)
+        self.squares, self.distinct = self.squares + len(ids) ** 2, self.distinct + len(ids) * len(own)
+        if self.halvings:
+            places = np.minimum(np.searchsorted(self.ids, own), len(self.ids) - 1)
+            stay = self._sampled(own) | (self.ids[places] == own)
+            own, counts = own[stay], counts[stay]
+        self.waiting.append((own, counts))
+        self.num_waiting += len(own)
+        if self.num_waiting > MOST_IDS // 4:
+            self._merge()
+
+    def _sampled(self, ids: Array) -> Array:
+        hashes = mix64(torch.from_numpy(ids + _SALT)).numpy().view(np.uint64)
+        return np.asarray(hashes < np.uint64(2 ** (64 - self.halvings)))
+
+    def _merge(self) -> None:
+        ids = np.concatenate([self.ids, *(each for each, _ in self.waiting)])
+        counts = np.concatenate([self.counts, *(each for _, each in self.waiting)])
+        weights = np.append(self.weights, np.full(len(ids) - len(self.ids), 2.0**self.halvings))
+        self.ids, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        self.counts, self.weights, self.waiting = np.bincount(inverse, counts), weights[first], []
+        self.num_waiting = 0
+        while len(self.ids) > MOST_IDS:
+            self.halvings += 1
+            sampled, hottest = self._sampled(self.ids), np.zeros(len(self.ids), dtype=bool)
+            hottest[np.argpartition(self.counts, -(MOST_IDS // 4))[-(MOST_IDS // 4) :]] = True
+            self.weights[~hottest] = 2.0**self.halvings
+            stay = sampled | hottest
+            self.ids, self.counts, self.weights = self.ids[stay], self.counts[stay], self.weights[stay]
+
+    def stats(self) -> TableStats:
+        """What was counted."""
+        self._merge()
+        if not self.total:
+            return TableStats(0.0)
+        by_range = tuple((self.by_range / self.total).tolist())
+        stats = TableStats(self.total / max(1, self.samples), self._hotness(), by_range)
+        # Batches weigh as much as they have ids, so that a small one at the end matters little.
+        ids, distinct = self.squares / self.total, self.distinct / self.total
+        low, high = 0.0, ids
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if stats.distinct(math.inf, middle) < distinct else (low, middle)
+        return TableStats(stats.pooling_factor, stats.hotness, by_range, max(0.0, 1 - high / ids))
+
+    def _hotness(self) -> tuple[tuple[float, float], ...]:
+        uses, exact = self.counts * self.weights, self.weights == 1
+        if not exact.all():  # the total is known
+            uses[~exact] *= (self.total - uses[exact].sum()) / uses[~exact].sum()
+        values, inverse = np.unique(self.counts, return_inverse=True)
+        rows: Array = np.bincount(inverse, self.weights)
+        mass: Array = np.bincount(inverse, uses)
+        if values[0] == 1 and rows[0] >= max(MANY, self.total / 100):
+            # All rows that came c times can be expected to have the share that those have which came c + 1 times, and
+            # rows that never came that of those which came once. The correction fades out, as larger counts need none.
+            run = 1
+            while run < min(SMOOTHED, len(values)) and values[run] == run + 1 and rows[run] >= MANY:
+                run += 1
+            down = mass[1:run] * (1 - np.arange(1, run) / SMOOTHED)
+            mass[1:run] -= down
+            mass[: run - 1] += down
+            twice = rows[1] if run > 1 else 0.0
+            unseen = rows[0] * (rows[0] - 1) / (2 * (twice + 1))
+            rows[0] += unseen if self.num_rows is None else min(unseen, max(0.0, self.num_rows - rows.sum()))
+        edges = np.unique(np.geomspace(1, values[-1] + 1, MOST_GROUPS).round())
+        group = np.searchsorted(edges, values, "right") - 1
+        rows, mass = np.bincount(group, rows), np.bincount(group, mass) / mass.sum()
+        rows, mass = rows[rows > 0], mass[rows > 0]
+        order = np.argsort(-mass / rows, kind="stable")
+        return tuple(zip(rows[order].tolist(), mass[order].tolist(), strict=True))
