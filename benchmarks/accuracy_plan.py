@@ -43,7 +43,11 @@ BATCH, RANKS, ROUNDS, STEPS = 2_048, 2, 9, 3
 POOLING = (1, 1, 2, 4, 8, 16, 32, 1)
 TABLES = [te.TableConfig(f"t{n}", 60_000, (16, 32, 64, 128)[n % 4]) for n in range(8)]
 STATS = {table.name: TableStats(float(ids)) for table, ids in zip(TABLES, POOLING, strict=True)}
-LARGE = [te.TableConfig(f"m{n}", 500_000 * (n + 1), 64) for n in range(4)]  # 1.28 GB of weights
+
+
+def large(ranks: int) -> list[te.TableConfig]:
+    """1.28 GB of weights a rank."""
+    return [te.TableConfig(f"m{n}", 500_000 * ranks * (n + 1), 64) for n in range(4)]
 
 
 def plans(topology: te.Topology) -> dict[str, ShardingPlan]:
@@ -117,9 +121,10 @@ def grown(rank: int, plan: ShardingPlan) -> float:
     del warm
     gc.collect()
     before = psutil.Process().memory_info().rss
-    model = made(LARGE, plan)
+    tables = large(plan.world_size)
+    model = made(tables, plan)
     for step in range(3):
-        model(batch(LARGE, (4,) * len(LARGE), BATCH, 10 * rank + step)).sum().backward()
+        model(batch(tables, (4,) * len(tables), BATCH, 10 * rank + step)).sum().backward()
     return float(psutil.Process().memory_info().rss - before)
 
 
@@ -136,9 +141,10 @@ def tau(predicted: list[float], measured: list[float]) -> float:
 def memory() -> list[dict[str, Any]]:
     found = []
     for size in (1, 2, 4):
-        stats = {table.name: TableStats(4.0) for table in LARGE}
-        plan = te.plan(LARGE, te.Topology(size), batch_size=BATCH, stats=stats)
-        seen = CostModel(LARGE, te.Topology(size), BATCH, stats=stats).predict(plan)
+        tables, topology = large(size), te.Topology(size, hbm=2e9)
+        stats = {table.name: TableStats(4.0) for table in tables}
+        plan = te.plan(tables, topology, batch_size=BATCH, stats=stats)
+        seen = CostModel(tables, topology, BATCH, stats=stats).predict(plan)
         ranks = Ranks(size)
         measured = ranks.run(grown, ShardingPlan(plan.tables, size))
         ranks.close()

@@ -403,7 +403,7 @@ def test_defaults_follow_the_data_set(capsys):
     ("arguments", "message"),
     [
         (["tain"], "unknown command 'tain'; did you mean 'train'?"),
-        (["xyz"], "unknown command 'xyz'; there are train, predict, vocab, convert, serve, server, plan, calibrate, doctor"),
+        (["xyz"], "unknown command 'xyz'; there are train, predict, vocab, convert, serve, server, plan, calibrate, d"),
         (["train", "--data", "nowhere.txt"], "'nowhere.txt' is neither a file or folder nor one of the data sets"),
         (["train", "--data", "criteo-kaggle"], "data set 'criteo-kaggle' needs a path"),
         (["train", "--data", "adult", "--path", "nowhere"], "adult.data: no such file"),

@@ -97,6 +97,7 @@ def test_few_tables_are_placed_as_brute_force_places_them(seed, types):
     assert plan.report.bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.more
 def test_budgets_are_kept_where_they_are_tight():
     tables, stats = zipf_tables(60, 3, 1e8)
     size = sum(table.num_embeddings * (4 * table.embedding_dim + 4) for table in tables)
@@ -113,6 +114,7 @@ def test_the_same_arguments_give_the_same_plan():
     assert str(made[0]) == str(made[1])
 
 
+@pytest.mark.more
 def test_without_scipy_there_is_a_plan_and_a_simple_bound(monkeypatch):
     tables, stats = zipf_tables(100, 1)
     best = te.plan(tables, te.Topology(8), batch_size=512, stats=stats).report
@@ -128,6 +130,7 @@ def f1(number: int = 40):
     return [te.TableConfig(f"f{n}", int(12e12 / 256 / number), 256, dtype=torch.bfloat16) for n in range(number)]
 
 
+@pytest.mark.more
 def test_twelve_trillion_parameters_fit_128_gpus_with_their_hosts():
     topology = te.Topology.preset("zionex-16x8")
     stats = {table.name: TableStats(20.0) for table in f1()}

@@ -43,6 +43,9 @@ PAGE_OVERHEAD = 1.03  # of a table on disk: checksums and flags of its pages
 PREFETCHED = 2  # batches whose ids a rank has at once
 PINNED = 3  # batches whose distinct rows a cache has room for, at least
 RUNTIME_BYTES = 80e6  # of a rank of several: connections and buffers of its collectives, and code that is loaded
+# Passes over distinct rows that cost as much as so many ids each, as measured on CPUs: a row's sums are exchanged,
+# matched and applied where ranks have other columns of it, or copies.
+WHOLE_ROW_IDS, GATHERED_IDS = 6, 2
 DENSE_BYTES = 16  # a parameter of the other layers: weight, gradient, and two states of Adam
 _CODEC_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.1}
 
@@ -193,7 +196,8 @@ class CostModel:
         several = np.where(replicated, top.world_size, self.copies) > 1
         seconds[:, REPLICATED] = np.where(several, self._gathered(gathered, distinct, w, replicated), 0)
         if self.optimizer.reads_whole_rows:
-            seconds[:, REPLICATED] += np.where(at.blocks > 1, self._sent(distinct * 4 * (at.blocks - 1), False), 0)
+            cut = self._sent(distinct * 4 * (at.blocks - 1), False) + WHOLE_ROW_IDS * distinct / top.id_rate
+            seconds[:, REPLICATED] += np.where(at.blocks > 1, cut, 0)
         share = np.divide(at.cached, np.maximum(at.rows, 1))
         both = np.minimum(1, share + np.divide(at.host_rows, np.maximum(at.rows, 1)))
         part = distinct / np.maximum(self.distinct[table], 1e-9)
@@ -248,7 +252,7 @@ class CostModel:
         top, record = self.topology, 8 + 4 * width
         outside = (top.nodes > 1) & (everywhere | (self.copies > 1))
         wire = (gathered - own) * record / np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
-        return wire + gathered / top.id_rate + gathered * width * 4 / top.update_bandwidth
+        return wire + GATHERED_IDS * gathered / top.id_rate + gathered * width * 4 / top.update_bandwidth
 
     def _missed(self, table: Array, share: Array) -> Array:
         """Distinct rows of a batch that are not cached, where this share of a table's rows is."""

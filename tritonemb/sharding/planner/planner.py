@@ -406,5 +406,3 @@ def plan_job(
         raise chosen
     return own if isinstance(own, ShardingPlan) else chosen
 
-
-_problem = make_problem
