@@ -405,4 +405,3 @@ def plan_job(
     if isinstance(chosen, PlanError):
         raise chosen
     return own if isinstance(own, ShardingPlan) else chosen
-
