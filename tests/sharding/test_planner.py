@@ -414,3 +414,49 @@ def test_a_plan_is_json_that_can_be_written_by_hand():
     assert json.loads(plan.to_json())["tables"]["a"] == {"type": "row_wise", "placement": "host", "cache_rows": 64}
     with pytest.raises(ValueError, match="cache_rows must be an int of at least 1"):
         ShardingPlan.from_json(text.replace('"host"', '"device"'))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("seed", range(3))
+def test_torchrecs_plan_is_no_better(seed):
+    pytest.importorskip("torchrec")
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+    from torchrec.distributed.planner import Topology as TheirTopology
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    tables, stats = zipf_tables(50, seed)
+    configs = [
+        EmbeddingBagConfig(
+            name=t.name, num_embeddings=t.num_embeddings, embedding_dim=t.embedding_dim, feature_names=[t.name]
+        )
+        for t in tables
+    ]
+    constraints = {
+        t.name: ParameterConstraints(pooling_factors=[stats[t.name].pooling_factor], compute_kernels=["fused"])
+        for t in tables
+    }
+    topology = TheirTopology(world_size=8, local_world_size=8, compute_device="cuda", hbm_cap=int(80e9))
+    planner = EmbeddingShardingPlanner(topology=topology, batch_size=512, constraints=constraints)
+    module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
+    found = planner.plan(module, [EmbeddingBagCollectionSharder()])
+
+    def sharding(parameter):
+        shards = parameter.sharding_spec.shards
+        ranks = [shard.placement.rank() for shard in shards]
+        match parameter.sharding_type:
+            case "table_wise":
+                return TableWise(ranks[0])
+            case "row_wise" | "table_row_wise":  # one node
+                return RowWise(ranks)
+            case "column_wise" | "table_column_wise":
+                return ColumnWise(ranks, [shard.shard_sizes[1] for shard in shards])
+        assert parameter.sharding_type == "data_parallel"
+        return DataParallel()
+
+    theirs = {name: sharding(each) for plan in found.plan.values() for name, each in plan.items()}
+    model = CostModel(tables, te.Topology(8), 512, stats=stats)
+    ours = te.plan(tables, te.Topology(8), batch_size=512, stats=stats)
+    assert theirs.keys() == ours.tables.keys()
+    assert model.predict(ours).step <= model.predict(ShardingPlan(theirs, 8)).step

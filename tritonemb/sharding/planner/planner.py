@@ -378,8 +378,10 @@ def plan_job(
     It logs two lines of what was chosen. Rates are assumed, memory is this machine's; `SAMPLES` a rank if no
     `batch_size` is given.
     """
-    if ranks == 1:
-        return uniform_plan(tables, 1)
+    if ranks == 1 or not tables:  # all may be on embedding servers
+        return uniform_plan(tables, ranks, local)
+
+    tables = list({table.name: table for table in tables}.values())  # collections may share a name
 
     def make() -> ShardingPlan:
         topology = Topology.here(ranks, local, device.type)
@@ -394,14 +396,14 @@ def plan_job(
         _log.info("%s", made.report.summary())
         return replace(made, placements={})
 
-    own: ShardingPlan | PlanError | None = None
+    own: ShardingPlan | Exception | None = None
     if group.rank == 0:
         try:
             own = make()
-        except PlanError as error:
+        except Exception as error:  # raised on every rank, below
             own = error
     # Its report stays with rank 0: an `init` of a table's need not be picklable.
     chosen = group.all_gather_object(replace(own, report=None) if isinstance(own, ShardingPlan) else own)[0]
-    if isinstance(chosen, PlanError):
+    if isinstance(chosen, Exception):
         raise chosen
     return own if isinstance(own, ShardingPlan) else chosen
