@@ -261,8 +261,8 @@ class CostModel:
         part = np.clip((share - low) / (high - low), 0, 1)
         return self._misses[table, upper - 1] * (1 - part) + self._misses[table, upper] * part
 
-    def shared(self, table: Array, blocks: Array, owners: Array, scheme: Array, placement: Array) -> Array:
-        """Seconds by stage that a table costs every rank, however its shards lie: ids and lengths that it sends."""
+    def shared(self, table: Array, blocks: Array, scheme: Array, placement: Array) -> Array:
+        """Seconds by stage that a table costs every rank, however its shards lie: the ids that it sends."""
         seconds = np.zeros((len(table), len(STAGES)))
         if self.ranks > 1:
             sends = (scheme != REPLICAS) & (placement != SERVER)
@@ -337,8 +337,7 @@ class CostModel:
         seconds = np.zeros((self.ranks, len(STAGES)))
         np.add.at(seconds, rank, costs.seconds)
         firsts = np.unique(at.table, return_index=True)[1]
-        owners = np.bincount(at.table, minlength=len(self.tables))
-        shared = self.shared(at.table[firsts], at.blocks[firsts], owners, at.scheme[firsts], at.placement[firsts])
+        shared = self.shared(at.table[firsts], at.blocks[firsts], at.scheme[firsts], at.placement[firsts])
         seconds += shared.sum(0)
         hbm = np.full(self.ranks, self.memory_of_rank)
         np.add.at(hbm, rank, costs.hbm)

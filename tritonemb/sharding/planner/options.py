@@ -229,7 +229,7 @@ def _variant(
     host = costs.host.reshape(shape) / max(top.host, 1.0)
     disk = costs.disk.reshape(shape) / max(top.disk, 1.0)
     one = np.arange(len(number)) * items
-    shared = model.shared(number, full(blocks)[one], full(owners)[one], full(scheme)[one], pieces.placement[one]).sum(1)
+    shared = model.shared(number, pieces.blocks[one], pieces.scheme[one], pieces.placement[one]).sum(1)
     server = costs.server.reshape(shape)[:, 0] * model.ranks / max(top.servers * top.server_memory, 1.0)
     fits = (hbm.max(1) <= 1) & (host.max(1) <= 1) & (disk.max(1) <= 1)
     per_shard = cached.reshape(shape).max(1), on_host.reshape(shape).max(1)

@@ -375,8 +375,8 @@ def plan_job(
 ) -> ShardingPlan:  # fmt: skip
     """The plan of a running job that was given none: tables stay on their tiers. A collective: rank 0 makes it.
 
-    It logs two lines of what was chosen. Rates are assumed, memory is this machine's; `SAMPLES` a rank if no
-    `batch_size` is given.
+    It logs two lines of what was chosen. Rates are assumed, device memory is this machine's; tiers that tables are on
+    are taken to have room for them, as the tables exist already. `SAMPLES` a rank if no `batch_size` is given.
     """
     if ranks == 1 or not tables:  # all may be on embedding servers
         return uniform_plan(tables, ranks, local)

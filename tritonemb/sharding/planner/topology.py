@@ -175,17 +175,18 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read it from JSON; errors name the file, and what was calibrated on another machine is refused."""
+        """Read it from JSON; ValueError names the file, or says that it was calibrated on another machine."""
         content = read_sealed(Path(path))
         try:
             found = cls.from_json(content.decode())
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
+        found.check_machine()
         return found
 
-    def check_machine(self, device: str = "cpu") -> None:
+    def check_machine(self) -> None:
         """Raise ValueError if the rates were measured on another machine than this one."""
-        if self.machine and self.machine != (here := machine(device)):
+        if self.machine and self.machine != (here := machine("cpu" if self.machine.endswith(", cpu") else "cuda")):
             raise ValueError(
                 f"this topology was calibrated on {self.machine!r}, and this is {here!r}; run `tritonemb calibrate` "
                 "here, or take a preset"
@@ -207,7 +208,7 @@ def machine(device: str = "cpu") -> str:
     """What a calibration holds for: processor, how many CPUs the process may use, and the device."""
     import torch
 
-    shown = torch.cuda.get_device_name() if device == "cuda" else device
+    shown = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
     return f"{_processor()}, {len(os.sched_getaffinity(0))} CPUs, {shown}"
 
 
