@@ -3,6 +3,7 @@
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.models import DLRM, MLP, CrossNetwork, DCNv2, DotInteraction
+from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.dynamic_table import DynamicStatistics, DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures, prefetch, sequence_number
@@ -21,6 +22,7 @@ __all__ = [
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "PrefetchedFeatures",
+    "TiledLinear",
     "prefetch",
     "sequence_number",
 ]

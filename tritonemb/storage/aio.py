@@ -75,6 +75,13 @@ def reserve(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+class Memory(NamedTuple):
+    """Page-aligned memory that is not the context's own: its address, and its bytes."""
+
+    address: int
+    view: memoryview
+
+
 class PageFile:
     """An open file, for direct I/O if the file system has it.
 
@@ -308,14 +315,14 @@ class IoContext:
             self.buffer = IoBuffer(2 * num_bytes)
         return self.buffer
 
-    def submit(self, file: PageFile, extents: Extents, write: bool) -> Transfer:
-        """Read or write extents, whose addresses are counted from the buffer's start, in any order.
+    def submit(self, file: PageFile, extents: Extents, write: bool, memory: Memory | None = None) -> Transfer:
+        """Read or write extents, whose addresses are counted from the start of the buffer, or of `memory`, in any order.
 
         Asynchronous I/O does it for a file that is open for direct I/O, if the system has it, else the shared threads.
-        Their part of the buffer must be left alone meanwhile.
+        Their part of the memory must be left alone meanwhile.
         """
         raise_if_cancelled()
-        buffer, count = self.buffer, extents.sizes.size
+        buffer, count = memory or self.buffer, extents.sizes.size
         move = functools.partial(_move_rest, file, buffer, extents, write)
         if self._queue is not None and file.direct:
             absolute = extents._replace(addresses=extents.addresses + buffer.address)
@@ -348,7 +355,9 @@ class IoContext:
                 self._in_flight.pop()()
 
 
-def _move_rest(file: PageFile, buffer: IoBuffer, extents: Extents, write: bool, extent: int, done: int) -> None:
+def _move_rest(
+    file: PageFile, buffer: IoBuffer | Memory, extents: Extents, write: bool, extent: int, done: int
+) -> None:
     """Move what is left of an extent, of which `done` bytes are moved; below 0 that is the number of its error."""
     begin, size, offset = (int(part[extent]) for part in extents)
     try:

@@ -1,0 +1,156 @@
+"""A linear layer as a grid of tiles, of which one at a time needs memory (ZeRO-Infinity, section 5.1.3)."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class TileLayer(nn.Linear):
+    """A tile; its initial values are those of a layer with `fan_in` inputs."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, fan_in: int, **options: Any) -> None:
+        self.fan_in = fan_in
+        super().__init__(in_features, out_features, bias, **options)
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear` does: uniform within 1 / sqrt(fan_in)."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(self.fan_in**-0.5), self.fan_in**-0.5)
+
+
+class Tile(NamedTuple):
+    """The place of a tile's weight in the whole weight: outputs are rows, inputs are columns."""
+
+    layer: TileLayer
+    first_row: int
+    first_column: int
+
+
+def layers_of(row: Any) -> list[TileLayer]:
+    return [*row]
+
+
+def split_evenly(size: int, parts: int) -> list[int]:
+    """Sizes that differ by one at most, the larger ones first."""
+    return [size // parts + (part < size % parts) for part in range(parts)]
+
+
+class TiledLinear(nn.Module):
+    """`torch.nn.Linear` as a grid of smaller ones: the same to rounding, and each tile has parameters of its own.
+
+    With offloaded parameters (`te.offload`) only the tile that is computed is in device memory. A `state_dict` has the
+    whole "weight" `[out_features, in_features]` and "bias", as that of `torch.nn.Linear`, and takes such a one.
+
+    Args:
+        in_splits, out_splits: tiles along the inputs and the outputs; sizes differ by one at most.
+
+    Raises:
+        ValueError: more tiles than features, or fewer than one.
+
+    Shape: `[..., in_features]` to `[..., out_features]`.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, in_splits: int = 1, out_splits: int = 1,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, splits, size in (("in", in_splits, in_features), ("out", out_splits, out_features)):
+            if not 1 <= splits <= size:
+                raise ValueError(f"{name}_splits must be between 1 and {name}_features = {size}, got {splits}")
+        self.in_features, self.out_features = in_features, out_features
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self._columns, rows = split_evenly(in_features, in_splits), split_evenly(out_features, out_splits)
+        self.tiles = nn.ModuleList(
+            nn.ModuleList(
+                TileLayer(columns, of_rows, bias and number == 0, in_features, device=device, dtype=dtype)
+                for number, columns in enumerate(self._columns)
+            )
+            for of_rows in rows
+        )
+        self.register_state_dict_post_hook(_merge)
+        self.register_load_state_dict_pre_hook(_split)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.split(self._columns, -1)
+        outputs = []
+        for row in self.tiles:
+            output, *others = (layer(part) for layer, part in zip(layers_of(row), parts, strict=True))
+            for other in others:
+                output = output + other
+            outputs.append(output)
+        return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+
+    def grid(self) -> Iterator[Tile]:
+        """The tiles, row by row, and where their weights are in the whole."""
+        first_row = 0
+        for row in self.tiles:
+            for layer, first_column in zip(layers_of(row), accumulate([0, *self._columns]), strict=False):
+                yield Tile(layer, first_row, first_column)
+            first_row += layers_of(row)[0].out_features
+
+    @torch.no_grad()
+    def _fill(self, weight: Tensor, bias: Tensor | None) -> None:
+        for layer, row, column in self.grid():
+            layer.weight.copy_(weight[row : row + layer.out_features, column : column + layer.in_features])
+            if layer.bias is not None and bias is not None:
+                layer.bias.copy_(bias[row : row + layer.out_features])
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> "TiledLinear":
+        """Tiles with the values of a linear layer, of its dtype, on its device."""
+        weight, bias = linear.weight, linear.bias
+        options: Any = {
+            "in_splits": in_splits,
+            "out_splits": out_splits,
+            "device": weight.device,
+            "dtype": weight.dtype,
+        }
+        made = cls(linear.in_features, linear.out_features, bias is not None, **options)
+        made._fill(weight, bias)
+        made.train(linear.training)
+        for tile in made.grid():
+            tile.layer.weight.requires_grad_(weight.requires_grad)
+            if tile.layer.bias is not None:
+                tile.layer.bias.requires_grad_(bias.requires_grad)
+        return made
+
+    def to_linear(self) -> nn.Linear:
+        """A `torch.nn.Linear` with these values."""
+        state = self.state_dict()
+        weight = state["weight"]
+        made = nn.Linear(
+            self.in_features, self.out_features, "bias" in state, device=weight.device, dtype=weight.dtype
+        )  # fmt: skip
+        made.load_state_dict(state)
+        return made
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, in_splits={self.in_splits}, out_splits={self.out_splits}"
+
+
+def _merge(module: TiledLinear, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The whole weight and bias in place of those of the tiles."""
+    found = {key: state.pop(key) for key in [*state] if key.startswith(f"{prefix}tiles.")}
+    rows = [
+        [found[f"{prefix}tiles.{row}.{column}.weight"] for column in range(module.in_splits)]
+        for row in range(module.out_splits)
+    ]
+    state[f"{prefix}weight"] = torch.cat([torch.cat(row, 1) for row in rows])
+    biases = [found.get(f"{prefix}tiles.{row}.0.bias") for row in range(module.out_splits)]
+    if biases[0] is not None:
+        state[f"{prefix}bias"] = torch.cat(biases)  # type: ignore[arg-type]
+
+
+def _split(module: TiledLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The parts of the tiles in place of the whole weight and bias."""
+    weight, bias = (state.pop(f"{prefix}{name}", None) for name in ("weight", "bias"))
+    for number, (layer, row, column) in enumerate(module.grid()):
+        name = f"{prefix}tiles.{number // module.in_splits}.{number % module.in_splits}"
+        if weight is not None:
+            state[f"{name}.weight"] = weight[row : row + layer.out_features, column : column + layer.in_features]
+        if bias is not None and column == 0:
+            state[f"{name}.bias"] = bias[row : row + layer.out_features]

@@ -1,0 +1,319 @@
+"""`te.offload`: parameters, optimizer states and activations of a model in host memory or on disk."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tritonemb.nn.tiled_linear import TiledLinear
+from tritonemb.offloading.activations import ActivationStore
+from tritonemb.offloading.optimizer import OffloadedOptimizer
+from tritonemb.offloading.parameters import Engine, OffloadedTensor, Slot, like, local, own_part
+from tritonemb.offloading.tiers import Arena, TierName, make_tier
+from tritonemb.tables.table import Table
+from tritonemb.tables.table_set import TableSet
+
+PIECE = 4096  # elements; pieces of a parameter begin at multiples of it, which are whole pages
+SUB_GROUP = 16 << 20  # elements that are stepped at once, at most
+STATE_BYTES = 12  # of an element in a sub-group: two fp32 states and the master weight
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes of a number, or of a text like "8GiB" or "500 MB"; ValueError for others."""
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found is not None:
+        number, unit, binary = found.groups()
+        steps = " KMGT".index(unit.upper() or " ")
+        value = int(float(number) * (1024**steps if binary else 1000**steps))
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f'a budget must be a positive number of bytes, or text like "8GiB", got {value!r}')
+    return value
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory of a device that is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def offload(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, params: TierName = "device", states: TierName = "device",
+    activations: TierName = "device", path: str | os.PathLike[str] | None = None, budget: int | str | None = None,
+    ratio: float = 0.0, device: torch.device | str | None = None, init: Callable[[nn.Module], object] | None = None,
+) -> tuple[nn.Module, OffloadedOptimizer]:  # fmt: skip
+    """Offload a model's parameters, optimizer states and activations (ZeRO-Infinity: Rajbhandari et al., SC 2021).
+
+    Each goes to the "device", to "host" memory (what ZeRO calls CPU) or to "disk" (NVMe). Losses and parameters are
+    bitwise identical wherever they are, as long as the step runs on the same device. Over several ranks the model is
+    to be sharded by `fully_shard` first; then each rank offloads its shards.
+
+    Args:
+        model: changed in place, and returned. What is on the "meta" device is materialised module by module into its
+            tier, by `init` or the module's `reset_parameters`.
+        optimizer: any element-wise `torch.optim` optimizer of its parameters. Its states go on; it cannot step any
+            longer.
+        params: where parameters are while nobody uses them. `model.state_dict()` has them in host memory.
+        states: where optimizer states are, with fp32 master weights of 16-bit parameters. Unless on the "device", they
+            are stepped on the CPU, and gradients are in host memory.
+        activations: where tensors that autograd saves for the backward are.
+        path: folder of the swap file; for "disk". On a disk of this node.
+        budget: bytes, or text like "8GiB", of device memory for parameters in use, and of host memory for states that
+            are read from disk; a quarter of what is free if not given.
+        ratio: share of the states that stays in memory, though `states` says "disk".
+        device: that computes; that of the parameters, or for those on "meta" the current GPU or the CPU.
+        init: `init(module)` gives a module's own parameters their values.
+
+    Returns:
+        The model, and the optimizer to use instead of the given one.
+
+    Raises:
+        ValueError: for other tiers, a budget that is too small for a layer, or an optimizer that is not element-wise.
+        StorageError: the swap file cannot be made or is in use.
+    """
+    for name, value in (("params", params), ("states", states), ("activations", activations)):
+        if value not in get_args(TierName):
+            raise ValueError(f"{name} must be one of {get_args(TierName)}, got {value!r}")
+    if "disk" in (params, states, activations) and path is None:
+        raise ValueError("path= must name a folder for what is offloaded to disk")
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio must be between 0 and 1, got {ratio}")
+    if isinstance(optimizer, OffloadedOptimizer) or getattr(model, "_offload", None) is not None:
+        raise ValueError("the model or its optimizer is offloaded already")
+    on = _device_of(model, device)
+    given = parse_bytes(budget) if budget is not None else available_bytes(on) // 4
+    arena_bytes = given if states != "disk" else given // 2
+    if any(isinstance(each, FSDPModule) and each._get_fsdp_state()._is_root is not None for each in model.modules()):
+        raise ValueError("a model sharded by fully_shard must be offloaded before its first forward")
+    known = set(model.parameters())
+    strange = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if strange:
+        raise ValueError(f"the optimizer has {len(strange)} parameters that the model has not, of shapes {strange[:3]}")
+    most = given - (arena_bytes if params != "device" else 0) if states == "disk" else SUB_GROUP * STATE_BYTES * 4
+    elements = max(PIECE, min(SUB_GROUP, most // (4 * STATE_BYTES)) // PIECE * PIECE)
+
+    tiers: dict[str, Any] = {}
+    for name in (params, states, activations):
+        if name not in tiers:
+            tiers[name] = make_tier(name, on, Path(path) if path is not None else None)
+    engine = Engine(Arena(arena_bytes if params != "device" else 0, on), tiers[params], on)
+    moved = Moved(engine, elements, on if params == "device" else torch.device("cpu"), init)
+    if params != "device":
+        tile_large_layers(model, arena_bytes // 4, moved)
+    for name, module in model.named_modules():
+        if not isinstance(module, Table | TableSet):
+            moved.materialise(module, name)
+            if params != "device":
+                moved.offload(module, name)
+    stepped = OffloadedOptimizer(optimizer, moved.slots, moved.now, tiers[states], on, elements, most, ratio)
+    if tiers[activations] is not None:
+        kept = [each for each in (*model.parameters(), *model.buffers()) if not is_offloaded(each)]
+        store = ActivationStore(tiers[activations], on, given // 8, kept)
+        engine.pack, engine.unpack = store.pack, store.unpack
+    if moved.slots or tiers[activations] is not None:
+        engine.watch(model, moved.slots)
+    model._offload = Offload(engine, stepped, tiers)  # type: ignore[assignment]
+    _retire(optimizer)
+    return model, stepped
+
+
+class Offload:
+    """What `te.offload` made of a model."""
+
+    def __init__(self, engine: Engine, optimizer: OffloadedOptimizer, tiers: dict[str, Any]) -> None:
+        self.engine, self.optimizer, self.tiers = engine, optimizer, tiers
+
+    def close(self) -> None:
+        for tier in self.tiers.values():
+            if tier is not None:
+                tier.close()
+
+
+def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = next((local(p).device for p in model.parameters() if not p.is_meta), None)
+    if found is not None:
+        return found
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class Moved:
+    """The parameters of a model as they are offloaded.
+
+    `now` says what a parameter that the optimizer knows has become: other parameters, and which part of it each is.
+    """
+
+    def __init__(
+        self, engine: Engine, elements: int, device: torch.device, init: Callable[[nn.Module], object] | None
+    ) -> None:
+        self.slots: dict[Any, Slot] = {}
+        self.now: dict[Any, list[tuple[Any, Any]]] = {}
+        self._engine, self._elements, self._device, self._init = engine, elements, device, init
+        self._becomes: dict[Any, Any] = {}  # also of those that were never the optimizer's
+
+    def replace(self, was: Any, new: Any) -> None:
+        """A parameter of the optimizer, or what it has become meanwhile, has become another."""
+        self._becomes[was] = new
+        for parts in self.now.values():
+            parts[:] = [(new if each is was else each, part) for each, part in parts]
+        if not any(new is each for parts in self.now.values() for each, _ in parts):
+            self.now[was] = [(new, ...)]
+
+    def materialise(self, module: nn.Module, name: str) -> None:
+        """Give a module's own parameters and buffers that are on "meta" memory and values."""
+        for attribute, p in [*module._parameters.items()]:
+            if p is not None and p in self._becomes:  # tied
+                setattr(module, attribute, self._becomes[p])
+        own = [(attribute, p) for attribute, p in module._parameters.items() if p is not None and local(p).is_meta]
+        buffers = [
+            (attribute, each) for attribute, each in module._buffers.items() if each is not None and each.is_meta
+        ]
+        if not own and not buffers:
+            return
+        for attribute, p in own:
+            made = nn.Parameter(torch.empty_like(p, device=self._device), requires_grad=p.requires_grad)
+            self.replace(p, made)
+            setattr(module, attribute, made)
+        for attribute, buffer in buffers:
+            module._buffers[attribute] = torch.empty_like(buffer, device=self._device)
+        reset: Any = getattr(module, "reset_parameters", None)
+        if self._init is None and reset is None:
+            raise ValueError(
+                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters; give "
+                "te.offload init="
+            )
+        with torch.no_grad():
+            reset() if self._init is None else self._init(module)
+
+    def offload(self, module: nn.Module, name: str) -> None:
+        """Move a module's own parameters to their tier."""
+        for attribute, p in [*module._parameters.items()]:
+            if p is None or is_offloaded(p):
+                continue
+            if p in self._becomes:  # tied
+                setattr(module, attribute, self._becomes[p])
+                continue
+            slot = Slot(self._engine, f"{name}.{attribute}".removeprefix("."), p, self._elements)
+            slot.write(local(p), from_outside=False)
+            self.slots[slot.parameter] = slot
+            if slot.sharded:
+                _free_shard(p, slot)
+                continue
+            slot.parameter.grad = p.grad
+            self.replace(p, slot.parameter)
+            setattr(module, attribute, slot.parameter)
+            p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+        if any(p is not None and is_offloaded(p) for p in module._parameters.values()):
+            module.register_state_dict_post_hook(_with_values)
+
+
+def is_offloaded(parameter: Any) -> bool:
+    return isinstance(local(parameter), OffloadedTensor)
+
+
+def source_of(parameter: Any) -> Slot:
+    found: Any = local(parameter)
+    return found.source
+
+
+def _with_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A state dict has the values of offloaded parameters, in host memory."""
+    for attribute, p in module._parameters.items():
+        if p is not None and is_offloaded(p) and prefix + attribute in state:
+            state[prefix + attribute] = like(source_of(p).read(), p)
+
+
+def tile_large_layers(model: nn.Module, most: int, moved: Moved) -> None:
+    """Replace linear layers whose weight is larger than `most` bytes by `TiledLinear`s, whose tiles are not."""
+    for parent in [*model.modules()]:
+        for name, layer in [*parent.named_children()]:
+            if type(layer) is not nn.Linear or layer.weight.nbytes <= most or isinstance(layer.weight, DTensor):
+                continue
+            uses = sum(p is layer.weight for each in model.modules() for p in each._parameters.values())
+            if uses > 1:
+                continue  # a tied weight has other users
+            limit = max(most // layer.weight.element_size(), 1)
+            in_splits = -(-layer.in_features // limit)
+            out_splits = min(layer.out_features, -(-layer.weight.numel() // in_splits // limit))
+            tiled = TiledLinear(
+                layer.in_features, layer.out_features, layer.bias is not None, in_splits=in_splits,
+                out_splits=out_splits, device="meta", dtype=layer.weight.dtype,
+            )  # fmt: skip
+            moved.now[layer.weight] = []
+            if layer.bias is not None:
+                moved.now[layer.bias] = []
+            for tile in tiled.grid():
+                rows = slice(tile.first_row, tile.first_row + tile.layer.out_features)
+                columns = slice(tile.first_column, tile.first_column + tile.layer.in_features)
+                for attribute, part in (("weight", (rows, columns)), ("bias", rows)):
+                    whole = getattr(layer, attribute)
+                    if getattr(tile.layer, attribute) is None:
+                        continue
+                    values = torch.empty_like(whole[part]) if whole.is_meta else whole.detach()[part].clone()
+                    made = nn.Parameter(values, requires_grad=whole.requires_grad)
+                    setattr(tile.layer, attribute, made)
+                    moved.now[whole].append((made, part))
+            setattr(parent, name, tiled.train(layer.training))
+
+
+def _free_shard(parameter: Any, slot: Slot) -> None:
+    """Let FSDP2 ask for the shard where it would read its memory."""
+    shard = local(parameter)
+    shard.untyped_storage().resize_(0)
+    parameter._local_tensor = OffloadedTensor(slot, shard.device)
+
+
+def _retire(optimizer: torch.optim.Optimizer) -> None:
+    def step(*_: Any, **__: Any) -> None:
+        raise RuntimeError("this optimizer was offloaded; step the one that te.offload returned")
+
+    optimizer.__dict__["step"] = step
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+
+
+@contextmanager
+def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Module]:
+    """Within the block a module and those in it have whole parameters in host memory.
+
+    Args:
+        modify: what the block changes in them is written back, if it does not raise.
+
+    Ranks of a model that `fully_shard` sharded call it together, and change the same.
+    """
+    places: list[tuple[nn.Module, str, Any]] = [
+        (each, name, p)
+        for each in module.modules()
+        for name, p in [*each._parameters.items()]
+        if p is not None and is_offloaded(p)
+    ]
+    whole: dict[Any, nn.Parameter] = {}
+    for each, name, p in places:
+        if p not in whole:
+            values: Any = like(source_of(p).read(), p)
+            values = values.full_tensor() if isinstance(values, DTensor) else values
+            whole[p] = nn.Parameter(values, requires_grad=p.requires_grad)
+        setattr(each, name, whole[p])
+    try:
+        yield module
+        if modify:
+            for p, changed in whole.items():
+                source_of(p).write(own_part(changed.detach(), p))
+    finally:
+        for each, name, p in places:
+            setattr(each, name, p)

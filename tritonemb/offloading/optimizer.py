@@ -1,0 +1,521 @@
+"""Optimizer states in host memory or on disk, stepped in sub-groups.
+
+A step goes through sub-groups of the parameters: while one is stepped, the states of the next are read and those of the
+one before are written. Every other step goes backward, so the sub-groups that were stepped last are still in memory
+(Maurya et al., "MLP-Offload", 2025). The arithmetic is that of the user's own `torch.optim` optimizer on slices of the
+parameters that begin at multiples of 4,096 elements: element by element what it would do to the whole, bit by bit, as
+its vectors and their remainders are the same.
+"""
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonemb.offloading.parameters import Slot, like, local, local_shape
+from tritonemb.offloading.tiers import Span, Tier, aligned, pages
+from tritonemb.storage.store import IoFuture
+
+ALIGNMENT = 64  # bytes, of a state within its sub-group
+MASTER = "master"  # the fp32 weights of a 16-bit parameter, kept among its states
+LEAST_BUFFERS = 3  # one is read, one is stepped, one is written
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """`[numel]`, its elements in the order of memory; a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The elements of a tensor in the order of another's memory; a view if that is its own."""
+    if tensor.stride() != other.stride():
+        tensor = torch.empty_strided(other.shape, other.stride(), dtype=tensor.dtype).copy_(tensor)
+    return flat(tensor)
+
+
+class Part:
+    """Elements of a parameter that are stepped at once, with their states.
+
+    `small` are states of one value, as "step". `piece` is where the values are if the parameter is offloaded.
+    """
+
+    def __init__(self, parameter: Any, group: int, begin: int, end: int, slot: Slot | None, piece: Any) -> None:
+        self.parameter, self.group, self.slot = parameter, group, slot
+        self.begin, self.end, self.piece = begin, end, piece
+        self.numel, self.small, self.ready = end - begin, dict[str, Any](), False
+        self.offsets: dict[str, tuple[int, torch.dtype]] = {}
+
+    def arrays(self, memory: Tensor) -> dict[str, Tensor]:
+        """The states, of the memory of the sub-group."""
+        return {
+            name: memory[offset : offset + self.numel * dtype.itemsize].view(dtype)
+            for name, (offset, dtype) in self.offsets.items()
+        }
+
+
+class SubGroup:
+    """Parts that are stepped at once. `memory` has their states, if they are in memory; else they are in `span`."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts, self.num_bytes = parts, 0
+        self.memory: Tensor | None = None
+        self.span: Span | None = None
+        self.reading: IoFuture | None = None
+
+    def lay_out(self, states: Callable[[Part], Mapping[str, torch.dtype]]) -> None:
+        for part in self.parts:
+            for name, dtype in states(part).items():
+                part.offsets[name] = self.num_bytes, dtype
+                self.num_bytes += -(-part.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+class Buffers:
+    """Sub-groups on disk that are in memory, as many as there are buffers; what was stepped is written to be reused."""
+
+    def __init__(self, groups: list[SubGroup], num_bytes: int, gpu: torch.device) -> None:
+        self.size = max(each.num_bytes for each in groups)
+        self.number = max(LEAST_BUFFERS, min(num_bytes // max(pages(self.size), 1), len(groups)))
+        self._gpu, self._made = gpu, 0
+        self._free: list[Tensor] = []
+        self._writing: deque[tuple[IoFuture, Tensor]] = deque()
+        self._stepped: OrderedDict[int, SubGroup] = OrderedDict()  # in memory, differ from the disk; the oldest first
+
+    def begin(self, order: list[SubGroup], at: int) -> None:
+        """Have the sub-group at this place of the order in memory, and start to read those that follow."""
+        for group in order[at:]:
+            if group.memory is not None or group.span is None:
+                continue
+            buffer = self._take(wait=group is order[at])
+            if buffer is None:
+                break
+            group.memory = buffer
+            if any(part.ready for part in group.parts):
+                group.reading = group.span.read(buffer[: pages(group.num_bytes)])
+        group = order[at]
+        if group.reading is not None:
+            group.reading.wait()
+            group.reading = None
+
+    def end(self, group: SubGroup, rest: list[SubGroup]) -> None:
+        """The sub-group was stepped, and those of the rest were not."""
+        if group.span is None:
+            return
+        self._stepped[id(group)] = group
+        needed = sum(each.memory is None and each.span is not None for each in rest)
+        if len(self._free) + len(self._writing) + self.number - self._made < min(needed, 2):
+            self._write_oldest()
+
+    def reset(self, groups: list[SubGroup]) -> None:
+        """Forget what is in memory, after a failure."""
+        self._free, self._made = [], 0
+        self._writing.clear()
+        self._stepped.clear()
+        for each in groups:
+            if each.span is not None:
+                each.memory = each.reading = None
+            for part in each.parts:
+                part.ready = False
+
+    def _take(self, wait: bool) -> Tensor | None:
+        if not self._free and self._made < self.number:
+            self._made += 1
+            return aligned(self.size, self._gpu)
+        while self._writing and not self._free and (wait or self._writing[0][0].done()):
+            future, buffer = self._writing.popleft()
+            future.wait()
+            self._free.append(buffer)
+        if wait and not self._free:
+            self._write_oldest()
+            return self._take(wait)
+        return self._free.pop() if self._free else None
+
+    def _write_oldest(self) -> None:
+        if self._stepped:
+            _, group = self._stepped.popitem(last=False)
+            assert group.memory is not None
+            assert group.span is not None
+            buffer, group.memory = group.memory, None
+            self._writing.append((group.span.write(buffer[: pages(group.num_bytes)]), buffer))
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """A `torch.optim` optimizer whose states are offloaded. Made by `te.offload`.
+
+    `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` are those of the optimizer it was made from, whose
+    `fused` implementation steps, if it has one. Gradients are read from `.grad` of the parameters.
+
+    Args:
+        optimizer: of which the class, its hyperparameters and its states are taken.
+        slots: of parameters that are offloaded themselves.
+        tier: of the states; None for memory of `device`.
+        sub_group: elements that are stepped at once.
+        buffer_bytes: host memory for sub-groups on disk; at least three.
+        ratio: share of the states that stay in memory of the device.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, slots: Mapping[Any, Slot], now: Mapping[Any, list[tuple[Any, Any]]],
+        tier: Tier | None, device: torch.device, sub_group: int, buffer_bytes: int, ratio: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._ready = False
+        old, self._slots, self._device = optimizer.state, slots, device
+        self._inner = copy.copy(optimizer)
+        self._inner.__dict__ = dict(optimizer.__dict__)
+        parts = {p: now.get(p, [(p, ...)]) for group in optimizer.param_groups for p in group["params"]}
+        params = [[new for p in group["params"] for new, _ in parts[p]] for group in optimizer.param_groups]
+        super().__init__(
+            [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, params, strict=True)],
+            dict(optimizer.defaults),
+        )
+        self._ready, self._steps = True, 0
+        self._failure: BaseException | None = None
+        self._step_on = device if tier is None else torch.device("cpu")
+        self._host_gradients: dict[Any, Tensor] = {}
+        for group in self.param_groups:
+            self._check(group)
+        self._states = [self._elementwise_states(group) for group in self.param_groups]
+        self.groups = list(self._sub_groups(sub_group))
+        kept = round(len(self.groups) * ratio)
+        for number, each in enumerate(self.groups):
+            each.lay_out(self._names)
+            if tier is None or number < kept or each.num_bytes == 0:
+                each.memory = torch.zeros(pages(each.num_bytes), dtype=torch.uint8, device=self._step_on)
+                continue
+            span = tier.reserve(each.num_bytes)
+            each.span, each.memory = (span, None) if span.memory is None else (None, span.memory)
+        self.buffers = Buffers(self.groups, buffer_bytes, device)
+        for slot in slots.values():
+            slot.changed.append(lambda slot=slot: self._renew_masters(slot))  # type: ignore[misc]
+        if any(old.values()):
+            self._fill({new: _cut(old[p], part) for p, each in parts.items() for new, part in each})
+        if device.type == "cuda" and tier is not None:
+            for p in self._parameters():
+                if p not in slots:
+                    p.register_post_accumulate_grad_hook(self._move_gradient)
+
+    # What a user calls.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._ready:
+            raise ValueError("parameter groups must be added to the optimizer before te.offload")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient, once.
+
+        Raises:
+            StorageError: states could not be read or written. Some parameters are stepped then and some are not, so
+                every later step raises, too: resume from a checkpoint.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._failure is not None:
+            raise RuntimeError(
+                "an earlier step has failed, so some parameters were stepped and some were not; resume from a "
+                "checkpoint"
+            ) from self._failure
+        try:
+            self._over_groups(self._step_group, lambda part: self._gradient_of(part.parameter) is not None)
+        except BaseException as error:
+            self._failure = error
+            raise
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._host_gradients.clear()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of all parameters, wherever their gradients are; returns the norm."""
+        gradients = [g for p in self._parameters() if (g := self._gradient_of(p)) is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        stand_ins = [nn.Parameter(torch.empty_like(each), requires_grad=False) for each in gradients]
+        for each, gradient in zip(stand_ins, gradients, strict=True):
+            each.grad = gradient
+        torch.nn.utils.clip_grads_with_norm_(stand_ins, max_norm, norm)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the optimizer itself, the states in host memory; of a 16-bit parameter with its "master" weights."""
+        states: dict[Any, dict[str, Any]] = {p: self.states_of(p) for p in self._parameters()}
+        before, self.state = self.state, defaultdict(dict, {p: each for p, each in states.items() if each})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = before
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """What `state_dict` of this or of the plain optimizer returned.
+
+        Raises:
+            ValueError: for other parameter groups or shapes; nothing was changed then.
+        """
+        saved = state_dict["param_groups"]
+        mine = [group["params"] for group in self.param_groups]
+        if [len(group["params"]) for group in saved] != [len(group) for group in mine]:
+            raise ValueError(
+                f"the state dict has {[len(group['params']) for group in saved]} parameters in its groups, the "
+                f"optimizer has {[len(group) for group in mine]}"
+            )
+        numbers = [number for group in saved for number in group["params"]]
+        found = dict(zip(numbers, [p for group in mine for p in group], strict=True))
+        states = {found[number]: each for number, each in state_dict["state"].items()}
+        for p, each in states.items():
+            for name, value in each.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
+                    raise ValueError(
+                        f"optimizer state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}"
+                    )
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({key: copy.copy(value) for key, value in values.items() if key != "params"})
+        if self._failure is not None:
+            self.buffers.reset(self.groups)
+            self._failure = None
+        self._fill(states)
+
+    def states_of(self, parameter: Any) -> dict[str, Any]:
+        """The states of a parameter in memory of their own, DTensors where it is one; {} before its first step."""
+        found: dict[str, Any] = {}
+        shape = local_shape(parameter)
+
+        def copy_parts(group: SubGroup, parts: list[Part]) -> None:
+            for part in parts:
+                found.update(part.small)
+                for name, values in part.arrays(_of(group)).items():
+                    whole = found.setdefault(name, torch.empty(shape.numel(), dtype=values.dtype))
+                    whole[part.begin : part.end] = values
+
+        self._over_groups(copy_parts, lambda part: part.ready and part.parameter is parameter, writes=False)
+        for name, value in found.items():
+            if isinstance(value, Tensor) and value.ndim:
+                found[name] = like(value.as_strided(shape, local(parameter).stride()), parameter)
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+    # How it works.
+
+    def _parameters(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _check(self, group: dict[str, Any]) -> None:
+        parameters = inspect.signature(type(self._inner).__init__).parameters
+        asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        if "fused" in parameters and not asked:
+            group["fused"] = True
+
+    def _compute_dtype(self, parameter: Tensor) -> torch.dtype:
+        return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+
+    def _has_master(self, parameter: Any) -> bool:
+        return self._compute_dtype(parameter) != parameter.dtype or local(parameter).device != self._step_on
+
+    def _names(self, part: Part) -> dict[str, torch.dtype]:
+        dtype = self._compute_dtype(part.parameter)
+        master = {MASTER: dtype} if self._has_master(part.parameter) else {}
+        return master | dict.fromkeys(self._states[part.group], dtype)
+
+    @torch.no_grad()
+    def _elementwise_states(self, group: dict[str, Any]) -> list[str]:
+        """The names of states of a parameter's shape; ValueError unless it steps each element by itself."""
+        values = torch.linspace(-1, 1, 35)
+        whole, parts = nn.Parameter(values.view(5, 7)), [nn.Parameter(each) for each in values.clone().split(16)]
+        names: list[str] = []
+        try:
+            states: dict[Any, Any] = {}
+            for gradient in (values.flip(0), values.cos()):
+                whole.grad = gradient.view(5, 7)
+                for part, of_part in zip(parts, gradient.split(16), strict=True):
+                    part.grad = of_part.clone()
+                self._run([{**group, "params": [whole, *parts]}], states)
+            names = [name for name, value in states[whole].items() if isinstance(value, Tensor) and value.ndim]
+            same = all(states[whole][name].shape == whole.shape for name in names)
+            same = same and torch.allclose(whole.flatten(), torch.cat([part.detach() for part in parts]))
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{type(self._inner).__name__} cannot be offloaded: {error}") from error
+        if not same:
+            raise ValueError(
+                f"{type(self._inner).__name__} does not step each element of a parameter by itself, so its states "
+                "cannot be offloaded in parts; use an element-wise optimizer, such as Adam, or states='device' without "
+                "te.offload"
+            )
+        return names
+
+    def _run(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
+        """Step parameters by the user's optimizer; `states` of each, which are changed."""
+        inner: Any = self._inner
+        for group in groups:
+            for p in group["params"]:
+                if not states.get(p):
+                    states[p] = dict(self._first_states(p, group))
+        inner.param_groups, inner.state = groups, defaultdict(dict, states)
+        inner.step()
+        states.update(inner.state)
+        inner.param_groups, inner.state = [], defaultdict(dict)
+
+    def _first_states(self, p: Tensor, group: dict[str, Any]) -> Mapping[str, Any]:
+        """What the optimizer's constructor has made, as Adagrad's does."""
+        if not isinstance(self._inner, torch.optim.Adagrad):
+            return {}
+        return type(self._inner)([p], **{k: v for k, v in group.items() if k in self._inner.defaults}).state[p]
+
+    def _sub_groups(self, elements: int) -> Iterator[SubGroup]:
+        parts: list[Part] = []
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                pieces: list[tuple[int, int, Any]]
+                slot, numel = self._slots.get(p), local_shape(p).numel()
+                if slot is not None:
+                    pieces = [(each.begin, each.end, each) for each in slot.pieces]
+                else:
+                    pieces = [(at, min(at + elements, numel), None) for at in range(0, numel, elements)]
+                for begin, end, piece in pieces:
+                    if parts and sum(each.numel for each in parts) + end - begin > elements:
+                        yield SubGroup(parts)
+                        parts = []
+                    parts.append(Part(p, number, begin, end, slot, piece))
+        yield SubGroup(parts)
+
+    def _over_groups(
+        self, work: Callable[[SubGroup, list[Part]], object], which: Callable[[Part], bool], writes: bool = True
+    ) -> None:
+        """Call `work` for each sub-group that has such parts, with its states in memory."""
+        order = [(each, parts) for each in self.groups if (parts := [part for part in each.parts if which(part)])]
+        if self._steps % 2:
+            order.reverse()
+        groups = [each for each, _ in order]
+        for at, (group, parts) in enumerate(order):
+            self.buffers.begin(groups, at)
+            work(group, parts)
+            self.buffers.end(group, groups[at + 1 :])
+        self._steps += writes
+
+    @torch.no_grad()
+    def _step_group(self, group: SubGroup, parts: list[Part]) -> None:
+        memory, written = _of(group), list[IoFuture]()
+        values = [self._values(part, part.arrays(memory)) for part in parts]
+        for ready, some in groupby(zip(parts, values, strict=True), key=lambda each: each[0].ready):
+            self._step_parts(list(some), memory, ready)
+        for part, value in zip(parts, values, strict=True):
+            if (future := self._put(part, value, part.arrays(memory))) is not None:
+                written.append(future)
+        for future in written:
+            future.wait()
+
+    def _step_parts(self, some: list[tuple[Part, Tensor]], memory: Tensor, ready: bool) -> None:
+        states: dict[Any, dict[str, Any]] = {}
+        leaves: list[tuple[Part, nn.Parameter]] = []
+        for part, value in some:
+            leaf = nn.Parameter(value)
+            gradient = local(self._gradient_of(part.parameter))
+            gradient = flat_like(gradient, local(part.parameter))[part.begin : part.end]
+            leaf.grad = gradient.to(device=leaf.device, dtype=leaf.dtype)
+            arrays = {name: each for name, each in part.arrays(memory).items() if name != MASTER}
+            if ready:
+                states[leaf] = {**part.small, **arrays}
+            leaves.append((part, leaf))
+        groups: dict[int, dict[str, Any]] = {}
+        for part, leaf in leaves:
+            settings = {key: value for key, value in self.param_groups[part.group].items() if key != "params"}
+            groups.setdefault(part.group, {**settings, "params": []})["params"].append(leaf)
+        self._run(list(groups.values()), states)
+        for part, leaf in leaves:
+            arrays = part.arrays(memory)
+            for name, value in states[leaf].items():
+                if name not in arrays:
+                    part.small[name] = value
+                elif value is not arrays[name] and value.data_ptr() != arrays[name].data_ptr():
+                    arrays[name].copy_(value.reshape(-1))
+            part.ready = True
+            self.state[part.parameter] = part.small
+
+    def _values(self, part: Part, arrays: dict[str, Tensor]) -> Tensor:
+        """The values to step: the master weights, or the parameter's own."""
+        if MASTER in arrays:
+            if not part.ready:
+                arrays[MASTER].copy_(self._own_values(part))
+            return arrays[MASTER]
+        return self._own_values(part)
+
+    def _own_values(self, part: Part) -> Tensor:
+        if part.slot is None:
+            return flat(local(part.parameter))[part.begin : part.end]
+        assert part.piece is not None
+        memory = part.piece.span.memory
+        if memory is not None:
+            return memory[: part.piece.span.num_bytes].view(part.slot.dtype)
+        return part.slot.read_piece(part.piece)
+
+    def _put(self, part: Part, value: Tensor, arrays: dict[str, Tensor]) -> IoFuture | None:
+        """Let the parameter have the stepped values, if they are not its own memory."""
+        if part.slot is not None:
+            assert part.piece is not None
+            return part.slot.write_piece(part.piece, value)
+        if MASTER in arrays:
+            flat(local(part.parameter))[part.begin : part.end].copy_(value)
+        return None
+
+    @torch.no_grad()
+    def _fill(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Replace the states of parameters; those of others are as before their first step."""
+        given = {p: {name: _local_value(value) for name, value in each.items()} for p, each in states.items() if each}
+
+        def fill(group: SubGroup, parts: list[Part]) -> None:
+            for part in parts:
+                found, arrays = given.get(part.parameter, {}), part.arrays(_of(group))
+                part.small, part.ready = {}, bool(found)
+                if found and MASTER in arrays and MASTER not in found:
+                    arrays[MASTER].copy_(self._own_values(part))
+                for name, value in found.items():
+                    if name in arrays:
+                        arrays[name].copy_(flat_like(value, local(part.parameter))[part.begin : part.end])
+                    elif name != MASTER:
+                        part.small[name] = value.clone() if isinstance(value, Tensor) else value
+                if part.ready:
+                    self.state[part.parameter] = part.small
+
+        self._over_groups(fill, lambda _: True)
+
+    @torch.no_grad()
+    def _renew_masters(self, slot: Slot) -> None:
+        """A parameter was written to from outside."""
+
+        def renew(group: SubGroup, parts: list[Part]) -> None:
+            for part in parts:
+                if part.ready and MASTER in part.offsets:
+                    part.arrays(_of(group))[MASTER].copy_(self._own_values(part))
+
+        self._over_groups(renew, lambda part: part.slot is slot)
+
+    def _gradient_of(self, parameter: Any) -> Any:
+        return self._host_gradients.get(parameter, parameter.grad)
+
+    def _move_gradient(self, parameter: Any) -> None:
+        gradient, parameter.grad = local(parameter.grad).to("cpu"), None
+        before = self._host_gradients.get(parameter)
+        self._host_gradients[parameter] = gradient if before is None else before.add_(gradient)
+
+
+def _of(group: SubGroup) -> Tensor:
+    assert group.memory is not None
+    return group.memory
+
+
+def _cut(states: Mapping[str, Any], part: Any) -> dict[str, Any]:
+    """The states of a part of a parameter; those on "meta" have no values to keep."""
+    if any(isinstance(value, Tensor) and value.is_meta for value in states.values()):
+        return {}
+    return {
+        name: value[part] if isinstance(value, Tensor) and value.ndim and part is not ... else value
+        for name, value in states.items()
+    }
+
+
+def _local_value(value: Any) -> Any:
+    return local(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,311 @@
+"""Where offloaded tensors are: an arena of device memory, spans of host memory, and a swap file on disk."""
+
+import contextlib
+import os
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tritonemb.memory import empty_pinned
+from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, Memory, PageFile, io_context
+from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors
+from tritonemb.utils import on_error
+
+TierName = Literal["device", "host", "disk"]
+CHUNK_BYTES = 4 << 20  # of one read or write
+
+
+def pages(num_bytes: int) -> int:
+    """Rounded up to whole pages, which direct I/O needs."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def aligned(num_bytes: int, gpu: torch.device) -> Tensor:
+    """uint8 `[pages(num_bytes)]` in host memory, page-aligned, pinned if `gpu` is one."""
+    size = pages(num_bytes)
+    return torch.from_numpy(IoBuffer(size).array) if gpu.type == "cpu" else empty_pinned(size, gpu)
+
+
+class Arena:
+    """At most `num_bytes` of device memory, for parameters while they are used.
+
+    A block is free again when no tensor refers to its storage any more, so that nothing overwrites what somebody still
+    reads, such as a weight that a checkpointed block saved when it was computed again. On a CPU it is one mapping,
+    whose pages the system gives when they are first used; on a GPU blocks come from PyTorch's allocator.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes, self.device = num_bytes // PAGE_BYTES * PAGE_BYTES, device
+        self.used = self.peak = 0
+        self._memory = IoBuffer(self.num_bytes) if device.type == "cpu" and self.num_bytes else None
+        self._free = [(0, self.num_bytes)]  # ascending; on a GPU only their sum counts
+        self._returned: deque[tuple[int, int]] = deque()  # by the collector, which may call at any time
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """uint8 `[pages(num_bytes)]`, page-aligned; None if no free block is large enough."""
+        size = pages(num_bytes)
+        self._collect()
+        if self._memory is None:
+            if self.used + size > self.num_bytes:
+                return None
+            block, begin = torch.empty(size, dtype=torch.uint8, device=self.device), 0
+            owner: object = block.untyped_storage()
+        else:
+            fitting = [(length, at) for at, length in self._free if length >= size]
+            if not fitting:
+                return None
+            length, begin = min(fitting)
+            at = self._free.index((begin, length))
+            self._free[at : at + 1] = [(begin + size, length - size)] if length > size else []
+            owner = array = self._memory.array[begin : begin + size]
+            block = torch.from_numpy(array)
+        weakref.finalize(owner, self._returned.append, (begin, size)).atexit = False
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        return block
+
+    def _collect(self) -> None:
+        while self._returned:
+            begin, size = self._returned.popleft()
+            self.used -= size
+            if self._memory is not None:
+                self._free.append((begin, size))
+        merged: list[tuple[int, int]] = []
+        for begin, size in sorted(self._free):
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = merged[-1][0], merged[-1][1] + size
+            else:
+                merged.append((begin, size))
+        self._free = merged
+
+
+class Span(Protocol):
+    """Bytes of a tier, which hold one tensor or several. `memory`: uint8, where it is host memory."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def memory(self) -> Tensor | None: ...
+
+    def read(self, out: Tensor) -> IoFuture:
+        """Copy them into uint8 `[pages(num_bytes)]`, page-aligned on a CPU, which must be left alone meanwhile."""
+
+    def write(self, values: Tensor) -> IoFuture:
+        """Copy them from such a tensor. A later `read` waits for it."""
+
+
+class Tier(Protocol):
+    """A place for spans. `moved`: bytes read and written so far."""
+
+    moved: list[int]
+
+    def reserve(self, num_bytes: int) -> Span:
+        """A new span; StorageError if there is no room."""
+
+    def close(self) -> None:
+        """Wait for what was submitted, and give the memory or the file back."""
+
+
+class HostSpan:
+    def __init__(self, tier: "HostTier", num_bytes: int) -> None:
+        self.num_bytes, self._tier = num_bytes, tier
+        self.memory: Tensor = aligned(num_bytes, tier.device)
+
+    def read(self, out: Tensor) -> IoFuture:
+        return self._tier.copy(self.memory, out, 0)
+
+    def write(self, values: Tensor) -> IoFuture:
+        return self._tier.copy(values, self.memory, 1)
+
+
+class HostTier:
+    """Host memory, pinned for a GPU. A thread copies, so that copies and computation overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.moved = device, [0, 0]
+        self._copies = OperationQueue("tritonemb-offload-copy")
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def reserve(self, num_bytes: int) -> HostSpan:
+        return HostSpan(self, num_bytes)
+
+    def copy(self, source: Tensor, target: Tensor, way: int) -> IoFuture:
+        self.moved[way] += source.nbytes
+        if self.device.type == "cpu":
+            return self._copies.submit(lambda: (target.copy_(source), None)[1])
+        return StreamCopy(self._stream, source, target)
+
+    def close(self) -> None:
+        self._copies.close(lambda: None).wait()
+
+
+class StreamCopy(IoFuture):
+    """A copy between pinned memory and a GPU on a stream of its own; `wait` makes the current stream wait for it."""
+
+    def __init__(self, stream: Any, source: Tensor, target: Tensor) -> None:
+        super().__init__()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            self._event = stream.record_event()
+        self._to_host = target.device.type == "cpu"
+        self._done.set()
+
+    def wait(self) -> None:
+        if self._to_host:
+            self._event.synchronize()
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class DiskSpan:
+    memory: Tensor | None = None
+
+    def __init__(self, tier: "DiskTier", offset: int, num_bytes: int) -> None:
+        self.num_bytes, self.offset, self._tier = num_bytes, offset, tier
+        self.checksum: int | None = None  # of what was written last
+        self.written: IoFuture | None = None
+
+    def read(self, out: Tensor) -> IoFuture:
+        written = self.written
+
+        def transfer() -> None:
+            if written is not None:
+                written.wait()
+            self._tier.transfer(self, out, False)
+
+        return self._tier.submit(0, transfer)
+
+    def write(self, values: Tensor) -> IoFuture:
+        self.written = self._tier.submit(1, lambda: self._tier.transfer(self, values, True))
+        return self.written
+
+
+class DiskTier:
+    """A rank's swap file in a folder, read and written past the page cache by the engine of `storage`.
+
+    The file is locked, removed when the tier is closed or the process ends, and reclaimed by the next process if this
+    one was killed. What is read is checked against the checksum of what was written, so a file that was damaged or cut
+    is noticed. Reads and writes have a thread each.
+
+    Raises:
+        StorageError: the folder cannot be written to, another process uses the file, or the disk is full.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0, world_size: int = 1) -> None:
+        self.path, self.moved = folder / f"swap-{rank}.bin", [0, 0]
+        self._size, self._lock = 0, threading.Lock()
+        with storage_errors(f"offload folder {folder}: cannot make {self.path.name}", "name a folder you can write to"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._open()
+            if rank == 0:
+                _remove_stale(folder, world_size)
+        self._queues = OperationQueue("tritonemb-offload-read"), OperationQueue("tritonemb-offload-write")
+        self._closed = weakref.finalize(self, _remove, self._file, os.getpid())
+
+    def _open(self) -> PageFile:
+        while True:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            file = PageFile(self.path)
+            with on_error(file.close):
+                if not file.lock():
+                    raise StorageError(
+                        f"offload folder {self.path.parent}: another process uses {self.path.name}; give each run a "
+                        "folder of its own"
+                    )
+                if file.is_linked():  # else its owner has removed it meanwhile
+                    file.resize(0)
+                    return file
+            file.close()
+
+    def reserve(self, num_bytes: int) -> DiskSpan:
+        offset, size = self._size, pages(num_bytes)
+        what = f"{self.path}: cannot reserve {offset + size:,} bytes"
+        with storage_errors(what, "name a folder on another disk"):
+            os.posix_fallocate(self._file.handle, offset, size)
+        self._size += size
+        return DiskSpan(self, offset, num_bytes)
+
+    def submit(self, way: int, work: Callable[[], None]) -> IoFuture:
+        if not self._closed.alive:
+            raise StorageError(f"{self.path} is closed")
+        return self._queues[way].submit(work)
+
+    def transfer(self, span: DiskSpan, values: Tensor, write: bool) -> None:
+        on_cpu = values if values.device.type == "cpu" else torch.from_numpy(IoBuffer(values.numel()).array)
+        if write and on_cpu is not values:
+            on_cpu.copy_(values)
+        array, size = on_cpu.numpy(), pages(span.num_bytes)
+        begins = np.arange(0, size, CHUNK_BYTES)
+        extents = Extents(begins, np.minimum(CHUNK_BYTES, size - begins), span.offset + begins)
+        doing = "write to" if write else "read from"
+        what = f"{self.path}: cannot {doing} the swap file"
+        if write:
+            span.checksum = _checksum(array)
+        elif span.checksum is None:
+            raise AssertionError("a span is read that was never written")
+        try:
+            with storage_errors(what, "check the disk, and resume from a checkpoint"), io_context() as context:
+                try:
+                    memory = Memory(on_cpu.data_ptr(), memoryview(array))
+                    context.wait(context.submit(self._file, extents, write, memory))
+                except ExtentError as error:
+                    raise error.reason from error
+        except StorageError:
+            if write:
+                span.checksum = -1
+            raise
+        with self._lock:
+            self.moved[write] += size
+        if not write:
+            if _checksum(array) != span.checksum:
+                raise StorageError(
+                    f"{self.path}: bytes {span.offset:,} to {span.offset + size:,} are not what was written: the file "
+                    "was changed, or the disk is damaged; resume from a checkpoint"
+                )
+            if on_cpu is not values:
+                values.copy_(on_cpu)
+
+    def close(self) -> None:
+        for each in self._queues:
+            each.close(lambda: None).wait()
+        self._closed()
+
+
+def _checksum(array: np.ndarray) -> int:
+    """Of whole pages: the sums of their words, at the speed of memory, and the CRC of these, for their order."""
+    return zlib.crc32(array.view(np.uint64).reshape(-1, PAGE_BYTES // 8).sum(1).tobytes())
+
+
+def _remove(file: PageFile, process: int) -> None:
+    if os.getpid() == process:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.path)
+    file.close()
+
+
+def _remove_stale(folder: Path, world_size: int) -> None:
+    """Remove files that processes which were killed have left, of ranks that this job has not."""
+    for path in folder.glob("swap-*.bin"):
+        if int(path.stem.removeprefix("swap-")) >= world_size:
+            file = PageFile(path)
+            if file.lock():
+                os.unlink(path)
+            file.close()
+
+
+def make_tier(name: TierName, device: torch.device, path: Path | None) -> Tier | None:
+    """The tier of this name; None for "device"."""
+    if name == "disk":
+        assert path is not None
+        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return DiskTier(path, *ranks)
+    return HostTier(device) if name == "host" else None
