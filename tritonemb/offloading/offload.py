@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.activations import ActivationStore
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import Engine, OffloadedTensor, Slot, like, local, own_part
+from tritonemb.offloading.parameters import (
+    Engine,
+    OffloadedTensor,
+    Slot,
+    is_offloaded,
+    like,
+    local,
+    own_part,
+    source_of,
+)
 from tritonemb.offloading.tiers import Arena, TierName, make_tier
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
@@ -219,15 +228,6 @@ class Moved:
             p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         if any(p is not None and is_offloaded(p) for p in module._parameters.values()):
             module.register_state_dict_post_hook(_with_values)
-
-
-def is_offloaded(parameter: Any) -> bool:
-    return isinstance(local(parameter), OffloadedTensor)
-
-
-def source_of(parameter: Any) -> Slot:
-    found: Any = local(parameter)
-    return found.source
 
 
 def _with_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -66,6 +66,7 @@ class SubGroup:
         self.memory: Tensor | None = None
         self.span: Span | None = None
         self.reading: IoFuture | None = None
+        self.filled = False  # the span has something
 
     def lay_out(self, states: Callable[[Part], Mapping[str, torch.dtype]]) -> None:
         for part in self.parts:
@@ -94,7 +95,7 @@ class Buffers:
             if buffer is None:
                 break
             group.memory = buffer
-            if any(part.ready for part in group.parts):
+            if group.filled:
                 group.reading = group.span.read(buffer[: pages(group.num_bytes)])
         group = order[at]
         if group.reading is not None:
@@ -105,6 +106,7 @@ class Buffers:
         """The sub-group was stepped, and those of the rest were not."""
         if group.span is None:
             return
+        group.filled = True
         self._stepped[id(group)] = group
         needed = sum(each.memory is None and each.span is not None for each in rest)
         if len(self._free) + len(self._writing) + self.number - self._made < min(needed, 2):
@@ -118,6 +120,7 @@ class Buffers:
         for each in groups:
             if each.span is not None:
                 each.memory = each.reading = None
+                each.filled = False
             for part in each.parts:
                 part.ready = False
 
@@ -180,6 +183,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._check(group)
         self._states = [self._elementwise_states(group) for group in self.param_groups]
         self.groups = list(self._sub_groups(sub_group))
+        self._parts: dict[Any, list[Part]] = {}
+        for each in self.groups:
+            for part in each.parts:
+                self._parts.setdefault(part.parameter, []).append(part)
         kept = round(len(self.groups) * ratio)
         for number, each in enumerate(self.groups):
             each.lay_out(self._names)
@@ -274,11 +281,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     raise ValueError(
                         f"optimizer state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}"
                     )
-        for group, values in zip(self.param_groups, saved, strict=True):
-            group.update({key: copy.copy(value) for key, value in values.items() if key != "params"})
-        if self._failure is not None:
-            self.buffers.reset(self.groups)
-            self._failure = None
+        self.apply_settings(saved)
+        self.begin_load()
         self._fill(states)
 
     def states_of(self, parameter: Any) -> dict[str, Any]:
@@ -298,6 +302,73 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if isinstance(value, Tensor) and value.ndim:
                 found[name] = like(value.as_strided(shape, local(parameter).stride()), parameter)
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+    # What a checkpoint asks.
+
+    def layout_of(self, parameter: Any) -> dict[str, Any]:
+        """The dtypes of a parameter's states of its shape, and others as they are after some step."""
+        part = self._parts[parameter][0] if self._parts.get(parameter) else None
+        if part is None:
+            return {}
+        small = {n: v for n, v in self._states[part.group].items() if n not in part.offsets}
+        return {name: dtype for name, (_, dtype) in part.offsets.items()} | small
+
+    def is_ready(self, parameter: Any) -> bool:
+        return any(part.ready for part in self._parts[parameter])
+
+    def small_of(self, parameter: Any) -> dict[str, Any]:
+        return next((part.small for part in self._parts[parameter] if part.ready), {})
+
+    def accessors(self, parameter: Any, name: str) -> tuple[Callable[..., Tensor], Callable[..., None]]:
+        """Functions that read elements `begin` to `end` of a state, and write some from `begin` on."""
+
+        def visit(begin: int, values: Tensor, write: bool) -> None:
+            def copy_parts(group: SubGroup, parts: list[Part]) -> None:
+                for part in parts:
+                    first, last = max(begin, part.begin), min(begin + values.numel(), part.end)
+                    mine = part.arrays(_of(group))[name][first - part.begin : last - part.begin]
+                    theirs = values[first - begin : last - begin]
+                    mine.copy_(theirs) if write else theirs.copy_(mine)
+
+            end = begin + values.numel()
+            mine = lambda part: part.parameter is parameter and part.begin < end and begin < part.end  # noqa: E731
+            self._over_groups(copy_parts, mine, writes=False)
+
+        def read(begin: int, end: int) -> Tensor:
+            values = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
+            visit(begin, values, False)
+            return values
+
+        return read, lambda begin, values: visit(begin, values, True)
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The hyperparameters of each group."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+
+    def apply_settings(self, settings: list[dict[str, Any]]) -> None:
+        if len(settings) != len(self.param_groups):
+            raise ValueError(f"the checkpoint has {len(settings)} parameter groups, not {len(self.param_groups)}")
+        for group, values in zip(self.param_groups, settings, strict=True):
+            group.update({key: copy.copy(value) for key, value in values.items() if key != "params"})
+
+    def begin_load(self) -> None:
+        if self._failure is not None:
+            self.buffers.reset(self.groups)
+            self._failure = None
+
+    @torch.no_grad()
+    def end_load(self, parameter: Any, small: dict[str, Any], has_master: bool) -> None:
+        """All states of a parameter were written."""
+
+        def end(group: SubGroup, parts: list[Part]) -> None:
+            for part in parts:
+                part.ready = True
+                part.small = {n: v.clone() if isinstance(v, Tensor) else v for n, v in small.items()}
+                self.state[parameter] = part.small
+                if MASTER in part.offsets and not has_master:
+                    part.arrays(_of(group))[MASTER].copy_(self._own_values(part))
+
+        self._over_groups(end, lambda part: part.parameter is parameter, writes=False)
 
     # How it works.
 
@@ -319,14 +390,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _names(self, part: Part) -> dict[str, torch.dtype]:
         dtype = self._compute_dtype(part.parameter)
         master = {MASTER: dtype} if self._has_master(part.parameter) else {}
-        return master | dict.fromkeys(self._states[part.group], dtype)
+        shaped = [name for name, v in self._states[part.group].items() if isinstance(v, Tensor) and v.ndim]
+        return master | dict.fromkeys(shaped, dtype)
 
     @torch.no_grad()
-    def _elementwise_states(self, group: dict[str, Any]) -> list[str]:
-        """The names of states of a parameter's shape; ValueError unless it steps each element by itself."""
+    def _elementwise_states(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The states of a parameter, as they would be; ValueError unless it steps each element by itself."""
         values = torch.linspace(-1, 1, 35)
         whole, parts = nn.Parameter(values.view(5, 7)), [nn.Parameter(each) for each in values.clone().split(16)]
-        names: list[str] = []
         try:
             states: dict[Any, Any] = {}
             for gradient in (values.flip(0), values.cos()):
@@ -334,8 +405,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 for part, of_part in zip(parts, gradient.split(16), strict=True):
                     part.grad = of_part.clone()
                 self._run([{**group, "params": [whole, *parts]}], states)
-            names = [name for name, value in states[whole].items() if isinstance(value, Tensor) and value.ndim]
-            same = all(states[whole][name].shape == whole.shape for name in names)
+            found = states[whole]
+            same = all(v.shape == whole.shape for v in found.values() if isinstance(v, Tensor) and v.ndim)
             same = same and torch.allclose(whole.flatten(), torch.cat([part.detach() for part in parts]))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{type(self._inner).__name__} cannot be offloaded: {error}") from error
@@ -345,7 +416,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "cannot be offloaded in parts; use an element-wise optimizer, such as Adam, or states='device' without "
                 "te.offload"
             )
-        return names
+        return found
 
     def _run(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
         """Step parameters by the user's optimizer; `states` of each, which are changed."""

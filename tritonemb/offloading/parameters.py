@@ -34,7 +34,8 @@ _METADATA = {
     for name in (
         "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "is_leaf",
         "grad_fn", "output_nr", "retains_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested",
-        "is_quantized", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
+        "is_quantized", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "_version", "_backward_hooks",
+        "_post_accumulate_grad_hooks",
     )
 } | {
     getattr(_tensor, name)
@@ -158,6 +159,16 @@ class OffloadedTensor(torch.Tensor):
         return cls.__torch_function__(func, types, args, kwargs)
 
 
+def is_offloaded(parameter: Any) -> bool:
+    return isinstance(local(parameter), OffloadedTensor)
+
+
+def source_of(parameter: Any) -> "Slot":
+    """Where an offloaded parameter's values are."""
+    found: Any = local(parameter)
+    return found.source
+
+
 @dataclass(eq=False)
 class Piece:
     """Elements `begin` to `end` of a parameter, and where they are."""
@@ -257,10 +268,28 @@ class Slot:
 
     def read(self) -> Tensor:
         """The values, in memory of their own on the CPU."""
-        whole = torch.empty(self.own_shape.numel(), dtype=self.dtype)
+        return self.read_range(0, self.own_shape.numel()).view(self.own_shape)
+
+    def read_range(self, begin: int, end: int) -> Tensor:
+        """Elements `begin` to `end` of the flat parameter, in memory of their own on the CPU."""
+        found = torch.empty(end - begin, dtype=self.dtype)
         for each in self.pieces:
-            whole[each.begin : each.end] = self.read_piece(each)
-        return whole.view(self.own_shape)
+            first, last = max(begin, each.begin), min(end, each.end)
+            if first < last:
+                found[first - begin : last - begin] = self.read_piece(each)[first - each.begin : last - each.begin]
+        return found
+
+    def write_range(self, begin: int, values: Tensor) -> None:
+        """Replace elements of the flat parameter from `begin` on."""
+        end = begin + values.numel()
+        for each in self.pieces:
+            first, last = max(begin, each.begin), min(end, each.end)
+            if first < last:
+                piece = values[first - begin : last - begin]
+                if last - first < each.end - each.begin:
+                    piece, part = self.read_piece(each), piece
+                    piece[first - each.begin : last - each.begin] = part
+                self.write_piece(each, piece).wait()
 
     def read_piece(self, piece: Piece) -> Tensor:
         buffer = self.engine.host_buffer(piece.span.num_bytes)

@@ -316,7 +316,7 @@ class IoContext:
         return self.buffer
 
     def submit(self, file: PageFile, extents: Extents, write: bool, memory: Memory | None = None) -> Transfer:
-        """Read or write extents, whose addresses are counted from the start of the buffer, or of `memory`, in any order.
+        """Read or write extents, in any order; their addresses count from the start of the buffer, or of `memory`.
 
         Asynchronous I/O does it for a file that is open for direct I/O, if the system has it, else the shared threads.
         Their part of the memory must be left alone meanwhile.

@@ -1,0 +1,283 @@
+"""Checkpoints of offloaded models by `torch.distributed.checkpoint`, streamed from and into the tiers.
+
+They are what `dcp.save({"model": ..., "optim": ...})` writes of the state dicts of `torch.distributed.checkpoint`'s
+`get_state_dict`, so they load into plain and sharded models, other numbers of ranks and other tiers, and back.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tritonemb.nn.tiled_linear import TiledLinear
+from tritonemb.offloading.optimizer import MASTER, OffloadedOptimizer
+from tritonemb.offloading.parameters import is_offloaded, local, source_of
+
+BLOCK_BYTES = 64 << 20  # read and written at once
+
+
+class Block(NamedTuple):
+    """A rectangle of a tensor on this rank: its place in the whole, and how its values are read and written."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
+
+
+class StoredTensor(Tensor):
+    """A parameter or a state whose values are read and written block by block; it has the shape of the whole."""
+
+    blocks: dict[tuple[int, ...], Block]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, blocks: list[Block]) -> "StoredTensor":
+        make: Any = Tensor._make_wrapper_subclass
+        made: StoredTensor = make(cls, shape, dtype=dtype, device="cpu")
+        made.blocks = {each.offset: each for each in blocks}
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} cannot work on a tensor of a checkpoint; load it into a model")
+
+    # What torch.distributed.checkpoint asks; it knows these names.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]  # fmt: skip
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.size)) for b in self.blocks.values()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        self._current = self._block(index).read()
+        return self._current
+
+    def commit(self, index: MetadataIndex) -> None:
+        """Write the block that `__get_tensor_shard__` has returned last."""
+        self._block(index).write(self._current)
+
+    def _block(self, index: MetadataIndex) -> Block:
+        assert index.offset is not None
+        return self.blocks[tuple(index.offset)]
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Writes what was read to its tier."""
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        found = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(found, StoredTensor):
+            found.commit(read_item.dest_index)
+
+
+class Place(NamedTuple):
+    """A parameter's name and shape in a checkpoint, and the part of it that this rank has: of a tile, or a shard."""
+
+    name: str
+    shape: torch.Size
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def stored(self, dtype: torch.dtype, read: Any, write: Any) -> list[Block]:
+        """Blocks of rows; `read(begin, end)` and `write(begin, values)` are of elements of this rank's part."""
+        if 0 in self.size:
+            return []
+        rows, width = (self.size[0], torch.Size(self.size[1:]).numel()) if self.size else (1, 1)
+        step = max(1, BLOCK_BYTES // (width * dtype.itemsize))
+        blocks = []
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            size = (count, *self.size[1:]) if self.size else ()
+            offset = (self.offset[0] + first, *self.offset[1:]) if self.size else ()
+            begin, end = first * width, (first + count) * width
+            blocks.append(
+                Block(
+                    offset, size,
+                    partial(_read, read, begin, end, size), partial(_write, write, begin),
+                )
+            )  # fmt: skip
+        return blocks
+
+
+def _read(read: Callable[[int, int], Tensor], begin: int, end: int, size: tuple[int, ...]) -> Tensor:
+    return read(begin, end).view(size)
+
+
+def _write(write: Callable[[int, Tensor], None], begin: int, values: Tensor) -> None:
+    write(begin, values.reshape(-1))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[Any, Place]]:
+    tiles: dict[int, tuple[str, torch.Size, tuple[int, ...]]] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, TiledLinear):
+            for layer, row, column in module.grid():
+                whole = torch.Size((module.out_features, module.in_features))
+                tiles[id(layer.weight)] = f"{prefix}.weight", whole, (row, column)
+                if layer.bias is not None:
+                    tiles[id(layer.bias)] = f"{prefix}.bias", whole[:1], (row,)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        size, at = torch.Size(p.shape), (0,) * p.dim()
+        if isinstance(p, DTensor):
+            shape, at = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+            size = torch.Size(shape)
+        fqn, whole, origin = tiles.get(id(p), (name, torch.Size(p.shape), (0,) * p.dim()))
+        fqn = fqn.removeprefix(".").replace("_orig_mod.", "")
+        yield p, Place(fqn, whole, tuple(a + b for a, b in zip(origin, at, strict=True)), tuple(size))
+
+
+def _is_mine(p: Any) -> bool:
+    """Whether this rank saves its part of a parameter: of replicas the first does."""
+    if not isinstance(p, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    coordinates: Any = p.device_mesh.get_coordinate() or []
+    return all(at == 0 for at, placement in zip(coordinates, p.placements, strict=True) if placement.is_replicate())
+
+
+def _model_and_states(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: bool) -> dict[str, Any]:
+    """What a checkpoint has, by name; on this rank, what it saves or loads."""
+    parts: dict[str, tuple[torch.Size, torch.dtype, list[Block]]] = {}
+    found: dict[str, Any] = {}
+
+    def add(key: str, place: Place, dtype: torch.dtype, read: Any, write: Any, mine: bool) -> None:
+        _, _, blocks = parts.setdefault(key, (place.shape, dtype, []))
+        blocks += place.stored(dtype, read, write) if mine or not for_saving else []
+
+    unseen = {p for group in optimizer.param_groups for p in group["params"]}
+    for p, place in _places(model):
+        mine = _is_mine(p)
+        if is_offloaded(p):
+            slot = source_of(p)
+            add(f"model.{place.name}", place, slot.dtype, slot.read_range, slot.write_range, mine)
+        else:
+            values = local(p).detach()
+
+            def read(begin: int, end: int, values: Tensor = values) -> Tensor:
+                return values.reshape(-1)[begin:end].cpu()
+
+            def write(begin: int, new: Tensor, values: Tensor = values) -> None:
+                flat = values.reshape(-1)
+                flat[begin : begin + new.numel()] = new.to(flat.device)
+                if flat.data_ptr() != values.data_ptr():
+                    values.copy_(flat.view(values.shape))
+
+            add(f"model.{place.name}", place, p.dtype, read, write, mine)
+        for name, value in (optimizer.layout_of(p) if p in unseen else {}).items():
+            key = f"optim.state.{place.name}.{name}"
+            if name in optimizer.small_of(p) or not isinstance(value, torch.dtype):
+                if not for_saving or optimizer.is_ready(p):
+                    found[key] = optimizer.small_of(p).get(name, value)
+            elif not for_saving or optimizer.is_ready(p):
+                read_state, write_state = optimizer.accessors(p, name)
+                add(key, place, value, read_state, write_state, mine)
+        unseen.discard(p)  # a tied parameter has a name for each of its places, and states by the first
+    for name, buffer in _persistent_buffers(model):
+        found[f"model.{name}"] = buffer
+    stored = {key: StoredTensor(shape, dtype, blocks) for key, (shape, dtype, blocks) in parts.items()}
+    return {**found, **stored}
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
+
+
+def _nested(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """As torch's `get_state_dict` nests them."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        if key.startswith("optim.state."):
+            path, _, name = key.removeprefix("optim.state.").rpartition(".")
+            states.setdefault(path, {})[name] = value
+    of_model = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    return {"model": of_model, "optim": {"state": states, "param_groups": groups}}
+
+
+def _groups(model: nn.Module, optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each group, and the names of its parameters."""
+    names: dict[Any, str] = {}
+    for p, place in _places(model):
+        names.setdefault(p, place.name)
+    every = zip(optimizer.param_groups, optimizer.settings(), strict=True)
+    return [{**settings, "params": list(dict.fromkeys(names[p] for p in group["params"]))} for group, settings in every]
+
+
+def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
+    """Save an offloaded model and its optimizer to a folder; all ranks together, block by block.
+
+    The folder gets its name when all of it is on the disk, so a run that is killed meanwhile leaves the last one whole.
+
+    Raises:
+        ValueError: the folder exists and is not empty.
+    """
+    path = Path(path)
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"{path} exists and is not empty; save to another folder")
+    aside = path.with_name(f".writing-{path.name}")
+    state = _model_and_states(model, optimizer, True)
+    save(_nested(state, _groups(model, optimizer)), checkpoint_id=aside, no_dist=not dist.is_initialized())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        os.replace(aside, path)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
+    """Load what `save_checkpoint` or `dcp.save` has written into the tiers of this model; all ranks together.
+
+    Raises:
+        ValueError: the folder is no checkpoint, or a parameter of the model is not in it, or has another shape; nothing
+            was changed then.
+    """
+    reader = FileSystemReader(path)
+    try:
+        there: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    except FileNotFoundError:
+        raise ValueError(f"{path} is not a checkpoint: it has no .metadata") from None
+    state = _model_and_states(model, optimizer, False)
+    for key, value in state.items():
+        shape = getattr(there.get(key), "size", None)
+        if key.startswith("model.") and key not in there:
+            raise ValueError(f"{path} has no {key.removeprefix('model.')!r}")
+        if isinstance(value, StoredTensor) and shape is not None and shape != value.shape:
+            raise ValueError(f"{key}: the checkpoint has shape {list(shape)}, the model {list(value.shape)}")
+    wanted = {key: value for key, value in state.items() if key in there}
+    groups = _groups(model, optimizer)
+    for number, group in enumerate(groups):
+        for name in [name for name in group if f"optim.param_groups.{number}.{name}" not in there]:
+            del group[name]
+    optimizer.begin_load()
+    nested = _nested(wanted, groups)
+    load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
+    optimizer.apply_settings(nested["optim"]["param_groups"])
+    for p, place in _places(model):
+        small = nested["optim"]["state"].get(place.name, {})
+        if small:
+            has_master = MASTER in small
+            optimizer.end_load(p, {n: v for n, v in small.items() if not isinstance(v, StoredTensor)}, has_master)
