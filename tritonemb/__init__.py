@@ -5,9 +5,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritonemb import compiler, data, interop, nn, optim, server, sharding
+    from tritonemb import compiler, data, interop, nn, offloading, optim, server, sharding
     from tritonemb.jagged import KeyedJaggedTensor
     from tritonemb.nn.fuse import fuse, unfuse
+    from tritonemb.offloading import estimate_offload, gather_parameters, offload
     from tritonemb.ops.registry import check_errors
     from tritonemb.server import AtMost
     from tritonemb.sharding import HybridParallel
@@ -31,9 +32,13 @@ __all__ = [
     "collect_stats",
     "compiler",
     "data",
+    "estimate_offload",
     "fuse",
+    "gather_parameters",
     "interop",
     "nn",
+    "offload",
+    "offloading",
     "optim",
     "plan",
     "server",
@@ -45,6 +50,7 @@ _MODULES = {
     "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training",
     "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
     "collect_stats": "sharding.planner", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
+    "estimate_offload": "offloading", "gather_parameters": "offloading", "offload": "offloading",
 }  # fmt: skip
 
 

@@ -1,7 +1,19 @@
 """Parameters, gradients, activations and optimizer states of dense layers in host memory and on disk (NVMe)."""
 
 from tritonemb.offloading.checkpoint import load_checkpoint, save_checkpoint
-from tritonemb.offloading.offload import gather_parameters, offload
+from tritonemb.offloading.estimate import Machine, OffloadEstimate, OffloadEstimates, estimate_offload
+from tritonemb.offloading.setup import gather_parameters, load_safetensors, offload
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 
-__all__ = ["OffloadedOptimizer", "gather_parameters", "load_checkpoint", "offload", "save_checkpoint"]
+__all__ = [
+    "Machine",
+    "OffloadEstimate",
+    "OffloadEstimates",
+    "OffloadedOptimizer",
+    "estimate_offload",
+    "gather_parameters",
+    "load_checkpoint",
+    "load_safetensors",
+    "offload",
+    "save_checkpoint",
+]

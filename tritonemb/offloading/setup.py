@@ -28,6 +28,7 @@ from tritonemb.offloading.parameters import (
 from tritonemb.offloading.tiers import Arena, TierName, make_tier
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
+from tritonemb.utils import require
 
 PIECE = 4096  # elements; pieces of a parameter begin at multiples of it, which are whole pages
 SUB_GROUP = 16 << 20  # elements that are stepped at once, at most
@@ -285,6 +286,56 @@ def _retire(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []
+
+
+def load_safetensors(
+    model: nn.Module, path: str | os.PathLike[str], strict: bool = True, rename: Callable[[str], str] | None = None
+) -> list[str]:
+    """Load a pretrained model's safetensors into an offloaded model's tiers, tensor by tensor.
+
+    Never more than one tensor is in memory, so a model that is larger than memory can be loaded: make it on "meta",
+    offload it with `init=lambda module: None`, and load it.
+
+    Args:
+        path: a file, or a folder with the shards of a model, as Hugging Face saves it.
+        strict: every parameter must be in the files.
+        rename: the model's name of a tensor in the files.
+
+    Returns:
+        Names in the files that the model has not.
+
+    Raises:
+        ValueError: a parameter is missing, or has another shape; parameters before it are loaded then.
+    """
+    safe_open = require("safetensors", "frameworks").safe_open
+    path = Path(path)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} has no .safetensors files")
+    targets: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    names = {id(target): [name for name, each in targets.items() if each is target] for target in targets.values()}
+    strange, found = [], set[str]()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  # not a mapping
+                name = key if rename is None else rename(key)
+                target = targets.get(name)
+                if target is None:
+                    strange.append(key)
+                    continue
+                values = tensors.get_tensor(key)
+                if values.shape != target.shape:
+                    raise ValueError(f"{file}: {key!r} has shape {list(values.shape)}, the model {list(target.shape)}")
+                with torch.no_grad():
+                    if is_offloaded(target):
+                        source_of(target).write(own_part(values, target).to(target.dtype))
+                    else:
+                        local(target).copy_(own_part(values, target))
+                found.update(names[id(target)])
+    missing = [name for name, _ in model.named_parameters() if name not in found]
+    if strict and missing:
+        raise ValueError(f"{path} has no {missing[:5]}, {len(missing)} in all; strict=False leaves them as they are")
+    return strange
 
 
 @contextmanager
