@@ -13,8 +13,10 @@ import torch
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.planner import calibrate as module
-from tritonemb.sharding.planner.calibrate import CalibrateOptions, Ruler, calibrate, fit, run_calibration
+from tritonemb.sharding.planner.calibrate import Ruler, calibrate, fit
 from tritonemb.sharding.planner.topology import Topology, machine
+from tritonemb.training import plan as command
+from tritonemb.training.plan import CalibrateOptions, run_calibration
 
 SIZES = (1, 2, 4, 8, 30)
 SMALL = {"NUM_ROWS": 100, "LAYER": 8, "WIDTH": 8}
@@ -89,7 +91,7 @@ def test_the_command(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in SMALL.items():
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "calibrate", functools.partial(calibrate, sizes=SIZES, rounds=1))
+    monkeypatch.setattr(command, "calibrate", functools.partial(calibrate, sizes=SIZES, rounds=1))
     text = run_calibration(CalibrateOptions(out=tmp_path / "found.json", allow_busy=True, disk=tmp_path))
     assert text.startswith(f"{machine()}: 1 ranks")
     assert "found.json was written" in text
@@ -104,8 +106,8 @@ def test_the_command(tmp_path, monkeypatch):
 
 def measure_together(rank):
     group = RankGroup.world()
-    slow = Ruler(group, torch.device("cpu"), 3).measure(
-        [1, 2], lambda size: (size, (size, rank)), lambda size: time.sleep(0.01 * size * rank)
+    slow = Ruler(group, torch.device("cpu"), [1, 2], 3).measure(
+        lambda size: (functools.partial(time.sleep, 0.01 * size * rank), size, rank)
     )
     two = [small(), small(group=RankGroup(group.process_group, local_world_size=1))]
     return slow, [found.to_json() for found in two], [sorted(found.spread) for found in two]
@@ -120,7 +122,7 @@ def test_ranks_measure_together(ranks):
     assert all(seconds >= 0.01 * size for seconds, size, _ in slow)
     assert set(links) == LINKS | {"control", "intra", "inter"}
     one, two = Topology.from_json(one_node), Topology.from_json(two_nodes)
-    assert (one.world_size, one.local_size, two.local_size) == (2, 2, 1)
+    assert (one.world_size, one.local_world_size, two.local_world_size) == (2, 2, 1)
     assert (one.inter_bandwidth, one.inter_latency) == (one.intra_bandwidth, one.intra_latency)
     assert "intra" not in two.spread
     assert two.intra_bandwidth == Topology.here(2, 1).intra_bandwidth
