@@ -37,50 +37,45 @@ NUM_TABLES, NUM_ROWS, BAG_SIZE, DIMS, CACHED_DIM = 8, 200_000, 4, (16, 64, 128),
 LAYER, WIDTH = 1024, 512  # of the layer that is measured, and columns that a rank exchanges
 CACHED_BATCHES, TABLE_BATCHES = 2, 6  # of the largest size: rows in a cache, and rows that take turns in it
 ROWS_A_PAGE = 16  # between two of these rows, so that each is read by itself, as from a large table
-WARMUPS = 2
+WARMUPS, ROUNDS = 2, 7
 MOST_VARIATION = 0.3  # of the times of a loop, on a machine that does nothing else
 LEAST_COST = 1e-15  # seconds a byte or an id, where none was found: rates are finite
 STATE_BYTES = 4  # of row-wise Adagrad, a row
-_KEYS = [f"t{number}" for number in range(NUM_TABLES)]
 Point = list[float]  # seconds, and the amounts that they are a sum of costs of
 Operation = Callable[[int], tuple[Any, ...]]  # of a size: what is measured, and its amounts
+_KEYS = [f"t{number}" for number in range(NUM_TABLES)]
 
 
-class Ruler:
-    """Times what all ranks of a group do at once."""
+def measure(group: RankGroup, device: torch.device, *operations: Operation) -> list[Point]:
+    """For each operation and size, the slowest rank's median time of some rounds, and mean amounts.
 
-    def __init__(self, group: RankGroup, device: torch.device, sizes: Sequence[int], rounds: int) -> None:
-        self.group, self.device, self.sizes, self.rounds = group, device, sizes, rounds
+    They take turns, so that what disturbs the machine for a while disturbs them all.
+    """
+    cases = list(itertools.product(operations, SIZES))
+    taken: list[list[tuple[float, ...]]] = [[] for _ in cases]
+    for number in range(WARMUPS + ROUNDS):
+        for (operation, size), of_case in zip(cases, taken, strict=True):
+            run, *amounts = operation(size)
+            group.barrier()
+            seconds = _time(run, device)
+            if number >= WARMUPS:
+                of_case.append((seconds, *amounts))
+    own = [[float(np.median(each[0])), *np.mean(each[1:], axis=1).tolist()] for each in map(np.transpose, taken)]
+    return [max(points) for points in zip(*group.all_gather_object(own), strict=True)]
 
-    def measure(self, *operations: Operation) -> list[Point]:
-        """For each operation and size, the slowest rank's median time, and mean amounts.
 
-        They take turns, so that what disturbs the machine for a while disturbs them all.
-        """
-        cases = list(itertools.product(operations, self.sizes))
-        taken: list[list[tuple[float, ...]]] = [[] for _ in cases]
-        for number in range(WARMUPS + self.rounds):
-            for (operation, size), of_case in zip(cases, taken, strict=True):
-                run, *amounts = operation(size)
-                self.group.barrier()
-                seconds = self._time(run)
-                if number >= WARMUPS:
-                    of_case.append((seconds, *amounts))
-        own = [[float(np.median(each[0])), *np.mean(each[1:], axis=1).tolist()] for each in map(np.transpose, taken)]
-        return [max(points) for points in zip(*self.group.all_gather_object(own), strict=True)]
-
-    def _time(self, run: Callable[[], object]) -> float:
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            run()
-            return time.perf_counter() - begin
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self.device)
-        start.record()
+def _time(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
         run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def fit(points: Sequence[Point]) -> tuple[list[float], float]:
@@ -101,8 +96,8 @@ def fit(points: Sequence[Point]) -> tuple[list[float], float]:
 
 
 def calibrate(
-    *, device: str = "cpu", group: RankGroup | None = None, sizes: Sequence[int] = SIZES,
-    disk_folder: str | Path | None = None, allow_busy: bool = False, rounds: int = 7,
+    *, device: str = "cpu", group: RankGroup | None = None, disk_folder: str | Path | None = None,
+    allow_busy: bool = False,
 ) -> Topology:  # fmt: skip
     """Measure this machine, on all ranks of `group` together; the same on all of them. It takes about a minute.
 
@@ -111,20 +106,13 @@ def calibrate(
     Args:
         device: "cpu", or "cuda" for this rank's current one.
         group: all ranks of the job if not given.
-        sizes: samples of a rank's batches, at least 5, the largest at least 30 times the smallest.
         disk_folder: where a table on disk is measured; the system's temporary folder if not given.
         allow_busy: measure although other processes use the machine, and say so in the topology.
-        rounds: of which each time is the median.
 
     Raises:
-        ValueError: for arguments that do not fit, or a machine that is busy.
+        ValueError: for another device, or a machine that is busy.
         OSError: the folder cannot be used.
     """
-    sizes = sorted(set(sizes))
-    if len(sizes) < 5 or not 30 * sizes[0] <= sizes[-1] or sizes[0] < 1:
-        raise ValueError(f"sizes must be at least 5, positive, the largest 30 times the smallest, got {sizes}")
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device must be 'cpu', or 'cuda' where torch sees a GPU, got {device!r}")
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -134,7 +122,7 @@ def calibrate(
     busy = next(filter(None, group.all_gather_object(_busy(ids, local))), "")
     if busy and not allow_busy:
         raise ValueError(f"the machine is busy: {busy}; end what else runs on it, or allow a busy machine")
-    ruler, rates, spread = Ruler(ids, where, sizes, rounds), dict[str, float](), dict[str, float]()
+    rates, spread, timed = dict[str, float](), dict[str, float](), partial(measure, ids, where)
 
     def keep(link: str, points: Sequence[Point], *names: str) -> list[float]:
         """Fit a line, and keep its rates; its costs."""
@@ -143,7 +131,7 @@ def calibrate(
         rates[f"{link}_latency"] = costs[0]
         return costs
 
-    by_dim = [[ruler.measure(each) for each in _tables(where, dim)] for dim in DIMS]
+    by_dim = [[timed(each) for each in _tables(where, dim)] for dim in DIMS]
     lookups, updates, groupings = (list(itertools.chain(*points)) for points in zip(*by_dim, strict=True))
     keep("lookup", lookups, "lookup_rate", "lookup_bandwidth")
     of_update = keep("update", updates, "id_rate", "update_bandwidth")
@@ -152,22 +140,21 @@ def calibrate(
     rates["id_rate"] = 1 / max(grouping[1] + of_update[1], LEAST_COST)
     rates["lookup_latency"] += rates.pop("id_latency")
     for link in ("host", "disk"):
-        misses = ruler.measure(_misses(where, sizes[-1], link, disk_folder))
-        keep(link, _without(misses, grouping), f"{link}_bandwidth")
+        keep(link, _without(timed(_misses(where, link, disk_folder)), grouping), f"{link}_bandwidth")
     rates["disk_bandwidth"] *= local  # all ranks of a node have used its disk
-    keep("flops", ruler.measure(_layer(where)), "flops")
+    keep("flops", timed(_layer(where)), "flops")
     message = [0.0, 0.0]
     if group.size > 1:
-        message[1] = keep("control", ruler.measure(_messages(ids)), "control_bandwidth")[1]
+        message[1] = keep("control", timed(_messages(ids)), "control_bandwidth")[1]
         rates["control_bandwidth"] *= local if len(nodes) > 1 else 1  # and its network
         members = [[rank for rank in range(group.size) if group.nodes[rank] == node] for node in nodes]
         for link, ranks in (("intra", members), ("inter", list(zip(*members, strict=True)))):
             if len(ranks[0]) > 1:
-                keep(link, ruler.measure(*_outputs(where, group.subgroup(ranks))), f"{link}_bandwidth")
+                keep(link, timed(*_outputs(where, group.subgroup(ranks))), f"{link}_bandwidth")
         if len(nodes) == 1:
             rates |= {f"inter_{what}": rates[f"intra_{what}"] for what in ("bandwidth", "latency")}
             spread["inter"] = spread["intra"]
-    routing = keep("routing", _without(ruler.measure(*_id_exchanges(where, ids)), message), "routing_rate")
+    routing = keep("routing", _without(timed(*_id_exchanges(where, ids)), message), "routing_rate")
     rates["control_latency"] = routing[0]
     found = Topology.here(group.size, local, device).but(
         **{name: rate for name, rate in rates.items() if name not in ("flops_latency", "routing_latency")},
@@ -232,10 +219,10 @@ def _tables(device: torch.device, dim: int) -> Sequence[Operation]:
     return look_up, update, group
 
 
-def _misses(device: torch.device, largest: int, placement: str, folder: str | Path | None) -> Operation:
+def _misses(device: torch.device, placement: str, folder: str | Path | None) -> Operation:
     """Prefetches of rows that are in no slot, each of which evicts one that was updated: bytes, ids."""
-    rows, place, held = TABLE_BATCHES * largest, 0, list[Any]()
-    cache = CacheConfig(rows=CACHED_BATCHES * largest, folder=folder)
+    rows, place, held = TABLE_BATCHES * SIZES[-1], 0, list[Any]()
+    cache = CacheConfig(rows=CACHED_BATCHES * SIZES[-1], folder=folder)
     tables = _table_set(device, CACHED_DIM, rows * ROWS_A_PAGE, placement=placement, cache=cache)
     order = torch.randperm(rows) * ROWS_A_PAGE
 
@@ -250,7 +237,7 @@ def _misses(device: torch.device, largest: int, placement: str, folder: str | Pa
         return lambda: held.append(tables.group(batch)), 2 * (CACHED_DIM * 4 + STATE_BYTES) * len(ids), len(ids)
 
     for _ in range(TABLE_BATCHES):  # every row has been updated once, and written
-        prefetch(largest)[0]()
+        prefetch(SIZES[-1])[0]()
     return prefetch
 
 

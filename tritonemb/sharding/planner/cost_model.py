@@ -75,20 +75,15 @@ class Costs(NamedTuple):
     server: Array  # a rank's part of what all servers have of the table
 
 
-class Dense(NamedTuple):
-    """The layers beside the tables: parameters on each rank, and bytes of activations at their peak."""
-
-    parameters: int = 0
-    activation_bytes: float = 0
-
-
 class Prediction(NamedTuple):
-    """Of a plan: seconds `[ranks, stages]`, bytes `[ranks]` or `[nodes]` by tier, of servers in all, and a step's time.
+    """Of a plan: seconds `[ranks, stages]`, and of each table on all ranks `[tables]`; bytes `[ranks]` or `[nodes]` by
+    tier, of servers in all; and a step's time.
 
-    `load` is the largest sum of a rank's stages, `fixed` the latencies that every plan with these exchanges has.
+    `load` is the largest sum of a rank's stages, `fixed` are latencies, `dense` is the time of the other layers.
     """
 
     seconds: Array
+    by_table: Array
     hbm: Array
     host: Array
     disk: Array
@@ -115,7 +110,7 @@ class CostModel:
         stats: by table; one id a sample and feature, uniform, for those that are not there.
         exchange: codecs of the output exchange.
         copies: of the tables.
-        dense: the other layers.
+        dense_parameters: of the other layers, on each rank.
 
     Raises:
         ValueError: there are statistics of another table.
@@ -128,7 +123,7 @@ class CostModel:
     stats: Mapping[str, TableStats] = field(default_factory=dict)
     exchange: ExchangePrecision = field(default_factory=ExchangePrecision)
     copies: int = 1
-    dense: Dense = field(default_factory=Dense)
+    dense_parameters: int = 0
 
     def __post_init__(self) -> None:
         tables, names, job = self.tables, [table.name for table in self.tables], self.topology.world_size
@@ -261,7 +256,7 @@ class CostModel:
         vectors = np.where(self.unpooled, self.ids, self.batch_size * self.features) * self.dims
         batches = PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum()
         batches += RUNTIME_BYTES if self.topology.world_size > 1 else 0
-        return float(batches) + DENSE_BYTES * self.dense.parameters + self.dense.activation_bytes
+        return float(batches) + DENSE_BYTES * self.dense_parameters
 
     def pieces(self, plan: ShardingPlan) -> tuple[Pieces, Array]:
         """All shards of a plan, and the rank of each."""
@@ -310,7 +305,8 @@ class CostModel:
         seconds[:, IDS] += sum(shared.tolist())
         host, disk = (np.bincount(rank // self.local, each, self.nodes) for each in (costs.host, costs.disk))
         fixed = self._latencies(set(at.scheme[at.placement != SERVER].tolist()), set(at.placement.tolist()))
-        return Prediction(seconds, hbm, host, disk, float(costs.server.sum()), fixed, self._dense_seconds())
+        by_table = np.bincount(at.table, costs.seconds.sum(1), len(self.tables))
+        return Prediction(seconds, by_table, hbm, host, disk, float(costs.server.sum()), fixed, self._dense_seconds())
 
     def _latencies(self, schemes: set[int], placements: set[int]) -> float:
         """Of a step with these exchanges and tiers."""
@@ -328,7 +324,7 @@ class CostModel:
 
     def _dense_seconds(self) -> float:
         """Forward and backward of the other layers, and the exchange of their gradients."""
-        top, parameters = self.topology, self.dense.parameters
+        top, parameters = self.topology, self.dense_parameters
         bandwidth = top.intra_bandwidth  # between nodes a ring has all cards of a node
         if top.nodes > 1:
             bandwidth = min(bandwidth, top.inter_bandwidth * top.local_world_size)

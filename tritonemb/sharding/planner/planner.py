@@ -17,9 +17,9 @@ from tritonemb.kernels.cpu.plan_search import Problem, place_greedily
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
-from tritonemb.sharding.planner.cost_model import CostModel, Dense
+from tritonemb.sharding.planner.cost_model import CostModel
 from tritonemb.sharding.planner.options import Constraint, Option, PlanError, make_problem, places_in
-from tritonemb.sharding.planner.report import PlanReport
+from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Solution, relax, solve, totals
 from tritonemb.sharding.planner.statistics import TableStats, tables_in
 from tritonemb.sharding.planner.topology import Topology, amount
@@ -37,13 +37,12 @@ def plan(
     global_batch_size: int | None = None, optimizer: Optimizer | None = None,
     stats: Mapping[str, TableStats] | None = None, constraints: Mapping[str, Constraint] | None = None,
     previous: ShardingPlan | None = None, exchange: ExchangePrecision | None = None, copies: int | None = 1,
-    activation_bytes: float = 0.0, dense_parameters: int | None = None,
+    dense_parameters: int | None = None,
 ) -> ShardingPlan:  # fmt: skip
     """Place tables on the ranks of a cluster: sharding, tier, rows to cache. The same arguments give the same plan.
 
     Args:
-        tables: or a model, whose embedding collections have them; then the other layers are counted, too, and the
-            optimizer is that of its collections.
+        tables: or a model, whose embedding collections have them, and the optimizer; then its other layers count.
         topology: what the job runs on.
         batch_size: samples of a rank; or `global_batch_size`, of all.
         optimizer: of the tables, for its states; row-wise Adagrad if not given.
@@ -52,7 +51,6 @@ def plan(
         previous: a plan in use: shards stay where they are unless that costs more than 2 % of the time.
         exchange: codecs of the output exchange.
         copies: of the tables, each on a part of the nodes; None tries all numbers.
-        activation_bytes: of the other layers, at their peak, on each rank.
         dense_parameters: of the other layers, where no model is given.
 
     Returns:
@@ -66,22 +64,19 @@ def plan(
     if (batch_size is None) == (global_batch_size is None):
         raise ValueError("give batch_size, the samples of a rank, or global_batch_size, those of all ranks")
     if batch_size is None:
-        size = -(-checked_size("global_batch_size", global_batch_size) // topology.world_size)
-    else:
-        size = checked_size("batch_size", batch_size)
+        batch_size = -(-checked_size("global_batch_size", global_batch_size) // topology.world_size)
     if dense_parameters is None:
         parameters = {id(each): each.numel() for each in tables.parameters()} if isinstance(tables, nn.Module) else {}
         own = {id(each) for collection in collections for each in collection.parameters()}
         dense_parameters = sum(size for each, size in parameters.items() if each not in own)
     optimizer = optimizer or next((each.optimizer for each in collections if each.optimizer), RowWiseAdagrad())
-    dense = Dense(dense_parameters, activation_bytes)
-    options = optimizer, stats or {}, exchange or ExchangePrecision()
     bound = _bound_constraints(configs, constraints or {}, topology)
+    size, exchange = checked_size("batch_size", batch_size), exchange or ExchangePrecision()
+    model = CostModel(configs, topology, size, optimizer, stats or {}, exchange, dense_parameters=dense_parameters)
     found, failures = list[tuple[ShardingPlan, PlanReport]](), list[PlanError]()
     for number in _numbers_of_copies(copies, topology, configs, previous):
-        model = CostModel(configs, topology, size, *options, number, dense)
         try:
-            found.append(_plan(model, bound, previous if previous and previous.copies == number else None))
+            found.append(_plan(replace(model, copies=number), bound, previous))
         except PlanError as error:
             failures.append(error)
     if not found:
@@ -90,6 +85,7 @@ def plan(
 
 
 def _plan(model: CostModel, bound: list[Constraint], previous: ShardingPlan | None) -> tuple[ShardingPlan, PlanReport]:
+    previous = previous if previous is not None and previous.copies == model.copies else None
     try:
         options, problem = make_problem(model, bound, previous)
         solution = solve(problem)
@@ -101,23 +97,25 @@ def _plan(model: CostModel, bound: list[Constraint], previous: ShardingPlan | No
         solution = _stay(model, options, problem, solution, previous)
     shardings: dict[str, Sharding] = {}
     placements: dict[str, TablePlacement] = {}
-    chosen: list[tuple[Option, Option | None, float]] = []
-    for number, table in enumerate(model.tables):
-        at, first, of_table = int(solution.chosen[number]), int(problem.table_options[number]), options[number]
+    picked: list[tuple[Option, Option | None, float]] = []
+    firsts = problem.table_options[:-1].tolist()
+    for table, of_table, first, at in zip(model.tables, options, firsts, solution.chosen.tolist(), strict=True):
         option, cost = of_table[at - first], solution.cost[first : first + len(of_table)]
         if option.kind == "server":
             shardings[table.name] = RowWise() if rows_to_shard(table) >= model.ranks > 1 else TableWise(0)
         else:
             shardings[table.name] = option.sharding(solution.where[slice(*problem.option_units[at : at + 2])].tolist())
         placements[table.name] = TablePlacement(option.placement, option.cached or None, option.host_rows or None)
-        # The best option of another type or tier, and by how much the load is larger with it.
         mine = option.kind, option.blocks, option.placement
         others = [n for n, each in enumerate(of_table) if (each.kind, each.blocks, each.placement) != mine]
         best = min(others, key=cost.__getitem__, default=None)
-        extra = 0.0 if best is None else float(cost[best] - cost[at - first])
-        chosen.append((option, None if best is None else of_table[best], extra))
+        runner_up = (None, 0.0) if best is None else (of_table[best], float(cost[best] - cost[at - first]))
+        picked.append((option, *runner_up))
     made = ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
-    report = PlanReport.make(model, made, solution, chosen)
+    prediction = model.predict(made)
+    found = zip(model.tables, picked, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
+    tables = tuple(TableReport(table, option, *numbers, *others) for table, (option, *others), *numbers in found)
+    report = PlanReport(model, tables, prediction, solution.bound, max(solution.greedy, prediction.load))
     return replace(made, report=report), report
 
 
@@ -287,11 +285,10 @@ def plan_job(
         return replace(made, tables={**made.tables, **there.tables}, placements={})
 
     own: ShardingPlan | Exception | None = None
-    if group.rank == 0:
-        try:
-            own = make()
-        except Exception as error:  # raised on every rank, below
-            own = error
+    try:
+        own = make() if group.rank == 0 else None
+    except Exception as error:  # raised on every rank, below
+        own = error
     # Its report stays with rank 0: an `init` of a table's need not be picklable.
     chosen = group.all_gather_object(replace(own, report=None) if isinstance(own, ShardingPlan) else own)[0]
     if isinstance(chosen, Exception):

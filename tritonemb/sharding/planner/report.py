@@ -1,12 +1,10 @@
 """What `te.plan` knows of a plan: why each table is where it is, times and memory by rank, what another plan moves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +12,10 @@ from numpy.typing import NDArray
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.planner.cost_model import STAGES, CostModel, Prediction
+from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.planner.topology import Topology, amount
 from tritonemb.types import TableConfig
-
-if TYPE_CHECKING:
-    from tritonemb.sharding.planner.options import Option
-    from tritonemb.sharding.planner.search import Solution
 
 Array = NDArray[Any]
 SHOWN = 40  # tables, those that cost most
@@ -86,26 +81,12 @@ class PlanReport:
     model: CostModel
     tables: tuple[TableReport, ...]
     prediction: Prediction
-    load: float
     bound: float
     greedy: float
 
-    @classmethod
-    def make(
-        cls, model: CostModel, plan: ShardingPlan, solution: Solution,
-        options: Sequence[tuple[Option, Option | None, float]],
-    ) -> PlanReport:  # fmt: skip
-        """Of a plan, and of each table its option, the next best, and by how much that is worse."""
-        at, _ = model.pieces(plan)
-        seconds = np.bincount(at.table, model.costs(at).seconds.sum(1), len(model.tables)).tolist()
-        tables = tuple(
-            TableReport(table, option, time, size, other, extra)
-            for table, (option, other, extra), time, size in zip(
-                model.tables, options, seconds, model.sizes.tolist(), strict=True
-            )
-        )
-        prediction = model.predict(plan)
-        return cls(model, tables, prediction, prediction.load, solution.bound, max(solution.greedy, prediction.load))
+    @property
+    def load(self) -> float:
+        return self.prediction.load
 
     @property
     def gap(self) -> float:
@@ -178,7 +159,7 @@ class PlanReport:
         if name not in numbers:
             raise ValueError(f"the plan has no table {name!r}; it has {sorted(numbers)[:20]}")
         each, distinct = self.tables[numbers[name]], self.model.distinct[numbers[name]]
-        part = 100 * each.seconds / (sum(each.seconds for each in self.tables) or 1.0)
+        part = 100 * each.seconds / (sum(other.seconds for other in self.tables) or 1.0)
         lines = [
             f"{name}: {_words(each.option)}, {amount(each.size)} with its states",
             f"  use: {self.model.stats[name].pooling_factor:.3g} ids a sample, {distinct:,.0f} distinct a step",
@@ -240,7 +221,7 @@ class PlanReport:
         head, tables = str(self).split("\n\n")
         return (
             '<!doctype html><meta charset="utf-8"><title>Sharding plan</title>'
-            "<style>body{font:14px sans-serif;margin:2em}pre{overflow-x:auto}svg{max-width:100%}</style>"
+            "<style>body{font:14px sans-serif;margin:2em}pre{overflow-x:auto}</style>"
             f"<h1>Sharding plan</h1><pre>{escape(head)}</pre><h2>Time</h2>{time}<h2>Memory</h2>{memory}"
             f"<h2>Tables</h2><pre>{escape(tables)}</pre>\n"
         )
@@ -297,24 +278,13 @@ def _overlap(*shards: Shard) -> int:
 
 
 def _bars(values: Array, names: Sequence[str], title: str) -> str:
-    """Stacked bars, one a row of `values [ranks, names]`, as SVG."""
-    top, width, height = max(float(values.sum(1).max()), 1e-12), max(480, min(1200, 14 * len(values))), 220
-    step, floor = width / len(values), height + 10
-
-    def box(x: float, y: float, wide: float, high: float, number: int, hint: str = "") -> str:
-        shape = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill="{_COLORS[number]}"'
-        return f"<rect {shape}><title>{hint}</title></rect>"
-
-    def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" font-size="11">{escape(words)}</text>'
-
-    parts = [f'<svg viewBox="0 0 {width + 60} {height + 60}" width="{width + 60}" role="img">']
-    ends = np.cumsum(values, axis=1)
-    for rank, number in np.argwhere(values > 0).tolist():
-        size, end = values[rank, number] / top * height, ends[rank, number] / top * height
-        hint = f"rank {rank}: {names[number]} {values[rank, number]:.4g}"
-        parts.append(box(50 + rank * step, floor - end, max(step * 0.9, 0.5), size, number, hint))
-    parts += [text(45, floor + 4 - part * height, f"{part * top:.3g}", "end") for part in (0, 0.5, 1)]
-    for at, number in enumerate(np.flatnonzero(values.any(0)).tolist()):
-        parts += [box(50 + at * 110, floor + 22, 10, 10, number), text(64 + at * 110, floor + 31, names[number])]
-    return "".join([*parts, text(50, floor + 15, title), "</svg>"])
+    """Stacked bars, one a row of `values [ranks, names]`, as SVG, below what their colors mean."""
+    top, ends = max(float(values.sum(1).max()), 1e-12), np.cumsum(values, axis=1)
+    colors = [f'<b style="color:{_COLORS[n]}">{names[n]}</b>' for n in np.flatnonzero(values.any(0)).tolist()]
+    bars = [
+        f'<rect x="{rank}" y="{top - ends[rank, n]:.6g}" width="0.9" height="{value:.6g}" fill="{_COLORS[n]}">'
+        f"<title>rank {rank}: {names[n]} {value:.4g}</title></rect>"
+        for (rank, n), value in np.ndenumerate(values) if value > 0
+    ]  # fmt: skip
+    box = f'viewBox="0 0 {len(values)} {top:.6g}" preserveAspectRatio="none" width="100%" height="220"'
+    return f"<p>{title}, at most {top:.3g}: {', '.join(colors)}</p><svg {box}>{''.join(bars)}</svg>"
