@@ -110,10 +110,10 @@ def test_misses_of_a_cache_with_the_hottest_rows(zipf):
 def test_memory_is_bounded(zipf, monkeypatch):
     batches, _, exact = zipf
     monkeypatch.setattr(statistics, "MOST_IDS", 4096)
-    counts, most = statistics._Counts(table()), 0
+    counts, most = statistics._Counts(["f"], "t", ROWS), 0
     for ids in batches:
         counts.add({"f": (len(ids), ids)}, "")
-        most = max(most, len(counts.ids) + sum(len(each) for each, _ in counts.waiting))
+        most = max(most, len(counts.ids))
     stats = counts.stats()
     assert most <= 4096 + 1024 + 4096  # with a batch
     assert len(counts.ids) <= 4096

@@ -76,22 +76,16 @@ class TableWise(Sharding):
 
 @dataclass(frozen=True)
 class RowWise(Sharding):
-    """Blocks of rows on several ranks, all of ceil(rows / ranks) but the last ones.
-
-    Args:
-        ranks: with a block each, in order; all if not given.
-    """
+    """A block of rows on each of several ranks, or of all; all of ceil(rows / ranks) rows but the last ones."""
 
     ranks: Ranks | None = None
 
 
 @dataclass(frozen=True)
 class ColumnWise(Sharding):
-    """Blocks of columns, each on a rank; a rank may have several.
+    """Blocks of columns, each on one of `ranks`, or of all; a rank may have several.
 
-    Args:
-        ranks: of the blocks, in order; all if not given.
-        columns: widths of the blocks; if not given, as equal as multiples of 8 (or, of few columns, any widths) can be.
+    `columns` are their widths; if not given, as equal as multiples of 8 (or, of few columns, any widths) can be.
     """
 
     ranks: Ranks | None = None
@@ -115,12 +109,7 @@ class TableColumnWise(Sharding):
 
 @dataclass(frozen=True)
 class Grid(Sharding):
-    """Blocks of columns on several nodes, and each of them by rows over its node's ranks.
-
-    Args:
-        nodes: of the column blocks, in order; all if not given.
-        columns: as in `ColumnWise`.
-    """
+    """Blocks of columns on several nodes, or all, each by rows over its node's ranks; `columns` as in `ColumnWise`."""
 
     nodes: Ranks | None = None
     columns: Sequence[int] | None = None

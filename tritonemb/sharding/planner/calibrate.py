@@ -51,31 +51,21 @@ def measure(group: RankGroup, device: torch.device, *operations: Operation) -> l
 
     They take turns, so that what disturbs the machine for a while disturbs them all.
     """
+    wait_for_device = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     cases = list(itertools.product(operations, SIZES))
     taken: list[list[tuple[float, ...]]] = [[] for _ in cases]
-    for number in range(WARMUPS + ROUNDS):
+    for _ in range(WARMUPS + ROUNDS):
         for (operation, size), of_case in zip(cases, taken, strict=True):
             run, *amounts = operation(size)
             group.barrier()
-            seconds = _time(run, device)
-            if number >= WARMUPS:
-                of_case.append((seconds, *amounts))
-    own = [[float(np.median(each[0])), *np.mean(each[1:], axis=1).tolist()] for each in map(np.transpose, taken)]
+            wait_for_device()
+            begin = time.perf_counter()
+            run()
+            wait_for_device()
+            of_case.append((time.perf_counter() - begin, *amounts))
+    counted = [np.transpose(of_case[WARMUPS:]) for of_case in taken]
+    own = [[float(np.median(each[0])), *np.mean(each[1:], axis=1).tolist()] for each in counted]
     return [max(points) for points in zip(*group.all_gather_object(own), strict=True)]
-
-
-def _time(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def fit(points: Sequence[Point]) -> tuple[list[float], float]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import DataParallel, Grid, Sharding, ShardingPlan, TableRowWise
+from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
 from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.types import TableConfig
@@ -191,7 +191,10 @@ class CostModel:
         seconds[:, GROUPING] = ids / top.id_rate
         seconds[:, LOOKUP] = ids / top.lookup_rate + (ids * w * e + bags * w * 4) / top.lookup_bandwidth
         seconds[:, UPDATE] = (ids * w * 4 + everywhere * 2 * record) / top.update_bandwidth
-        seconds[:, REPLICATED] = np.where(copies > 1, self._gathered(gathered, distinct, w, replicated), 0)
+        outside = (top.nodes > 1) & (replicated | (self.copies > 1))
+        wire = (gathered - distinct) * (8 + 4 * w) / np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
+        added = GATHERED_IDS * gathered / top.id_rate
+        seconds[:, REPLICATED] = np.where(copies > 1, wire + added + gathered * w * 4 / top.update_bandwidth, 0)
         if self.optimizer.reads_whole_rows:
             cut = self._sent(distinct * 4 * (at.blocks - 1), False) + WHOLE_ROW_IDS * distinct / top.id_rate
             seconds[:, REPLICATED] += np.where(at.blocks > 1, cut, 0)
@@ -231,13 +234,6 @@ class CostModel:
         summed = summed + sent / local * (self.nodes - 1) / self.nodes / top.inter_bandwidth
         return np.where(hierarchical, summed, direct)
 
-    def _gathered(self, gathered: Array, own: Array, width: Array, everywhere: Array) -> Array:
-        """Seconds in which replicas get each other's rows and gradients, and add them."""
-        top, record = self.topology, 8 + 4 * width
-        outside = (top.nodes > 1) & (everywhere | (self.copies > 1))
-        wire = (gathered - own) * record / np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
-        return wire + GATHERED_IDS * gathered / top.id_rate + gathered * width * 4 / top.update_bandwidth
-
     def _missed(self, table: Array, share: Array) -> Array:
         """Distinct rows of a batch that are not cached, where this share of a table's rows is."""
         upper = np.clip(np.searchsorted(CACHED, share, side="left"), 1, len(CACHED) - 1)
@@ -268,8 +264,10 @@ class CostModel:
                 piece = (number, 1.0, whole, table.embedding_dim, 1, REPLICAS, SERVER, 0, 0)
                 found += [(rank, *piece) for rank in range(self.ranks)]
                 continue
-            blocks = len({shard.first_column for shard in shards})
-            scheme = self.scheme(plan.tables[table.name], table)
+            blocks, sharding = len({shard.first_column for shard in shards}), plan.tables[table.name]
+            scheme = REPLICAS if isinstance(sharding, DataParallel) else DIRECT
+            if isinstance(sharding, TableRowWise | Grid) and table.pooling != "none" and self.nodes > 1:
+                scheme = HIERARCHICAL
             for shard in shards:
                 first, rows = whole * shard.first_row / parts, whole * shard.num_rows / parts
                 share = rows / whole if table.is_dynamic else self.stats[table.name].share(first, rows, whole)
@@ -279,13 +277,6 @@ class CostModel:
                 found.append((shard.rank, *piece))
         rank, *pieces = (np.array(column) for column in zip(*found, strict=True))
         return Pieces(*pieces), rank
-
-    def scheme(self, sharding: Sharding, table: TableConfig) -> int:
-        """How the vectors of a table are exchanged."""
-        if isinstance(sharding, DataParallel):
-            return REPLICAS
-        inside = isinstance(sharding, TableRowWise | Grid) and table.pooling != "none" and self.nodes > 1
-        return HIERARCHICAL if inside else DIRECT
 
     def predict(self, plan: ShardingPlan) -> Prediction:
         """Time and memory of a plan's ranks, and a step's time. ValueError if the plan is for other ranks or tables."""
@@ -305,8 +296,14 @@ class CostModel:
         seconds[:, IDS] += sum(shared.tolist())
         host, disk = (np.bincount(rank // self.local, each, self.nodes) for each in (costs.host, costs.disk))
         fixed = self._latencies(set(at.scheme[at.placement != SERVER].tolist()), set(at.placement.tolist()))
+        top, parameters = self.topology, self.dense_parameters
+        ring = top.intra_bandwidth  # of the other layers' gradients: between nodes it has all cards of a node
+        if top.nodes > 1:
+            ring = min(ring, top.inter_bandwidth * top.local_world_size)
+        part = 2 * (top.world_size - 1) / top.world_size
+        dense = 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / ring
         by_table = np.bincount(at.table, costs.seconds.sum(1), len(self.tables))
-        return Prediction(seconds, by_table, hbm, host, disk, float(costs.server.sum()), fixed, self._dense_seconds())
+        return Prediction(seconds, by_table, hbm, host, disk, float(costs.server.sum()), fixed, dense)
 
     def _latencies(self, schemes: set[int], placements: set[int]) -> float:
         """Of a step with these exchanges and tiers."""
@@ -321,12 +318,3 @@ class CostModel:
             seconds += 2 * across
         seconds += top.host_latency if placements & {HOST, DISK} else 0
         return seconds + (top.disk_latency if DISK in placements else 0)
-
-    def _dense_seconds(self) -> float:
-        """Forward and backward of the other layers, and the exchange of their gradients."""
-        top, parameters = self.topology, self.dense_parameters
-        bandwidth = top.intra_bandwidth  # between nodes a ring has all cards of a node
-        if top.nodes > 1:
-            bandwidth = min(bandwidth, top.inter_bandwidth * top.local_world_size)
-        part = 2 * (top.world_size - 1) / top.world_size
-        return 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / bandwidth

@@ -69,6 +69,10 @@ class Option(NamedTuple):
     cached: int
     host_rows: int
 
+    def __str__(self) -> str:
+        parts = [f"{n} {what}" for n, what in ((self.blocks, "columns"), (self.owners, "rows")) if n > 1]
+        return self.kind.replace("_", "-") + (f" ({' x '.join(parts)})" if parts else "")
+
     def sharding(self, places: Sequence[int]) -> Sharding:
         """With its units on these ranks or nodes."""
         kind: Any = SHARDINGS[self.kind]

@@ -23,9 +23,9 @@ DRIFT = 0.1  # of the mean load, by which the slowest rank may be slower than pl
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 
 
-def duration(seconds: float) -> str:
-    """Milliseconds, or microseconds below one."""
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+def duration(seconds: float, sign: str = "") -> str:
+    """Milliseconds, or microseconds below one; with a plus, too, where `sign` is one."""
+    return f"{1e3 * seconds:{sign}.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:{sign}.3g} us"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class PlanReport:
 
     def summary(self) -> str:
         """Two lines: what was chosen, and what it costs."""
-        counts = Counter(f"{_kind(each.option)} on {each.option.placement}" for each in self.tables)
+        counts = Counter(f"{each.option.kind.replace('_', '-')} on {each.option.placement}" for each in self.tables)
         chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         hbm, top = float(self.prediction.hbm.max()), self.model.topology
         return (
@@ -142,11 +142,11 @@ class PlanReport:
             ("rows", lambda each: f"{each.table.num_embeddings or each.table.capacity:,}"),
             ("dim", lambda each: str(each.table.embedding_dim)),
             ("size", lambda each: amount(each.size)),
-            ("sharding", lambda each: _type(each.option)),
+            ("sharding", lambda each: str(each.option)),
             ("tier", lambda each: each.option.placement),
             ("cached a rank", lambda each: f"{each.option.cached:,}" if each.option.cached else ""),
             ("time, all ranks", lambda each: duration(each.seconds)),
-            ("next best", lambda each: f"{_words(each.runner_up)}, {_more(each.extra)}" if each.runner_up else ""),
+            ("next best", lambda each: f"{_on(each.runner_up)}, {duration(each.extra, '+')}" if each.runner_up else ""),
         ]
         shown = sorted(self.tables, key=lambda each: -each.seconds)[:SHOWN]
         cells = [[name, *map(cell, shown)] for name, cell in columns]
@@ -161,7 +161,7 @@ class PlanReport:
         each, distinct = self.tables[numbers[name]], self.model.distinct[numbers[name]]
         part = 100 * each.seconds / (sum(other.seconds for other in self.tables) or 1.0)
         lines = [
-            f"{name}: {_words(each.option)}, {amount(each.size)} with its states",
+            f"{name}: {_on(each.option)}, {amount(each.size)} with its states",
             f"  use: {self.model.stats[name].pooling_factor:.3g} ids a sample, {distinct:,.0f} distinct a step",
             f"  time: {duration(each.seconds)} over all ranks, {part:.1f} % of all tables'",
         ]
@@ -170,10 +170,10 @@ class PlanReport:
         if each.runner_up is None:
             lines.append("  no other option is better in anything")
         elif each.extra >= 0:
-            lines.append(f"  next best: {_words(each.runner_up)}; the slowest rank would take {_more(each.extra)}")
+            lines.append(f"  next best: {_on(each.runner_up)}; the slowest rank would take {duration(each.extra, '+')}")
         else:
             lines.append(
-                f"  {_words(each.runner_up)} alone would be faster by {duration(-each.extra)}, but does not pack: "
+                f"  {_on(each.runner_up)} alone would be faster by {duration(-each.extra)}, but does not pack: "
                 "parts are whole, and budgets are used up"
             )
         return "\n".join(lines)
@@ -241,21 +241,8 @@ def _imbalance(seen: Prediction) -> float:
     return seen.load / mean if mean else 1.0
 
 
-def _kind(option: Option) -> str:
-    return option.kind.replace("_", "-")
-
-
-def _type(option: Option) -> str:
-    parts = [f"{n} {what}" for n, what in ((option.blocks, "columns"), (option.owners, "rows")) if n > 1]
-    return _kind(option) + (f" ({' x '.join(parts)})" if parts else "")
-
-
-def _words(option: Option) -> str:
-    return f"{_type(option)} on {option.placement}"
-
-
-def _more(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
+def _on(option: Option) -> str:
+    return f"{option} on {option.placement}"
 
 
 def _moved(before: Sequence[Shard], after: Sequence[Shard], rows: int) -> float:

@@ -1,7 +1,7 @@
 """`TableStats`: how the rows of a table are used; `collect_stats` counts it in batches, in bounded memory."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import chain, islice, pairwise
@@ -120,7 +120,8 @@ def collect_stats(
     """
     if num_batches is not None and num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, got {num_batches}")
-    counts = {} if tables is None else {table.name: _Counts(table) for table in tables_in(tables)[1]}
+    configs = [] if tables is None else tables_in(tables)[1]
+    counts = {each.name: _Counts(each.feature_names, each.name, each.num_embeddings or 0) for each in configs}
     opened = data.open("train", BATCH_SIZE, shuffle=True) if callable(getattr(data, "open", None)) else None
     if opened is None and (not isinstance(data, Iterable) or isinstance(data, Mapping | str)):
         raise TypeError(f"data must be batches, say a list of them, or a data set, got {type(data).__name__}")
@@ -129,7 +130,7 @@ def collect_stats(
         for number, batch in enumerate(islice(batches, num_batches), 1):
             found = _ids_by_key(batch, f"batch {number}")
             for key in found if tables is None else ():
-                counts.setdefault(key, _Counts(None, (key,)))
+                counts.setdefault(key, _Counts([key]))
             for count in counts.values():
                 count.add(found, f"batch {number}")
     if not number:
@@ -184,22 +185,19 @@ def _ids_by_key(batch: Any, where: str) -> dict[str, tuple[int, Array]]:
 
 
 class _Counts:
-    """How often each id of a table comes; without a config, of a key whose ids are any.
+    """How often each id of a table comes; without a table, of a key whose ids are any.
 
     When there are too many, the hottest quarter stays, and those whose hash is below a threshold, which halves. The
     weight of an id is how many ids it stands for: one over the threshold, but for the hottest what it was before.
     """
 
-    def __init__(self, config: TableConfig | None, features: tuple[str, ...] = ()) -> None:
-        self.table, self.num_rows, self.features = "", 0, features  # no rows: any id is one
-        if config is not None:
-            self.table, self.num_rows, self.features = config.name, config.num_embeddings or 0, config.feature_names
-        self.samples = self.total = self.squares = self.distinct = self.num_waiting = self.halvings = 0
+    def __init__(self, features: Sequence[str], table: str = "", num_rows: int = 0) -> None:
+        self.features, self.table, self.num_rows = features, table, num_rows  # no rows: any id is one
+        self.samples = self.total = self.squares = self.distinct = self.halvings = self.merged = 0
         self.by_range = np.zeros(min(RANGES, self.num_rows), dtype=np.int64)
-        self.ids: Array = np.zeros(0, np.int64)
+        self.ids: Array = np.zeros(0, np.int64)  # the first `merged` are distinct
         self.counts: Array = np.zeros(0)
         self.weights: Array = np.zeros(0)
-        self.waiting: list[tuple[Array, Array]] = []
 
     def add(self, found: Mapping[str, tuple[int, Array]], where: str) -> None:
         """Count a batch."""
@@ -210,14 +208,14 @@ class _Counts:
                 f"{where} lacks feature {missing[0]!r}, which table {self.table!r} looks up; it has the keys "
                 f"{sorted(found)}"
             )
-        for feature in self.features:
-            ids = found[feature][1]
-            if self.num_rows and len(bad := ids[(ids < 0) | (ids >= self.num_rows)]):
+        parts = [found[feature][1] for feature in self.features]
+        for feature, ids in zip(self.features if self.num_rows else (), parts, strict=False):
+            if len(bad := ids[(ids < 0) | (ids >= self.num_rows)]):
                 raise ValueError(
                     f"{where}: feature {feature!r} has the id {bad[0]}, and table {self.table!r} {self.num_rows} rows; "
                     f"ids must lie in [0, {self.num_rows})"
                 )
-        ids = np.concatenate([found[feature][1] for feature in self.features])
+        ids = np.concatenate(parts)
         self.samples, self.total = self.samples + found[self.features[0]][0], self.total + len(ids)
         if self.num_rows:
             self.by_range += np.bincount(ids * len(self.by_range) // self.num_rows, minlength=len(self.by_range))
@@ -226,9 +224,9 @@ class _Counts:
         if self.halvings:
             stay = self._sampled(own) | np.isin(own, self.ids)
             own, counts = own[stay], counts[stay]
-        self.waiting.append((own, counts))
-        self.num_waiting += len(own)
-        if self.num_waiting > MOST_IDS // 4:
+        self.ids, self.counts = np.append(self.ids, own), np.append(self.counts, counts)
+        self.weights = np.append(self.weights, np.full(len(own), 2.0**self.halvings))
+        if len(self.ids) - self.merged > MOST_IDS // 4:
             self._merge()
 
     def _sampled(self, ids: Array) -> Array:
@@ -236,12 +234,8 @@ class _Counts:
         return np.asarray(hashes < np.uint64(2 ** (64 - self.halvings)))
 
     def _merge(self) -> None:
-        ids = np.concatenate([self.ids, *(each for each, _ in self.waiting)])
-        counts = np.concatenate([self.counts, *(each for _, each in self.waiting)])
-        weights = np.append(self.weights, np.full(len(ids) - len(self.ids), 2.0**self.halvings))
-        self.ids, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        self.counts, self.weights = np.bincount(inverse, counts), weights[first]
-        self.waiting, self.num_waiting = [], 0
+        self.ids, first, inverse = np.unique(self.ids, return_index=True, return_inverse=True)
+        self.counts, self.weights = np.bincount(inverse, self.counts), self.weights[first]
         while len(self.ids) > MOST_IDS:
             self.halvings += 1
             stay, hottest = self._sampled(self.ids), np.argpartition(self.counts, -(MOST_IDS // 4))[-(MOST_IDS // 4) :]
@@ -249,6 +243,7 @@ class _Counts:
             self.weights[:] = 2.0**self.halvings
             self.weights[hottest], stay[hottest] = kept, True
             self.ids, self.counts, self.weights = self.ids[stay], self.counts[stay], self.weights[stay]
+        self.merged = len(self.ids)
 
     def stats(self) -> TableStats:
         """What was counted."""

@@ -22,9 +22,8 @@ class Topology(JsonFile):
         world_size: ranks.
         local_world_size: ranks of a node; all if not given. It divides `world_size`.
         hbm, host, disk: memory for tables: of a rank's device, of a node's host, and of its disks.
-        lookup_bandwidth: at which a rank reads random rows; `lookup_rate`: ids a second that it looks up beside that;
-            `lookup_latency`: of a step's lookup, whatever it reads.
-        update_bandwidth, update_latency: at which it reads and writes the rows and states that a batch has used.
+        lookup_bandwidth, lookup_rate, lookup_latency: a rank's, for bytes of random rows, and for ids beside them.
+        update_bandwidth, update_latency: a rank's, for rows and states that it reads and writes.
         id_rate: ids a second that a rank groups by row, and whose gradients it finds.
         routing_rate: ids a second that a rank's host sends to their owners, and receives.
         host_bandwidth, host_latency: between a rank's device and host memory, by rows: PCIe, or NVLink-C2C.
