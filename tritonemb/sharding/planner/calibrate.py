@@ -121,8 +121,8 @@ def calibrate(
         rates[f"{link}_latency"] = costs[0]
         return costs
 
-    by_dim = [[timed(each) for each in _tables(where, dim)] for dim in DIMS]
-    lookups, updates, groupings = (list(itertools.chain(*points)) for points in zip(*by_dim, strict=True))
+    by_kind = zip(*(_tables(where, dim) for dim in DIMS), strict=True)
+    lookups, updates, groupings = (timed(*operations) for operations in by_kind)
     keep("lookup", lookups, "lookup_rate", "lookup_bandwidth")
     of_update = keep("update", updates, "id_rate", "update_bandwidth")
     grouping = keep("id", groupings, "id_rate")

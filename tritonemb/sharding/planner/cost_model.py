@@ -66,13 +66,10 @@ class Pieces(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Seconds by stage `[n, stages]`, and bytes `[n]` by tier, of pieces."""
+    """Of pieces: seconds `[n, stages]`, and bytes `[n, placements]`; on servers a rank's part of the table's."""
 
     seconds: Array
-    hbm: Array
-    host: Array
-    disk: Array
-    server: Array  # a rank's part of what all servers have of the table
+    memory: Array
 
 
 class Prediction(NamedTuple):
@@ -223,7 +220,7 @@ class CostModel:
             seconds[there, MISSES] = (wire + pulled)[there]
             hbm = np.where(there, rows * at.width * 4 * PREFETCHED + 2 * own, hbm)
         whole = self.rows[table] * (self.record_bytes(table, at.width) + INDEX_BYTES) / ranks
-        return Costs(seconds, hbm, host, disk, np.where(there, whole, 0))
+        return Costs(seconds, np.stack([hbm, host, disk, np.where(there, whole, 0)], 1))
 
     def _sent(self, sent: Array, hierarchical: Any) -> Array:
         """Seconds for bytes that go to all ranks in equal parts; hierarchical: summed inside the node before."""
@@ -290,11 +287,11 @@ class CostModel:
         costs = self.costs(at)
         seconds, hbm = np.zeros((self.ranks, len(STAGES))), np.full(self.ranks, self.memory_of_rank)
         np.add.at(seconds, rank, costs.seconds)
-        np.add.at(hbm, rank, costs.hbm)
+        np.add.at(hbm, rank, costs.memory[:, DEVICE])
         firsts = np.unique(at.table, return_index=True)[1]
         shared = self.shared(at.table[firsts], at.blocks[firsts], at.scheme[firsts], at.placement[firsts])
         seconds[:, IDS] += sum(shared.tolist())
-        host, disk = (np.bincount(rank // self.local, each, self.nodes) for each in (costs.host, costs.disk))
+        host, disk = (np.bincount(rank // self.local, costs.memory[:, tier], self.nodes) for tier in (HOST, DISK))
         fixed = self._latencies(set(at.scheme[at.placement != SERVER].tolist()), set(at.placement.tolist()))
         top, parameters = self.topology, self.dense_parameters
         ring = top.intra_bandwidth  # of the other layers' gradients: between nodes it has all cards of a node
@@ -303,7 +300,7 @@ class CostModel:
         part = 2 * (top.world_size - 1) / top.world_size
         dense = 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / ring
         by_table = np.bincount(at.table, costs.seconds.sum(1), len(self.tables))
-        return Prediction(seconds, by_table, hbm, host, disk, float(costs.server.sum()), fixed, dense)
+        return Prediction(seconds, by_table, hbm, host, disk, float(costs.memory[:, SERVER].sum()), fixed, dense)
 
     def _latencies(self, schemes: set[int], placements: set[int]) -> float:
         """Of a step with these exchanges and tiers."""

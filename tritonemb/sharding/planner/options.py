@@ -186,19 +186,17 @@ def _variant(
     same = [np.full(numbers.size, each) for each in (blocks, scheme, PLACEMENTS.index(placement))]
     varied = [each.ravel() for each in (numbers, shares, of_rows, width.astype(np.float64), cached, on_host)]
     costs = model.costs(Pieces(*varied[:4], *same, *varied[4:]))
-    hbm = costs.hbm / max(top.hbm - model.memory_of_rank, 1.0)
-    values = costs.seconds.sum(1), hbm, costs.host / max(top.host, 1.0), costs.disk / max(top.disk, 1.0)
-    uses = [each.reshape(len(number), items) for each in values]
-    kept = np.flatnonzero(np.logical_and.reduce([each.max(1) <= 1 for each in uses[1:]]))
+    budgets = np.array([top.hbm - model.memory_of_rank, top.host, top.disk, top.servers * top.server_memory])
+    parts_used = (costs.memory / np.maximum(budgets, 1.0)).T
+    load, hbm, host, disk, server = np.vstack([costs.seconds.sum(1), parts_used]).reshape(5, len(number), items)
+    kept = np.flatnonzero((hbm.max(1) <= 1) & (host.max(1) <= 1) & (disk.max(1) <= 1))
     if not len(kept):
         return None
-    load, hbm, host, disk = (each[kept] for each in uses)
     shared = model.shared(number[kept], *(each[: len(kept)] for each in same))
-    server = costs.server.reshape(len(number), items)[kept, 0] * model.ranks
     per_shard = zip(cached.max(1)[kept].tolist(), on_host.max(1)[kept].tolist(), strict=True)
     options = [Option(kind, blocks, owners, placement, int(c), int(h)) for c, h in per_shard]
-    server = server / max(top.servers * top.server_memory, 1.0)
-    return Variant(unit_kind, units, number[kept], options, (load, hbm, host, disk), shared, server)
+    uses = load[kept], hbm[kept], host[kept], disk[kept]
+    return Variant(unit_kind, units, number[kept], options, uses, shared, server[kept, 0] * model.ranks)
 
 
 def _assemble(
