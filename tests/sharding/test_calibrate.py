@@ -82,9 +82,10 @@ def test_the_command(tmp_path, monkeypatch):
     text = run_calibration(CalibrateOptions(out=tmp_path / "found.json", allow_busy=True, disk=tmp_path))
     assert text.startswith(f"{machine()}: 1 ranks")
     assert "found.json was written" in text
-    assert [line.split("  ")[0] for line in text.splitlines() if "assumed" in line] == [
-        "ID exchange, bytes", "inside a node", "between nodes"
+    assert [line.split()[0] for line in text.splitlines() if "assumed" in line] == [
+        "intra_bandwidth", "intra_latency", "inter_bandwidth", "inter_latency", "control_bandwidth"
     ]  # fmt: skip
+    assert text.count("spread") == 13
     assert Topology.load(tmp_path / "found.json").world_size == 1
     for options in ({"out": tmp_path / "nowhere" / "found.json"}, {"disk": tmp_path / "nowhere"}):
         with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):

@@ -121,8 +121,8 @@ def calibrate(
         rates[f"{link}_latency"] = costs[0]
         return costs
 
-    by_kind = zip(*(_tables(where, dim) for dim in DIMS), strict=True)
-    lookups, updates, groupings = (timed(*operations) for operations in by_kind)
+    by_dim = [[timed(each) for each in _tables(where, dim)] for dim in DIMS]
+    lookups, updates, groupings = (list(itertools.chain(*points)) for points in zip(*by_dim, strict=True))
     keep("lookup", lookups, "lookup_rate", "lookup_bandwidth")
     of_update = keep("update", updates, "id_rate", "update_bandwidth")
     grouping = keep("id", groupings, "id_rate")
@@ -288,24 +288,14 @@ def _outputs(device: torch.device, group: RankGroup) -> Sequence[Operation]:
     return vectors, gradients
 
 
-_SHOWN = (  # what a line of the table is called, its rate, in which unit and how many of it, and its link
-    ("lookup, bytes", "lookup_bandwidth", "GB", "lookup"), ("lookup, ids", "lookup_rate", "M ids", "lookup"),
-    ("update", "update_bandwidth", "GB", "update"), ("grouping", "id_rate", "M ids", "id"),
-    ("host memory", "host_bandwidth", "GB", "host"), ("disk", "disk_bandwidth", "GB", "disk"),
-    ("ID exchange, bytes", "control_bandwidth", "GB", "control"),
-    ("ID exchange, ids", "routing_rate", "M ids", "routing"), ("inside a node", "intra_bandwidth", "GB", "intra"),
-    ("between nodes", "inter_bandwidth", "GB", "inter"), ("layers", "flops", "GFlop", "flops"),
-)  # fmt: skip
-
-
 def describe(topology: Topology) -> str:
-    """Rates, latencies and spreads of a calibration, a line each link."""
+    """A line for each rate and latency of a calibration, with the spread of its link."""
     lines = [f"{topology.machine}: {topology.world_size} ranks" + (", BUSY" if topology.busy else "")]
-    lines.append(f"{'':18}{'a second':>14}{'latency':>13}{'spread':>9}")
-    for title, name, unit, link in _SHOWN:
-        rate = getattr(topology, name) / (1e6 if unit == "M ids" else 1e9)
-        latency = getattr(topology, f"{'control' if link == 'routing' else link}_latency", None)
-        spread = f"{topology.spread[link]:.0%}" if link in topology.spread else "assumed"
-        shown = "" if latency is None else f"{latency * 1e6:,.0f} us"
-        lines.append(f"{title:18}{f'{rate:,.3g} {unit}':>14}{shown:>13}{spread:>9}")
+    links = {name: name.partition("_")[0] for name in vars(topology)} | {"control_latency": "routing"}
+    for name, link in links.items():
+        value = getattr(topology, name)
+        if link != "server" and (name == "flops" or name.endswith(("_rate", "_bandwidth", "_latency"))):
+            shown = f"{value * 1e6:,.0f} us" if name.endswith("_latency") else f"{value / 1e6:,.1f} M a second"
+            spread = f"spread {topology.spread[link]:.0%}" if link in topology.spread else "assumed"
+            lines.append(f"{name:18}{shown:>22}  {spread}")
     return "\n".join(lines)
