@@ -109,9 +109,11 @@ def stages_of(model: CostModel, seconds: Array, how: How) -> list[Stage]:
     latency = top.inter_latency if model.nodes > 1 else top.intra_latency
     exchanged = seconds[:, OUTPUTS] / 2 + latency * bool(seconds[:, OUTPUTS].any())  # there, or back
     ids = seconds[:, IDS] + (latency if how.device_ids else top.control_latency) * bool(seconds[:, IDS].any())
-    layers = 6.0 * model.dense.parameters * model.batch_size / top.flops
-    ring = min(top.intra_bandwidth, top.inter_bandwidth * top.local_size) if top.nodes > 1 else top.intra_bandwidth
-    reduced = 8.0 * model.dense.parameters * (1 - 1 / top.world_size) / ring
+    layers = 6.0 * model.dense_parameters * model.batch_size / top.flops
+    ring = (
+        min(top.intra_bandwidth, top.inter_bandwidth * top.local_world_size) if top.nodes > 1 else top.intra_bandwidth
+    )
+    reduced = 8.0 * model.dense_parameters * (1 - 1 / top.world_size) / ring
     replicated = seconds[:, REPLICATED] + 2 * latency * bool(seconds[:, REPLICATED].any())
     ahead = PREFETCHED if how.pipeline else 0
     return [
@@ -134,7 +136,9 @@ def timeline(model: CostModel, made: ShardingPlan, how: How) -> list[Span]:
     """Simulated steps of a plan."""
     if how.device_ids:
         top = model.topology
-        model = with_rates(model, routing_rate=top.id_rate, control_bandwidth=top.inter_bandwidth * top.local_size)
+        model = with_rates(
+            model, routing_rate=top.id_rate, control_bandwidth=top.inter_bandwidth * top.local_world_size
+        )
     return simulate(stages_of(model, seconds_of(model, made, how), how), BATCHES)
 
 

@@ -220,7 +220,7 @@ _SIMPLE = {
     "serve": ("tritonemb.data.open", "ServeOptions", "serve"),
     "server": ("tritonemb.server.launch", "ServerOptions", "serve"),
     "plan": ("tritonemb.training.plan", "PlanOptions", "make_plan"),
-    "calibrate": ("tritonemb.sharding.planner.calibrate", "CalibrateOptions", "run_calibration"),
+    "calibrate": ("tritonemb.training.plan", "CalibrateOptions", "run_calibration"),
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,

@@ -17,16 +17,17 @@ Device = torch.device | str | None
 TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _size(title: str, value: Any) -> int:
-    """An integer of any kind, say NumPy's, as an `int`."""
+def checked_size(title: str, value: Any, least: int = 1) -> int:
+    """An integer of any kind, say NumPy's, as an `int`; TypeError or ValueError if it is none, or less than `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{title} must be an int, got {value!r}")
-    if value.__index__() < 1:
-        raise ValueError(f"{title} must be at least 1, got {value}")
+    if value.__index__() < least:
+        raise ValueError(f"{title} must be at least {least}, got {value}")
     return value.__index__()
 
 
-def _number(title: str, value: Any) -> float:
+def checked_number(title: str, value: Any) -> float:
+    """A number that is no bool; TypeError if it is none."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{title} must be a number, got {value!r}")
     return value
@@ -59,8 +60,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name in ("rows", "host_rows"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _size(f"a cache's {name}", getattr(self, name)))
-        if not 0 < _number("a cache's share", self.share) <= 1:
+                object.__setattr__(self, name, checked_size(f"a cache's {name}", getattr(self, name)))
+        if not 0 < checked_number("a cache's share", self.share) <= 1:
             raise ValueError(f"a cache's share must lie in (0, 1], got {self.share}")
         if self.policy not in ("lru", "lfu"):
             raise ValueError(f"a cache's policy must be 'lru' or 'lfu', got {self.policy!r}")
@@ -98,7 +99,7 @@ class EvictionConfig:
             raise ValueError(f"an eviction's policy must be 'lru' or 'lfu', got {self.policy!r}")
         for name in ("protect", "half_life", "ttl"):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _size(f"an eviction's {name}", value))
+                object.__setattr__(self, name, checked_size(f"an eviction's {name}", value))
         if self.ttl is not None and self.ttl <= self.protect:
             raise ValueError(f"an eviction's ttl must be more than protect, {self.protect}, got {self.ttl}")
 
@@ -120,9 +121,9 @@ class AdmissionConfig:
     appearances: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < _number("an admission's probability", self.probability) <= 1:
+        if not 0 < checked_number("an admission's probability", self.probability) <= 1:
             raise ValueError(f"an admission's probability must lie in (0, 1], got {self.probability}")
-        object.__setattr__(self, "appearances", _size("an admission's appearances", self.appearances))
+        object.__setattr__(self, "appearances", checked_size("an admission's appearances", self.appearances))
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class TableConfig:
             raise ValueError(f"table {self.name!r}: a name must be non-empty, without dots or line breaks")
         for size in ("num_embeddings", "embedding_dim", "capacity", "capacity_bytes"):
             if size == "embedding_dim" or getattr(self, size) is not None:
-                object.__setattr__(self, size, _size(f"table {self.name!r}: {size}", getattr(self, size)))
+                object.__setattr__(self, size, checked_size(f"table {self.name!r}: {size}", getattr(self, size)))
         self._check_dynamic()
         choices = {"pooling": get_args(Pooling), "placement": get_args(Placement), "dtype": TABLE_DTYPES}
         for part, known in choices.items():
@@ -216,7 +217,7 @@ class TableConfig:
 
     def _check_dynamic(self) -> None:
         title, given = f"table {self.name!r}", [self.capacity, self.capacity_bytes].count(None)
-        if self.init_bound is not None and not 0 <= _number(f"{title}: init_bound", self.init_bound) < math.inf:
+        if self.init_bound is not None and not 0 <= checked_number(f"{title}: init_bound", self.init_bound) < math.inf:
             raise ValueError(f"{title}: init_bound must lie in [0, inf), got {self.init_bound}")
         for name, kind in (("eviction", EvictionConfig), ("admission", AdmissionConfig)):
             if not isinstance(getattr(self, name), kind):

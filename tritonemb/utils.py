@@ -6,8 +6,11 @@ import difflib
 import functools
 import hashlib
 import importlib
+import json
 import logging
 import os
+import platform
+import re
 import shutil
 import signal
 import stat
@@ -18,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 
 class MissingExtraError(ImportError):
@@ -105,6 +108,14 @@ def end_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+@functools.cache
+def processor() -> str:
+    """The name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", flags=re.MULTILINE)
+    return platform.machine() if found is None else found[1]
+
+
 def cache_dir() -> Path:
     """The user's cache folder for tritonemb."""
     given, of_all = (os.environ.get(name) for name in ("TRITONEMB_CACHE_DIR", "XDG_CACHE_HOME"))
@@ -181,6 +192,61 @@ def read_sealed(path: Path) -> bytes:
             '"sha256" if it was changed on purpose'
         )
     return content
+
+
+class JsonFile:
+    """What is kept as a JSON object of one format, in a file with a digest.
+
+    A derived class says what it is, which members its object has, and those that it needs. It has a method `to_json`,
+    and `from_json`, which begins with `_members`.
+    """
+
+    FORMAT: ClassVar[int] = 1
+    WHAT: ClassVar[str]
+    MEMBERS: ClassVar[Iterable[str]]
+    NEEDED: ClassVar[Iterable[str]]
+
+    def to_json(self) -> str:
+        """As text that `from_json` reads."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """From its text; ValueError or TypeError says what is wrong with it."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, with a digest."""
+        Path(path).write_text(sealed(self.to_json()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read it from JSON; ValueError names the file."""
+        content = read_sealed(Path(path))
+        try:
+            return cls.from_json(content.decode())
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def _members(cls, text: str) -> dict[str, Any]:
+        """The members of an object, without its format and digest."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{cls.WHAT} must be JSON: {error}") from error
+        shape = f"{cls.WHAT} is an object with the fields {sorted({*cls.MEMBERS, 'format'})}"
+        if not isinstance(values, dict):
+            raise ValueError(shape)
+        found = {name: value for name, value in values.items() if name not in ("format", "sha256")}
+        if values.get("format", cls.FORMAT) != cls.FORMAT:
+            raise ValueError(f"this version reads format {cls.FORMAT} of {cls.WHAT}, got {values['format']!r}")
+        if unknown := [name for name in found if name not in cls.MEMBERS]:
+            hint = did_you_mean(unknown[0], cls.MEMBERS)
+            raise ValueError(f"{cls.WHAT} has no field {unknown[0]!r}{hint or f'; {shape}'}")
+        if missing := [name for name in cls.NEEDED if name not in found]:
+            raise ValueError(f"{cls.WHAT} needs a {missing[0]}; {shape}")
+        return found
 
 
 def number(default: Any, *, least: int | None = None, positive: bool = False) -> Any:

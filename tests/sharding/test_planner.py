@@ -326,7 +326,7 @@ def test_a_model_is_planned_with_its_other_layers():
     optimizer = te.optim.Adam(lr=0.1)
     model = torch.nn.Sequential(te.nn.EmbeddingBagCollection(tables, optimizer=optimizer), torch.nn.Linear(8, 100))
     plan = te.plan(model, te.Topology(2), batch_size=16)
-    assert plan.report.model.dense.parameters == 900
+    assert plan.report.model.dense_parameters == 900
     assert plan.report.model.optimizer == optimizer
     assert plan.report.prediction.dense > 0
 

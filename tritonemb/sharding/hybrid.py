@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -25,7 +24,7 @@ from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection, part_sizes
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.placement import ShardGroups
-from tritonemb.sharding.plan import ShardingPlan, uniform_plan
+from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.lookup import PrefetchedFeatures
@@ -109,7 +108,7 @@ class HybridParallel(nn.Module):
         size, node = self.groups.shards.size, self.groups.node.size
         table_device = _device_for(model, device)
         job = fused[0].optimizer, self.groups.world, size, node, table_device, batch_size
-        self.plan = plan_job(tables, *job) if plan is None else plan
+        self.plan = plan_job([config for each in fused for config in each.configs], *job) if plan is None else plan
         if (self.plan.world_size, self.plan.local_world_size) != (size, node):
             raise ValueError(
                 f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "
@@ -122,7 +121,7 @@ class HybridParallel(nn.Module):
             )
         self.exchange = ExchangePrecision() if exchange is None else exchange
         self.average_every, self._steps = average_every, 0
-        self._table_device, self._given_plan = table_device, plan
+        self._table_device = table_device
         sharded = self._sharded(found)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
         self._on_servers = [collection for collection in fused if collection.table_set.on_servers]
@@ -148,10 +147,6 @@ class HybridParallel(nn.Module):
         if self.groups.replicas.size > 1:
             raise ValueError("tables on embedding servers have no replicas; give a mesh of one dimension")
         before, self._on_servers = self._on_servers, []
-        if self._given_plan is None:
-            tables = [config for collection in before for config in collection.configs]
-            more = uniform_plan(tables, self.plan.world_size, self.plan.local_world_size)
-            self.plan = replace(self.plan, tables={**self.plan.tables, **more.tables})
         sharded = self._sharded(before)
         self.collections += tuple(sharded.values())
         self.module = _replace(self.module, sharded)

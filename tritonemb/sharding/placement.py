@@ -49,7 +49,7 @@ class Placement:
     """
 
     def __init__(self, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool, whole_rows: bool) -> None:
-        plan.require([config.name for config in configs])
+        plan.require_tables([config.name for config in configs])
         routes: list[IdRoute] = []
         placed: list[PlacedShard] = []
         for table, config in enumerate(configs):

@@ -3,13 +3,11 @@
 import copy
 import functools
 import platform
-import re
 import shutil
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
@@ -20,7 +18,7 @@ from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.server.attach import connect
 from tritonemb.training.callbacks.console import size
 from tritonemb.types import TableConfig
-from tritonemb.utils import kernel_folder
+from tritonemb.utils import kernel_folder, processor
 
 # Sums of at most 8 products of numbers of about 1: a few units in the last place.
 TOLERANCE = 1e-5
@@ -130,7 +128,7 @@ def versions(device: torch.device | None = None) -> dict[str, str]:
     packages = {name: _version(name) for name in PACKAGES}
     found = {"python": platform.python_version(), **packages, "platform": platform.platform()}
     if device is not None:
-        found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+        found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
         found["threads"] = str(torch.get_num_threads())
     return found
 
@@ -138,9 +136,3 @@ def versions(device: torch.device | None = None) -> dict[str, str]:
 @functools.cache
 def _version(package: str) -> str:
     return next((found.version for found in metadata.distributions(name=package)), "not installed")
-
-
-@functools.cache
-def _processor() -> str:
-    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    return platform.machine() if found is None else found[1]

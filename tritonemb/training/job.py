@@ -69,7 +69,7 @@ def train(
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with joined(config) as (group, device), ExitStack() as stack:
+    with joined(config.device, config.timeout) as (group, device), ExitStack() as stack:
         data = open_data(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
         folder = RunFolder(path, config.checkpoint.keep)
@@ -100,18 +100,18 @@ def train(
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
-    """The ranks that torchrun has started, and this one's device; this process alone without it.
+def joined(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.device]]:
+    """The ranks that torchrun has started, and this one's device of that name; this process alone without it.
 
     ValueError if the environment of torchrun is incomplete.
     """
     if "WORLD_SIZE" not in os.environ:
-        yield RankGroup(), check_device(config.device)
+        yield RankGroup(), check_device(name)
         return
-    device = check_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if config.device == "cuda" else config.device)
+    device = check_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    init_from_env("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=config.timeout))
+    init_from_env("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout))
     try:
         yield RankGroup.world(), device
     except Interrupted:

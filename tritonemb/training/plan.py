@@ -1,7 +1,6 @@
-"""What `tritonemb plan` does: reads tables from a file or a run, and prints and writes the plan."""
+"""What `tritonemb plan` and `tritonemb calibrate` do: tables of a file or a run are planned, a machine is measured."""
 
-import tomllib
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,18 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.sharding import Constraint, ShardingPlan, TableStats
 from tritonemb.sharding.planner import Topology, collect_stats, plan
+from tritonemb.sharding.planner.calibrate import calibrate, describe
+from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.training.checkpoint import RunFolder
-from tritonemb.training.config import TrainConfig, read_toml
-from tritonemb.training.job import build_model, open_data
+from tritonemb.training.config import TrainConfig, load_toml, read_toml
+from tritonemb.training.job import build_model, joined, open_data
 from tritonemb.types import TableConfig
 from tritonemb.utils import Options, did_you_mean, number, write_whole
 
-_STATISTICS = {each.name for each in fields(TableStats)}
-_CONSTRAINT = {"placements", "types"}
-_CONFIG = {each.name for each in fields(TableConfig) if each.init} - {"init", "cache", "eviction", "admission"}
 _MEASURED = 200  # batches of a run's data
+_OF_CODE = {"init", "cache", "eviction", "admission"}  # fields of a table that a file does not have
+_FIELDS = {kind: {each.name for each in fields(kind) if each.init} for kind in (TableConfig, TableStats, Constraint)}
+Read = tuple[list[TableConfig], dict[str, TableStats], dict[str, Constraint], int | None]  # with the run's batch size
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class PlanOptions(Options):
     from_run: Path | None = None
     topology: str = "cpu"
     ranks: int | None = None
-    batch_size: int | None = None
-    global_batch_size: int | None = None
+    batch_size: int | None = number(None, least=1)
+    global_batch_size: int | None = number(None, least=1)
     optimizer: str = "row_wise_adagrad"
     copies: int = number(1, least=1)
     previous: Path | None = None
@@ -70,78 +71,64 @@ def make_plan(options: PlanOptions) -> str:
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {options.optimizer!r}{did_you_mean(options.optimizer, OPTIMIZERS)}")
     read = _from_file(options.tables) if options.tables is not None else _from_run(Path(options.from_run or ""))
-    tables, stats, constraints, batch_size = read
-    topology = _topology(options)
+    tables, stats, constraints, of_run = read
+    batch_size = options.batch_size or (None if options.global_batch_size else of_run)
+    name, ranks = options.topology, options.ranks
+    topology = Topology.load(name) if name not in Topology.PRESETS and Path(name).exists() else Topology.preset(name)
+    if ranks is not None:
+        topology = topology.but(world_size=ranks, local_world_size=min(topology.local_world_size, ranks))
     previous = None if options.previous is None else ShardingPlan.load(options.previous)
-    given = options.global_batch_size if options.batch_size is None else options.batch_size
     made = plan(
-        tables, topology, batch_size=batch_size if given is None else options.batch_size,
-        global_batch_size=options.global_batch_size,
+        tables, topology, batch_size=batch_size, global_batch_size=options.global_batch_size,
         optimizer=OPTIMIZERS[options.optimizer](), stats=stats, constraints=constraints, previous=previous,
         copies=options.copies,
     )  # fmt: skip
     lines = [str(made)]
     if options.explain is not None:
-        lines += ["", made.explain(options.explain)]
+        lines.append(made.explain(options.explain))
     if previous is not None:
-        lines += ["", str(made.diff(previous))]
+        lines.append(str(made.diff(previous)))
     if options.out is not None:
         made.save(options.out)
-        lines += ["", f"{options.out}: the plan, for tritonemb train --plan"]
+        lines.append(f"{options.out}: the plan, for tritonemb train --plan")
     if options.html is not None:
         write_whole(options.html, made.to_html())
-        lines += ["", f"{options.html}: pictures"]
-    return "\n".join(lines)
-
-
-def _topology(options: PlanOptions) -> Topology:
-    name = options.topology
-    found = Topology.load(name) if name not in Topology.PRESETS and Path(name).exists() else Topology.preset(name)
-    return found if options.ranks is None else found.but(
-        world_size=options.ranks, local_world_size=min(found.local_size, options.ranks)
-    )  # fmt: skip
-
-
-# Tables, their statistics and constraints, and the batch size where nobody gives one.
-Read = tuple[list[TableConfig], dict[str, TableStats], dict[str, Constraint], int | None]
+        lines.append(f"{options.html}: pictures")
+    return "\n\n".join(lines)
 
 
 def _from_file(path: Path) -> Read:
-    try:
-        values = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
-    entries = values.get("table")
+    values = load_toml(path)
+    entries, known = values.get("table"), set().union(*_FIELDS.values()) - _OF_CODE
     if set(values) - {"table"} or not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: expected one [[table]] for each table, and nothing else, got {sorted(values)}")
     tables, stats, constraints = [], {}, {}
     for at, entry in enumerate(entries, 1):
         where = f"{path}, table {at}" + (f" ({entry['name']!r})" if "name" in entry else "")
-        known = _CONFIG | _STATISTICS | _CONSTRAINT
         if unknown := [key for key in entry if key not in known]:
             raise ValueError(f"{where}: unknown field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        table, use, rule = ({key: entry[key] for key in entry if key in names} for names in _FIELDS.values())
         try:
-            tables.append(_config({key: value for key, value in entry.items() if key in _CONFIG}))
-            name = tables[-1].name
-            if measured := {key: value for key, value in entry.items() if key in _STATISTICS}:
-                stats[name] = TableStats.from_dict({"pooling_factor": float(len(tables[-1].feature_names))} | measured)
-            if binding := {key: value for key, value in entry.items() if key in _CONSTRAINT}:
-                constraints[name] = Constraint(**binding)
+            tables.append(_config(table))
+            if use:
+                stats[tables[-1].name] = TableStats(**{"pooling_factor": len(tables[-1].feature_names)} | use)
+            if rule:
+                constraints[tables[-1].name] = Constraint(**rule)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
     return tables, stats, constraints, None
 
 
-def _config(values: Mapping[str, Any]) -> TableConfig:
-    given = dict(values)
-    dtype = getattr(torch, str(given.pop("dtype", "float32")), None)
+def _config(given: dict[str, Any]) -> TableConfig:
+    name = given.get("dtype", "float32")
+    dtype = getattr(torch, str(name), None)
     if "num_embeddings" not in given and ("capacity" in given or "capacity_bytes" in given):
         given["num_embeddings"] = None  # TOML has no null
     if missing := [name for name in ("name", "num_embeddings", "embedding_dim") if name not in given]:
         raise ValueError(f"it needs a {missing[0]}")
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype must be the name of one of torch's, such as bfloat16, got {values['dtype']!r}")
-    return TableConfig(**given, dtype=dtype)
+        raise ValueError(f"dtype must be the name of one of torch's, such as bfloat16, got {name!r}")
+    return TableConfig(**given | {"dtype": dtype})
 
 
 def _from_run(folder: Path) -> Read:
@@ -150,6 +137,41 @@ def _from_run(folder: Path) -> Read:
         raise ValueError(f"{folder} is not the folder of a run: it has no {found.config.name}")
     config = read_toml(found.config, TrainConfig())
     data = open_data(config, RankGroup())
-    model = build_model(replace(config, device="meta"), data.features, data.num_dense)
-    tables = [each for module in model.modules() for each in getattr(module, "configs", ())]
+    _, tables = tables_in(build_model(replace(config, device="meta"), data.features, data.num_dense))
     return tables, collect_stats(data, tables, num_batches=_MEASURED), {}, config.batch_size
+
+
+@dataclass(frozen=True)
+class CalibrateOptions(Options):
+    """Measure the rates of this machine for the planner, alone or on all ranks of torchrun, in about a minute.
+
+    Example: torchrun --nproc-per-node 2 -m tritonemb calibrate --out topology.json
+
+    Args:
+        out: the file to write.
+        device: what tables are on: cpu, or cuda.
+        allow_busy: measure although other processes use the machine.
+        disk: a folder on the disk to measure; the system's temporary folder if not given.
+    """
+
+    out: Path = Path("topology.json")
+    device: str = "cpu"
+    allow_busy: bool = False
+    disk: Path | None = None
+
+
+def run_calibration(options: CalibrateOptions) -> str | None:
+    """Calibrate and write the topology, on rank 0; returns a table of its rates there, None on others.
+
+    ValueError, OSError: as of `calibrate`, or the file cannot be written.
+    """
+    for folder in (options.out.absolute().parent, options.disk):
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}; make it, or name another one")
+    with joined(options.device) as (group, device):
+        begin = time.monotonic()
+        found = calibrate(device=device.type, group=group, disk_folder=options.disk, allow_busy=options.allow_busy)
+        if group.rank:
+            return None
+        found.save(options.out)
+        return f"{describe(found)}\n\n{options.out} was written after {time.monotonic() - begin:.0f} s"

@@ -17,6 +17,7 @@ stage and another rank in another, a step takes longer: ranks wait for each othe
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import DataParallel, Grid, Sharding, ShardingPlan, TablePlacement, TableRowWise
+from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
 from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.types import TableConfig
@@ -65,29 +66,21 @@ class Pieces(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Seconds by stage `[n, stages]`, and bytes `[n]` by tier, of pieces."""
+    """Of pieces: seconds `[n, stages]`, and bytes `[n, placements]`; on servers a rank's part of the table's."""
 
     seconds: Array
-    hbm: Array
-    host: Array
-    disk: Array
-    server: Array
-
-
-class Dense(NamedTuple):
-    """The layers beside the tables: parameters on each rank, and bytes of activations at their peak."""
-
-    parameters: int = 0
-    activation_bytes: float = 0
+    memory: Array
 
 
 class Prediction(NamedTuple):
-    """Of a plan: seconds `[ranks, stages]`, bytes `[ranks]` or `[nodes]` by tier, of servers in all, and a step's time.
+    """Of a plan: seconds `[ranks, stages]`, and of each table on all ranks `[tables]`; bytes `[ranks]` or `[nodes]` by
+    tier, of servers in all; and a step's time.
 
-    `load` is the largest sum of a rank's stages, `fixed` the latencies that every plan with these exchanges has.
+    `load` is the largest sum of a rank's stages, `fixed` are latencies, `dense` is the time of the other layers.
     """
 
     seconds: Array
+    by_table: Array
     hbm: Array
     host: Array
     disk: Array
@@ -104,61 +97,64 @@ class Prediction(NamedTuple):
         return self.load + self.fixed + self.dense
 
 
+@dataclass(eq=False, repr=False)
 class CostModel:
     """Costs of tables' shards on a topology; a copy of the tables has `ranks` ranks.
 
     Args:
-        stats: by table; one id a sample and feature, uniform, for those that are not there.
         batch_size: samples of a rank.
+        optimizer: of the tables, for its states.
+        stats: by table; one id a sample and feature, uniform, for those that are not there.
+        exchange: codecs of the output exchange.
         copies: of the tables.
+        dense_parameters: of the other layers, on each rank.
+
+    Raises:
+        ValueError: there are statistics of another table.
     """
 
-    def __init__(
-        self, tables: Sequence[TableConfig], topology: Topology, batch_size: int, optimizer: Optimizer | None = None,
-        stats: Mapping[str, TableStats] | None = None, exchange: ExchangePrecision | None = None, copies: int = 1,
-        dense: Dense | None = None,
-    ) -> None:  # fmt: skip
-        self.tables, self.topology, self.batch_size, self.copies = tuple(tables), topology, batch_size, copies
-        self.optimizer = RowWiseAdagrad() if optimizer is None else optimizer
-        self.exchange, self.dense = ExchangePrecision() if exchange is None else exchange, dense or Dense()
-        self.ranks = topology.world_size // copies
-        self.local = min(topology.local_size, self.ranks)
-        self.nodes = self.ranks // self.local
-        given, names = stats or {}, [table.name for table in tables]
-        if unknown := [name for name in given if name not in names]:
+    tables: Sequence[TableConfig]
+    topology: Topology
+    batch_size: int
+    optimizer: Optimizer = field(default_factory=RowWiseAdagrad)
+    stats: Mapping[str, TableStats] = field(default_factory=dict)
+    exchange: ExchangePrecision = field(default_factory=ExchangePrecision)
+    copies: int = 1
+    dense_parameters: int = 0
+
+    def __post_init__(self) -> None:
+        tables, names, job = self.tables, [table.name for table in self.tables], self.topology.world_size
+        if unknown := [name for name in self.stats if name not in names]:
             raise ValueError(f"there are statistics of the table {unknown[0]!r}, but the tables are {names[:20]}")
-        self.stats = [given.get(t.name, TableStats(pooling_factor=len(t.feature_names))) for t in tables]
+        self.stats = {t.name: TableStats(len(t.feature_names)) for t in tables} | dict(self.stats)
+        self.ranks = job // self.copies
+        self.local = min(self.topology.local_world_size, self.ranks)
+        self.nodes = self.ranks // self.local
         self.rows = np.array([float(table.num_embeddings or table.capacity or 0) for table in tables])
         self.dims = np.array([table.embedding_dim for table in tables], dtype=np.int64)
         self.itemsize = np.array([table.dtype.itemsize for table in tables], dtype=np.float64)
         self.dynamic = np.array([table.is_dynamic for table in tables], dtype=bool)
         self.unpooled = np.array([table.pooling == "none" for table in tables], dtype=bool)
         self.features = np.array([len(table.feature_names) for table in tables], dtype=np.float64)
-        self.ids = batch_size * np.array([each.pooling_factor for each in self.stats])  # of a rank's samples
-        self.distinct_of_rank, self.distinct, self.distinct_of_job, self._misses = self._count()
-
-    def _count(self) -> tuple[Array, Array, Array, Array]:
-        """Distinct ids of a rank's, of a copy's and of the job's samples; misses `[tables, CACHED]`."""
-        counts = np.zeros((3, len(self.tables)))
-        misses = np.zeros((len(self.tables), len(CACHED)))
-        for number, (stats, rows, ids) in enumerate(
-            zip(self.stats, self.rows.tolist(), self.ids.tolist(), strict=True)
-        ):
-            counts[:, number] = [stats.distinct(rows, ids * n) for n in (1, self.ranks, self.topology.world_size)]
+        self.ids = self.batch_size * np.array(
+            [self.stats[name].pooling_factor for name in names]
+        )  # of a rank's samples
+        self.sizes = self.rows * self.record_bytes(np.arange(len(tables)), self.dims)  # bytes of tables with states
+        # Distinct ids of a rank's, of a copy's and of the job's samples; and rows missed, by the share that is cached.
+        counts, self._misses = np.zeros((3, len(tables))), np.zeros((len(tables), len(CACHED)))
+        for n, (name, rows, ids) in enumerate(zip(names, self.rows.tolist(), self.ids.tolist(), strict=True)):
+            stats = self.stats[name]
+            counts[:, n] = [stats.distinct(rows, ids * ranks) for ranks in (1, self.ranks, job)]
             if stats.hotness:
-                misses[number] = [stats.misses(rows, ids * self.ranks, share * rows) for share in CACHED]
+                self._misses[n] = [stats.misses(rows, ids * self.ranks, share * rows) for share in CACHED]
             else:
-                misses[number] = counts[1, number] * (1 - np.array(CACHED))
-        return counts[0], counts[1], counts[2], misses
-
-    def state_bytes(self, width: Array) -> Array:
-        """Optimizer state of a row of so many columns."""
-        each = [state.per_element for state in self.optimizer.states]
-        return 4.0 * (sum(each) * width + len(each) - sum(each))
+                self._misses[n] = counts[1, n] * (1 - np.array(CACHED))
+        self.distinct_of_rank, self.distinct, self.distinct_of_job = counts
 
     def record_bytes(self, table: Array, width: Array) -> Array:
-        """A row with its states."""
-        return width * self.itemsize[table] + self.state_bytes(width)
+        """A row of so many columns, with its states."""
+        each = [state.per_element for state in self.optimizer.states]
+        return width * self.itemsize[table] + 4.0 * (sum(each) * width + len(each) - sum(each))
 
     def least_cached(self, table: Array, share: Array, rows: Array) -> Array:
         """Rows that a shard's cache must have room for: those of the batches that are trained and prefetched."""
@@ -170,31 +166,32 @@ class CostModel:
 
     def costs(self, at: Pieces) -> Costs:
         """Of shards on the ranks that have them."""
-        top, table, replicated = self.topology, at.table, at.scheme == REPLICAS
-        w, e, on_server = at.width.astype(np.float64), self.itemsize[table], at.placement == SERVER
-        record, ranks = self.record_bytes(table, w), self.ranks
+        top, table, ranks, world = self.topology, at.table, self.ranks, self.topology.world_size
+        replicated, away, on_disk = at.scheme == REPLICAS, at.placement != DEVICE, at.placement == DISK
+        w, e, unpooled = at.width.astype(np.float64), self.itemsize[table], self.unpooled[table]
+        record = self.record_bytes(table, w)
         ids = np.where(replicated, self.ids[table], self.ids[table] * ranks * at.share)
         batch = np.where(replicated, self.batch_size, self.batch_size * ranks)
+        bags = np.where(unpooled, ids, batch * self.features[table])
         distinct = np.where(replicated, self.distinct_of_rank[table], self._distinct(table, at.share, at.rows))
-        bags = np.where(self.unpooled[table], ids, batch * self.features[table])
-        alone = ranks == 1
+        everywhere = np.where(replicated, self.distinct_of_job[table], distinct)
+        copies = np.where(replicated, world, self.copies)
+        gathered = copies * distinct  # summed rows that a rank updates with
         seconds = np.zeros((len(table), len(STAGES)))
-        lengths = np.where(self.unpooled[table], 0, bags)
-        received = ids * np.where(at.rows < 2**31, 4, 8) + 4 * lengths
-        control = top.control_bandwidth / (self.local if self.nodes > 1 else 1)
-        if not alone:
+        if ranks > 1:
+            received = ids * np.where(at.rows < 2**31, 4, 8) + 4 * np.where(unpooled, 0, bags)
+            control = top.control_bandwidth / (self.local if self.nodes > 1 else 1)
             seconds[:, IDS] = np.where(replicated, 0, received / control + ids / top.routing_rate)
-            vectors = np.where(self.unpooled[table], np.minimum(ids, ranks * self.distinct_of_rank[table]), bags)
+            vectors = np.where(unpooled, np.minimum(ids, ranks * self.distinct_of_rank[table]), bags)
             elements = vectors * w * (_CODEC_BYTES[self.exchange.forward] + _CODEC_BYTES[self.exchange.backward])
             seconds[:, OUTPUTS] = np.where(replicated, 0, self._sent(elements, at.scheme == HIERARCHICAL))
         seconds[:, GROUPING] = ids / top.id_rate
         seconds[:, LOOKUP] = ids / top.lookup_rate + (ids * w * e + bags * w * 4) / top.lookup_bandwidth
-        everywhere = np.where(replicated, self.distinct_of_job[table], distinct)
-        gathered = np.where(replicated, top.world_size, self.copies) * distinct  # summed rows that a rank updates with
-        moved = ids * w * 4 + everywhere * 2 * record
-        seconds[:, UPDATE] = moved / top.update_bandwidth
-        several = np.where(replicated, top.world_size, self.copies) > 1
-        seconds[:, REPLICATED] = np.where(several, self._gathered(gathered, distinct, w, replicated), 0)
+        seconds[:, UPDATE] = (ids * w * 4 + everywhere * 2 * record) / top.update_bandwidth
+        outside = (top.nodes > 1) & (replicated | (self.copies > 1))
+        wire = (gathered - distinct) * (8 + 4 * w) / np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
+        added = GATHERED_IDS * gathered / top.id_rate
+        seconds[:, REPLICATED] = np.where(copies > 1, wire + added + gathered * w * 4 / top.update_bandwidth, 0)
         if self.optimizer.reads_whole_rows:
             cut = self._sent(distinct * 4 * (at.blocks - 1), False) + WHOLE_ROW_IDS * distinct / top.id_rate
             seconds[:, REPLICATED] += np.where(at.blocks > 1, cut, 0)
@@ -202,57 +199,37 @@ class CostModel:
         both = np.minimum(1, share + np.divide(at.host_rows, np.maximum(at.rows, 1)))
         part = distinct / np.maximum(self.distinct[table], 1e-9)
         missed, from_disk = self._missed(table, share) * part, self._missed(table, both) * part
-        away, on_disk = at.placement != DEVICE, at.placement == DISK
-        moved = np.where(away & ~on_server, 2 * missed * record / top.host_bandwidth, 0)
+        moved = np.where(away, 2 * missed * record / top.host_bandwidth, 0)
         moved += np.where(on_disk, 2 * from_disk * record / (top.disk_bandwidth / self.local), 0)
         away_everywhere = np.minimum(ranks, everywhere / np.maximum(distinct, 1e-9))
         seconds[:, MISSES] = np.where(replicated & away, moved * away_everywhere, moved)
+        buffers = PREFETCHED * ids * 12 + 2 * bags * w * 4 + np.where(copies > 1, gathered * w * 4, 0)
         dynamic = np.where(self.dynamic[table], INDEX_BYTES * at.rows, 0)
-        buffers = PREFETCHED * ids * 12 + 2 * bags * w * 4 + np.where(several, gathered * w * 4, 0)
         hbm = np.where(away, at.cached * (record + CACHE_BYTES), at.rows * record) + dynamic + buffers
-        costs = Costs(
-            seconds, hbm, np.select([at.placement == HOST, on_disk], [at.rows * record, at.host_rows * record], 0),
-            np.where(on_disk, at.rows * (record + 1) * PAGE_OVERHEAD, 0), np.zeros(len(table)),
-        )  # fmt: skip
-        return self._on_servers(costs, at, on_server) if on_server.any() else costs
-
-    def _on_servers(self, costs: Costs, at: Pieces, on_server: Array) -> Costs:
-        """Tables on embedding servers: every rank pulls and pushes the distinct rows of its own samples."""
-        top, table = self.topology, at.table
-        rows = self.distinct_of_rank[table]
-        wire = rows * (8 + 8 * at.width) / (top.control_bandwidth / top.local_size)
-        pulled = 2 * rows * top.world_size / (max(1, top.servers) * top.server_rows)
-        pulled = np.maximum(pulled, rows * top.world_size * 8 * at.width / (max(1, top.servers) * top.server_bandwidth))
-        seconds = costs.seconds.copy()
-        own = self.ids[table] * at.width * self.itemsize[table] + self.batch_size * self.features[table] * at.width * 4
-        seconds[on_server] = 0
-        seconds[on_server, LOOKUP] = (own / top.lookup_bandwidth)[on_server]
-        seconds[on_server, MISSES] = (wire + pulled)[on_server]
-        held = rows * at.width * 4 * PREFETCHED + 2 * self.batch_size * self.features[table] * at.width * 4
-        # Each rank has a piece; the server's memory is counted once.
-        whole = self.rows[table] * (self.record_bytes(table, at.width) + INDEX_BYTES) / self.ranks
-        return Costs(
-            seconds, np.where(on_server, held, costs.hbm), np.where(on_server, 0, costs.host),
-            np.where(on_server, 0, costs.disk), np.where(on_server, whole, 0),
-        )  # fmt: skip
+        host = np.select([at.placement == HOST, on_disk], [at.rows * record, at.host_rows * record], 0)
+        disk = np.where(on_disk, at.rows * (record + 1) * PAGE_OVERHEAD, 0)
+        there = at.placement == SERVER
+        if there.any():  # every rank pulls and pushes the distinct rows of its own samples
+            rows, servers = self.distinct_of_rank[table], max(1, top.servers)
+            own = self.batch_size * self.features[table] * at.width * 4
+            wire = rows * (8 + 8 * at.width) / (top.control_bandwidth / top.local_world_size)
+            sent = rows * world * 8 * at.width / (servers * top.server_bandwidth)
+            pulled = np.maximum(2 * rows * world / (servers * top.server_rows), sent)
+            seconds[there] = 0
+            seconds[there, LOOKUP] = ((self.ids[table] * at.width * e + own) / top.lookup_bandwidth)[there]
+            seconds[there, MISSES] = (wire + pulled)[there]
+            hbm = np.where(there, rows * at.width * 4 * PREFETCHED + 2 * own, hbm)
+        whole = self.rows[table] * (self.record_bytes(table, at.width) + INDEX_BYTES) / ranks
+        return Costs(seconds, np.stack([hbm, host, disk, np.where(there, whole, 0)], 1))
 
     def _sent(self, sent: Array, hierarchical: Any) -> Array:
         """Seconds for bytes that go to all ranks in equal parts; hierarchical: summed inside the node before."""
         top, ranks, local = self.topology, self.ranks, self.local
         inside, outside = sent * (local - 1) / ranks, sent * (ranks - local) / ranks
         direct = np.maximum(inside / top.intra_bandwidth, outside / top.inter_bandwidth)
-        if self.nodes == 1:
-            return direct
         summed = sent * (local - 1) / local / top.intra_bandwidth
         summed = summed + sent / local * (self.nodes - 1) / self.nodes / top.inter_bandwidth
         return np.where(hierarchical, summed, direct)
-
-    def _gathered(self, gathered: Array, own: Array, width: Array, everywhere: Array) -> Array:
-        """Seconds in which replicas get each other's rows and gradients, and add them."""
-        top, record = self.topology, 8 + 4 * width
-        outside = (top.nodes > 1) & (everywhere | (self.copies > 1))
-        wire = (gathered - own) * record / np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
-        return wire + GATHERED_IDS * gathered / top.id_rate + gathered * width * 4 / top.update_bandwidth
 
     def _missed(self, table: Array, share: Array) -> Array:
         """Distinct rows of a batch that are not cached, where this share of a table's rows is."""
@@ -262,12 +239,9 @@ class CostModel:
         return self._misses[table, upper - 1] * (1 - part) + self._misses[table, upper] * part
 
     def shared(self, table: Array, blocks: Array, scheme: Array, placement: Array) -> Array:
-        """Seconds by stage that a table costs every rank, however its shards lie: the ids that it sends."""
-        seconds = np.zeros((len(table), len(STAGES)))
-        if self.ranks > 1:
-            sends = (scheme != REPLICAS) & (placement != SERVER)
-            seconds[:, IDS] = np.where(sends, self.ids[table] * blocks / self.topology.routing_rate, 0)
-        return seconds
+        """Seconds that a table costs every rank, however its shards lie: its host sends ids, once a column block."""
+        sends = (self.ranks > 1) & (scheme != REPLICAS) & (placement != SERVER)
+        return np.where(sends, self.ids[table] * blocks / self.topology.routing_rate, 0)
 
     @property
     def memory_of_rank(self) -> float:
@@ -275,54 +249,31 @@ class CostModel:
         vectors = np.where(self.unpooled, self.ids, self.batch_size * self.features) * self.dims
         batches = PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum()
         batches += RUNTIME_BYTES if self.topology.world_size > 1 else 0
-        return float(batches) + DENSE_BYTES * self.dense.parameters + self.dense.activation_bytes
+        return float(batches) + DENSE_BYTES * self.dense_parameters
 
     def pieces(self, plan: ShardingPlan) -> tuple[Pieces, Array]:
         """All shards of a plan, and the rank of each."""
         found: list[tuple[Any, ...]] = []
-        ranks: list[int] = []
         for number, table in enumerate(self.tables):
-            sharding, shards = plan.tables[table.name], plan.shards(table)
-            where = plan.placements.get(table.name, TablePlacement())
-            blocks = len({shard.first_column for shard in shards})
-            if where.placement == "server":
-                found += [
-                    (number, 1.0, self.rows[number], table.embedding_dim, 1, REPLICAS, SERVER, 0, 0)
-                    for _ in range(self.ranks)
-                ]
-                ranks += range(self.ranks)
+            shards, where, whole = plan.shards(table), plan.placement(table.name), self.rows[number]
+            tier, parts = PLACEMENTS.index(where.placement), rows_to_shard(table)
+            if tier == SERVER:
+                piece = (number, 1.0, whole, table.embedding_dim, 1, REPLICAS, SERVER, 0, 0)
+                found += [(rank, *piece) for rank in range(self.ranks)]
                 continue
-            parts, rows = rows_to_shard(table), self.rows[number]
+            blocks, sharding = len({shard.first_column for shard in shards}), plan.tables[table.name]
+            scheme = REPLICAS if isinstance(sharding, DataParallel) else DIRECT
+            if isinstance(sharding, TableRowWise | Grid) and table.pooling != "none" and self.nodes > 1:
+                scheme = HIERARCHICAL
             for shard in shards:
-                held = rows * shard.num_rows / parts
-                share = self.stats[number].share(rows * shard.first_row / parts, held, rows)
-                share = held / rows if table.is_dynamic else share
-                tier = PLACEMENTS.index(where.placement)
-                cached = 0 if tier == DEVICE else min(held, where.cache_rows or table.cache.rows_of(int(held) or 1))
-                on_host = 0 if tier != DISK else min(held - cached, where.host_rows or 0)
-                found.append(
-                    (
-                        number,
-                        share,
-                        held,
-                        shard.num_columns,
-                        blocks,
-                        self.scheme(sharding, table),
-                        tier,
-                        cached,
-                        on_host,
-                    )
-                )
-                ranks.append(shard.rank)
-        arrays = [np.array(column) for column in zip(*found, strict=True)]
-        return Pieces(*arrays), np.array(ranks)
-
-    def scheme(self, sharding: Sharding, table: TableConfig) -> int:
-        """How the vectors of a table are exchanged."""
-        if isinstance(sharding, DataParallel):
-            return REPLICAS
-        inside = isinstance(sharding, TableRowWise | Grid) and table.pooling != "none" and self.nodes > 1
-        return HIERARCHICAL if inside else DIRECT
+                first, rows = whole * shard.first_row / parts, whole * shard.num_rows / parts
+                share = rows / whole if table.is_dynamic else self.stats[table.name].share(first, rows, whole)
+                cached = 0 if tier == DEVICE else min(rows, where.cache_rows or table.cache.rows_of(int(rows) or 1))
+                on_host = 0 if tier != DISK else min(rows - cached, where.host_rows or 0)
+                piece = (number, share, rows, shard.num_columns, blocks, scheme, tier, cached, on_host)
+                found.append((shard.rank, *piece))
+        rank, *pieces = (np.array(column) for column in zip(*found, strict=True))
+        return Pieces(*pieces), rank
 
     def predict(self, plan: ShardingPlan) -> Prediction:
         """Time and memory of a plan's ranks, and a step's time. ValueError if the plan is for other ranks or tables."""
@@ -331,23 +282,28 @@ class CostModel:
                 f"the plan is for {plan.world_size} ranks and {plan.copies} copies of the tables, the topology has "
                 f"{self.ranks} and {self.copies}"
             )
-        plan.require([table.name for table in self.tables])
+        plan.require_tables([table.name for table in self.tables])
         at, rank = self.pieces(plan)
         costs = self.costs(at)
-        seconds = np.zeros((self.ranks, len(STAGES)))
+        seconds, hbm = np.zeros((self.ranks, len(STAGES))), np.full(self.ranks, self.memory_of_rank)
         np.add.at(seconds, rank, costs.seconds)
+        np.add.at(hbm, rank, costs.memory[:, DEVICE])
         firsts = np.unique(at.table, return_index=True)[1]
         shared = self.shared(at.table[firsts], at.blocks[firsts], at.scheme[firsts], at.placement[firsts])
-        seconds += shared.sum(0)
-        hbm = np.full(self.ranks, self.memory_of_rank)
-        np.add.at(hbm, rank, costs.hbm)
-        host, disk = (np.bincount(rank // self.local, each, self.nodes) for each in (costs.host, costs.disk))
-        schemes = set(at.scheme[at.placement != SERVER].tolist())
-        fixed = self.fixed(schemes, set(at.placement.tolist()))
-        return Prediction(seconds, hbm, host, disk, float(costs.server.sum()), fixed, self.dense_seconds)
+        seconds[:, IDS] += sum(shared.tolist())
+        host, disk = (np.bincount(rank // self.local, costs.memory[:, tier], self.nodes) for tier in (HOST, DISK))
+        fixed = self._latencies(set(at.scheme[at.placement != SERVER].tolist()), set(at.placement.tolist()))
+        top, parameters = self.topology, self.dense_parameters
+        ring = top.intra_bandwidth  # of the other layers' gradients: between nodes it has all cards of a node
+        if top.nodes > 1:
+            ring = min(ring, top.inter_bandwidth * top.local_world_size)
+        part = 2 * (top.world_size - 1) / top.world_size
+        dense = 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / ring
+        by_table = np.bincount(at.table, costs.seconds.sum(1), len(self.tables))
+        return Prediction(seconds, by_table, hbm, host, disk, float(costs.memory[:, SERVER].sum()), fixed, dense)
 
-    def fixed(self, schemes: set[int], placements: set[int]) -> float:
-        """Latencies of a step with these exchanges and tiers."""
+    def _latencies(self, schemes: set[int], placements: set[int]) -> float:
+        """Of a step with these exchanges and tiers."""
         top = self.topology
         seconds = top.lookup_latency + top.update_latency
         across = top.inter_latency if self.nodes > 1 else top.intra_latency
@@ -359,19 +315,3 @@ class CostModel:
             seconds += 2 * across
         seconds += top.host_latency if placements & {HOST, DISK} else 0
         return seconds + (top.disk_latency if DISK in placements else 0)
-
-    @property
-    def dense_seconds(self) -> float:
-        """Forward and backward of the other layers, and the exchange of their gradients."""
-        top, parameters = self.topology, self.dense.parameters
-        bandwidth = top.intra_bandwidth  # between nodes a ring has all cards of a node
-        if top.nodes > 1:
-            bandwidth = min(bandwidth, top.inter_bandwidth * top.local_size)
-        part = 2 * (top.world_size - 1) / top.world_size
-        return 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / bandwidth
-
-
-def size_of(model: CostModel, table: TableConfig) -> float:
-    """Bytes of a table with its states."""
-    number = model.tables.index(table)
-    return float(model.rows[number] * model.record_bytes(np.array([number]), model.dims[number : number + 1])[0])

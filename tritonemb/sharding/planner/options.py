@@ -1,6 +1,5 @@
 """The options of tables: each sharding type, number of parts and tier, with what it costs; and the search's problem."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
@@ -18,13 +17,9 @@ from tritonemb.sharding.plan import (
     RowWise,
     Sharding,
     ShardingPlan,
-    TableColumnWise,
-    TablePlacement,
-    TableRowWise,
-    TableWise,
     most_blocks,
 )
-from tritonemb.sharding.planner.cost_model import DIRECT, HIERARCHICAL, PLACEMENTS, REPLICAS, CostModel, Pieces, size_of
+from tritonemb.sharding.planner.cost_model import DIRECT, HIERARCHICAL, PLACEMENTS, REPLICAS, CostModel, Pieces
 from tritonemb.sharding.planner.topology import amount
 from tritonemb.types import Placement, TableConfig
 
@@ -57,13 +52,11 @@ class Constraint:
     def __post_init__(self) -> None:
         for name, known in (("placements", get_args(Placement)), ("types", tuple(SHARDINGS))):
             given = getattr(self, name)
-            if given is None:
-                continue
-            given = (given,) if isinstance(given, str) else tuple(given)
-            object.__setattr__(self, name, given)
-            wrong = [each for each in given if each not in known]
-            if wrong or not given:
-                raise ValueError(f"a constraint's {name} must be some of {known}, got {list(given)}")
+            if given is not None:
+                given = (given,) if isinstance(given, str) else tuple(given)
+                object.__setattr__(self, name, given)
+                if not given or not set(given) <= set(known):
+                    raise ValueError(f"a constraint's {name} must be some of {known}, got {list(given)}")
 
 
 class Option(NamedTuple):
@@ -72,52 +65,39 @@ class Option(NamedTuple):
     kind: str
     blocks: int
     owners: int
-    placement: str
+    placement: Placement
     cached: int
     host_rows: int
 
+    def __str__(self) -> str:
+        parts = [f"{n} {what}" for n, what in ((self.blocks, "columns"), (self.owners, "rows")) if n > 1]
+        return self.kind.replace("_", "-") + (f" ({' x '.join(parts)})" if parts else "")
+
     def sharding(self, places: Sequence[int]) -> Sharding:
         """With its units on these ranks or nodes."""
-        match self.kind:
-            case "table_wise":
-                return TableWise(places[0])
-            case "column_wise":
-                return ColumnWise(places)
-            case "row_wise":
-                return RowWise(places if len(places) == self.owners else None)
-            case "table_row_wise":
-                return TableRowWise(places[0])
-            case "table_column_wise":
-                return TableColumnWise(places[0])
-            case "grid":
-                return Grid(places)
-        return DataParallel()
-
-    @property
-    def tier(self) -> TablePlacement:
-        on_device = self.placement in ("device", "server")
-        placement: Any = self.placement
-        return TablePlacement(placement, None if on_device else self.cached, self.host_rows or None)
+        kind: Any = SHARDINGS[self.kind]
+        if kind is DataParallel or (kind is RowWise and len(places) < self.owners):  # on all ranks
+            return kind()
+        return kind(places if kind in (RowWise, ColumnWise, Grid) else places[0])
 
 
-class _Variant(NamedTuple):
-    """Options of all tables that differ in their tables only: costs of each distinct item `[tables, items]`."""
+class Variant(NamedTuple):
+    """Options of all tables that differ in their tables only: what each distinct item costs, `[tables, items]`.
 
-    kind: str
+    `uses` are the load, and shares of the budgets of device and host memory and disk.
+    """
+
     unit_kind: int
     units: int
     tables: Array
     options: list[Option]
-    load: Array
-    hbm: Array
-    host: Array
-    disk: Array
+    uses: tuple[Array, Array, Array, Array]
     shared: Array
     server: Array
 
 
 def _kinds(model: CostModel) -> list[tuple[str, int, int, int, int]]:
-    """Sharding types: name, column blocks, row blocks, how a unit is placed, and units; of rows 0 for all."""
+    """Sharding types: name, column blocks, row blocks, how a unit is placed, and units."""
     ranks, local, nodes = model.ranks, model.local, model.nodes
     powers = [2, 3] + [1 << n for n in range(2, 11)]
     found = [("table_wise", 1, 1, RANK, 1)]
@@ -136,43 +116,36 @@ def make_problem(
 ) -> tuple[list[list[Option]], Problem]:
     """The options of each table that no other is better than in everything, and the problem to solve."""
     topology = model.topology
-    tiers = [("device", 0.0, 0.0)]
+    tiers: list[tuple[Placement, float, float]] = [("device", 0.0, 0.0)]
     if topology.host:
         tiers += [("host", share, 0.0) for share in CACHE_SHARES]
     if topology.disk:
-        tiers += [
-            ("disk", share, on_host)
-            for share in CACHE_SHARES[::2]
-            for on_host in HOST_SHARES[: 3 if topology.host else 1]
-        ]
-    allowed = {name: np.array([each.types is None or name in each.types for each in bound]) for name in SHARDINGS} | {
+        of_host = HOST_SHARES if topology.host else HOST_SHARES[:1]
+        tiers += [("disk", share, on_host) for share in CACHE_SHARES[::2] for on_host in of_host]
+    may = {name: np.array([each.types is None or name in each.types for each in bound]) for name in SHARDINGS}
+    may |= {
         name: np.array([each.placements is None or name in each.placements for each in bound]) for name in PLACEMENTS
     }
     # Of table-column-wise sharding column-wise sharding is the better half, unless somebody asks for it.
-    allowed["table_column_wise"] &= np.array([each.types is not None for each in bound])
+    may["table_column_wise"] &= np.array([each.types is not None for each in bound])
     if model.ranks == 1:
-        allowed["table_wise"][:] = True  # which every other type is, too
-    variants = [
-        found
-        for kind in _kinds(model)
-        for tier in tiers
-        if (found := _variant(model, allowed, *kind, *tier)) is not None
-    ]
-    if topology.servers and (found := _variant(model, allowed, "server", 1, 1, ALL, 1, "server", 0.0, 0.0)) is not None:
-        variants.append(found)
-    return _assemble(model, variants, bound, previous)
+        may["table_wise"][:] = True  # which every other type is, too
+    found = [_variant(model, may, *kind, *tier) for kind in _kinds(model) for tier in tiers]
+    if topology.servers:
+        found.append(_variant(model, may, "server", 1, 1, ALL, 1, "server", 0.0, 0.0))
+    return _assemble(model, [each for each in found if each is not None], bound, previous)
 
 
 def _variant(
     model: CostModel, may: Mapping[str, Array], kind: str, blocks: int, owners: int, unit_kind: int, units: int,
-    placement: str, share: float, host_share: float,
-) -> _Variant | None:  # fmt: skip
+    placement: Placement, share: float, host_share: float,
+) -> Variant | None:  # fmt: skip
     """Costs of every table that may be sharded so; None if none may."""
     tables, top = model.tables, model.topology
     parts = np.array([rows_to_shard(table) for table in tables])
     most = np.array([min(most_blocks(table), max(1, table.embedding_dim // LEAST_WIDTH)) for table in tables])
-    allowed = may[placement] if kind == "server" else may[placement] & may[kind]
-    allowed = allowed & (blocks <= most) & (owners <= parts)
+    allowed = may[placement] & (blocks <= most) & (owners <= parts)
+    allowed &= may.get(kind, True)
     if kind in ("column_wise", "table_column_wise", "grid", "data_parallel"):
         allowed &= ~model.dynamic
     if kind in ("table_row_wise", "grid"):
@@ -180,132 +153,102 @@ def _variant(
     number = np.flatnonzero(allowed)
     if not len(number):
         return None
-    dims, rows = model.dims[number], model.rows[number]
+    dims, rows, parts = model.dims[number][:, None], model.rows[number][:, None], parts[number][:, None]
+    # Distinct items: blocks of ceil(rows / owners), of which the last may be smaller; or blocks of columns.
     items = blocks if owners == 1 else owners
-    if kind == "grid":
-        items = owners
-    if owners > 1:  # blocks of ceil(rows / owners), of which the last may be smaller
-        size = np.ceil(parts[number] / owners)
-        first = np.minimum(np.arange(owners) * size[:, None], parts[number][:, None])
-        held = np.minimum(first + size[:, None], parts[number][:, None]) - first
-        scale = (rows / parts[number])[:, None]
-        of_rows = held * scale
-        shares = of_rows / rows[:, None]
-        for at, n in enumerate(number):
-            if model.stats[n].row_share and not tables[n].is_dynamic:
-                shares[at] = [model.stats[n].share(f, h, rows[at]) for f, h in zip(first[at], of_rows[at], strict=True)]
-    else:
-        of_rows, shares = np.repeat(rows[:, None], items, 1), np.ones((len(number), items))
-    step = np.where(dims >= 8 * blocks, 8, 1)[:, None]
-    cuts = dims[:, None] // step * np.arange(blocks + 1) // blocks * step
-    cuts[:, -1] = dims
+    size = np.ceil(parts / owners)
+    first = np.minimum(np.arange(owners) * size, parts)
+    of_rows = rows if owners == 1 else (np.minimum(first + size, parts) - first) * (rows / parts)
+    shares = of_rows / rows
+    for at, n in enumerate(number.tolist() if owners > 1 else ()):
+        stats = model.stats[tables[n].name]
+        if stats.row_share and not tables[n].is_dynamic:
+            shares[at] = stats.share(first[at], of_rows[at], rows[at, 0])
+    step = np.where(dims >= 8 * blocks, 8, 1)
+    cuts = dims // step * np.arange(blocks + 1) // blocks * step
+    cuts[:, -1:] = dims
     width = np.diff(cuts, axis=1)
-    if owners > 1 or blocks == 1:
-        width = width.max(1)[:, None].repeat(items, 1)
-    table = np.repeat(number, items)
-    of_rows, shares = of_rows.ravel(), shares.ravel()
-    away = placement in ("host", "disk")
-    cached = np.zeros(len(table))
-    if away:
-        cached = np.ceil(np.maximum(share * of_rows, model.least_cached(table, shares, of_rows)) / 32) * 32
-        cached = np.minimum(_as_largest(cached, items), of_rows)
-    on_host = np.zeros(len(table))
+    if owners > 1:
+        width = width.max(1, keepdims=True)
+    of_rows, shares, width = (np.broadcast_to(each, (len(number), items)) for each in (of_rows, shares, width))
+    numbers = np.broadcast_to(number[:, None], (len(number), items))
+    cached = on_host = np.zeros((len(number), items))
+    if placement in ("host", "disk"):  # all of a table's items have as much as the largest
+        least = np.maximum(share * of_rows, model.least_cached(numbers, shares, of_rows))
+        cached = np.minimum((np.ceil(least / 32) * 32).max(1, keepdims=True), of_rows)
     if placement == "disk":
-        on_host = np.minimum(_as_largest(np.ceil(host_share * of_rows), items), of_rows - cached)
-    full = functools.partial(np.full, len(table))
+        on_host = np.minimum(np.ceil(host_share * of_rows).max(1, keepdims=True), of_rows - cached)
     scheme = DIRECT
     if kind in ("data_parallel", "server"):
         scheme = REPLICAS
     elif kind in ("table_row_wise", "grid") and model.nodes > 1:
         scheme = HIERARCHICAL
-    pieces = Pieces(
-        table, shares, of_rows, width.ravel().astype(np.float64), full(blocks), full(scheme),
-        full(PLACEMENTS.index(placement)), cached, on_host,
-    )  # fmt: skip
-    costs, shape = model.costs(pieces), (len(number), items)
-    hbm_budget = max(top.hbm - model.memory_of_rank, 1.0)
-    load = costs.seconds.sum(1).reshape(shape)
-    hbm = costs.hbm.reshape(shape) / hbm_budget
-    host = costs.host.reshape(shape) / max(top.host, 1.0)
-    disk = costs.disk.reshape(shape) / max(top.disk, 1.0)
-    one = np.arange(len(number)) * items
-    shared = model.shared(number, pieces.blocks[one], pieces.scheme[one], pieces.placement[one]).sum(1)
-    server = costs.server.reshape(shape)[:, 0] * model.ranks / max(top.servers * top.server_memory, 1.0)
-    fits = (hbm.max(1) <= 1) & (host.max(1) <= 1) & (disk.max(1) <= 1)
-    per_shard = cached.reshape(shape).max(1), on_host.reshape(shape).max(1)
-    options = [Option(kind, blocks, owners, placement, int(c), int(h)) for c, h in zip(*per_shard, strict=True)]
-    kept = np.flatnonzero(fits)
+    same = [np.full(numbers.size, each) for each in (blocks, scheme, PLACEMENTS.index(placement))]
+    varied = [each.ravel() for each in (numbers, shares, of_rows, width.astype(np.float64), cached, on_host)]
+    costs = model.costs(Pieces(*varied[:4], *same, *varied[4:]))
+    budgets = np.array([top.hbm - model.memory_of_rank, top.host, top.disk, top.servers * top.server_memory])
+    parts_used = (costs.memory / np.maximum(budgets, 1.0)).T
+    load, hbm, host, disk, server = np.vstack([costs.seconds.sum(1), parts_used]).reshape(5, len(number), items)
+    kept = np.flatnonzero((hbm.max(1) <= 1) & (host.max(1) <= 1) & (disk.max(1) <= 1))
     if not len(kept):
         return None
-    return _Variant(
-        kind, unit_kind, units, number[kept], [options[each] for each in kept], load[kept], hbm[kept], host[kept],
-        disk[kept], shared[kept], server[kept],
-    )  # fmt: skip
-
-
-def _as_largest(values: Array, items: int) -> Array:
-    """What all of a table's items have: as much as the largest."""
-    return np.repeat(values.reshape(-1, items).max(1), items)
+    shared = model.shared(number[kept], *(each[: len(kept)] for each in same))
+    per_shard = zip(cached.max(1)[kept].tolist(), on_host.max(1)[kept].tolist(), strict=True)
+    options = [Option(kind, blocks, owners, placement, int(c), int(h)) for c, h in per_shard]
+    uses = load[kept], hbm[kept], host[kept], disk[kept]
+    return Variant(unit_kind, units, number[kept], options, uses, shared, server[kept, 0] * model.ranks)
 
 
 def _assemble(
-    model: CostModel, variants: list[_Variant], bound: list[Constraint], previous: ShardingPlan | None
+    model: CostModel, variants: list[Variant], bound: list[Constraint], previous: ShardingPlan | None
 ) -> tuple[list[list[Option]], Problem]:
     tables, ranks = len(model.tables), model.ranks
     # Totals `[tables, variants]`, infinite where a table may not be sharded so.
     features = np.full((8, tables, len(variants)), np.inf)
     row_of = np.full((tables, len(variants)), -1)
     for number, each in enumerate(variants):
-        items = each.load.shape[1]
-        width = {RANK: 1, NODE: model.local, ALL: ranks}[each.unit_kind] * each.units
-        sums = [values.sum(1) * (width / items) for values in (each.load, each.hbm, each.host, each.disk)]
-        features[0, each.tables, number] = sums[0] + ranks * each.shared
-        features[1:4, each.tables, number] = sums[1:]
-        features[4, each.tables, number] = each.server
-        features[5, each.tables, number] = each.load.max(1) + each.shared
-        features[6, each.tables, number] = each.hbm.max(1)
-        features[7, each.tables, number] = np.maximum(each.host, each.disk).max(1) * model.local
+        load, hbm, host, disk = each.uses
+        shards = {RANK: 1, NODE: model.local, ALL: ranks}[each.unit_kind] * each.units
+        sums = [values.sum(1) * (shards / load.shape[1]) for values in each.uses]
+        features[:, each.tables, number] = [
+            sums[0] + ranks * each.shared, *sums[1:], each.server, load.max(1) + each.shared, hbm.max(1),
+            np.maximum(host, disk).max(1) * model.local,
+        ]  # fmt: skip
         row_of[each.tables, number] = np.arange(len(each.tables))
-    empty = np.flatnonzero((row_of < 0).all(1))
-    if len(empty):
-        raise PlanError(_no_option(model, bound[empty[0]], model.tables[empty[0]]))
-    mean = features[0].min(1).sum() / ranks
-    features[5] = np.maximum(features[5], FINEST * mean)
+    if len(empty := np.flatnonzero((row_of < 0).all(1))):
+        raise PlanError(_no_option(model, bound[empty[0]], int(empty[0])))
+    features[5] = np.maximum(features[5], FINEST * (features[0].min(1).sum() / ranks))
     features[6:] = np.maximum(features[6:], FINEST)
     kept = _undominated(features)
-    if previous is not None:
-        for number, table in enumerate(model.tables):
-            kept[number] |= _same_as_before(variants, row_of[number], previous, table)
     options: list[list[Option]] = []
-    lists: dict[str, list[Any]] = {
-        name: [] for name in ("units", "kind", "items", "load", "hbm", "host", "disk", "shared", "server")
-    }
-    for number in range(tables):
-        options.append([])
-        able = np.flatnonzero(kept[number] & (row_of[number] >= 0))
+    units, kinds, items, shared, server = [0], list[int](), [0], list[float](), list[float]()
+    uses: list[list[Array]] = [[], [], [], []]
+    for number, table in enumerate(model.tables):
+        rows, of_table = row_of[number], list[Option]()
+        if previous is not None:  # what a plan in use makes of the table, with whatever rows cached
+            kept[number] |= [
+                rows[n] >= 0 and places_in(previous, table, each.options[rows[n]], each.units, model) is not None
+                for n, each in enumerate(variants)
+            ]
+        able = np.flatnonzero(kept[number] & (rows >= 0))
         for variant in able[np.argsort(features[0, number, able], kind="stable")]:  # the search tries cheap ones first
-            each, row = variants[variant], row_of[number, variant]
-            options[-1].append(each.options[row])
-            per_unit = each.load.shape[1] // each.units if each.unit_kind == RANK else each.load.shape[1]
-            repeat = 1 if each.unit_kind == RANK else each.units
-            lists["units"].append(each.units)
-            lists["kind"] += [each.unit_kind] * each.units
-            lists["items"] += [per_unit] * each.units
-            for name in ("load", "hbm", "host", "disk"):
-                lists[name] += [getattr(each, name)[row]] * repeat
-            lists["shared"].append(each.shared[row])
-            lists["server"].append(each.server[row])
-    offsets = [
-        np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
-        for values in ([len(each) for each in options], lists["units"], lists["items"])
-    ]
-    load, hbm, host, disk = (np.concatenate(lists[name]).astype(float) for name in ("load", "hbm", "host", "disk"))
-    problem = Problem(
-        ranks, model.local, offsets[0], offsets[1], np.array(lists["kind"], dtype=np.int64), offsets[2], load,
-        hbm, host, disk,
-        np.array(lists["shared"]), np.array(lists["server"]),
+            each, row = variants[variant], rows[variant]
+            of_table.append(each.options[row])
+            of_rank = each.unit_kind == RANK  # then distinct items are units; else all units have all of them
+            units.append(each.units)
+            kinds += [each.unit_kind] * each.units
+            items += [each.uses[0].shape[1] // (each.units if of_rank else 1)] * each.units
+            for values, own in zip(uses, each.uses, strict=True):
+                values += [own[row]] * (1 if of_rank else each.units)
+            shared.append(each.shared[row])
+            server.append(each.server[row])
+        options.append(of_table)
+    offsets = [np.cumsum(each, dtype=np.int64) for each in ([0, *map(len, options)], units, items)]
+    load, hbm, host, disk = (np.concatenate(each).astype(float) for each in uses)
+    return options, Problem(
+        ranks, model.local, offsets[0], offsets[1], np.array(kinds, dtype=np.int64), offsets[2], load, hbm, host, disk,
+        np.array(shared), np.array(server),
     )  # fmt: skip
-    return options, problem
 
 
 def _undominated(features: Array) -> Array:
@@ -324,32 +267,27 @@ def _undominated(features: Array) -> Array:
     return kept
 
 
-def _same_as_before(variants: list[_Variant], rows: Array, previous: ShardingPlan, table: TableConfig) -> Array:
-    """Which variants are what a plan in use makes of a table, with whatever rows cached."""
-    kind = next((name for name, each in SHARDINGS.items() if type(previous.tables.get(table.name)) is each), None)
-    found = np.zeros(len(variants), dtype=bool)
-    if kind is None:
-        return found
-    where = previous.placements.get(table.name, TablePlacement())
-    shards = previous.shards(table)
-    blocks = len({shard.first_column for shard in shards})
-    owners = -(-len(shards) // blocks) if kind != "data_parallel" else 1
-    for number, each in enumerate(variants):
-        if rows[number] >= 0:
-            option = each.options[rows[number]]
-            same = (option.kind, option.placement, option.blocks) == (kind, where.placement, blocks)
-            found[number] = same and option.owners in (
-                owners,
-                1 if kind in ("column_wise", "table_column_wise") else owners,
-            )
-    return found
+def places_in(
+    plan: ShardingPlan, table: TableConfig, option: Option, units: int, model: CostModel
+) -> Sequence[int] | None:
+    """The ranks or nodes of an option's units in a plan; None if the plan does something else with the table."""
+    sharding = plan.tables.get(table.name)
+    if sharding is None or type(sharding) is not SHARDINGS.get(option.kind):
+        return None
+    if plan.placement(table.name).placement != option.placement:
+        return None
+    places = sharding.places
+    if option.kind == "data_parallel" or (option.kind == "row_wise" and units == 1):  # on all ranks
+        return [0] if places in (None, tuple(range(model.ranks))) else None
+    if places is None:
+        places = range(model.nodes if option.kind == "grid" else model.ranks)
+    return places if len(places) == len(set(places)) == units else None
 
 
-def _no_option(model: CostModel, constraint: Constraint, table: TableConfig) -> str:
-    top, size = model.topology, size_of(model, table)
+def _no_option(model: CostModel, constraint: Constraint, number: int) -> str:
+    top, table, size = model.topology, model.tables[number], float(model.sizes[number])
     rooms = {"device": top.hbm * model.ranks, "host": top.host * model.nodes, "disk": top.disk * model.nodes}
-    names = [name for name in constraint.placements or rooms if name in rooms]
-    short = size - max((rooms[name] for name in names), default=0.0)
+    short = size - max((rooms[name] for name in constraint.placements or rooms if name in rooms), default=0.0)
     given = "" if constraint == Constraint() else f" under {constraint}"
     return (
         f"table {table.name!r} cannot be placed{given}: {amount(size)} with its states, {table.embedding_dim} columns; "

@@ -1,11 +1,11 @@
 """`TableStats`: how the rows of a table are used; `collect_stats` counts it in batches, in bounded memory."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, is_dataclass, replace
 from itertools import chain, islice, pairwise
-from typing import Any, Self
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from torch import nn
 
 from tritonemb.jagged import parts_of
 from tritonemb.layout import mix64
-from tritonemb.types import TableConfig
-from tritonemb.utils import did_you_mean
+from tritonemb.types import TableConfig, checked_number
 
 Array = np.ndarray[Any, Any]
 MOST_IDS = 2**18  # of a table that are counted; of these, the hottest quarter whatever their hashes are
@@ -53,10 +52,9 @@ class TableStats:
             raise TypeError(f"hotness must be pairs and row_share numbers, got {self!r}") from None
         numbers = {"pooling_factor": [self.pooling_factor], "repeats": [self.repeats], "row_share": self.row_share}
         for name, values in (numbers | {"hotness": list(chain(*self.hotness))}).items():
-            if wrong := [each for each in values if isinstance(each, bool) or not isinstance(each, int | float)]:
-                raise TypeError(f"a table's {name} must be made of numbers, got {wrong[0]!r}")
-            if bad := [each for each in values if not 0 <= each < math.inf]:
-                raise ValueError(f"a table's {name} must be finite and not negative, got {bad[0]}")
+            for value in values:
+                if not 0 <= checked_number(f"a table's {name}", value) < math.inf:
+                    raise ValueError(f"a table's {name} must be finite and not negative, got {value}")
         for name, shares in (("hotness", [share for _, share in self.hotness]), ("row_share", self.row_share)):
             if shares and abs(sum(shares) - 1) > 1e-6:
                 raise ValueError(f"the shares of a table's {name} must add up to 1, got {sum(shares)}")
@@ -65,14 +63,6 @@ class TableStats:
             raise ValueError(f"a table's hotness must have groups of some rows, hottest first, got {self.hotness}")
         if self.repeats >= 1:
             raise ValueError(f"a table's repeats must be below 1, got {self.repeats}")
-
-    @cached_property
-    def _groups(self) -> Array:
-        return np.array(self.hotness, dtype=np.float64).T
-
-    @cached_property
-    def _before(self) -> Array:
-        return np.append(0.0, np.cumsum(self.row_share))
 
     def distinct(self, num_rows: float, ids: float) -> float:
         """Rows of a table of `num_rows` that `ids` ids of a batch can be expected to use.
@@ -88,35 +78,21 @@ class TableStats:
             return 0.0
         if not self.hotness:
             return float(_used(num_rows, 1 / num_rows, ids)) * max(0.0, 1 - cached_rows / num_rows)
-        rows, shares = self._groups
+        rows, shares = np.array(self.hotness, dtype=np.float64).T
         rows = rows * min(1.0, num_rows / rows.sum())
         used = _used(rows, np.minimum(1.0, shares / rows), ids)
         cached = np.clip(cached_rows - (np.cumsum(rows) - rows), 0, rows)
         return float(used @ (1 - cached / rows))
 
-    def share(self, first_row: float, rows: float, num_rows: float) -> float:
-        """Share of the table's ids that are among `rows` of its `num_rows` rows, from `first_row` on."""
-        if not (first_row >= 0 and rows >= 0 and first_row + rows <= num_rows * (1 + 1e-9)):
+    def share(self, first_row: Any, rows: Any, num_rows: float) -> Any:
+        """Share of the table's ids that are among `rows` of its `num_rows` rows, from `first_row` on; or arrays."""
+        if not np.all((first_row >= 0) & (rows >= 0) & (first_row + rows <= num_rows * (1 + 1e-9))):
             raise ValueError(f"a table of {num_rows} rows has no {rows} rows from row {first_row} on")
         if not self.row_share:
             return rows / num_rows if num_rows else 0.0
         ends = np.array([first_row, first_row + rows]) * (len(self.row_share) / num_rows)
-        low, high = np.interp(ends, np.arange(len(self._before)), self._before)
-        return float(high - low)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values that `from_dict` takes, and JSON."""
-        return asdict(self) | {"hotness": [list(pair) for pair in self.hotness], "row_share": list(self.row_share)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what `to_dict` made; TypeError or ValueError names what is wrong."""
-        known = [each.name for each in fields(cls)]
-        if not isinstance(values, Mapping):
-            raise TypeError(f"a table's statistics must be an object with some of {known}, got {values!r}")
-        if unknown := [name for name in values if name not in known]:
-            raise ValueError(f"a table's statistics have no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-        return cls(**values)
+        low, high = np.interp(ends, np.arange(len(self.row_share) + 1), np.append(0.0, np.cumsum(self.row_share)))
+        return high - low
 
 
 def _used(rows: Any, share: Any, ids: float) -> Any:
@@ -144,51 +120,49 @@ def collect_stats(
     """
     if num_batches is not None and num_batches < 1:
         raise ValueError(f"num_batches must be at least 1, got {num_batches}")
-    given = None if tables is None else {table.name: _Counts(table) for table in _configs(tables)}
-    counts = given or {}
+    configs = [] if tables is None else tables_in(tables)[1]
+    counts = {each.name: _Counts(each.feature_names, each.name, each.num_embeddings or 0) for each in configs}
     opened = data.open("train", BATCH_SIZE, shuffle=True) if callable(getattr(data, "open", None)) else None
     if opened is None and (not isinstance(data, Iterable) or isinstance(data, Mapping | str)):
         raise TypeError(f"data must be batches, say a list of them, or a data set, got {type(data).__name__}")
     number = 0
-    try:
-        for number, batch in enumerate(islice(data if opened is None else opened, num_batches), 1):
+    with closing(opened) if opened is not None else nullcontext(data) as batches:
+        for number, batch in enumerate(islice(batches, num_batches), 1):
             found = _ids_by_key(batch, f"batch {number}")
-            for key in found if given is None else ():
-                counts.setdefault(key, _Counts(None, (key,)))
+            for key in found if tables is None else ():
+                counts.setdefault(key, _Counts([key]))
             for count in counts.values():
                 count.add(found, f"batch {number}")
-    finally:
-        if opened is not None:
-            opened.close()
     if not number:
         raise ValueError("there are no batches to measure; an iterator may have been used up")
     return {table: count.stats() for table, count in counts.items()}
 
 
-def _configs(tables: Iterable[TableConfig] | nn.Module) -> list[TableConfig]:
-    if isinstance(tables, nn.Module):
-        found = [config for module in tables.modules() for config in getattr(module, "configs", ())]
-    else:
-        found = list(tables)
+def tables_in(tables: Iterable[TableConfig] | nn.Module) -> tuple[list[Any], list[TableConfig]]:
+    """A module's collections of tables, none of other tables; and the tables, each with a name of its own."""
+    from tritonemb.nn.collections import TableCollection
+    from tritonemb.sharding.collection import ShardedCollection
+
+    modules = tables.modules() if isinstance(tables, nn.Module) else ()
+    collections = [module for module in modules if isinstance(module, TableCollection | ShardedCollection)]
+    found = [config for each in collections for config in each.configs] if modules else list(cast(Any, tables))
     if wrong := [each for each in found if not isinstance(each, TableConfig)]:
-        raise TypeError(f"tables must be TableConfigs, or a module with collections, got {wrong[0]!r} among them")
+        raise TypeError(f"tables must be TableConfigs, or a module with collections, got {wrong[0]!r}")
+    if not found:
+        raise ValueError("there are no tables; give TableConfigs, or a model with an embedding collection")
     names = [config.name for config in found]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"tables must be some, each with a name of its own, got {names}")
-    return found
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two tables are named {twice[0]!r}; a plan knows tables by their names")
+    return collections, found
 
 
 def _parts(batch: Any) -> list[Any]:
     """Whatever is a `KeyedJaggedTensor` in it."""
     if all(callable(getattr(batch, method, None)) for method in ("keys", "values", "offsets")):
         return [batch]
-    children: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        children = batch.values()
-    elif isinstance(batch, list | tuple):
-        children = batch
-    elif is_dataclass(batch):
-        children = [getattr(batch, each.name) for each in fields(batch)]
+    if is_dataclass(batch):
+        batch = vars(batch)
+    children = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return [part for child in children for part in _parts(child)]
 
 
@@ -211,54 +185,48 @@ def _ids_by_key(batch: Any, where: str) -> dict[str, tuple[int, Array]]:
 
 
 class _Counts:
-    """How often each id of a table comes; without a config, of a key whose ids are any.
+    """How often each id of a table comes; without a table, of a key whose ids are any.
 
     When there are too many, the hottest quarter stays, and those whose hash is below a threshold, which halves. The
     weight of an id is how many ids it stands for: one over the threshold, but for the hottest what it was before.
     """
 
-    def __init__(self, config: TableConfig | None, features: tuple[str, ...] = ()) -> None:
-        self.table, self.num_rows, self.features = "", None, features
-        if config is not None:
-            self.table, self.num_rows, self.features = config.name, config.num_embeddings, config.feature_names
-        self.samples = self.total = self.squares = self.distinct = 0
-        self.by_range = np.zeros(min(RANGES, self.num_rows or 0), dtype=np.int64)
-        self.ids: Array = np.zeros(0, np.int64)
+    def __init__(self, features: Sequence[str], table: str = "", num_rows: int = 0) -> None:
+        self.features, self.table, self.num_rows = features, table, num_rows  # no rows: any id is one
+        self.samples = self.total = self.squares = self.distinct = self.halvings = self.merged = 0
+        self.by_range = np.zeros(min(RANGES, self.num_rows), dtype=np.int64)
+        self.ids: Array = np.zeros(0, np.int64)  # the first `merged` are distinct
         self.counts: Array = np.zeros(0)
         self.weights: Array = np.zeros(0)
-        self.waiting: list[tuple[Array, Array]] = []
-        self.num_waiting = self.halvings = 0
 
     def add(self, found: Mapping[str, tuple[int, Array]], where: str) -> None:
         """Count a batch."""
-        for feature in self.features:
-            if feature not in found and not self.table:
+        if missing := [feature for feature in self.features if feature not in found]:
+            if not self.table:
                 return
-            if feature not in found:
-                raise ValueError(
-                    f"{where} lacks feature {feature!r}, which table {self.table!r} looks up; it has the keys "
-                    f"{sorted(found)}"
-                )
-            ids = found[feature][1]
-            if self.num_rows and len(bad := ids[(ids < 0) | (ids >= self.num_rows)]):
+            raise ValueError(
+                f"{where} lacks feature {missing[0]!r}, which table {self.table!r} looks up; it has the keys "
+                f"{sorted(found)}"
+            )
+        parts = [found[feature][1] for feature in self.features]
+        for feature, ids in zip(self.features if self.num_rows else (), parts, strict=False):
+            if len(bad := ids[(ids < 0) | (ids >= self.num_rows)]):
                 raise ValueError(
                     f"{where}: feature {feature!r} has the id {bad[0]}, and table {self.table!r} {self.num_rows} rows; "
                     f"ids must lie in [0, {self.num_rows})"
                 )
-        ids = np.concatenate([found[feature][1] for feature in self.features])
+        ids = np.concatenate(parts)
         self.samples, self.total = self.samples + found[self.features[0]][0], self.total + len(ids)
         if self.num_rows:
-            ranges = ids * len(self.by_range) // self.num_rows
-            self.by_range += np.bincount(ranges, minlength=len(self.by_range))
+            self.by_range += np.bincount(ids * len(self.by_range) // self.num_rows, minlength=len(self.by_range))
         own, counts = np.unique(ids, return_counts=True)
         self.squares, self.distinct = self.squares + len(ids) ** 2, self.distinct + len(ids) * len(own)
         if self.halvings:
-            places = np.minimum(np.searchsorted(self.ids, own), len(self.ids) - 1)
-            stay = self._sampled(own) | (self.ids[places] == own)
+            stay = self._sampled(own) | np.isin(own, self.ids)
             own, counts = own[stay], counts[stay]
-        self.waiting.append((own, counts))
-        self.num_waiting += len(own)
-        if self.num_waiting > MOST_IDS // 4:
+        self.ids, self.counts = np.append(self.ids, own), np.append(self.counts, counts)
+        self.weights = np.append(self.weights, np.full(len(own), 2.0**self.halvings))
+        if len(self.ids) - self.merged > MOST_IDS // 4:
             self._merge()
 
     def _sampled(self, ids: Array) -> Array:
@@ -266,19 +234,16 @@ class _Counts:
         return np.asarray(hashes < np.uint64(2 ** (64 - self.halvings)))
 
     def _merge(self) -> None:
-        ids = np.concatenate([self.ids, *(each for each, _ in self.waiting)])
-        counts = np.concatenate([self.counts, *(each for _, each in self.waiting)])
-        weights = np.append(self.weights, np.full(len(ids) - len(self.ids), 2.0**self.halvings))
-        self.ids, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        self.counts, self.weights, self.waiting = np.bincount(inverse, counts), weights[first], []
-        self.num_waiting = 0
+        self.ids, first, inverse = np.unique(self.ids, return_index=True, return_inverse=True)
+        self.counts, self.weights = np.bincount(inverse, self.counts), self.weights[first]
         while len(self.ids) > MOST_IDS:
             self.halvings += 1
-            sampled, hottest = self._sampled(self.ids), np.zeros(len(self.ids), dtype=bool)
-            hottest[np.argpartition(self.counts, -(MOST_IDS // 4))[-(MOST_IDS // 4) :]] = True
-            self.weights[~hottest] = 2.0**self.halvings
-            stay = sampled | hottest
+            stay, hottest = self._sampled(self.ids), np.argpartition(self.counts, -(MOST_IDS // 4))[-(MOST_IDS // 4) :]
+            kept = self.weights[hottest]
+            self.weights[:] = 2.0**self.halvings
+            self.weights[hottest], stay[hottest] = kept, True
             self.ids, self.counts, self.weights = self.ids[stay], self.counts[stay], self.weights[stay]
+        self.merged = len(self.ids)
 
     def stats(self) -> TableStats:
         """What was counted."""
@@ -293,7 +258,7 @@ class _Counts:
         for _ in range(50):
             middle = (low + high) / 2
             low, high = (middle, high) if stats.distinct(math.inf, middle) < distinct else (low, middle)
-        return TableStats(stats.pooling_factor, stats.hotness, by_range, max(0.0, 1 - high / ids))
+        return replace(stats, repeats=max(0.0, 1 - high / ids))
 
     def _hotness(self) -> tuple[tuple[float, float], ...]:
         uses, exact = self.counts * self.weights, self.weights == 1
@@ -313,7 +278,7 @@ class _Counts:
             mass[: run - 1] += down
             twice = rows[1] if run > 1 else 0.0
             unseen = rows[0] * (rows[0] - 1) / (2 * (twice + 1))
-            rows[0] += unseen if self.num_rows is None else min(unseen, max(0.0, self.num_rows - rows.sum()))
+            rows[0] += min(unseen, max(0.0, (self.num_rows or math.inf) - rows.sum()))
         edges = np.unique(np.geomspace(1, values[-1] + 1, MOST_GROUPS).round())
         group = np.searchsorted(edges, values, "right") - 1
         rows, mass = np.bincount(group, rows), np.bincount(group, mass) / mass.sum()
