@@ -329,6 +329,10 @@ def test_a_model_is_planned_with_its_other_layers():
     assert plan.report.model.dense_parameters == 900
     assert plan.report.model.optimizer == optimizer
     assert plan.report.prediction.dense > 0
+    more = te.plan(model, te.Topology(2), batch_size=16, activation_bytes=1e9)
+    assert (more.report.prediction.hbm - plan.report.prediction.hbm).tolist() == [1e9, 1e9]
+    with pytest.raises(ValueError, match="activation_bytes must be at least 0"):
+        te.plan(model, te.Topology(2), batch_size=16, activation_bytes=-1)
 
 
 def test_tiers_and_caches_of_a_plan_are_applied():

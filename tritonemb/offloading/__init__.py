@@ -2,8 +2,8 @@
 
 from tritonemb.offloading.checkpoint import load_checkpoint, save_checkpoint
 from tritonemb.offloading.estimate import Machine, OffloadEstimate, OffloadEstimates, estimate_offload
-from tritonemb.offloading.setup import gather_parameters, load_safetensors, offload
 from tritonemb.offloading.optimizer import OffloadedOptimizer
+from tritonemb.offloading.setup import gather_parameters, load_safetensors, offload
 
 __all__ = [
     "Machine",

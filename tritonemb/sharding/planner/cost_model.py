@@ -108,6 +108,7 @@ class CostModel:
         exchange: codecs of the output exchange.
         copies: of the tables.
         dense_parameters: of the other layers, on each rank.
+        activation_bytes: of the other layers, at their peak, on each rank.
 
     Raises:
         ValueError: there are statistics of another table.
@@ -121,6 +122,7 @@ class CostModel:
     exchange: ExchangePrecision = field(default_factory=ExchangePrecision)
     copies: int = 1
     dense_parameters: int = 0
+    activation_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         tables, names, job = self.tables, [table.name for table in self.tables], self.topology.world_size
@@ -249,7 +251,7 @@ class CostModel:
         vectors = np.where(self.unpooled, self.ids, self.batch_size * self.features) * self.dims
         batches = PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum()
         batches += RUNTIME_BYTES if self.topology.world_size > 1 else 0
-        return float(batches) + DENSE_BYTES * self.dense_parameters
+        return float(batches) + DENSE_BYTES * self.dense_parameters + self.activation_bytes
 
     def pieces(self, plan: ShardingPlan) -> tuple[Pieces, Array]:
         """All shards of a plan, and the rank of each."""

@@ -23,7 +23,7 @@ from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Solution, relax, solve, totals
 from tritonemb.sharding.planner.statistics import TableStats, tables_in
 from tritonemb.sharding.planner.topology import Topology, amount
-from tritonemb.types import TableConfig, checked_size
+from tritonemb.types import TableConfig, checked_number, checked_size
 from tritonemb.utils import did_you_mean
 
 Array = NDArray[Any]
@@ -37,7 +37,7 @@ def plan(
     global_batch_size: int | None = None, optimizer: Optimizer | None = None,
     stats: Mapping[str, TableStats] | None = None, constraints: Mapping[str, Constraint] | None = None,
     previous: ShardingPlan | None = None, exchange: ExchangePrecision | None = None, copies: int | None = 1,
-    dense_parameters: int | None = None,
+    dense_parameters: int | None = None, activation_bytes: float = 0.0,
 ) -> ShardingPlan:  # fmt: skip
     """Place tables on the ranks of a cluster: sharding, tier, rows to cache. The same arguments give the same plan.
 
@@ -52,6 +52,7 @@ def plan(
         exchange: codecs of the output exchange.
         copies: of the tables, each on a part of the nodes; None tries all numbers.
         dense_parameters: of the other layers, where no model is given.
+        activation_bytes: of the other layers, at their peak, on each rank.
 
     Returns:
         a plan with a `report`; print it.
@@ -72,7 +73,12 @@ def plan(
     optimizer = optimizer or next((each.optimizer for each in collections if each.optimizer), RowWiseAdagrad())
     bound = _bound_constraints(configs, constraints or {}, topology)
     size, exchange = checked_size("batch_size", batch_size), exchange or ExchangePrecision()
-    model = CostModel(configs, topology, size, optimizer, stats or {}, exchange, dense_parameters=dense_parameters)
+    if checked_number("activation_bytes", activation_bytes) < 0:
+        raise ValueError(f"activation_bytes must be at least 0, got {activation_bytes}")
+    model = CostModel(
+        configs, topology, size, optimizer, stats or {}, exchange, dense_parameters=dense_parameters,
+        activation_bytes=activation_bytes,
+    )  # fmt: skip
     found, failures = list[tuple[ShardingPlan, PlanReport]](), list[PlanError]()
     for number in _numbers_of_copies(copies, topology, configs, previous):
         try:
