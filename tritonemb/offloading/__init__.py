@@ -3,17 +3,20 @@
 from tritonemb.offloading.checkpoint import load_checkpoint, save_checkpoint
 from tritonemb.offloading.estimate import Machine, OffloadEstimate, OffloadEstimates, estimate_offload
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.setup import gather_parameters, load_safetensors, offload
+from tritonemb.offloading.setup import OffloadReport, close, gather_parameters, load_safetensors, offload, report
 
 __all__ = [
     "Machine",
     "OffloadEstimate",
     "OffloadEstimates",
+    "OffloadReport",
     "OffloadedOptimizer",
+    "close",
     "estimate_offload",
     "gather_parameters",
     "load_checkpoint",
     "load_safetensors",
     "offload",
+    "report",
     "save_checkpoint",
 ]

@@ -166,7 +166,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         tier: Tier | None, device: torch.device, sub_group: int, buffer_bytes: int, ratio: float = 0.0,
     ) -> None:  # fmt: skip
         self._ready = False
-        old, self._slots, self._device = optimizer.state, slots, device
+        self._slots, self._device = slots, device
         self._inner = copy.copy(optimizer)
         self._inner.__dict__ = dict(optimizer.__dict__)
         parts = {p: now.get(p, [(p, ...)]) for group in optimizer.param_groups for p in group["params"]}
@@ -198,12 +198,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.buffers = Buffers(self.groups, buffer_bytes, device)
         for slot in slots.values():
             slot.changed.append(lambda slot=slot: self._renew_masters(slot))  # type: ignore[misc]
-        if any(old.values()):
-            self._fill({new: _cut(old[p], part) for p, each in parts.items() for new, part in each})
         if device.type == "cuda" and tier is not None:
             for p in self._parameters():
                 if p not in slots:
                     p.register_post_accumulate_grad_hook(self._move_gradient)
+
+    def take_states(self, old: Mapping[Any, Mapping[str, Any]], now: Mapping[Any, list[tuple[Any, Any]]]) -> None:
+        """Go on with states of the optimizer that this one was made from."""
+        if any(old.values()):
+            parts = ((p, now.get(p, [(p, ...)])) for p in old)
+            self._fill({new: _cut(old[p], part) for p, each in parts for new, part in each})
 
     # What a user calls.
 

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,7 +29,7 @@ from tritonemb.offloading.parameters import (
 from tritonemb.offloading.tiers import Arena, TierName, make_tier
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
-from tritonemb.utils import require
+from tritonemb.utils import on_error, require
 
 PIECE = 4096  # elements; pieces of a parameter begin at multiples of it, which are whole pages
 SUB_GROUP = 16 << 20  # elements that are stepped at once, at most
@@ -119,37 +120,63 @@ def offload(
     for name in (params, states, activations):
         if name not in tiers:
             tiers[name] = make_tier(name, on, Path(path) if path is not None else None)
-    engine = Engine(Arena(arena_bytes if params != "device" else 0, on), tiers[params], on)
-    moved = Moved(engine, elements, on if params == "device" else torch.device("cpu"), init)
-    if params != "device":
-        tile_large_layers(model, arena_bytes // 4, moved)
-    for name, module in model.named_modules():
-        if not isinstance(module, Table | TableSet):
-            moved.materialise(module, name)
-            if params != "device":
-                moved.offload(module, name)
-    stepped = OffloadedOptimizer(optimizer, moved.slots, moved.now, tiers[states], on, elements, most, ratio)
+    with on_error(lambda: _close(tiers)):
+        engine = Engine(Arena(arena_bytes if params != "device" else 0, on), tiers[params], on)
+        moved = Moved(model, engine, elements, on, params != "device", init)
+        stepped = OffloadedOptimizer(optimizer, moved.slots, moved.now, tiers[states], on, elements, most, ratio)
+    old = optimizer.state.copy()
+    _retire(optimizer)  # nothing was changed until here
+    moved.commit()
+    stepped.take_states(old, moved.now)
     if tiers[activations] is not None:
         kept = [each for each in (*model.parameters(), *model.buffers()) if not is_offloaded(each)]
         store = ActivationStore(tiers[activations], on, given // 8, kept)
         engine.pack, engine.unpack = store.pack, store.unpack
     if moved.slots or tiers[activations] is not None:
         engine.watch(model, moved.slots)
-    model._offload = Offload(engine, stepped, tiers)  # type: ignore[assignment]
-    _retire(optimizer)
+    model._offload = engine, tiers  # type: ignore[assignment]
     return model, stepped
 
 
-class Offload:
-    """What `te.offload` made of a model."""
+@dataclass(frozen=True)
+class OffloadReport:
+    """What offloading has done so far. Bytes by tier, read and written; of the arena its size and the most in use.
 
-    def __init__(self, engine: Engine, optimizer: OffloadedOptimizer, tiers: dict[str, Any]) -> None:
-        self.engine, self.optimizer, self.tiers = engine, optimizer, tiers
+    `waits` of the `uses` of parameters had to wait, `unexpected` came in another order than the last time.
+    """
 
-    def close(self) -> None:
-        for tier in self.tiers.values():
-            if tier is not None:
-                tier.close()
+    moved: dict[str, tuple[int, int]]
+    arena_bytes: int
+    arena_peak: int
+    uses: int
+    waits: int
+    unexpected: int
+
+
+def report(model: nn.Module) -> OffloadReport:
+    """What offloading of a model has done so far; ValueError if it is not offloaded."""
+    engine, tiers = _offloaded(model)
+    moved = {name: (tier.moved[0], tier.moved[1]) for name, tier in tiers.items() if tier is not None}
+    arena = engine.arena
+    return OffloadReport(moved, arena.num_bytes, arena.peak, engine.uses, engine.waits, engine.unexpected)
+
+
+def close(model: nn.Module) -> None:
+    """Wait for what is in flight and remove the swap file. Neither model nor optimizer can be used after."""
+    _close(_offloaded(model)[1])
+
+
+def _close(tiers: dict[str, Any]) -> None:
+    for tier in tiers.values():
+        if tier is not None:
+            tier.close()
+
+
+def _offloaded(model: nn.Module) -> tuple[Engine, dict[str, Any]]:
+    found: Any = getattr(model, "_offload", None)
+    if found is None:
+        raise ValueError(f"this {type(model).__name__} is not a model that te.offload has returned")
+    return found
 
 
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -162,73 +189,100 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
 
 
 class Moved:
-    """The parameters of a model as they are offloaded.
+    """The parameters of a model as they will be when it is offloaded; `commit` makes them so.
 
-    `now` says what a parameter that the optimizer knows has become: other parameters, and which part of it each is.
+    `now` says what a parameter of the model becomes: other parameters, and which part of it each is.
     """
 
     def __init__(
-        self, engine: Engine, elements: int, device: torch.device, init: Callable[[nn.Module], object] | None
-    ) -> None:
+        self, model: nn.Module, engine: Engine, elements: int, device: torch.device, offloads: bool,
+        init: Callable[[nn.Module], object] | None,
+    ) -> None:  # fmt: skip
         self.slots: dict[Any, Slot] = {}
         self.now: dict[Any, list[tuple[Any, Any]]] = {}
-        self._engine, self._elements, self._device, self._init = engine, elements, device, init
-        self._becomes: dict[Any, Any] = {}  # also of those that were never the optimizer's
+        self._becomes: dict[Any, Any] = {}
+        self._device, self._init, self._written = device, init, set[Any]()
+        self._tiled = list(_tiled_layers(model, engine.arena.num_bytes // 4, self.now)) if offloads else []
+        replaced = {id(layer) for _, _, layer, _ in self._tiled}
+        self._modules: list[tuple[str, nn.Module]] = []
+        for name, module in model.named_modules():
+            if id(module) not in replaced and not isinstance(module, Table | TableSet):
+                self._modules.append((name, module))
+        for name, _, _, tiled in self._tiled:
+            self._modules += [(f"{name}.{inner}", module) for inner, module in tiled.named_modules() if inner]
+        for name, module in self._modules:
+            if self._init is None and _on_meta(module) and not hasattr(module, "reset_parameters"):
+                raise ValueError(
+                    f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters; "
+                    "give te.offload init="
+                )
+            for attribute, p in module._parameters.items():
+                if p is None or p in self._becomes or is_offloaded(p):
+                    continue
+                if offloads:
+                    slot = Slot(engine, f"{name}.{attribute}".removeprefix("."), p, elements)
+                    self.slots[slot.parameter], self._becomes[p] = slot, slot.parameter
+                elif local(p).is_meta:
+                    made = torch.empty_like(p, device=device)
+                    self._becomes[p] = nn.Parameter(made, requires_grad=p.requires_grad)
+        for was, new in self._becomes.items():
+            if not any(was is each for parts in self.now.values() for each, _ in parts):
+                self.now[was] = [(was, ...)]
+            for parts in self.now.values():
+                parts[:] = [(new if each is was else each, part) for each, part in parts]
 
-    def replace(self, was: Any, new: Any) -> None:
-        """A parameter of the optimizer, or what it has become meanwhile, has become another."""
-        self._becomes[was] = new
-        for parts in self.now.values():
-            parts[:] = [(new if each is was else each, part) for each, part in parts]
-        if not any(new is each for parts in self.now.values() for each, _ in parts):
-            self.now[was] = [(new, ...)]
+    def commit(self) -> None:
+        """Move the values, module by module, to where they will be."""
+        for _, module in self._modules:
+            self._materialise(module)
+            for attribute, p in [*module._parameters.items()]:
+                if p is not None and p in self._becomes:
+                    self._move(p)
+                    if not isinstance(p, DTensor):
+                        setattr(module, attribute, self._becomes[p])
+            if any(p is not None and is_offloaded(p) for p in module._parameters.values()):
+                module.register_state_dict_post_hook(_with_values)
+        for _, (parent, attribute), layer, tiled in self._tiled:
+            setattr(parent, attribute, tiled.train(layer.training))
+            for p in layer.parameters():
+                p.data = torch.empty(0, dtype=p.dtype)
 
-    def materialise(self, module: nn.Module, name: str) -> None:
+    def _materialise(self, module: nn.Module) -> None:
         """Give a module's own parameters and buffers that are on "meta" memory and values."""
-        for attribute, p in [*module._parameters.items()]:
-            if p is not None and p in self._becomes:  # tied
-                setattr(module, attribute, self._becomes[p])
-        own = [(attribute, p) for attribute, p in module._parameters.items() if p is not None and local(p).is_meta]
-        buffers = [
-            (attribute, each) for attribute, each in module._buffers.items() if each is not None and each.is_meta
-        ]
-        if not own and not buffers:
+        if not _on_meta(module):
             return
-        for attribute, p in own:
-            made = nn.Parameter(torch.empty_like(p, device=self._device), requires_grad=p.requires_grad)
-            self.replace(p, made)
-            setattr(module, attribute, made)
-        for attribute, buffer in buffers:
-            module._buffers[attribute] = torch.empty_like(buffer, device=self._device)
+        for attribute, p in [*module._parameters.items()]:
+            if p is not None and local(p).is_meta and p not in self._written:
+                new = self._becomes[p]
+                made = nn.Parameter(torch.empty_like(p, device="cpu")) if is_offloaded(new) else new
+                self._becomes[made] = new
+                self._written.add(p)
+                setattr(module, attribute, made)
+        for attribute, buffer in [*module._buffers.items()]:
+            if buffer is not None and buffer.is_meta:
+                module._buffers[attribute] = torch.empty_like(buffer, device=self._device)
         reset: Any = getattr(module, "reset_parameters", None)
-        if self._init is None and reset is None:
-            raise ValueError(
-                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters; give "
-                "te.offload init="
-            )
         with torch.no_grad():
             reset() if self._init is None else self._init(module)
 
-    def offload(self, module: nn.Module, name: str) -> None:
-        """Move a module's own parameters to their tier."""
-        for attribute, p in [*module._parameters.items()]:
-            if p is None or is_offloaded(p):
-                continue
-            if p in self._becomes:  # tied
-                setattr(module, attribute, self._becomes[p])
-                continue
-            slot = Slot(self._engine, f"{name}.{attribute}".removeprefix("."), p, self._elements)
-            slot.write(local(p), from_outside=False)
-            self.slots[slot.parameter] = slot
-            if slot.sharded:
-                _free_shard(p, slot)
-                continue
-            slot.parameter.grad = p.grad
-            self.replace(p, slot.parameter)
-            setattr(module, attribute, slot.parameter)
-            p.data = torch.empty(0, dtype=p.dtype, device=p.device)
-        if any(p is not None and is_offloaded(p) for p in module._parameters.values()):
-            module.register_state_dict_post_hook(_with_values)
+    def _move(self, p: Any) -> None:
+        new = self._becomes[p]
+        slot = self.slots.get(new)
+        if p in self._written or slot is None:
+            return
+        slot.write(local(p), from_outside=False)
+        self._written.add(p)
+        if slot.sharded:
+            _free_shard(p, slot)
+        else:
+            new.grad = p.grad
+            if p._base is None:  # else it is a part of a layer that was tiled
+                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+
+
+def _on_meta(module: nn.Module) -> bool:
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return any(each is not None and local(each).is_meta for each in own)
 
 
 def _with_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -238,37 +292,36 @@ def _with_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
             state[prefix + attribute] = like(source_of(p).read(), p)
 
 
-def tile_large_layers(model: nn.Module, most: int, moved: Moved) -> None:
-    """Replace linear layers whose weight is larger than `most` bytes by `TiledLinear`s, whose tiles are not."""
-    for parent in [*model.modules()]:
+def _tiled_layers(
+    model: nn.Module, most: int, now: dict[Any, list[tuple[Any, Any]]]
+) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Linear, TiledLinear]]:
+    """For linear layers with a weight of more than `most` bytes of their own: a `TiledLinear` with tiles of fewer."""
+    places = [p for module in model.modules() for p in module._parameters.values()]
+    for path, parent in [*model.named_modules()]:
         for name, layer in [*parent.named_children()]:
             if type(layer) is not nn.Linear or layer.weight.nbytes <= most or isinstance(layer.weight, DTensor):
                 continue
-            uses = sum(p is layer.weight for each in model.modules() for p in each._parameters.values())
-            if uses > 1:
-                continue  # a tied weight has other users
+            if sum(p is layer.weight for p in places) > 1:
+                continue  # tied: others use all of it
             limit = max(most // layer.weight.element_size(), 1)
             in_splits = -(-layer.in_features // limit)
             out_splits = min(layer.out_features, -(-layer.weight.numel() // in_splits // limit))
+            splits: Any = {"in_splits": in_splits, "out_splits": out_splits}
+            biased, dtype = layer.bias is not None, layer.weight.dtype
             tiled = TiledLinear(
-                layer.in_features, layer.out_features, layer.bias is not None, in_splits=in_splits,
-                out_splits=out_splits, device="meta", dtype=layer.weight.dtype,
+                layer.in_features, layer.out_features, biased, device="meta", dtype=dtype, **splits
             )  # fmt: skip
-            moved.now[layer.weight] = []
-            if layer.bias is not None:
-                moved.now[layer.bias] = []
             for tile in tiled.grid():
                 rows = slice(tile.first_row, tile.first_row + tile.layer.out_features)
                 columns = slice(tile.first_column, tile.first_column + tile.layer.in_features)
                 for attribute, part in (("weight", (rows, columns)), ("bias", rows)):
                     whole = getattr(layer, attribute)
-                    if getattr(tile.layer, attribute) is None:
-                        continue
-                    values = torch.empty_like(whole[part]) if whole.is_meta else whole.detach()[part].clone()
-                    made = nn.Parameter(values, requires_grad=whole.requires_grad)
-                    setattr(tile.layer, attribute, made)
-                    moved.now[whole].append((made, part))
-            setattr(parent, name, tiled.train(layer.training))
+                    if getattr(tile.layer, attribute) is not None:
+                        values = torch.empty_like(whole[part]) if whole.is_meta else whole.detach()[part]
+                        made = nn.Parameter(values, requires_grad=whole.requires_grad)
+                        setattr(tile.layer, attribute, made)
+                        now.setdefault(whole, []).append((made, part))
+            yield f"{path}.{name}".removeprefix("."), (parent, name), layer, tiled
 
 
 def _free_shard(parameter: Any, slot: Slot) -> None:

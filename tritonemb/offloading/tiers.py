@@ -6,7 +6,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -133,6 +133,7 @@ class HostTier:
     def __init__(self, device: torch.device) -> None:
         self.device, self.moved = device, [0, 0]
         self._copies = OperationQueue("tritonemb-offload-copy")
+        self._closed = weakref.finalize(self, _end, [self._copies])
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reserve(self, num_bytes: int) -> HostSpan:
@@ -145,7 +146,9 @@ class HostTier:
         return StreamCopy(self._stream, source, target)
 
     def close(self) -> None:
-        self._copies.close(lambda: None).wait()
+        if self._closed.alive:
+            self._copies.submit(lambda: None).wait()
+            self._closed()
 
 
 class StreamCopy(IoFuture):
@@ -209,7 +212,7 @@ class DiskTier:
             if rank == 0:
                 _remove_stale(folder, world_size)
         self._queues = OperationQueue("tritonemb-offload-read"), OperationQueue("tritonemb-offload-write")
-        self._closed = weakref.finalize(self, _remove, self._file, os.getpid())
+        self._closed = weakref.finalize(self, _remove, self._file, self._queues, os.getpid())
 
     def _open(self) -> PageFile:
         while True:
@@ -275,9 +278,10 @@ class DiskTier:
                 values.copy_(on_cpu)
 
     def close(self) -> None:
-        for each in self._queues:
-            each.close(lambda: None).wait()
-        self._closed()
+        if self._closed.alive:
+            for each in self._queues:
+                each.submit(lambda: None).wait()
+            self._closed()
 
 
 def _checksum(array: np.ndarray) -> int:
@@ -285,11 +289,18 @@ def _checksum(array: np.ndarray) -> int:
     return zlib.crc32(array.view(np.uint64).reshape(-1, PAGE_BYTES // 8).sum(1).tobytes())
 
 
-def _remove(file: PageFile, process: int) -> None:
+def _remove(file: PageFile, queues: Iterable[OperationQueue], process: int) -> None:
+    """End the threads; remove the file, unless this is a process that was forked off."""
     if os.getpid() == process:
+        _end(queues)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file.path)
     file.close()
+
+
+def _end(queues: Iterable[OperationQueue]) -> None:
+    for each in queues:
+        each.close(lambda: None)
 
 
 def _remove_stale(folder: Path, world_size: int) -> None:
