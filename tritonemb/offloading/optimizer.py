@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.offloading.parameters import Slot, like, local, local_shape
-from tritonemb.offloading.tiers import Span, Tier, aligned, pages
+from tritonemb.offloading.tiers import DiskTier, Span, Tier, aligned, pages
 from tritonemb.storage.store import IoFuture
 
 ALIGNMENT = 64  # bytes, of a state within its sub-group
 MASTER = "master"  # the fp32 weights of a 16-bit parameter, kept among its states
+WRITES = 4  # of pieces of parameters in flight
 LEAST_BUFFERS = 3  # one is read, one is stepped, one is written
 
 
@@ -178,6 +179,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ready, self._steps = True, 0
         self._failure: BaseException | None = None
         self._step_on = device if tier is None else torch.device("cpu")
+        self._on_disk = isinstance(tier, DiskTier)
+        self._read_ahead: dict[Part, tuple[Tensor, IoFuture]] = {}
+        self._writes: deque[tuple[Tensor, IoFuture]] = deque()
         self._host_gradients: dict[Any, Tensor] = {}
         for group in self.param_groups:
             self._check(group)
@@ -389,7 +393,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
 
     def _has_master(self, parameter: Any) -> bool:
-        return self._compute_dtype(parameter) != parameter.dtype or local(parameter).device != self._step_on
+        """Whether its values are kept among its states, too: then a step writes the parameter, but need not read it."""
+        slot, span = self._slots.get(parameter), None
+        if slot is not None and slot.pieces:
+            span = slot.pieces[0].span
+        both_on_disk = self._on_disk and span is not None and span.memory is None
+        other = self._compute_dtype(parameter) != parameter.dtype or local(parameter).device != self._step_on
+        return other or both_on_disk
 
     def _names(self, part: Part) -> dict[str, torch.dtype]:
         dtype = self._compute_dtype(part.parameter)
@@ -467,21 +477,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         groups = [each for each, _ in order]
         for at, (group, parts) in enumerate(order):
             self.buffers.begin(groups, at)
+            for part in (
+                part for _, some in order[at : at + 2] for part in some if writes and not part.offsets.get(MASTER)
+            ):
+                self._start_values(part)
             work(group, parts)
             self.buffers.end(group, groups[at + 1 :])
+        while self._writes:
+            self._writes.popleft()[1].wait()
         self._steps += writes
 
     @torch.no_grad()
     def _step_group(self, group: SubGroup, parts: list[Part]) -> None:
-        memory, written = _of(group), list[IoFuture]()
+        memory = _of(group)
         values = [self._values(part, part.arrays(memory)) for part in parts]
         for ready, some in groupby(zip(parts, values, strict=True), key=lambda each: each[0].ready):
             self._step_parts(list(some), memory, ready)
         for part, value in zip(parts, values, strict=True):
-            if (future := self._put(part, value, part.arrays(memory))) is not None:
-                written.append(future)
-        for future in written:
-            future.wait()
+            self._put(part, value, part.arrays(memory))
 
     def _step_parts(self, some: list[tuple[Part, Tensor]], memory: Tensor, ready: bool) -> None:
         states: dict[Any, dict[str, Any]] = {}
@@ -521,20 +534,48 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _own_values(self, part: Part) -> Tensor:
         if part.slot is None:
             return flat(local(part.parameter))[part.begin : part.end]
-        assert part.piece is not None
-        memory = part.piece.span.memory
-        if memory is not None:
-            return memory[: part.piece.span.num_bytes].view(part.slot.dtype)
-        return part.slot.read_piece(part.piece)
+        self._start_values(part)
+        buffer, reading = self._read_ahead.pop(part)
+        reading.wait()
+        return buffer[: part.piece.span.num_bytes].view(part.slot.dtype)
 
-    def _put(self, part: Part, value: Tensor, arrays: dict[str, Tensor]) -> IoFuture | None:
+    def _start_values(self, part: Part) -> None:
+        """Start to read values that are not among the states."""
+        if part.slot is not None and part not in self._read_ahead:
+            span = part.piece.span
+            if span.memory is not None:
+                future = IoFuture()
+                future.run(lambda: None)
+                self._read_ahead[part] = span.memory, future
+            else:
+                buffer = self._buffer(span.num_bytes)
+                self._read_ahead[part] = buffer, span.read(buffer)
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        """Host memory for a piece: of a write that is done, or new; at most `WRITES` are in flight."""
+        if len(self._writes) >= WRITES or (self._writes and self._writes[0][1].done()):
+            buffer, future = self._writes.popleft()
+            future.wait()
+            if pages(num_bytes) <= buffer.numel():
+                return buffer[: pages(num_bytes)]
+        return aligned(num_bytes, self._device)
+
+    def _put(self, part: Part, value: Tensor, arrays: dict[str, Tensor]) -> None:
         """Let the parameter have the stepped values, if they are not its own memory."""
-        if part.slot is not None:
-            assert part.piece is not None
-            return part.slot.write_piece(part.piece, value)
-        if MASTER in arrays:
-            flat(local(part.parameter))[part.begin : part.end].copy_(value)
-        return None
+        slot = part.slot
+        if slot is None:
+            if MASTER in arrays:
+                flat(local(part.parameter))[part.begin : part.end].copy_(value)
+            return
+        slot.changed_piece(part.piece, value)
+        span = part.piece.span
+        own = span.memory
+        if own is None:
+            buffer = self._buffer(span.num_bytes)
+            buffer[: span.num_bytes].view(slot.dtype).copy_(value)
+            self._writes.append((buffer, span.write(buffer)))
+        elif MASTER in arrays:
+            own[: span.num_bytes].view(slot.dtype).copy_(value)
 
     @torch.no_grad()
     def _fill(self, states: Mapping[Any, Mapping[str, Any]]) -> None:

@@ -312,13 +312,17 @@ class Slot:
 
     def write_piece(self, piece: Piece, values: Tensor) -> IoFuture:
         """Write a piece to its tier, and to the copy on the device if there is one."""
+        self.changed_piece(piece, values)
+        buffer = self.engine.host_buffer(piece.span.num_bytes)
+        buffer[: piece.span.num_bytes].view(self.dtype).copy_(values)
+        return piece.span.write(buffer)
+
+    def changed_piece(self, piece: Piece, values: Tensor) -> None:
+        """Let the copy on the device, if there is one, have new values of a piece."""
         if (there := self.on_device(piece)) is not None:
             self.finish()
             there.copy_(values)
         self.version += 1
-        buffer = self.engine.host_buffer(piece.span.num_bytes)
-        buffer[: piece.span.num_bytes].view(self.dtype).copy_(values)
-        return piece.span.write(buffer)
 
     def _gradient(self, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None

@@ -22,6 +22,7 @@ from tritonemb.utils import on_error
 
 TierName = Literal["device", "host", "disk"]
 CHUNK_BYTES = 4 << 20  # of one read or write
+SEGMENT_BYTES = 8 << 20  # checked at once
 
 
 def pages(num_bytes: int) -> int:
@@ -243,39 +244,39 @@ class DiskTier:
         return self._queues[way].submit(work)
 
     def transfer(self, span: DiskSpan, values: Tensor, write: bool) -> None:
+        """Read or write a span; one segment is checked while the disk works on the others."""
         on_cpu = values if values.device.type == "cpu" else torch.from_numpy(IoBuffer(values.numel()).array)
         if write and on_cpu is not values:
             on_cpu.copy_(values)
         array, size = on_cpu.numpy(), pages(span.num_bytes)
-        begins = np.arange(0, size, CHUNK_BYTES)
-        extents = Extents(begins, np.minimum(CHUNK_BYTES, size - begins), span.offset + begins)
+        assert write or span.checksum is not None, "a span is read that was never written"
+        memory, checksum = Memory(on_cpu.data_ptr(), memoryview(array)), 0
         doing = "write to" if write else "read from"
-        what = f"{self.path}: cannot {doing} the swap file"
-        if write:
-            span.checksum = _checksum(array)
-        elif span.checksum is None:
-            raise AssertionError("a span is read that was never written")
-        try:
-            with storage_errors(what, "check the disk, and resume from a checkpoint"), io_context() as context:
-                try:
-                    memory = Memory(on_cpu.data_ptr(), memoryview(array))
-                    context.wait(context.submit(self._file, extents, write, memory))
-                except ExtentError as error:
-                    raise error.reason from error
-        except StorageError:
-            if write:
-                span.checksum = -1
-            raise
+        segments = [slice(begin, min(begin + SEGMENT_BYTES, size)) for begin in range(0, size, SEGMENT_BYTES)]
+        span.checksum, before = None if write else span.checksum, span.checksum
+        advice = "check the disk, and resume from a checkpoint"
+        with storage_errors(f"{self.path}: cannot {doing} the swap file", advice), io_context() as context:
+            try:
+                transfers = [context.submit(self._file, _extents(span, part), write, memory) for part in segments]
+                for part, transfer in zip(segments, transfers, strict=True):
+                    if not write:
+                        context.wait(transfer)
+                    checksum = _checksum(array[part], checksum)
+                    if write:
+                        context.wait(transfer)
+            except ExtentError as error:
+                raise error.reason from error
         with self._lock:
             self.moved[write] += size
-        if not write:
-            if _checksum(array) != span.checksum:
-                raise StorageError(
-                    f"{self.path}: bytes {span.offset:,} to {span.offset + size:,} are not what was written: the file "
-                    "was changed, or the disk is damaged; resume from a checkpoint"
-                )
-            if on_cpu is not values:
-                values.copy_(on_cpu)
+        if write:
+            span.checksum = checksum
+        elif checksum != before:
+            raise StorageError(
+                f"{self.path}: bytes {span.offset:,} to {span.offset + size:,} are not what was written: the file was "
+                "changed, or the disk is damaged; resume from a checkpoint"
+            )
+        elif on_cpu is not values:
+            values.copy_(on_cpu)
 
     def close(self) -> None:
         if self._closed.alive:
@@ -284,9 +285,14 @@ class DiskTier:
             self._closed()
 
 
-def _checksum(array: np.ndarray) -> int:
+def _extents(span: DiskSpan, part: slice) -> Extents:
+    begins = np.arange(part.start, part.stop, CHUNK_BYTES)
+    return Extents(begins, np.minimum(CHUNK_BYTES, part.stop - begins), span.offset + begins)
+
+
+def _checksum(array: np.ndarray, before: int) -> int:
     """Of whole pages: the sums of their words, at the speed of memory, and the CRC of these, for their order."""
-    return zlib.crc32(array.view(np.uint64).reshape(-1, PAGE_BYTES // 8).sum(1).tobytes())
+    return zlib.crc32(array.view(np.uint64).reshape(-1, PAGE_BYTES // 8).sum(1).tobytes(), before)
 
 
 def _remove(file: PageFile, queues: Iterable[OperationQueue], process: int) -> None:
