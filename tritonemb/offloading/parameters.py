@@ -147,7 +147,7 @@ class OffloadedTensor(torch.Tensor):
             raise args[0].source.refused(name)
         used: list[OffloadedTensor] = []
         tree_map_only(OffloadedTensor, used.append, (args, kwargs))
-        with used[0].source.in_use([each.source for each in used]):
+        with used[0].source.in_use([each.source for each in used], name):
             args, kwargs = tree_map_only(OffloadedTensor, lambda each: each.source.value(), (args, kwargs))
             return func(*args, **kwargs)
 
@@ -206,7 +206,7 @@ class Slot:
         self.loading: list[IoFuture] = []
         self._nowhere = torch.full((), torch.nan, device=engine.device).to(self.dtype).expand(self.shape)
         self.leaf = nn.Parameter(self._nowhere, requires_grad=parameter.requires_grad)
-        self.leaf.register_post_accumulate_grad_hook(self._gradient)
+        self._watched = False
         item, numel = self.dtype.itemsize, self.own_shape.numel()
         ends = [(begin, min(begin + piece_elements, numel)) for begin in range(0, numel, piece_elements)]
         self.pieces = [Piece(begin, end, engine.tier.reserve((end - begin) * item)) for begin, end in ends]
@@ -218,14 +218,14 @@ class Slot:
     def refused(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"parameter {self.name!r} is offloaded, so {what!r} cannot use it outside of the model's forward and "
-            "backward, nor change it: do so within `with te.gather_parameters(module, modify=True):`"
+            "backward, nor change it; do so within `with te.gather_parameters(module, modify=True):`"
         )
 
     @contextmanager
-    def in_use(self, slots: list["Slot"]) -> Iterator[None]:
-        """Fetch parameters and keep them in the arena in this block."""
+    def in_use(self, slots: list["Slot"], what: str) -> Iterator[None]:
+        """Fetch parameters and keep them in the arena in this block, for an operation of this name."""
         if not self.engine.computing or self.sharded:
-            raise self.refused("an operation")
+            raise self.refused(what)
         with self.engine.in_use(slots):
             yield
 
@@ -260,6 +260,9 @@ class Slot:
             self.leaf.data = self.block[: self.num_bytes].view(self.dtype).view(self.shape)
         if self.leaf.requires_grad != self.parameter.requires_grad:
             self.leaf.requires_grad_(self.parameter.requires_grad)
+        if self.leaf.requires_grad and not self._watched:
+            self._watched = True
+            self.leaf.register_post_accumulate_grad_hook(self._gradient)
 
     def evict(self) -> None:
         assert self.block is not None

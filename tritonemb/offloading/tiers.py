@@ -61,12 +61,14 @@ class Arena:
             block, begin = torch.empty(size, dtype=torch.uint8, device=self.device), 0
             owner: object = block.untyped_storage()
         else:
-            fitting = [(length, at) for at, length in self._free if length >= size]
+            small = size <= self.num_bytes >> 6  # from the other end, not to be in the way of large ones
+            fitting = [(-at if small else length, at, length) for at, length in self._free if length >= size]
             if not fitting:
                 return None
-            length, begin = min(fitting)
-            at = self._free.index((begin, length))
-            self._free[at : at + 1] = [(begin + size, length - size)] if length > size else []
+            _, at, length = min(fitting)
+            place, begin = self._free.index((at, length)), at + length - size if small else at
+            rest = (at if small else at + size, length - size)
+            self._free[place : place + 1] = [rest] if length > size else []
             owner = array = self._memory.array[begin : begin + size]
             block = torch.from_numpy(array)
         weakref.finalize(owner, self._returned.append, (begin, size)).atexit = False

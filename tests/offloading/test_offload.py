@@ -1,0 +1,480 @@
+"""`te.offload`: the same bits on every tier, within the budget; and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tritonemb as te
+from tests.offloading.models import (
+    Recurrent,
+    Trained,
+    Transformer,
+    adam,
+    assert_same,
+    dlrm,
+    loss_of,
+    mlp,
+    steps,
+    train,
+    weights_of,
+)
+
+TIERS = ("device", "host", "disk")
+ARENA = {mlp: 70_000, Transformer: 86_000, Recurrent: 75_000, dlrm: 50_000}  # less than the parameters, no tiles
+
+
+def on(make, params="device", states="device", **more):
+    """Options for an arena of this size: with states on disk it is half of the budget."""
+    return {"params": params, "states": states, "budget": ARENA[make] * (2 if states == "disk" else 1), **more}
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, fused=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("make", ARENA)
+@pytest.mark.parametrize("params", TIERS)
+@pytest.mark.parametrize("states", TIERS)
+def test_a_tier_changes_no_bit(make, params, states, tmp_path):
+    expected = train(make, tmp_path)
+    found = train(make, tmp_path, offload=on(make, params, states))
+    assert_same(found, expected)
+    report = te.offloading.report(found.model)
+    if params != "device":
+        assert min(report.moved[params]) > 0
+        assert 0 < report.arena_peak <= report.arena_bytes <= ARENA[make]
+    assert report.moved.get("disk", (1, 1)) > (0, 0)
+    te.offloading.close(found.model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("params", TIERS)
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("checkpointed", ["", "again", "reentrant"])
+def test_a_tier_changes_no_bit_of_16_bit_models(params, states, clip, checkpointed, tmp_path):
+    options = {"dtype": torch.bfloat16, "clip": clip, "accumulate": 2}
+    expected = train(lambda: Transformer(checkpointed), tmp_path, offload={}, **options)
+    found = train(
+        lambda: Transformer(checkpointed),
+        tmp_path,
+        offload=on(Transformer, params, states),
+        **options,
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", ARENA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_fifty_steps_of_every_combination(make, dtype, accumulate, tmp_path):
+    if make is dlrm and dtype is torch.bfloat16:
+        pytest.skip("its inputs are fp32")
+    options = {"dtype": dtype, "accumulate": accumulate, "clip": 0.5, "number": 50}
+    expected = train(make, tmp_path, offload={}, **options)
+    for params in TIERS:
+        for states in TIERS:
+            offload = on(make, params, states)
+            found = train(make, tmp_path, offload=offload, **options)
+            assert_same(found, expected)
+            te.offloading.close(found.model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("states", TIERS)
+def test_every_element_wise_optimizer(name, states, tmp_path):
+    expected = train(mlp, tmp_path, optimizer=OPTIMIZERS[name])
+    found = train(mlp, tmp_path, optimizer=OPTIMIZERS[name], offload={"states": states, "budget": 150_000})
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("activations", ["host", "disk"])
+@pytest.mark.parametrize("params", ["device", "disk"])
+@pytest.mark.parametrize("checkpointed", ["", "again", "reentrant"])
+def test_activations_come_back_as_they_were(activations, params, checkpointed, tmp_path, monkeypatch):
+    monkeypatch.setattr("tritonemb.offloading.activations.LEAST_BYTES", 1_000)
+    expected = train(lambda: Transformer(checkpointed), tmp_path)
+    offload = on(Transformer, params, activations=activations)
+    found = train(lambda: Transformer(checkpointed), tmp_path, offload=offload)
+    assert_same(found, expected)
+    assert min(te.offloading.report(found.model).moved[activations]) > 0
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("offload", [{"params": "disk", "states": "host"}, {"params": "host", "activations": "disk"}])
+def test_compiled_blocks(wrapped, offload, tmp_path, dynamo, monkeypatch):
+    monkeypatch.setattr("tritonemb.offloading.activations.LEAST_BYTES", 1_000)
+
+    def make():
+        model = Transformer(blocks=2)
+        for number, block in enumerate(model.blocks):
+            if wrapped:
+                model.blocks[number] = torch.compile(block, fullgraph=True)
+            else:
+                block.compile(fullgraph=True)
+        return model
+
+    expected = train(make, tmp_path)
+    assert_same(train(make, tmp_path, offload=offload | {"budget": 200_000}), expected)
+
+
+def test_half_the_states_may_stay_in_memory(tmp_path):
+    expected = train(Transformer, tmp_path)
+    written = []
+    for ratio in (0.0, 0.5, 1.0):
+        found = train(Transformer, tmp_path, offload={"states": "disk", "budget": 60_000, "ratio": ratio})
+        assert_same(found, expected)
+        written.append(te.offloading.report(found.model).moved["disk"][1])
+        te.offloading.close(found.model)
+    assert written[0] > written[1] > written[2] == 0
+
+
+def test_sub_groups_that_were_stepped_last_need_not_be_read(tmp_path):
+    one = train(Transformer, tmp_path, 1, offload={"states": "disk", "budget": 60_000})
+    groups, kept = len(one.optimizer.groups), one.optimizer.buffers.number
+    assert groups > kept
+    before = te.offloading.report(one.model).moved["disk"][0]
+    steps(one.model, one.optimizer, 1)
+    size = max(group.num_bytes for group in one.optimizer.groups)
+    assert te.offloading.report(one.model).moved["disk"][0] - before <= (groups - kept + 1) * -(-size // 4096) * 4096
+
+
+def test_a_parameter_without_a_gradient_stays(tmp_path):
+    def make():
+        model = mlp()
+        model[0].weight.requires_grad_(False)
+        return model
+
+    expected = train(make, tmp_path)
+    found = train(make, tmp_path, offload=on(mlp, "host", "disk"))
+    assert_same(found, expected)
+
+
+def test_parameters_used_in_another_order_still_work_and_are_reported(tmp_path):
+    class Shuffled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.calls = nn.ModuleList(nn.Linear(70, 70) for _ in range(5)), 0
+
+        def forward(self, x):
+            self.calls += 1
+            for number in torch.randperm(5, generator=torch.Generator().manual_seed(self.calls)).tolist():
+                x = self.layers[number](x)
+            return x
+
+    expected = train(Shuffled, tmp_path)
+    found = train(Shuffled, tmp_path, offload={"params": "disk", "budget": 50_000})
+    assert_same(found, expected)
+    assert te.offloading.report(found.model).unexpected > 0
+
+
+def test_evaluation_and_inference(tmp_path):
+    plain, found = train(Recurrent, tmp_path), train(Recurrent, tmp_path, offload=on(Recurrent, "disk"))
+    ids = torch.randint(50, (4, 7))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(found.model.eval()(ids), plain.model.eval()(ids))
+    with pytest.raises(IndexError):
+        found.model(torch.full((3, 3), 99))
+    assert steps(found.model.train(), found.optimizer, 2) == steps(plain.model.train(), plain.optimizer, 2)
+
+
+def test_schedulers_and_scalers_work_on_it(tmp_path):
+    def run(offload):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = adam(model.parameters())
+        if offload:
+            model, optimizer = te.offload(model, optimizer, path=tmp_path, **offload)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2)
+        random, losses = torch.Generator().manual_seed(1), []
+        for step in range(6):
+            loss = loss_of(model, random)
+            scaler.scale(loss * (1e30 if step == 2 else 1)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append((loss.item(), scaler.get_scale(), schedule.get_last_lr()))
+        return losses
+
+    expected = run(None)
+    assert expected[2][1] < expected[1][1], "the scaler must have skipped a step"
+    for params, states in (("disk", "disk"), ("device", "host"), ("host", "device")):
+        assert run(on(mlp, params, states)) == expected
+
+
+def test_its_own_clipping_is_that_of_torch(tmp_path):
+    norms = []
+    for offload in (None, on(mlp, "disk", "disk")):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = adam(model.parameters())
+        if offload:
+            model, optimizer = te.offload(model, optimizer, path=tmp_path, **offload)
+        loss_of(model, torch.Generator().manual_seed(1)).backward()
+        norm = optimizer.clip_grad_norm_(0.1) if offload else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append((norm, [p.grad for p in model.parameters()]))
+    (one, grads), (other, others) = norms
+    assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
+def test_a_closure_and_parameter_groups(tmp_path):
+    def run(offload):
+        torch.manual_seed(0)
+        model = mlp()
+        groups = [
+            {"params": [*model[0].parameters()], "lr": 0.1, "weight_decay": 0.1},
+            {"params": [*model[3].parameters()]},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+        if offload:
+            model, optimizer = te.offload(model, optimizer, path=tmp_path, **offload)
+        random = torch.Generator().manual_seed(1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, random)
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(4)]
+
+    assert run(on(mlp, "host", "disk")) == run(None)
+
+
+def test_a_state_dict_goes_both_ways(tmp_path):
+    plain = train(Transformer, tmp_path, 3)
+    found = train(Transformer, tmp_path, 3, offload=on(Transformer, "disk", "disk"))
+    state, of_optimizer = found.model.state_dict(), found.optimizer.state_dict()
+    expected = plain.model.state_dict()
+    assert [*state] == [*expected]
+    assert all(type(state[key]) is torch.Tensor and torch.equal(state[key], expected[key]) for key in expected)
+    assert of_optimizer["param_groups"][0]["lr"] == 1e-2
+    new = Transformer()
+    optimizer = adam(new.parameters())
+    new.load_state_dict(state)
+    optimizer.load_state_dict(of_optimizer)
+    other = Transformer()
+    other, stepped = te.offload(other, adam(other.parameters()), params="host", states="disk", path=tmp_path / "b")
+    other.load_state_dict(plain.model.state_dict())
+    stepped.load_state_dict(plain.optimizer.state_dict())
+    losses = [steps(m, o, 2, seed=3) for m, o in ((new, optimizer), (other, stepped), (found.model, found.optimizer))]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_states_of_a_warm_optimizer_go_on(tmp_path):
+    plain, warm = train(mlp, tmp_path, 3), train(mlp, tmp_path, 3)
+    model, optimizer = te.offload(warm.model, warm.optimizer, path=tmp_path, **on(mlp, "disk", "disk"))
+    assert steps(model, optimizer, 3, seed=2) == steps(plain.model, plain.optimizer, 3, seed=2)
+
+
+def test_models_on_meta_are_materialised_into_their_tier(tmp_path):
+    def init(module):
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p, std=0.1)
+
+    losses = []
+    for params in TIERS:
+        with torch.device("meta"):
+            model = Transformer()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        torch.manual_seed(3)
+        offload = on(Transformer, params, "disk", path=tmp_path / params)
+        losses.append(steps(*te.offload(model, optimizer, **offload, init=init), 3))
+    assert losses[0] == losses[1] == losses[2]
+    with torch.device("meta"):
+        model = Transformer()
+    with pytest.raises(
+        ValueError, match="module 'blocks.0.attention' .* has no reset_parameters; give te.offload init="
+    ):
+        te.offload(model, adam(model.parameters()), params="host")
+    assert model.output.weight.is_meta
+
+
+def test_whole_parameters_can_be_read_and_changed(tmp_path):
+    plain = train(mlp, tmp_path, 2)
+    found = train(mlp, tmp_path, 2, dtype=torch.float32, offload=on(mlp, "disk", "host"))
+    for model in (plain.model, found.model):
+        with te.gather_parameters(model, modify=True), torch.no_grad():
+            model[0].weight.mul_(0.5)
+    with te.gather_parameters(found.model[0]) as layer, torch.no_grad():
+        layer.bias.zero_()  # not to be kept
+    assert steps(found.model, found.optimizer, 2) == steps(plain.model, plain.optimizer, 2)
+
+
+def test_masters_follow_what_is_written(tmp_path):
+    found = []
+    for params in ("device", "disk"):
+        trained = train(mlp, tmp_path / params, 2, dtype=torch.bfloat16, offload=on(mlp, params))
+        trained.model.load_state_dict({k: torch.ones_like(v) for k, v in trained.model.state_dict().items()})
+        trained.optimizer.load_state_dict(
+            trained.optimizer.state_dict() if params == "disk" else _without_masters(trained)
+        )
+        steps(trained.model, trained.optimizer, 1)
+        found.append(weights_of(trained.model))
+    assert all((p.float() - 1).abs().max() < 0.05 for p in found[1])
+
+
+def _without_masters(trained: Trained):
+    state = trained.optimizer.state_dict()
+    for each in state["state"].values():
+        each.pop("master", None)
+    return state
+
+
+@pytest.mark.parametrize("params", ["host", "disk"])
+def test_access_outside_names_the_parameter(params, tmp_path):
+    model = train(mlp, tmp_path, 1, offload=on(mlp, params)).model
+    weight = model[0].weight
+    for use in (
+        lambda: weight + 1,
+        lambda: weight.data,
+        lambda: weight.mul_(2),
+        lambda: model.to(torch.float64),
+        weight.tolist,
+    ):
+        with pytest.raises(RuntimeError, match=r"parameter '0.weight' is offloaded.*te.gather_parameters"):
+            use()
+    assert weight.shape == (64, 70)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in mlp().parameters())
+
+
+def test_a_parameter_that_changes_between_forward_and_backward_is_refused(tmp_path):
+    trained = train(mlp, tmp_path, 1, offload=on(mlp, "host"))
+    loss = loss_of(trained.model, torch.Generator())
+    loss.backward(retain_graph=True)
+    trained.optimizer.step()
+    with pytest.raises(RuntimeError, match="was changed between this forward and its backward"):
+        loss.backward()
+
+
+def test_memory_that_somebody_reads_is_not_reused(tmp_path):
+    trained = train(mlp, tmp_path, 1, offload=on(mlp, "host"))
+    seen = []
+    handle = trained.model[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.t()))
+    expected = weights_of(trained.model)[0]
+    with torch.no_grad():
+        for _ in range(3):
+            loss_of(trained.model, torch.Generator())
+    handle.remove()
+    assert all(torch.equal(each.t(), expected) for each in seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"params": "cpu"}, "params must be one of .'device', 'host', 'disk'., got 'cpu'"),
+        ({"states": "disk", "path": None}, "path= must name a folder"),
+        ({"states": "host", "ratio": 2}, "ratio must be between 0 and 1, got 2"),
+        ({"params": "host", "budget": "8 gigs"}, "a budget must be a positive number of bytes, or text like"),
+        ({"params": "host", "budget": -1}, "a budget must be a positive number of bytes"),
+    ],
+)
+def test_wrong_arguments_are_named(options, text, tmp_path):
+    model = mlp()
+    optimizer = adam(model.parameters())
+    with pytest.raises(ValueError, match=text):
+        te.offload(model, optimizer, **{"path": tmp_path, **options})
+    steps(model, optimizer, 1)  # nothing was changed
+
+
+def test_an_optimizer_that_is_not_element_wise_is_refused_and_nothing_changed(tmp_path):
+    model = mlp()
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor):
+        with pytest.raises(ValueError, match=make.__name__):
+            te.offload(model, make(model.parameters()), params="disk", states="disk", path=tmp_path)
+    strange = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer has 1 parameters that the model has not"):
+        te.offload(model, strange, states="host")
+    assert not list(tmp_path.iterdir())
+    steps(model, adam(model.parameters()), 1)
+
+
+def test_the_old_optimizer_and_a_second_offload_are_refused(tmp_path):
+    model = mlp()
+    old = adam(model.parameters())
+    model, new = te.offload(model, old, states="host")
+    with pytest.raises(RuntimeError, match="step the one that te.offload returned"):
+        old.step()
+    with pytest.raises(ValueError, match="offloaded already"):
+        te.offload(model, new, states="host")
+    with pytest.raises(ValueError, match="added to the optimizer before"):
+        new.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_budget_that_is_too_small_names_the_layer(tmp_path):
+    trained = train(mlp, tmp_path, 0, offload=on(mlp, "host"))
+    assert trained.losses == []
+    model = Transformer(dim=64, tied=False)
+    model, optimizer = te.offload(model, adam(model.parameters()), params="host", budget=40_000)
+    with pytest.raises(
+        ValueError, match=r"budget: 36,864 bytes .* do not hold .*blocks.0.attention.in_proj_weight 49,152"
+    ):
+        steps(model, optimizer, 1)
+
+
+def test_a_layer_larger_than_the_budget_is_tiled(tmp_path):
+    def make():
+        return nn.Sequential(nn.Linear(70, 600), nn.ReLU(), nn.Linear(600, 1))
+
+    plain = train(make, tmp_path, 10)
+    size = 70 * 600 * 4
+    found = train(make, tmp_path, 10, offload={"params": "disk", "states": "disk", "budget": size // 4})
+    assert isinstance(found.model[0], te.nn.TiledLinear)
+    assert te.offloading.report(found.model).arena_peak <= size // 8
+    # Inputs are split, too, and so sums; Adam makes of rounding errors in tiny gradients whole steps.
+    assert found.losses == pytest.approx(plain.losses, rel=1e-4)
+    weights = found.model.state_dict()
+    assert weights["0.weight"].shape == (600, 70)
+    torch.testing.assert_close(weights["0.weight"], plain.model[0].weight.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_that_is_dropped_leaves_nothing(tmp_path):
+    trained = train(mlp, tmp_path, 1, offload=on(mlp, "disk", "disk", activations="disk"))
+    assert [path.name for path in tmp_path.iterdir()] == ["swap-0.bin"]
+    model = weakref.ref(trained.model)
+    del trained
+    gc.collect()
+    assert model() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_models_that_are_offloaded_have_a_report():
+    with pytest.raises(ValueError, match="is not a model that te.offload has returned"):
+        te.offloading.report(mlp())
+
+
+def test_what_offloading_needs_is_estimated(tmp_path: Path):
+    machine = te.offloading.Machine(device=80e9, host=3e12, disk=28e12)
+    found = te.estimate_offload(10**12, machine=machine, activation_bytes=1e9, batch_tokens=4_096)
+    best = found.best
+    assert best.states == "disk"
+    assert 2e12 <= best.host <= 3e12, "gradients are in host memory"
+    assert best.disk + best.host >= 16e12, "16 bytes a parameter are somewhere"
+    assert te.estimate_offload(10**13, machine=machine).best is None
+    small = te.estimate_offload(mlp(), path=tmp_path)
+    assert small.best.params == small.best.states == "device"
+    assert f"{sum(p.numel() for p in mlp().parameters()):,} parameters" in str(small)
+    disk = next(each for each in small.settings if (each.params, each.states) == ("device", "disk"))
+    assert disk.disk == disk.written == 8 * small.parameters
+    with pytest.raises(ValueError, match="there must be parameters"):
+        te.estimate_offload(nn.ReLU())
