@@ -44,7 +44,11 @@ _METADATA = {
         "element_size", "is_floating_point", "is_complex", "is_pinned", "get_device", "type", "is_same_size",
         "requires_grad_", "detach", "__hash__", "__len__", "register_post_accumulate_grad_hook",
     )
-} | {_tensor.requires_grad.__set__, _tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}
+} | {
+    _tensor.requires_grad.__set__, _tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch._has_compatible_shallow_copy_type,
+}
+_MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
 # fmt: on
 
 
@@ -140,6 +144,10 @@ class OffloadedTensor(torch.Tensor):
         if copies and isinstance(args[0], OffloadedTensor):  # load_state_dict
             args[0].source.write(args[1])
             return args[0]
+        if func == _tensor.data.__set__ and args[0] is args[1]:  # module.to
+            return None
+        if func in _MOVES and args[0].source.is_there(func, *args[1:], **kwargs):
+            return args[0]
         name = getattr(func, "__name__", "")
         if func in (_tensor.data.__get__, _tensor.data.__set__, _tensor.register_hook) or (
             name.endswith("_") and not name.endswith("__") and isinstance(args[0], OffloadedTensor)
@@ -220,6 +228,19 @@ class Slot:
             f"parameter {self.name!r} is offloaded, so {what!r} cannot use it outside of the model's forward and "
             "backward, nor change it: do so within `with te.gather_parameters(module, modify=True):`"
         )
+
+    def is_there(self, move: Any, *args: Any, **kwargs: Any) -> bool:
+        """Whether `to`, `cpu` or `cuda` is to do nothing, as frameworks move a model to the device it computes on."""
+        if self.engine.computing:
+            return False
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs) if move is _tensor.to else (None, None)
+        if move is _tensor.cuda:
+            device = torch.device("cuda" if not args or args[0] is None else args[0])
+        here = self.engine.device
+        same = (
+            device is None or device.type == "cpu" or (device.type == here.type and device.index in (None, here.index))
+        )
+        return same and dtype in (None, self.dtype)
 
     @contextmanager
     def in_use(self, slots: list["Slot"]) -> Iterator[None]:
