@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tritonemb as te
+from tritonemb.storage.store import StorageError
 
 EVERYWHERE = [
     pytest.param({"states": "host"}, id="states"),
@@ -68,6 +69,44 @@ def test_a_forward_may_still_cast_its_weight():
     assert model(torch.ones(2, 4, dtype=torch.float64)).dtype is torch.float64
     model(torch.ones(2, 4)).sum().backward()
     assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_an_offloaded_model_that_is_dropped_is_collected_with_its_folder(tmp_path):
+    for tiers in [("disk", "disk", "disk"), ("host", "disk", "host"), ("device", "disk", "device")] * 2:
+        params, states, activations = tiers
+        net, options = make_net(), {"path": tmp_path, "budget": "1MiB"}
+        model, optimizer = te.offload(
+            net, adam_of(net), params=params, states=states, activations=activations, **options
+        )  # fmt: skip
+        model(torch.ones(2048, 16)).sum().backward()
+        optimizer.step()
+        del net, model, optimizer
+    first, second = make_net(), make_net()
+    te.offload(first, adam_of(first), params="disk", path=tmp_path, budget="1MiB")
+    with pytest.raises(StorageError, match="another process uses"):
+        te.offload(second, adam_of(second), params="disk", path=tmp_path, budget="1MiB")
+
+
+@pytest.mark.parametrize("params", ["device", "host"])
+def test_frozen_parameters_stay_as_they_are_until_they_are_not(params):
+    losses = []
+    for offloaded in (False, True):
+        net = make_net()
+        net[0].weight.requires_grad_(False)
+        optimizer: Any = adam_of(net)
+        if offloaded:
+            net, optimizer = te.offload(net, optimizer, params=params, states="host", budget="1MiB")
+        for number, (x, y) in enumerate(loader()):
+            if number == 4:
+                assert torch.equal(net.state_dict()["0.weight"], make_net()[0].weight)
+                net[0].weight.requires_grad_(True)
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert not torch.equal(net.state_dict()["0.weight"], make_net()[0].weight)
+    assert losses[:8] == losses[8:]
 
 
 @pytest.mark.parametrize("splits", ["rows", "columns"])

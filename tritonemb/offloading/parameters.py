@@ -9,6 +9,7 @@ The order of use is learned: after two parameters the one that followed them the
 ahead as far as the arena has room. A use that was not expected waits for its parameter and counts in the report.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +95,23 @@ def padded_shape(tensor: Any) -> torch.Size:
         if isinstance(placement, Shard):
             shape[placement.dim] = -(-shape[placement.dim] // tensor.device_mesh.size(dim))
     return torch.Size(shape)
+
+
+def after_gradients(parameter: Any, hook: Callable[[Any], None]) -> None:
+    """Call a method after each gradient of a parameter, also of one that is frozen now.
+
+    The parameter does not keep the method's object alive: Python's collector does not see such hooks.
+    """
+    wanted, method = parameter.requires_grad, weakref.WeakMethod(hook)
+
+    def call(each: Any) -> None:
+        if (found := method()) is not None:
+            found(each)
+
+    if wanted or parameter.is_floating_point() or parameter.is_complex():
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(call)
+        parameter.requires_grad_(wanted)
 
 
 class OffloadedTensor(torch.Tensor):
@@ -214,7 +232,7 @@ class Slot:
         self.loading: list[IoFuture] = []
         self._nowhere = torch.full((), torch.nan, device=engine.device).to(self.dtype).expand(self.shape)
         self.leaf = nn.Parameter(self._nowhere, requires_grad=parameter.requires_grad)
-        self.leaf.register_post_accumulate_grad_hook(self._gradient)
+        after_gradients(self.leaf, self._gradient)
         item, numel = self.dtype.itemsize, self.own_shape.numel()
         ends = [(begin, min(begin + piece_elements, numel)) for begin in range(0, numel, piece_elements)]
         self.pieces = [Piece(begin, end, engine.tier.reserve((end - begin) * item)) for begin, end in ends]
