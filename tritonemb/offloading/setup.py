@@ -245,7 +245,7 @@ class Moved:
         for _, (parent, attribute), layer, tiled in self._tiled:
             setattr(parent, attribute, tiled.train(layer.training))
             for p in layer.parameters():
-                p.data = torch.empty(0, dtype=p.dtype)
+                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
 
     def _materialise(self, module: nn.Module) -> None:
         """Give a module's own parameters and buffers that are on "meta" memory and values."""
