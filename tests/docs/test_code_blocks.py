@@ -27,7 +27,13 @@ from tests.docs.page import Page, check_output, commands_of
 
 CASES = [(page, number) for page in PAGES for number in range(len(blocks_of(page)))]
 # What a page is about, and the tests cannot do without.
-NEEDS = {"docs/accelerate.md": "accelerate", "docs/from-torchrec.md": "torchrec", "docs/lightning.md": "lightning"}
+NEEDS = {
+    "docs/accelerate.md": "accelerate",
+    "docs/from-torchrec.md": "torchrec",
+    "docs/lightning.md": "lightning",
+    "docs/offload.md": "safetensors",
+    "docs/transformers.md": "transformers",
+}
 # Options of other commands than ours.
 FOREIGN = {"--bytes", "--extra-index-url", "--list", "--logdir", "--ranks"}
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-MODULES = ("compiler", "data", "interop", "nn", "optim", "server", "sharding")
+MODULES = ("compiler", "data", "interop", "nn", "offloading", "optim", "server", "sharding")
 
 
 def public_names() -> list[str]:
@@ -24,6 +24,7 @@ def public_names() -> list[str]:
     import tritonemb.compiler
     import tritonemb.data
     import tritonemb.interop
+    import tritonemb.offloading
     import tritonemb.server
     import tritonemb.sharding
     import tritonemb.training
@@ -33,6 +34,8 @@ def public_names() -> list[str]:
     for module in (*modules, tritonemb.server, tritonemb.training):
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{name}" for name in tritonemb.optim.__all__ if name != "OPTIMIZERS"]
+    top = set(tritonemb.__all__)
+    names += [f"tritonemb.offloading.{name}" for name in tritonemb.offloading.__all__ if name not in top]
     return [*names, "tritonemb.nn.fuse.FuseReport"]
 
 

@@ -14,7 +14,7 @@ import tritonemb as te
 
 
 def mlp() -> nn.Module:
-    layers = [module for _ in range(5) for module in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+    layers = [module for _ in range(6) for module in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
     return nn.Sequential(nn.Linear(70, 64), nn.ReLU(), *layers, nn.Linear(64, 1))
 
 
@@ -109,8 +109,8 @@ def loss_of(model: nn.Module, random: torch.Generator, rank: int = 0, ranks: int
 
 
 def train(
-    make: Callable[[], nn.Module], folder: Path, number: int = 5, *, optimizer: Any = None, dtype: torch.dtype = torch.float32,
-    offload: dict[str, Any] | None = None, accumulate: int = 1, clip: float = 0.0,
+    make: Callable[[], nn.Module], folder: Path, number: int = 5, *, optimizer: Any = None,
+    dtype: torch.dtype = torch.float32, offload: dict[str, Any] | None = None, accumulate: int = 1, clip: float = 0.0,
 ) -> Trained:  # fmt: skip
     """A model trained from one seed, offloaded as `offload` says; not at all if it is None."""
     torch.manual_seed(0)

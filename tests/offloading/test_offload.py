@@ -26,7 +26,7 @@ from tests.offloading.models import (
 )
 
 TIERS = ("device", "host", "disk")
-ARENA = {mlp: 70_000, Transformer: 86_000, Recurrent: 75_000, dlrm: 50_000}  # less than the parameters, no tiles
+ARENA = {mlp: 76_000, Transformer: 100_000, Recurrent: 90_000, dlrm: 50_000}  # less than the parameters, no tiles
 
 
 def on(make, params="device", states="device", **more):
@@ -304,7 +304,7 @@ def test_models_on_meta_are_materialised_into_their_tier(tmp_path):
     with torch.device("meta"):
         model = Transformer()
     with pytest.raises(
-        ValueError, match="module 'blocks.0.attention' .* has no reset_parameters; give te.offload init="
+        ValueError, match=r"module 'blocks.0.attention' .* has no reset_parameters; give te.offload init="
     ):
         te.offload(model, adam(model.parameters()), params="host")
     assert model.output.weight.is_meta
@@ -413,7 +413,7 @@ def test_the_old_optimizer_and_a_second_offload_are_refused(tmp_path):
     model = mlp()
     old = adam(model.parameters())
     model, new = te.offload(model, old, states="host")
-    with pytest.raises(RuntimeError, match="step the one that te.offload returned"):
+    with pytest.raises(RuntimeError, match=r"step the one that te.offload returned"):
         old.step()
     with pytest.raises(ValueError, match="offloaded already"):
         te.offload(model, new, states="host")
@@ -459,7 +459,7 @@ def test_a_model_that_is_dropped_leaves_nothing(tmp_path):
 
 
 def test_only_models_that_are_offloaded_have_a_report():
-    with pytest.raises(ValueError, match="is not a model that te.offload has returned"):
+    with pytest.raises(ValueError, match=r"is not a model that te.offload has returned"):
         te.offloading.report(mlp())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonemb.offloading.parameters import Slot, like, local, local_shape
+from tritonemb.offloading.parameters import Slot, after_gradients, like, local, local_shape
 from tritonemb.offloading.tiers import DiskTier, Span, Tier, aligned, pages
 from tritonemb.storage.store import IoFuture
 
@@ -205,7 +205,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if device.type == "cuda" and tier is not None:
             for p in self._parameters():
                 if p not in slots:
-                    p.register_post_accumulate_grad_hook(self._move_gradient)
+                    after_gradients(p, self._move_gradient)
 
     def take_states(self, old: Mapping[Any, Mapping[str, Any]], now: Mapping[Any, list[tuple[Any, Any]]]) -> None:
         """Go on with states of the optimizer that this one was made from."""

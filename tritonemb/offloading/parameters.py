@@ -9,6 +9,7 @@ The order of use is learned: after two parameters the one that followed them the
 ahead as far as the arena has room. A use that was not expected waits for its parameter and counts in the report.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +45,11 @@ _METADATA = {
         "element_size", "is_floating_point", "is_complex", "is_pinned", "get_device", "type", "is_same_size",
         "requires_grad_", "detach", "__hash__", "__len__", "register_post_accumulate_grad_hook",
     )
-} | {_tensor.requires_grad.__set__, _tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel}
+} | {
+    _tensor.requires_grad.__set__, _tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch._has_compatible_shallow_copy_type,
+}
+_MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
 # fmt: on
 
 
@@ -90,6 +95,23 @@ def padded_shape(tensor: Any) -> torch.Size:
         if isinstance(placement, Shard):
             shape[placement.dim] = -(-shape[placement.dim] // tensor.device_mesh.size(dim))
     return torch.Size(shape)
+
+
+def after_gradients(parameter: Any, hook: Callable[[Any], None]) -> None:
+    """Call a method after each gradient of a parameter, also of one that is frozen now.
+
+    The parameter does not keep the method's object alive: Python's collector does not see such hooks.
+    """
+    wanted, method = parameter.requires_grad, weakref.WeakMethod(hook)
+
+    def call(each: Any) -> None:
+        if (found := method()) is not None:
+            found(each)
+
+    if wanted or parameter.is_floating_point() or parameter.is_complex():
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(call)
+        parameter.requires_grad_(wanted)
 
 
 class OffloadedTensor(torch.Tensor):
@@ -139,6 +161,10 @@ class OffloadedTensor(torch.Tensor):
         copies = func in (_tensor.copy_, torch.ops.aten.copy_.default)
         if copies and isinstance(args[0], OffloadedTensor):  # load_state_dict
             args[0].source.write(args[1])
+            return args[0]
+        if func == _tensor.data.__set__ and args[0] is args[1]:  # module.to
+            return None
+        if func in _MOVES and args[0].source.is_there(func, *args[1:], **kwargs):
             return args[0]
         name = getattr(func, "__name__", "")
         if func in (_tensor.data.__get__, _tensor.data.__set__, _tensor.register_hook) or (
@@ -206,7 +232,7 @@ class Slot:
         self.loading: list[IoFuture] = []
         self._nowhere = torch.full((), torch.nan, device=engine.device).to(self.dtype).expand(self.shape)
         self.leaf = nn.Parameter(self._nowhere, requires_grad=parameter.requires_grad)
-        self._watched = False
+        after_gradients(self.leaf, self._gradient)
         item, numel = self.dtype.itemsize, self.own_shape.numel()
         ends = [(begin, min(begin + piece_elements, numel)) for begin in range(0, numel, piece_elements)]
         self.pieces = [Piece(begin, end, engine.tier.reserve((end - begin) * item)) for begin, end in ends]
@@ -220,6 +246,19 @@ class Slot:
             f"parameter {self.name!r} is offloaded, so {what!r} cannot use it outside of the model's forward and "
             "backward, nor change it; do so within `with te.gather_parameters(module, modify=True):`"
         )
+
+    def is_there(self, move: Any, *args: Any, **kwargs: Any) -> bool:
+        """Whether `to`, `cpu` or `cuda` is to do nothing, as frameworks move a model to the device it computes on."""
+        if self.engine.computing:
+            return False
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs) if move is _tensor.to else (None, None)
+        if move is _tensor.cuda:
+            device = torch.device("cuda" if not args or args[0] is None else args[0])
+        here = self.engine.device
+        same = (
+            device is None or device.type == "cpu" or (device.type == here.type and device.index in (None, here.index))
+        )
+        return same and dtype in (None, self.dtype)
 
     @contextmanager
     def in_use(self, slots: list["Slot"], what: str) -> Iterator[None]:
@@ -260,9 +299,6 @@ class Slot:
             self.leaf.data = self.block[: self.num_bytes].view(self.dtype).view(self.shape)
         if self.leaf.requires_grad != self.parameter.requires_grad:
             self.leaf.requires_grad_(self.parameter.requires_grad)
-        if self.leaf.requires_grad and not self._watched:
-            self._watched = True
-            self.leaf.register_post_accumulate_grad_hook(self._gradient)
 
     def evict(self) -> None:
         assert self.block is not None

@@ -366,30 +366,60 @@ def load_safetensors(
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} has no .safetensors files")
-    targets: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    names = {id(target): [name for name, each in targets.items() if each is target] for target in targets.values()}
+    targets = _loaded_parts(model)
+    names: dict[int, list[str]] = {}
+    for name, parts in targets.items():
+        for target, _ in parts:
+            names.setdefault(id(target), []).append(name)
     strange, found = [], set[str]()
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  # not a mapping
                 name = key if rename is None else rename(key)
-                target = targets.get(name)
-                if target is None:
+                parts = targets.get(name, [])
+                if not parts:
                     strange.append(key)
                     continue
                 values = tensors.get_tensor(key)
-                if values.shape != target.shape:
-                    raise ValueError(f"{file}: {key!r} has shape {list(values.shape)}, the model {list(target.shape)}")
+                shape = _shape_of(parts)
+                if list(values.shape) != shape:
+                    raise ValueError(f"{file}: {key!r} has shape {list(values.shape)}, the model {shape}")
                 with torch.no_grad():
-                    if is_offloaded(target):
-                        source_of(target).write(own_part(values, target).to(target.dtype))
-                    else:
-                        local(target).copy_(own_part(values, target))
-                found.update(names[id(target)])
-    missing = [name for name, _ in model.named_parameters() if name not in found]
+                    for target, place in parts:
+                        mine = own_part(values[place], target)
+                        if is_offloaded(target):
+                            source_of(target).write(mine.to(target.dtype))
+                        else:
+                            local(target).copy_(mine)
+                        found.update(names[id(target)])
+    parameters = {id(p) for p in model.parameters()}
+    missing = [name for name, parts in targets.items() if id(parts[0][0]) in parameters and name not in found]
     if strict and missing:
         raise ValueError(f"{path} has no {missing[:5]}, {len(missing)} in all; strict=False leaves them as they are")
     return strange
+
+
+def _loaded_parts(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
+    """The parameters and buffers of each name in files, and their places in that tensor: tiles are parts of one."""
+    parts: dict[str, list[tuple[Any, Any]]] = {}
+    tiles: set[Any] = set()
+    for prefix, module in model.named_modules():
+        for layer, row, column in module.grid() if isinstance(module, TiledLinear) else ():
+            rows, columns = slice(row, row + layer.out_features), slice(column, column + layer.in_features)
+            for attribute, place in (("weight", (rows, columns)), ("bias", (rows,))):
+                if (p := getattr(layer, attribute)) is not None:
+                    parts.setdefault(f"{prefix}.{attribute}".removeprefix("."), []).append((p, place))
+                    tiles.add(p)
+    others = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    return parts | {name: [(each, ...)] for name, each in others if each not in tiles}
+
+
+def _shape_of(parts: list[tuple[Any, Any]]) -> list[int]:
+    """Of the whole tensor; the last part ends where it ends."""
+    target, place = parts[-1]
+    if place is ...:
+        return list(target.shape)
+    return [each.stop for each in place]
 
 
 @contextmanager

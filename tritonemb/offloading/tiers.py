@@ -1,6 +1,7 @@
 """Where offloaded tensors are: an arena of device memory, spans of host memory, and a swap file on disk."""
 
 import contextlib
+import gc
 import os
 import threading
 import weakref
@@ -218,18 +219,22 @@ class DiskTier:
         self._closed = weakref.finalize(self, _remove, self._file, self._queues, os.getpid())
 
     def _open(self) -> PageFile:
+        collected = False
         while True:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             file = PageFile(self.path)
             with on_error(file.close):
-                if not file.lock():
+                locked = file.lock()
+                if not locked and collected:
                     raise StorageError(
                         f"offload folder {self.path.parent}: another process uses {self.path.name}; give each run a "
                         "folder of its own"
                     )
-                if file.is_linked():  # else its owner has removed it meanwhile
+                if locked and file.is_linked():  # else its owner has removed it meanwhile
                     file.resize(0)
                     return file
+                if not locked:  # perhaps by a model of this process that nobody uses any longer
+                    collected = gc.collect() >= 0
             file.close()
 
     def reserve(self, num_bytes: int) -> DiskSpan:

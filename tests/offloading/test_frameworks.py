@@ -1,0 +1,282 @@
+"""Offloaded layers under Accelerate, Lightning and Hugging Face's Trainer: bitwise the losses of the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tritonemb as te
+from tritonemb.storage.store import StorageError
+
+EVERYWHERE = [
+    pytest.param({"states": "host"}, id="states"),
+    pytest.param({"params": "disk", "states": "disk", "activations": "host"}, id="all"),
+]
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def adam_of(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+
+def loader() -> DataLoader[Any]:
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=32)
+
+
+def test_moving_a_model_to_its_own_device_does_nothing():
+    """What frameworks do when they prepare a model, and when they are done with it."""
+    net = make_net()
+    model, _ = te.offload(net, adam_of(net), params="host", budget="1MiB")
+    before, values = list(model.parameters()), model.state_dict()
+    for moved in (
+        model.to("cpu"),
+        model.cpu(),
+        model.to(torch.device("cpu"), non_blocking=True),
+        model.to(torch.float32),
+    ):
+        assert [*moved.parameters()] == before
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name])
+    with pytest.raises(RuntimeError, match="gather_parameters"):
+        model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="gather_parameters"):
+        model.to("meta")
+    with pytest.raises(RuntimeError, match="gather_parameters"):
+        model.cuda()
+
+
+def test_a_forward_may_still_cast_its_weight():
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.to(x.dtype).cpu()
+
+    net = Cast()
+    model, _ = te.offload(net, adam_of(net), params="host", budget="1MiB")
+    assert model(torch.ones(2, 4, dtype=torch.float64)).dtype is torch.float64
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_an_offloaded_model_that_is_dropped_is_collected_with_its_folder(tmp_path):
+    for tiers in [("disk", "disk", "disk"), ("host", "disk", "host"), ("device", "disk", "device")] * 2:
+        params, states, activations = tiers
+        net, options = make_net(), {"path": tmp_path, "budget": "1MiB"}
+        model, optimizer = te.offload(
+            net, adam_of(net), params=params, states=states, activations=activations, **options
+        )  # fmt: skip
+        model(torch.ones(2048, 16)).sum().backward()
+        optimizer.step()
+        del net, model, optimizer
+    first, second = make_net(), make_net()
+    te.offload(first, adam_of(first), params="disk", path=tmp_path, budget="1MiB")
+    with pytest.raises(StorageError, match="another process uses"):
+        te.offload(second, adam_of(second), params="disk", path=tmp_path, budget="1MiB")
+
+
+@pytest.mark.parametrize("params", ["device", "host"])
+def test_frozen_parameters_stay_as_they_are_until_they_are_not(params):
+    losses = []
+    for offloaded in (False, True):
+        net = make_net()
+        net[0].weight.requires_grad_(False)
+        optimizer: Any = adam_of(net)
+        if offloaded:
+            net, optimizer = te.offload(net, optimizer, params=params, states="host", budget="1MiB")
+        for number, (x, y) in enumerate(loader()):
+            if number == 4:
+                assert torch.equal(net.state_dict()["0.weight"], make_net()[0].weight)
+                net[0].weight.requires_grad_(True)
+            optimizer.zero_grad()
+            loss = (net(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert not torch.equal(net.state_dict()["0.weight"], make_net()[0].weight)
+    assert losses[:8] == losses[8:]
+
+
+@pytest.mark.parametrize("splits", ["rows", "columns"])
+def test_safetensors_load_into_layers_that_were_tiled(tmp_path, splits):
+    pytest.importorskip("safetensors")
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 4)) if splits == "rows" else nn.Linear(70_000, 3)
+    whole = whole if isinstance(whole, nn.Sequential) else nn.Sequential(whole)
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(each.in_features, each.out_features) for each in whole))
+    model, _ = te.offload(
+        net, adam_of(net), params="host", budget="128KiB" if splits == "rows" else "1MiB", init=lambda _: None
+    )
+    assert isinstance(model[0], te.nn.TiledLinear)
+    assert te.offloading.load_safetensors(model, tmp_path) == []
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name])
+    save_file({"0.weight": whole[0].weight.detach()[:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'0.weight' has shape"):
+        te.offloading.load_safetensors(model, tmp_path)
+    save_file({"0.weight": whole[0].weight.detach()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no \['0.bias'"):
+        te.offloading.load_safetensors(model, tmp_path)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("tiers", EVERYWHERE)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(tmp_path, tiers, precision):
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    def run(name: str, offloaded: bool) -> list[float]:
+        AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        model = make_net()
+        optimizer: Any = adam_of(model)
+        if offloaded:
+            model, optimizer = te.offload(model, optimizer, path=tmp_path / "swap", budget="1MiB", **tiers)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader(), schedule)
+        losses = []
+        for epoch in range(3):
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = (model(x) - y).square().mean()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                losses.append(loss.item())
+            if epoch == 0:
+                accelerator.save_state(str(tmp_path / name))
+        accelerator.load_state(str(tmp_path / name))
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            losses.append(loss.item())
+        return losses
+
+    assert run("offloaded", True) == run("plain", False)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("tiers", EVERYWHERE)
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_clip_val": 1.0}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}],
+    ids=lambda each: next(iter(each)),
+)
+def test_lightning(tmp_path, tiers, options):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, swap: str | None = None) -> None:
+            super().__init__()
+            self.swap, self.net, self.losses = swap, make_net(), list[float]()
+            self.optimizer: Any = None
+
+        def configure_model(self) -> None:
+            if self.optimizer is None:
+                self.optimizer = adam_of(self.net)
+                if self.swap is not None:
+                    path = tmp_path / self.swap
+                    self.net, self.optimizer = te.offload(self.net, self.optimizer, path=path, budget="1MiB", **tiers)
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            x, y = batch
+            loss = (self.net(x) - y).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            x, y = batch
+            self.log("loss", (self.net(x) - y).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            return [self.optimizer], [torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)]
+
+    def fit(module: Module, epochs: int, path: Path | None = None) -> Any:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=epochs, enable_checkpointing=False, **quiet, **options
+        )  # fmt: skip
+        trainer.fit(module, loader(), loader(), ckpt_path=path)
+        return trainer
+
+    plain, whole, first, second = Module(), Module("whole"), Module("first"), Module("second")
+    fit(plain, 2)
+    fit(whole, 2)
+    assert whole.losses == plain.losses
+    fit(first, 1).save_checkpoint(tmp_path / "a.ckpt")
+    fit(second, 2, tmp_path / "a.ckpt")
+    assert first.losses + second.losses == plain.losses
+    loaded = Module.load_from_checkpoint(tmp_path / "a.ckpt")
+    for name, value in first.net.state_dict().items():
+        assert torch.equal(loaded.net.state_dict()[name], value)
+    fit(whole, 3)  # the module is moved again
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("tiers", EVERYWHERE)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}],
+    ids=lambda each: "".join(each) or "plain",
+)
+def test_hugging_face_trainer(tmp_path, monkeypatch, tiers, options):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(64, (16,), generator=generator) for _ in range(32)]
+
+    class Offloaded(transformers.Trainer):
+        def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+            super().create_optimizer(*args)
+            path = tmp_path / f"swap-{id(self)}"
+            _, self.optimizer = te.offload(self.model, self.optimizer, path=path, budget="1MiB", **tiers)
+            return self.optimizer
+
+    def run(folder: str, how: str, resume: str | None = None) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / folder), use_cpu=True, num_train_epochs=2, per_device_train_batch_size=8, logging_steps=1,
+            report_to=[], save_strategy="epoch", disable_tqdm=True, learning_rate=1e-2, weight_decay=0.1, **options,
+        )  # fmt: skip
+        given: dict[str, Any] = {}
+        if how == "given":
+            path = tmp_path / f"swap-{folder}-{resume}"
+            given["optimizers"] = te.offload(model, adam_of(model), path=path, budget="1MiB", **tiers)[1], None
+        elif how == "plain given":
+            given["optimizers"] = adam_of(model), None
+        kind = Offloaded if how == "made" else transformers.Trainer
+        trainer = kind(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows], **given)
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / folder / resume))
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each], trainer
+
+    made, trainer = run("made", "made")
+    assert made == run("plain", "plain")[0]
+    assert run("given", "given")[0] == run("plain-given", "plain given")[0]
+    steps = len(made) // 2
+    assert run("made", "made", f"checkpoint-{steps}")[0] == made
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "made" / f"checkpoint-{2 * steps}")
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value)
