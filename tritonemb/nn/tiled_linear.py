@@ -145,9 +145,15 @@ def _merge(module: TiledLinear, state: dict[str, Any], prefix: str, _: Any) -> N
         state[f"{prefix}bias"] = torch.cat(biases)  # type: ignore[arg-type]
 
 
-def _split(module: TiledLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _split(module: TiledLinear, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """The parts of the tiles in place of the whole weight and bias."""
     weight, bias = (state.pop(f"{prefix}{name}", None) for name in ("weight", "bias"))
+    shape = torch.Size((module.out_features, module.in_features))
+    for name, values, expected in (("weight", weight, shape), ("bias", bias, shape[:1])):
+        if values is not None and values.shape != expected:
+            errors: list[str] = rest[-1]
+            errors.append(f"size mismatch for {prefix}{name}: {list(values.shape)} there, {list(expected)} here")
+            return
     for number, (layer, row, column) in enumerate(module.grid()):
         name = f"{prefix}tiles.{number // module.in_splits}.{number % module.in_splits}"
         if weight is not None:

@@ -6,6 +6,7 @@ They are what `dcp.save({"model": ..., "optim": ...})` writes of the state dicts
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -25,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.optimizer import MASTER, OffloadedOptimizer
 from tritonemb.offloading.parameters import is_offloaded, local, source_of
+from tritonemb.storage import StorageError
 
 BLOCK_BYTES = 64 << 20  # read and written at once
 
@@ -227,6 +230,16 @@ def _groups(model: nn.Module, optimizer: OffloadedOptimizer) -> list[dict[str, A
     return [{**settings, "params": list(dict.fromkeys(names[p] for p in group["params"]))} for group, settings in every]
 
 
+@contextmanager
+def _storage_errors(what: str) -> Iterator[None]:
+    """The failure of a rank, which torch wraps in what is no Exception, as a StorageError."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise StorageError(f"{what}: rank {rank}: {type(failure).__name__}: {failure}") from error
+
+
 def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
     """Save an offloaded model and its optimizer to a folder; all ranks together, block by block.
 
@@ -234,13 +247,15 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
 
     Raises:
         ValueError: the folder exists and is not empty.
+        StorageError: a rank could not write its part.
     """
     path = Path(path)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} exists and is not empty; save to another folder")
     aside = path.with_name(f".writing-{path.name}")
     state = _model_and_states(model, optimizer, True)
-    save(_nested(state, _groups(model, optimizer)), checkpoint_id=aside, no_dist=not dist.is_initialized())
+    with _storage_errors(f"{path} cannot be saved"):
+        save(_nested(state, _groups(model, optimizer)), checkpoint_id=aside, no_dist=not dist.is_initialized())
     if not dist.is_initialized() or dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
         os.replace(aside, path)
@@ -274,7 +289,8 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
             del group[name]
     optimizer.begin_load()
     nested = _nested(wanted, groups)
-    load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
+    with _storage_errors(f"{path} cannot be loaded, some of it may be; load another checkpoint"):
+        load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
     optimizer.apply_settings(nested["optim"]["param_groups"])
     for p, place in _places(model):
         small = nested["optim"]["state"].get(place.name, {})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.offloading.parameters import Slot, after_gradients, like, local, local_shape
-from tritonemb.offloading.tiers import DiskTier, Span, Tier, aligned, pages
+from tritonemb.offloading.tiers import CPU, DiskTier, Span, Tier, aligned, pages
 from tritonemb.storage.store import IoFuture
 
 ALIGNMENT = 64  # bytes, of a state within its sub-group
@@ -50,6 +50,14 @@ class Part:
         self.begin, self.end, self.piece = begin, end, piece
         self.numel, self.small, self.ready = end - begin, dict[str, Any](), False
         self.offsets: dict[str, tuple[int, torch.dtype]] = {}
+        self.room: dict[str, Tensor] = {}
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a state of one value, in the memory made for it, not amid the large temporary tensors of a step."""
+        room = self.room.get(name)
+        if isinstance(value, Tensor) and room is not None and (room.shape, room.dtype) == (value.shape, value.dtype):
+            value = room.copy_(value)
+        self.small[name] = value
 
     def arrays(self, memory: Tensor) -> dict[str, Tensor]:
         """The states, of the memory of the sub-group."""
@@ -180,6 +188,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._failure: BaseException | None = None
         self._step_on = device if tier is None else torch.device("cpu")
         self._on_disk = isinstance(tier, DiskTier)
+        self._scratch: Tensor | None = None
         self._read_ahead: dict[Part, tuple[Tensor, IoFuture]] = {}
         self._writes: deque[tuple[Tensor, IoFuture]] = deque()
         self._host_gradients: dict[Any, Tensor] = {}
@@ -191,6 +200,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for each in self.groups:
             for part in each.parts:
                 self._parts.setdefault(part.parameter, []).append(part)
+                states = self._states[part.group].items()
+                part.room = {n: torch.empty_like(v) for n, v in states if isinstance(v, Tensor) and not v.ndim}
         kept = round(len(self.groups) * ratio)
         for number, each in enumerate(self.groups):
             each.lay_out(self._names)
@@ -499,11 +510,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _step_parts(self, some: list[tuple[Part, Tensor]], memory: Tensor, ready: bool) -> None:
         states: dict[Any, dict[str, Any]] = {}
         leaves: list[tuple[Part, nn.Parameter]] = []
+        used = 0
         for part, value in some:
             leaf = nn.Parameter(value)
             gradient = local(self._gradient_of(part.parameter))
             gradient = flat_like(gradient, local(part.parameter))[part.begin : part.end]
-            leaf.grad = gradient.to(device=leaf.device, dtype=leaf.dtype)
+            if (gradient.device, gradient.dtype) != (leaf.device, leaf.dtype):
+                begin = -(-used // ALIGNMENT) * ALIGNMENT
+                used = begin + leaf.nbytes
+                gradient = self._scratch_of(leaf.device)[begin:used].view(leaf.dtype).copy_(gradient)
+            leaf.grad = gradient
             arrays = {name: each for name, each in part.arrays(memory).items() if name != MASTER}
             if ready:
                 states[leaf] = {**part.small, **arrays}
@@ -517,11 +533,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             arrays = part.arrays(memory)
             for name, value in states[leaf].items():
                 if name not in arrays:
-                    part.small[name] = value
+                    part.keep(name, value)
                 elif value is not arrays[name] and value.data_ptr() != arrays[name].data_ptr():
                     arrays[name].copy_(value.reshape(-1))
             part.ready = True
             self.state[part.parameter] = part.small
+
+    def _scratch_of(self, device: torch.device) -> Tensor:
+        """Memory for the gradients of a sub-group in another dtype, or from another device."""
+        if self._scratch is None:
+            most = max(sum(part.numel * 8 + ALIGNMENT for part in group.parts) for group in self.groups)
+            self._scratch = (
+                aligned(most, CPU) if device.type == "cpu" else torch.empty(most, dtype=torch.uint8, device=device)
+            )
+        return self._scratch
 
     def _values(self, part: Part, arrays: dict[str, Tensor]) -> Tensor:
         """The values to step: the master weights, or the parameter's own."""

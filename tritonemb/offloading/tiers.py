@@ -22,6 +22,7 @@ from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, stor
 from tritonemb.utils import on_error
 
 TierName = Literal["device", "host", "disk"]
+CPU = torch.device("cpu")
 CHUNK_BYTES = 4 << 20  # of one read or write
 SEGMENT_BYTES = 8 << 20  # checked at once
 

@@ -1,0 +1,125 @@
+"""Several ranks by `fully_shard`: every rank offloads its shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import tritonemb as te
+from tests.offloading.models import Transformer, loss_of
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-3, fused=True),
+}
+
+
+def trained(
+    rank: int, ranks: int, folder: str, optimizer: str, offload: dict[str, Any] | None, number: int = 20,
+    save: str = "", load: str = "",
+) -> tuple[list[float], list[torch.Tensor]]:  # fmt: skip
+    """Losses of all ranks' samples, and whole gradients of the first step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model: Any = Transformer(dim=20, blocks=2, tied=False)  # 50 words over 4 ranks are not even
+    if ranks > 1:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    stepped: Any = OPTIMIZERS[optimizer](model.parameters())
+    if offload is not None:
+        model, stepped = te.offload(model, stepped, path=folder, **offload)
+    if load:
+        te.offloading.load_checkpoint(model, stepped, load)
+    random, losses, gradients = torch.Generator().manual_seed(1), [], []
+    for step in range(number):
+        loss = loss_of(model, random, rank, ranks)
+        loss.backward()
+        if step == 0:
+            grads = [p.grad for p in model.parameters()]
+            gradients = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+            gradients = [grad.clone() for grad in gradients]
+        stepped.step()
+        stepped.zero_grad()
+        total = loss.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(total)
+        losses.append(total.item() / ranks)
+    if save:
+        te.offloading.save_checkpoint(model, stepped, save)
+        dist.barrier() if ranks > 1 else None
+    if offload is not None:
+        with te.gather_parameters(model):
+            assert all(p.isfinite().all() for p in model.parameters())
+        te.offloading.close(model)
+    return losses, gradients
+
+
+def of_one(folder: str, optimizer: str, number: int = 20, **options: Any) -> Any:
+    before = torch.get_num_threads()
+    try:
+        return trained(0, 1, folder, optimizer, {"states": "host"}, number, **options)
+    finally:
+        torch.set_num_threads(before)
+
+
+def job(rank: int, ranks: int, *args: Any) -> Any:
+    return trained(rank, ranks, *args)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ranks_train_as_one(ranks, size, optimizer, tmp_path):
+    expected, gradients = of_one(str(tmp_path), optimizer)
+    offload = {"params": "disk", "states": "disk", "budget": 400_000}
+    results = ranks(size).run(job, size, str(tmp_path), optimizer, offload)
+    plain = ranks(size).run(job, size, str(tmp_path), optimizer, None)
+    for (losses, found), (of_plain, grads) in zip(results, plain, strict=True):
+        assert losses == of_plain, "a tier changes no bit"
+        assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
+        assert losses == pytest.approx(expected, rel=1e-5 if optimizer == "sgd" else 1e-4)
+        for one, other in zip(found, gradients, strict=True):
+            # Samples are summed in another order. Relative to the largest: single elements are near 0.
+            assert (one - other).abs().max() <= 1e-6 * other.abs().max() + 1e-9
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"params": "host", "states": "device"},
+        {"params": "device", "states": "host", "activations": "disk"},
+        {"params": "disk", "states": "host", "activations": "host"},
+    ],
+)
+def test_tiers_of_two_ranks_change_no_bit(ranks, offload, tmp_path):
+    plain = ranks(2).run(job, 2, str(tmp_path), "adam", None)
+    found = ranks(2).run(job, 2, str(tmp_path), "adam", offload | {"budget": 400_000})
+    assert [losses for losses, _ in found] == [losses for losses, _ in plain]
+
+
+MORE = [pytest.param(*sizes, marks=pytest.mark.more) for sizes in ((1, 4), (4, 2))]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), *MORE])
+def test_checkpoints_reshard(ranks, before, after, tmp_path):
+    def run(size, number, offload, **options):
+        args = str(tmp_path), "adam", offload, number, options.get("save", ""), options.get("load", "")
+        if size == 1:
+            return of_one(str(tmp_path), "adam", number, **options)
+        return ranks(size).run(job, size, *args)[0]
+
+    path = str(tmp_path / "checkpoint")
+    on_disk, on_host = ({"params": tier, "states": tier, "budget": 400_000} for tier in ("disk", "host"))
+    run(before, 5, on_disk, save=path)
+    found, _ = run(after, 5, on_host, load=path)
+    again, _ = run(before, 5, on_host, load=path)
+    assert found == pytest.approx(again, rel=1e-5)
+    fresh, _ = run(after, 5, on_host)
+    assert abs(found[0] - fresh[0]) > 1e-2, "the checkpoint must have been loaded"
+    assert Path(path, ".metadata").exists()

@@ -1,0 +1,192 @@
+"""Arenas, spans of host memory and swap files; disks that fail, fill up or change what was written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.offloading.models import Transformer, adam, mlp, steps, train, weights_of
+from tritonemb.offloading.tiers import Arena, DiskTier, HostTier, aligned
+from tritonemb.storage import StorageError
+
+CPU = torch.device("cpu")
+
+
+def test_blocks_of_an_arena_come_back_when_nobody_has_them():
+    arena = Arena(5 * 4096, CPU)
+    one, two = arena.take(4096), arena.take(8192)
+    one.fill_(1)
+    two.fill_(2)
+    view = two[4096:].view(torch.int32)
+    assert arena.take(12_288) is None
+    del two
+    assert arena.take(12_288) is None, "a view is left"
+    assert torch.equal(view, torch.full_like(view, 0x02020202))
+    del view
+    rest = arena.take(16_384)
+    assert rest.numel() == 16_384
+    assert one.min() == one.max() == 1
+    assert arena.used == arena.peak == arena.num_bytes == 20_480
+
+
+def test_small_blocks_are_not_in_the_way_of_large_ones():
+    arena = Arena(128 * 4096, CPU)
+    small = [arena.take(1) for _ in range(4)]
+    assert arena.take(120 * 4096) is not None
+    del small
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("size", [1, 4096, 10_000, 9_000_001])
+def test_a_span_has_what_was_written_last(disk, size, tmp_path):
+    tier = DiskTier(tmp_path) if disk else HostTier(CPU)
+    spans, buffers = [tier.reserve(size) for _ in range(3)], [aligned(size, CPU) for _ in range(3)]
+    for number, buffer in enumerate(buffers):
+        buffer.random_(0, 255, generator=torch.Generator().manual_seed(number))
+    for span, buffer in zip(spans, buffers, strict=True):
+        span.write(torch.zeros_like(buffer) if not disk else aligned(size, CPU)).wait()
+        span.write(buffer)
+    outs = [aligned(size, CPU).fill_(7) for _ in spans]
+    for future in [span.read(out) for span, out in zip(spans, outs, strict=True)]:
+        future.wait()
+    assert all(torch.equal(a, b) for a, b in zip(outs, buffers, strict=True))
+    tier.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_process_that_uses_the_folder_is_named(tmp_path):
+    tier = DiskTier(tmp_path)
+    with pytest.raises(StorageError, match=r"another process uses swap-0\.bin; give each run a folder of its own"):
+        DiskTier(tmp_path)
+    assert DiskTier(tmp_path, 1, 2).path.exists()
+    tier.close()
+    DiskTier(tmp_path).close()
+
+
+def test_a_second_run_in_one_folder_harms_neither(tmp_path):
+    first = train(mlp, tmp_path, 1, offload={"params": "disk", "states": "disk", "budget": 200_000})
+    model = mlp()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(StorageError, match="give each run a folder of its own"):
+        te.offload(model, adam(model.parameters()), params="disk", path=tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    steps(first.model, first.optimizer, 1)
+
+
+KILLED = """
+import os, sys, time, torch, tritonemb as te
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+optimizer = torch.optim.Adam(model.parameters())
+model, optimizer = te.offload(model, optimizer, params="disk", states="disk", path=sys.argv[1], budget=200_000)
+print("ready", flush=True)
+while True:
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.more
+def test_the_file_of_a_killed_run_is_reclaimed(tmp_path):
+    (tmp_path / "swap-7.bin").write_bytes(b"left by a run of eight ranks")
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    assert [path.name for path in tmp_path.iterdir()] == ["swap-0.bin"]
+    with pytest.raises(StorageError, match="another process uses"):
+        DiskTier(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (tmp_path / "swap-0.bin").stat().st_size > 0
+    trained = train(mlp, tmp_path, 2, offload={"params": "disk", "states": "disk", "budget": 200_000})
+    assert trained.losses == train(mlp, tmp_path, 2).losses
+    te.offloading.close(trained.model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    model = mlp()
+    with pytest.raises(StorageError, match=r"offload folder .*file: cannot make swap-0\.bin"):
+        te.offload(model, adam(model.parameters()), states="disk", path=file)
+    steps(model, adam(model.parameters()), 1)
+
+
+def limit_file_size(num_bytes: int) -> tuple[int, int]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    return before
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_anything_is_changed(tmp_path):
+    model = mlp()
+    optimizer = adam(model.parameters())
+    steps(model, optimizer, 1)
+    before = limit_file_size(150_000)
+    try:
+        with pytest.raises(StorageError, match=r"cannot reserve [\d,]+ bytes"):
+            te.offload(model, optimizer, params="disk", states="disk", path=tmp_path, budget=200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    assert len(steps(model, optimizer, 2)) == 2
+
+
+def damage(tmp_path, how):
+    path = tmp_path / "swap-0.bin"
+    with path.open("r+b") as file:
+        if how == "cut":
+            file.truncate(0)
+            return
+        size = path.stat().st_size
+        for at in range(100, size, 4096):
+            file.seek(at)
+            file.write(b"damaged")
+
+
+@pytest.mark.parametrize("how", ["cut", "changed"])
+@pytest.mark.parametrize("what", ["params", "states"])
+def test_a_damaged_swap_file_is_noticed(how, what, tmp_path):
+    trained = train(Transformer, tmp_path, 2, offload={what: "disk", "budget": 100_000})
+    folder = tmp_path / "checkpoint"
+    te.offloading.save_checkpoint(trained.model, trained.optimizer, folder)
+    expected = steps(trained.model, trained.optimizer, 2, seed=3)
+    damage(tmp_path, how)
+    with pytest.raises(StorageError, match="resume from a checkpoint"):
+        steps(trained.model, trained.optimizer, 2)
+    te.offloading.close(trained.model)
+    new = train(Transformer, tmp_path, 0, offload={what: "disk", "budget": 100_000})
+    te.offloading.load_checkpoint(new.model, new.optimizer, folder)
+    assert steps(new.model, new.optimizer, 2, seed=3) == expected
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_ends_the_step_for_good(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("tritonemb.storage.aio.make_queue", lambda: None)
+    monkeypatch.setattr("tritonemb.storage.aio._free_contexts", __import__("tritonemb").storage.aio._make_contexts())
+    trained = train(Transformer, tmp_path, 2, offload={"states": "disk", "budget": 60_000})
+    saved = trained.optimizer.state_dict()
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StorageError, match=r"Input/output error; check the disk, and resume from a checkpoint"):
+            steps(trained.model, trained.optimizer, 3)
+    with pytest.raises(RuntimeError, match="an earlier step has failed"):
+        steps(trained.model, trained.optimizer, 1)
+    trained.optimizer.load_state_dict(saved)
+    steps(trained.model, trained.optimizer, 2)
+    assert all(p.isfinite().all() for p in weights_of(trained.model))
