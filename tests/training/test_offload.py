@@ -82,7 +82,7 @@ def test_an_offloaded_run_has_the_bits_of_one_that_is_not(tmp_path, plain, capsy
         ({"offload_states": "disk"}, "offload_states=disk needs a folder"),
         ({"offload_path": "swap"}, "offload_path: nothing is offloaded to disk"),
         ({"offload_budget": "1GiB"}, "offload_budget: nothing is offloaded"),
-        ({"offload_states": "host", "offload_budget": "much"}, "offload_budget: a budget must be"),
+        ({"offload_states": "host", "offload_budget": "much"}, "offload_budget must be"),
         ({"offload_params": "tape"}, "offload_params must be one of"),
     ],
 )

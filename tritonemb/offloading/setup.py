@@ -38,7 +38,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, name: str = "a budget") -> int:
     """Bytes of a number, or of a text like "8GiB" or "500 MB"; ValueError for others."""
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if found is not None:
@@ -46,7 +46,7 @@ def parse_bytes(value: int | str) -> int:
         steps = " KMGT".index(unit.upper() or " ")
         value = int(float(number) * (1024**steps if binary else 1000**steps))
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f'a budget must be a positive number of bytes, or text like "8GiB", got {value!r}')
+        raise ValueError(f'{name} must be a positive number of bytes, or text like "8GiB", got {value!r}')
     return value
 
 

@@ -303,10 +303,7 @@ class OffloadOptions(Options):
         for name, used in (("offload_path", on_disk), ("offload_budget", self.moved)):
             if getattr(self, name) is not None and not used:
                 raise ValueError(f"{name}: nothing is offloaded{' to disk' * (name == 'offload_path')}")
-        try:
-            parse_bytes(self.offload_budget or 1)
-        except ValueError as error:
-            raise ValueError(f"offload_budget: {error}") from error
+        parse_bytes(1 if self.offload_budget is None else self.offload_budget, "offload_budget")
 
     @property
     def moved(self) -> list[str]:

@@ -227,9 +227,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, offloaded: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The dense optimizer's tensors by `optimizer.<parameter>.<state>`, and plain values by parameter, for JSON.
-
-    The names are those without offloading. With `offloaded=False` tensors that are offloaded are not read.
+    """The dense optimizer's tensors by `optimizer.<parameter>.<state>`, and plain values by parameter, for JSON; those
+    that are offloaded only with `offloaded`.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
@@ -350,12 +349,9 @@ def write_offloaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 source_of(parameter).write(local(tensors[f"model.{name}"])[place])
 
 
-def _parameters_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> list[tuple[str, Any, Any, list[int]]]:  # fmt: skip
-    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep.
-
-    With the place of each in the tensor of this name, and its shape: offloading may tile a layer.
+def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, Any, Any, list[int]]]:
+    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep; with
+    the place of each in the tensor of this name, and its shape, as offloading may tile a layer.
     """
     owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
     named: dict[int, tuple[str, Any, Any, list[int]]] = {}
