@@ -61,6 +61,8 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --profile-steps N     write a trace; --tensorboard writes curves
   --num-workers N       data loader workers of each rank
   --plan FILE           where tables go, on the ranks that torchrun starts
+  --offload-states disk the dense optimizer's, with --offload-path FOLDER;
+                        --offload-params, --offload-activations
   --servers N           tables on embedding servers; or ray:N, or HOST:PORT,...; --staleness S
   --help-all            every option, with its default
 

@@ -260,13 +260,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_` of all parameters, wherever their gradients are; returns the norm."""
-        gradients = [g for p in self._parameters() if (g := self._gradient_of(p)) is not None]
+        gradients = self.gradients()
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         stand_ins = [nn.Parameter(torch.empty_like(each), requires_grad=False) for each in gradients]
         for each, gradient in zip(stand_ins, gradients, strict=True):
             each.grad = gradient
         torch.nn.utils.clip_grads_with_norm_(stand_ins, max_norm, norm)
         return norm
+
+    def gradients(self) -> list[Any]:
+        """Of all parameters that have one, wherever it is."""
+        return [g for p in self._parameters() if (g := self._gradient_of(p)) is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """As of the optimizer itself, the states in host memory; of a 16-bit parameter with its "master" weights."""

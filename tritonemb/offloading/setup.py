@@ -38,7 +38,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, name: str = "a budget") -> int:
     """Bytes of a number, or of a text like "8GiB" or "500 MB"; ValueError for others."""
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if found is not None:
@@ -46,7 +46,7 @@ def parse_bytes(value: int | str) -> int:
         steps = " KMGT".index(unit.upper() or " ")
         value = int(float(number) * (1024**steps if binary else 1000**steps))
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f'a budget must be a positive number of bytes, or text like "8GiB", got {value!r}')
+        raise ValueError(f'{name} must be a positive number of bytes, or text like "8GiB", got {value!r}')
     return value
 
 
@@ -366,7 +366,7 @@ def load_safetensors(
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} has no .safetensors files")
-    targets = _loaded_parts(model)
+    targets = parts_by_name(model)
     names: dict[int, list[str]] = {}
     for name, parts in targets.items():
         for target, _ in parts:
@@ -381,7 +381,7 @@ def load_safetensors(
                     strange.append(key)
                     continue
                 values = tensors.get_tensor(key)
-                shape = _shape_of(parts)
+                shape = shape_of(parts)
                 if list(values.shape) != shape:
                     raise ValueError(f"{file}: {key!r} has shape {list(values.shape)}, the model {shape}")
                 with torch.no_grad():
@@ -399,7 +399,7 @@ def load_safetensors(
     return strange
 
 
-def _loaded_parts(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
+def parts_by_name(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
     """The parameters and buffers of each name in files, and their places in that tensor: tiles are parts of one."""
     parts: dict[str, list[tuple[Any, Any]]] = {}
     tiles: set[Any] = set()
@@ -414,7 +414,7 @@ def _loaded_parts(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
     return parts | {name: [(each, ...)] for name, each in others if each not in tiles}
 
 
-def _shape_of(parts: list[tuple[Any, Any]]) -> list[int]:
+def shape_of(parts: list[tuple[Any, Any]]) -> list[int]:
     """Of the whole tensor; the last part ends where it ends."""
     target, place = parts[-1]
     if place is ...:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tritonemb.data import LogOptions, kind_of
+from tritonemb.offloading.setup import parse_bytes
+from tritonemb.offloading.tiers import TierName
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server import AtMost
 from tritonemb.sharding import ExchangePrecision
@@ -275,6 +277,51 @@ class ProfileOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadOptions(Options):
+    """What of the layers that are not tables is offloaded, see `te.offload`: to host memory, or to disk.
+
+    Args:
+        offload_states: states of the dense optimizer.
+        offload_params: parameters, while nobody uses them.
+        offload_activations: what autograd saves for the backward.
+        offload_path: folder of the swap file, for disk; on a disk of this machine, and of this run alone.
+        offload_budget: as 8GiB or in bytes, of device memory for parameters in use, and of host memory for states that
+            are read from disk; a quarter of what is free if not given.
+    """
+
+    offload_states: TierName = "device"
+    offload_params: TierName = "device"
+    offload_activations: TierName = "device"
+    offload_path: Path | None = None
+    offload_budget: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        on_disk = [each.name for each in fields(self) if getattr(self, each.name) == "disk"]
+        if on_disk and self.offload_path is None:
+            raise ValueError(f"{listed(on_disk)}=disk needs a folder for the swap file: give offload_path, too")
+        for name, used in (("offload_path", on_disk), ("offload_budget", self.moved)):
+            if getattr(self, name) is not None and not used:
+                raise ValueError(f"{name}: nothing is offloaded{' to disk' * (name == 'offload_path')}")
+        parse_bytes(1 if self.offload_budget is None else self.offload_budget, "offload_budget")
+
+    @property
+    def moved(self) -> list[str]:
+        """The options that offload something."""
+        return [each.name for each in fields(self) if getattr(self, each.name) in ("host", "disk")]
+
+    def check(self, num_ranks: int, sharded: bool, compile: bool) -> None:
+        """ValueError, which names an option, if a run of so many ranks cannot offload."""
+        if self.moved and num_ranks > 1 and not sharded:
+            raise ValueError(
+                f'{self.moved[0]} needs dense_layers="fsdp" (of te.HybridParallel: dense="fsdp"), or one process: with '
+                f'"ddp" each of {num_ranks} ranks has a copy of the dense layers'
+            )
+        if self.moved and compile:
+            raise ValueError(f"{self.moved[0]} and compile exclude each other: a compiled model needs all its weights")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerOptions(EvaluationOptions, RunOptions):
     """The options that a `Trainer` takes as keyword arguments.
 
@@ -314,6 +361,7 @@ class TrainConfig(RunOptions):
         profile: a window of steps under the profiler.
         parallel: how several processes share the work.
         server: tables on embedding servers.
+        offload: dense layers in host memory or on disk.
     """
 
     data: str = "movielens-100k"
@@ -338,6 +386,7 @@ class TrainConfig(RunOptions):
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     server: ServersOptions = field(default_factory=ServersOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
 
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""

@@ -46,7 +46,8 @@ from tritonemb.utils import Options, number, require, write_whole, written_aside
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
-NOT_OF_A_MODEL = ("schedule", "evaluation", "checkpoint", "output", "profile", "parallel", "converted", "server")
+TRAINING_SECTIONS = "schedule evaluation checkpoint output profile parallel server offload"
+NOT_OF_A_MODEL = (*TRAINING_SECTIONS.split(), "converted")
 
 
 def train(
@@ -70,6 +71,7 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with joined(config.device, config.timeout) as (group, device), ExitStack() as stack:
+        config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         data = open_data(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
         folder = RunFolder(path, config.checkpoint.keep)
@@ -84,8 +86,9 @@ def train(
             _model(config, data, group, device, verbose), data, folder=folder.path, config=plain(config) | kept,
             verbose=verbose, callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
             servers=servers, staleness=config.server.bound, server_exchange=config.server.exchange,
-            **config.trainer_options(),
+            offload=config.offload, **config.trainer_options(),
         )  # fmt: skip
+        stack.callback(trainer.close)
         if checkpoint is not None:
             trainer.resume(checkpoint)
         result, best = trainer.fit(test="test" in data.splits()), on_rank_zero(group, folder.checkpoints.best)

@@ -15,10 +15,12 @@ from torch import nn
 from tritonemb.comm.control import lost_contact
 from tritonemb.comm.group import RankFailed
 from tritonemb.data.protocol import Split
+from tritonemb.offloading import OffloadedOptimizer, report
 from tritonemb.ops.registry import check_errors
 from tritonemb.server.attach import flush
 from tritonemb.server.metrics import totals
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks.console import size
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
@@ -103,6 +105,10 @@ class Loop:
                 flush(self.state.model)
             self._save(self.saving.finish)
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
+            if isinstance(self.state.step.dense_optimizer, OffloadedOptimizer):
+                moved = report(self.state.model).moved.items()
+                parts = [f"{tier} {size(read)} read, {size(written)} written" for tier, (read, written) in moved]
+                self.callbacks.on_message(f"offload: {'; '.join(parts)}")
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
         except Exception as error:

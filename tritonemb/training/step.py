@@ -24,11 +24,12 @@ from tritonemb.comm.group import Round
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
+from tritonemb.offloading import OffloadedOptimizer, offload
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch
-from tritonemb.training.config import Precision
+from tritonemb.training.config import OffloadOptions, Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
 
@@ -223,23 +224,37 @@ class TrainStep:
     Attributes:
         forward: the model, compiled if that is asked for.
         dense_optimizer: None where every parameter is in a fused table.
+        optimizer_name: its class, before it is offloaded.
         loss_sums: over this rank's samples: since the last log, and in this epoch.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, ranks: Ranks,
         dense_optimizer: Callable[..., torch.optim.Optimizer], dense_lr: float, precision: Precision, compile: bool,
+        offloading: OffloadOptions,
     ) -> None:  # fmt: skip
         self.model, self.device, self.ranks, self.precision = model, device, ranks, precision
         self.forward: Forward = torch.compile(model) if compile else model
         dense = dense_parameters(model)
         self.dense_optimizer = dense_optimizer(dense, lr=dense_lr) if dense else None
+        self.optimizer_name = None if self.dense_optimizer is None else type(self.dense_optimizer).__name__
         self.collections = fused_collections(model)
         self.loss_scale = LossScale()
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
         self._schedules: tuple[Schedule | None, Schedule | None] = (None, None)
         self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
         self._base_options = self._options()
+        if offloading.moved:
+            arguments = {name.removeprefix("offload_"): value for name, value in vars(offloading).items()}
+            self._offload(offloading.moved[0], arguments)
+
+    def _offload(self, option: str, arguments: dict[str, Any]) -> None:
+        if self.dense_optimizer is None:
+            raise ValueError(f"{option}: every parameter of the model is in a fused table; leave it out")
+        for group in self._dense_groups():
+            if self.device.type == "cpu" and group.get("fused", True) is None:
+                group["fused"] = False  # as torch chooses there, or results would have other bits
+        _, self.dense_optimizer = offload(self.model, self.dense_optimizer, device=self.device, **arguments)
 
     def schedule(self, dense: Schedule, tables: Schedule) -> None:
         """Let the learning rates follow these."""
@@ -288,7 +303,7 @@ class TrainStep:
         self.loss_scale = LossScale(**values["loss_scale"])
         if values["base_options"] == self._base_options:
             for group, saved in zip(self._dense_groups(), values["options"], strict=True):
-                group.update(saved)
+                group.update({name: value for name, value in saved.items() if name != "fused"})  # offloading sets it
         if values["base_rates"] == self._base_rates:
             for (group, _), rate in zip(self._rates(), values["rates"], strict=True):
                 group["lr"] = rate
@@ -327,6 +342,8 @@ class TrainStep:
             self._backward(batches, weights, scale)
             finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
             gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
+            if isinstance(self.dense_optimizer, OffloadedOptimizer):
+                gradients = self.dense_optimizer.gradients()
             own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
             finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in own]
             overflowed = self.ranks.max(not all(finite)) > 0

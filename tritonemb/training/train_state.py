@@ -18,8 +18,12 @@ from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
+from tritonemb.offloading.optimizer import MASTER, OffloadedOptimizer
+from tritonemb.offloading.parameters import is_offloaded, like, local, local_shape, source_of
+from tritonemb.offloading.setup import parts_by_name, shape_of
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import metadata_only
 from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
@@ -28,6 +32,7 @@ from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.step import PLAIN, PreparedStep, RowsAhead, TrainStep, count, prefetch_for, prepare
 
+SAVED_MASTER = "offload_master"  # of a parameter in 16 bits, by its name in a checkpoint
 DEPTH = 2  # steps beyond the one that is trained
 
 
@@ -220,14 +225,23 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, offloaded: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The dense optimizer's tensors by `optimizer.<parameter>.<state>`, and plain values by parameter, for JSON."""
+    """The dense optimizer's tensors by `optimizer.<parameter>.<state>`, and plain values by parameter, for JSON; those
+    that are offloaded only with `offloaded`.
+    """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for name, parameter in _parameters_of(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer else ():
-            if isinstance(value, Tensor):
+    for name, parameter, place, shape in _parameters_of(model, optimizer):
+        states = optimizer.state.get(parameter, {}) if optimizer else {}
+        if offloaded and isinstance(optimizer, OffloadedOptimizer):
+            states = optimizer.states_of(parameter)
+            if (master := states.pop(MASTER, parameter)).dtype != parameter.dtype:  # else they are its values
+                states[SAVED_MASTER] = master
+        for key, value in states.items():
+            if isinstance(value, Tensor) and value.ndim and place is not ...:
+                tensors.setdefault(f"optimizer.{name}.{key}", value.new_empty(shape))[place] = value
+            elif isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
             elif isinstance(value, PLAIN):
                 plain.setdefault(name, {})[key] = value
@@ -243,12 +257,12 @@ def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
     """Room for the stored states of parameters that this optimizer has: on the CPU, or sharded as they are."""
-    owners: dict[str, Tensor] = {f"optimizer.{name}": parameter for name, parameter in _parameters_of(model, optimizer)}
+    owners: dict[str, Any] = {f"optimizer.{name}": p for name, p, *_ in _parameters_of(model, optimizer)}
     found: dict[str, Tensor] = {}
     for name, entry in stored.items():
         parameter = owners.get(name.rpartition(".")[0])
         if isinstance(parameter, DTensor) and parameter.shape == entry.size:
-            found[name] = torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+            found[name] = like(torch.empty(local_shape(parameter), dtype=entry.properties.dtype), parameter)
         elif parameter is not None:
             found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return found
@@ -259,13 +273,17 @@ def load_optimizer_state(
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:  # fmt: skip
     """Give the optimizer what `optimizer_state` took out of one like it."""
-    names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
+    names = {id(parameter): (name, place) for name, parameter, place, _ in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
     packed["state"] = {}  # by number, in the order of the groups
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        prefix = f"optimizer.{names[id(parameter)]}."
-        state: dict[str, Any] = dict(plain.get(names[id(parameter)], {}))
-        state |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        of, place = names[id(parameter)]
+        prefix, state = f"optimizer.{of}.", dict[str, Any](plain.get(of, {}))
+        for name, value in tensors.items():
+            if name.startswith(prefix):
+                state[name.removeprefix(prefix)] = value if place is ... or not value.ndim else value[place]
+        if (master := state.pop(SAVED_MASTER, None)) is not None and isinstance(optimizer, OffloadedOptimizer):
+            state[MASTER] = master
         if state:
             packed["state"][number] = state
     optimizer.load_state_dict(packed)
@@ -323,13 +341,29 @@ def rng_plain() -> dict[str, Any]:
     }
 
 
-def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
+def write_offloaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write what was loaded into `model_tensors` to the tiers of offloaded parameters."""
+    for name, parts in parts_by_name(model.module if isinstance(model, HybridParallel) else model).items():
+        for parameter, place in parts:
+            if is_offloaded(parameter):
+                source_of(parameter).write(local(tensors[f"model.{name}"])[place])
+
+
+def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, Any, Any, list[int]]]:
+    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep; with
+    the place of each in the tensor of this name, and its shape, as offloading may tile a layer.
+    """
     owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
-    named: dict[int, tuple[str, nn.Parameter]] = {}
+    named: dict[int, tuple[str, Any, Any, list[int]]] = {}
+    if isinstance(optimizer, OffloadedOptimizer):
+        for name, parts in parts_by_name(model.module if isinstance(model, HybridParallel) else model).items():
+            for p, place in parts:
+                if id(p) in owned:
+                    named.setdefault(id(p), (name, p, place, shape_of(parts)))
+        return list(named.values())
     with metadata_only(parameters=True):
         entries = model.state_dict(keep_vars=True)
     for name, value in entries.items():
         if id(value) in owned:
-            named.setdefault(id(value), (name, value))
+            named.setdefault(id(value), (name, value, ..., list(value.shape)))
     return list(named.values())

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Data, Split
+from tritonemb.offloading import close
 from tritonemb.ops.registry import check_errors
 from tritonemb.server.attach import AtMost, Servers, attach, steps_of
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
@@ -21,7 +23,7 @@ from tritonemb.training.callbacks.jsonl import RunLog
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
-from tritonemb.training.config import TrainerOptions
+from tritonemb.training.config import OffloadOptions, TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, evaluate
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero, stop_requests
@@ -59,6 +61,7 @@ class Trainer(TrainerOptions):
         staleness: of those tables: how many steps' updates a batch misses, exactly; `te.AtMost` so many; or None, and
             it is `prefetch_depth` that bounds them.
         server_exchange: in how many bits rows and gradients go to servers and back; all of them by default.
+        offload: dense layers and the dense optimizer's states in host memory or on disk; the model is changed then.
         pipeline: prepare the next steps while one computes; False for a model that changes features before its lookups.
 
     All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
@@ -85,6 +88,7 @@ class Trainer(TrainerOptions):
     servers: Servers | None = None
     staleness: int | AtMost | None = 0
     server_exchange: ExchangePrecision = EXACT
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     state: TrainState = field(init=False)
     run_folder: RunFolder | None = field(init=False)
     saving: CheckpointManager = field(init=False)
@@ -95,6 +99,7 @@ class Trainer(TrainerOptions):
             if getattr(self, name) is not None and "validation" not in self.data.splits():
                 raise ValueError(f"{name} needs validation rows, and data set {self.data.name!r} has none")
         ranks = Ranks(group_of(self.model), self.timeout)
+        self.offload.check(ranks.size, isinstance(getattr(self.model, "module", None), FSDPModule), self.compile)
         model = self.model if self.device is None else self.model.to(self.device)
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
@@ -103,7 +108,10 @@ class Trainer(TrainerOptions):
                 model, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control,
                 exchange=self.server_exchange,
             )  # fmt: skip
-        step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
+        step = TrainStep(
+            model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile,
+            self.offload,
+        )  # fmt: skip
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
         bound = steps_of(self.staleness)
@@ -196,6 +204,11 @@ class Trainer(TrainerOptions):
             if self.patience is None or self.progress.evaluations_since_best < self.patience:
                 self.progress.ended = ""  # a run that was finished may have more to do now
         return path
+
+    def close(self) -> None:
+        """Remove the swap file of what was offloaded to disk; an offloaded model cannot be used after."""
+        if self.offload.moved:
+            close(self.model)
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:
         stack.enter_context(folder.lock())

@@ -147,6 +147,7 @@ def load_model(
         dynamic[table] = wanted
         tensors |= {prefix + part: value for part, value in wanted.items()}
     load_tensors(path, tensors | {**others}, ignore, group)
+    train_state.write_offloaded(model, tensors)
     for table, saved in dynamic.items():
         table.adopt(_by_id(saved, path))
     if servers_to_tables:
@@ -279,7 +280,7 @@ class CheckpointManager:
             "run": self._run(),
             "progress": asdict(state.progress) | {"position": position},
             **state.step.to_json(),
-            "optimizer": train_state.optimizer_state(state.model, state.step.dense_optimizer)[1],
+            "optimizer": train_state.optimizer_state(state.model, state.step.dense_optimizer, False)[1],
             "rng": generators[0],
             **({"rng_of_ranks": generators} if len(generators) > 1 else {}),
             "config": plain(state.config),
@@ -336,13 +337,13 @@ class CheckpointManager:
             checkpoints.mark_best(step)
 
     def _run(self) -> dict[str, Any]:
-        state, optimizer = self._state, self._state.step.dense_optimizer
+        state = self._state
         return {
             "data": state.data.name,
             "encoding": state.data.encoding,
             "batch_size": state.options.batch_size,
             "accumulate": state.options.accumulate,
             "seed": state.options.seed,
-            "dense_optimizer": None if optimizer is None else type(optimizer).__name__,
+            "dense_optimizer": state.step.optimizer_name,
             "table_optimizers": [c.optimizer.name for c in state.step.collections if c.optimizer],
         }
