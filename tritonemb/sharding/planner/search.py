@@ -7,8 +7,8 @@ one: a shard on a rank, shards on all ranks of a node, or shards on all ranks. `
    lower bound of the largest load: no plan is faster;
 2. places units greedily, and by the largest differencing method of Karmarkar and Karp (1982), for several ways
    (Korf, 2009), and takes the better;
-3. improves: of the rank with the largest load it moves a unit, swaps it with another's, or gives a table another
-   option; then kicks a few units, and again (`kernels/cpu/plan_search.py`).
+3. improves options and places by simulated annealing, until no load is above a goal and all budgets are kept
+   (`kernels/cpu/plan_search.py`); the goal falls while it is reached, and rises where it is not.
 
 Loads are shares of the bound, sizes shares of the budgets, so 1 is full. Same problem, same answer.
 """
@@ -19,39 +19,34 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.plan_search import ALL, NODE, RANK, Problem, improve, place_greedily, usage
+from tritonemb.kernels.cpu.plan_search import ALL, NODE, RANK, Problem, anneal, place_greedily, usage
 
 Array = NDArray[Any]
 Placed = tuple[tuple[float, float], Array, Array]  # how good it is (see `_score`), options, and places of units
-EVALUATIONS = 120_000_000
 OPTIMAL = 1.0002  # of the bound: nothing more is tried
-CLOSE = 1.01  # of the bound: the choice of options is not tried again
-ENOUGH = 1.08  # of the bound, where budgets are tight: polishing does the rest
-SEEDS = 6  # of kicks, until budgets are kept and they gain little
-SLOWER = 0.997  # of the load before, which is little
-BISECTIONS = 7
+CLOSE = 1.01  # of the bound: the first goal
+NEAR = 0.003  # of the bound: so near a goal that was not reached a load is good enough
+ROUNDS = 6  # of annealing; budgets that are exceeded still have some more
+TRIES = 1_000_000, 25_000_000  # of a round, at least and at most
+TRIES_EACH = 4_000  # of a round for each table and rank
+TEMPERATURES = 0.02, 3e-4  # in loads
+BISECTIONS = 5
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
-# Parts of the bound and of a budget that an item may take, where loads alone are hard to pack, and where budgets are.
-LARGEST_ITEMS = (
-    ((1.0, 1.0), (0.95, 1.0), (0.9, 1.0), (0.85, 1.0), (0.8, 1.0), (0.75, 1.0), (0.6, 1.0)),
-    ((None, 1.0), (None, 0.5), (None, 0.35), (None, 0.25), (None, 0.18), (None, 0.12), (None, 0.08), (None, 0.06)),
-)
-SLACK = 0.025  # of every budget, that whole units need
-ROOM = 1.02  # of the bound: what a rank may have when options are chosen so
+CHEAP = 0.004  # of the bound: what options that are tried cost more than the cheapest at most
+ROOM = 1.05  # of the bound: what an item may have
+SLACK = 0.01  # of every budget, that whole units need
 MOST_DIFFERENCED = 4_096  # units
 
 
 class Relaxed(NamedTuple):
-    """A lower bound of the largest load; the share of each option; and what each adds to the load, with the budgets
-    that it uses at their prices: seconds. `known` are the options that the LP has looked at, `out` those that it
-    may not choose.
+    """A lower bound of the largest load; the share of each option; and what each adds to the load, with all that it
+    uses at the prices of the LP: seconds. `known` are the options that the LP has looked at.
     """
 
     bound: float
     share: Array
     cost: Array
     known: Array
-    out: Array
 
 
 class Solution(NamedTuple):
@@ -99,13 +94,12 @@ def totals(problem: Problem) -> Totals:
 
 
 def relax(
-    problem: Problem, slack: float = 0.0, limit: float = np.inf, largest: float = np.inf, part: float = 1.0,
-    known: Array | None = None, shared: Array | None = None, outer: Array | None = None,
+    problem: Problem, slack: float = 0.0, limit: float = np.inf, known: Array | None = None,
+    shared: Array | None = None, outer: Array | None = None,
 ) -> Relaxed | None:  # fmt: skip
     """The LP relaxation; None if budgets, each smaller by the share `slack`, cannot be kept.
 
-    With a `limit` no rank may have more load than that. Options with a larger item are out (or those with one above
-    `largest`, or with more than this `part` of a budget), and items are counted by dual feasible functions (Fekete and
+    With a `limit` no rank may have more load than that. Options with a larger item are out, and items are counted by dual feasible functions (Fekete and
     Schepers, 2001): functions of an item's share of the limit that add up to 1 at most on a rank, since the shares do.
     With `shared`, what each option adds to the load of every rank, the least sum of that is found instead of the least
     load. Options `outer` are out, too. Options come into the LP as its prices ask for them; `known` ones are there from
@@ -113,17 +107,14 @@ def relax(
     """
     starts, numbers = problem.table_options[:-1], np.arange(len(problem.table_options) - 1)
     table, found = np.repeat(numbers, np.diff(problem.table_options)), totals(problem)
-    smallest = np.minimum.reduceat(found.most, starts)[table]
-    out = found.peak + problem.option_shared > min(limit, largest) * (1 + 1e-9)
+    out = (found.peak + problem.option_shared > limit * (1 + 1e-9)) | (found.most > 1 + 1e-9)
     out |= outer if outer is not None else False
-    out |= (found.most > part) & (found.most > smallest * (1 + 1e-9))
     if np.logical_and.reduceat(out, starts).any():
         return None
     unit = max(float(found.load.max(initial=0)) / problem.ranks, 1e-12)  # in which the LP counts seconds
     # Rows: load, budgets, cuts. Columns: options, then the largest load, what all ranks share, and what is exceeded.
     rows = [(found.load / problem.ranks / unit, 0.0)]
     rows += [(values, size * (1 - slack)) for values, size in _budgets(problem, found) if values.any()]
-    budgets = len(rows)
     rows += [(values, float(problem.ranks)) for values in _cuts(problem, limit)] if np.isfinite(limit) else []
     uses, sizes = np.stack([values for values, _ in rows]), np.array([size for _, size in rows])
     try:
@@ -163,7 +154,7 @@ def relax(
         gain = -prices[: len(rows)] @ uses - prices[len(rows) :][table] * found.peak / unit
         gain = gain - of_table[-1] * problem.option_shared / unit - of_table[:-1][table]
         gain = gain if shared is None else gain + shared / unit
-        gain[inside | out] = 0
+        cost_of, gain = gain * unit, np.where(inside | out, 0, gain)
         new = np.lexsort((gain, table))[starts]  # the best of each table
         new = new[gain[new] < -1e-7 * max(1.0, float(result.fun))]
         if not len(new):
@@ -171,10 +162,9 @@ def relax(
         inside[new] = True
     if result.x[len(at) + 2 :].max(initial=0) > 1e-7:
         return None
-    added = found.load / problem.ranks - prices[1:budgets] @ uses[1:budgets] * unit
     share = np.zeros(len(table))
     share[at] = result.x[: len(at)]
-    return Relaxed(float(result.fun) * unit, share, added, inside, out)
+    return Relaxed(float(result.fun) * unit, share, cost_of, inside)
 
 
 def _on_all(problem: Problem) -> Array:
@@ -255,7 +245,7 @@ def _multipliers(problem: Problem, found: Totals, table: Array, slack: float, ou
         return None
     share = np.zeros(len(table))
     share[best] = 1
-    return Relaxed(bound, share, cost / problem.ranks, np.ones(len(table), dtype=bool), out)
+    return Relaxed(bound, share, cost / problem.ranks, np.ones(len(table), dtype=bool))
 
 
 def solve(problem: Problem, home: Solution | None = None, good_enough: float = OPTIMAL) -> Solution | None:
@@ -266,40 +256,71 @@ def solve(problem: Problem, home: Solution | None = None, good_enough: float = O
             at most `good_enough` times its bound.
     """
     if home is not None:
-        scaled = _scaled(problem, home.bound)
-        _, where = improve(scaled, home.chosen, home.where, EVALUATIONS, good_enough, True, 1)
+        scaled, cost = _scaled(problem, home.bound * good_enough), np.zeros(len(problem.option_shared))
+        _, where = anneal(scaled, cost, home.chosen, home.where, TRIES[0], 0.0, 0.0, 1)
         violation, load = _score(scaled, home.chosen, where)
-        return home._replace(where=where, violation=violation, load=load * home.bound)
+        return home._replace(where=where, violation=violation, load=load * home.bound * good_enough)
     relaxed = relax(problem)
     if relaxed is None:
         return None
-    bound = max(relaxed.bound, 1e-12)
-    best, greedy = _place(problem, relaxed, relaxed.known, bound, True)
-    known = relaxed.known
-    if best[0] > (0.0, CLOSE):  # few units a rank, or tight budgets: options with smaller and smaller items
-        tight, low, high = best[0][0] > 0, bound, bound * best[0][1]
-        for _ in range(0 if tight else BISECTIONS):
+    bound, cost, known = max(relaxed.bound, 1e-12), relaxed.cost, relaxed.known
+    chosen = _whole(problem, relaxed, known, np.inf)
+    scaled = _scaled(problem, bound)
+    greedy = place_greedily(scaled, chosen, np.full(len(problem.unit_kind), -1))
+    starts = [(_score(scaled, chosen, where), chosen, where) for where in (greedy, _differencing(scaled, chosen, greedy))]
+    best, greedy_load = min(starts, key=lambda each: each[0]), starts[0][0][1] * bound
+    if best[0] > (0.0, CLOSE):
+        low, high = bound, bound * (1.05 if best[0][0] > 0 else best[0][1])
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             found = _within(problem, middle, known)
-            known = known if found is None else known | found.known
-            low, high = (middle, high) if found is None else (low, middle)
-        best, bound = ((best[0][0], best[0][1] * bound / low), *best[1:]), low
-        for largest, part in LARGEST_ITEMS[tight]:
-            limit = (ROOM if largest else np.inf) * bound
-            found = relax(problem, SLACK * tight, limit, (largest or np.inf) * bound, part, known)
             if found is None:
-                continue
-            known = known | found.known
-            best = min(best, _place(problem, found, known, bound, False)[0], key=lambda each: each[0])
-            if best[0] <= (0.0, ENOUGH if tight else CLOSE):
-                break
-        for seed in range(SEEDS):
-            before = best[0]
-            best = min(best, _polish(problem, best, known, bound, 2 + seed, EVALUATIONS), key=lambda each: each[0])
-            if best[0] <= (0.0, CLOSE) or (best[0][0] == before[0] == 0 and best[0][1] > SLOWER * before[1]):
-                break
+                low = middle
+            else:
+                high, relaxed, known = middle, found, known | found.known
+        best, bound = ((best[0][0], best[0][1] * bound / low), *best[1:]), low
+        best = min(best, _annealed(problem, relaxed, known, bound, best), key=lambda each: each[0])
     (violation, load), chosen, where = best
-    return Solution(chosen, where, violation, load * bound, bound, greedy * relaxed.bound, relaxed.cost)
+    return Solution(chosen, where, violation, load * bound, bound, greedy_load, cost)
+
+
+def _annealed(problem: Problem, relaxed: Relaxed, known: Array, bound: float, best: Placed) -> Placed:
+    """The best that annealing finds from whole options, with the cheap options only."""
+    tables = len(problem.table_options) - 1
+    table = np.repeat(np.arange(tables), np.diff(problem.table_options))
+    least = np.minimum.reduceat(relaxed.cost, problem.table_options[:-1])[table]
+    found, shared = totals(problem), _on_all(problem)
+    others = np.minimum.reduceat(shared, problem.table_options[:-1])
+    peak = np.where(problem.unit_kind[problem.option_units[:-1]] == ALL, shared, found.peak + shared)
+    peak = (peak + others.sum() - others[table]) / bound  # of a rank that has the largest item
+    fits = (peak <= ROOM) & (found.most <= 1)
+    cheap = ((relaxed.cost - least <= CHEAP * bound) & fits) | (relaxed.share > 1e-6)
+    chosen = _whole(problem, relaxed, cheap, bound)
+    cheap[chosen] = True
+    some, kept, units = _only(problem, cheap)
+    chosen, where = np.searchsorted(kept, chosen), np.full(len(units), -1)
+    cost = (relaxed.cost - least)[kept] / bound * problem.ranks
+    tries = int(np.clip(TRIES_EACH * tables * problem.ranks, *TRIES))
+    goal, failed = CLOSE, 1.0
+    for number in range(2 * ROUNDS):
+        scaled = _scaled(some, goal * bound)
+        if number == 0:
+            where = place_greedily(scaled, chosen, where)
+        dear = cost + problem.ranks * np.maximum(peak[kept] / goal - 1, 0)
+        chosen, where = anneal(scaled, dear, chosen, where, tries, *TEMPERATURES, number + 1)
+        violation, load = _score(scaled, chosen, where)
+        over = np.maximum(usage(scaled, chosen, where)[0] - 1, 0).mean() + violation / problem.ranks
+        places = np.full(len(problem.unit_kind), -1)
+        places[units] = where
+        if globals().get("VERBOSE"): print("   ", number, f"goal {goal:.4f} viol {violation:.4f} load {load*goal:.4f} over {over:.4f} bound {bound:.5f}")
+        best = min(best, ((violation, load * goal), kept[chosen], places), key=lambda each: each[0])
+        if over > 0:
+            failed = max(failed, goal)
+        if best[0] <= (0.0, max(CLOSE, failed + NEAR)) or (number >= ROUNDS and best[0][0] == 0):
+            break
+        below = best[0][1] if best[0][0] == 0 else np.inf
+        goal = min(goal + max(NEAR * 1.3**number, 1.5 * over), (failed + below) / 2)
+    return best
 
 
 def _scaled(problem: Problem, unit: float) -> Problem:
@@ -307,53 +328,28 @@ def _scaled(problem: Problem, unit: float) -> Problem:
     return problem._replace(load=problem.load / unit, option_shared=problem.option_shared / unit)
 
 
-def _rounded(problem: Problem, relaxed: Relaxed, known: Array) -> Array:
-    """The option of each table with the largest share; where budgets are exceeded then, cheap others."""
-    tables = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
+def _whole(problem: Problem, relaxed: Relaxed, among: Array, limit: float) -> Array:
+    """The option of each table, of those `among`, with the least load in all that keeps budgets; without scipy, and if
+    that is not found, those with the largest shares.
+    """
+    tables, found = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options)), totals(problem)
     chosen = np.lexsort((-relaxed.share, tables))[problem.table_options[:-1]].astype(np.int64)
-    used = np.stack([values / size for values, size in _budgets(problem, totals(problem))], 1)
-    cost = np.where(relaxed.out | ~known, np.inf, relaxed.cost / max(relaxed.bound, 1e-12))
-    for _ in range(len(chosen)):
-        now = used[chosen].sum(0)
-        over = np.maximum(now - (1 - SLACK), 0).sum()
-        if over <= 1e-9:
-            break
-        after = now + used - used[chosen[tables]]
-        gain = over - np.maximum(after - (1 - SLACK), 0).sum(1)
-        worse = np.maximum(cost - cost[chosen[tables]], 0) + 1e-3
-        best = int(np.where(gain > 1e-9, gain / worse, 0).argmax())
-        if gain[best] <= 1e-9:
-            break
-        chosen[tables[best]] = best
+    try:
+        from scipy.optimize import LinearConstraint, milp
+        from scipy.sparse import coo_array
+    except ImportError:
+        return chosen
+    at = np.flatnonzero(among)
+    one = coo_array((np.ones(len(at)), (tables[at], np.arange(len(at)))), (tables[-1] + 1, len(at)))
+    rows = [(values[at] / size, 1 - SLACK) for values, size in _budgets(problem, found) if values.any()]
+    result = milp(
+        relaxed.cost[at] / relaxed.bound,
+        constraints=[LinearConstraint(np.stack([values for values, _ in rows]), -np.inf, [size for _, size in rows]), LinearConstraint(one.tocsr(), 1, 1)],
+        integrality=np.ones(len(at)), bounds=(0, 1), options={"mip_rel_gap": 1e-3, "node_limit": 1_000},
+    )
+    if result.x is not None:
+        chosen = at[result.x > 0.5].astype(np.int64)
     return chosen
-
-
-def _place(problem: Problem, relaxed: Relaxed, known: Array, bound: float, differ: bool) -> tuple[Placed, float]:
-    """The options with the largest shares placed and improved, of those that are known; and what greedy packing has."""
-    unit = max(bound, relaxed.bound)
-    some, kept, units = _only(_scaled(problem, unit), known)
-    chosen = np.searchsorted(kept, _rounded(problem, relaxed, known))
-    greedy = place_greedily(some, chosen, np.full(len(some.unit_kind), -1))
-    starts = [greedy, _differencing(some, chosen, greedy)] if differ else [greedy]
-    where = min(starts, key=lambda start: _score(some, chosen, start))
-    packed = _score(some, chosen, greedy)[1] * unit / bound
-    chosen, where = improve(some, chosen, where, EVALUATIONS // 8, OPTIMAL, True, 1)
-    places = np.full(len(problem.unit_kind), -1)
-    places[units] = where
-    placed = (0.0, unit / bound), kept[chosen], places
-    return _polish(problem, placed, known, bound, 1, EVALUATIONS // 8), packed
-
-
-def _polish(problem: Problem, placed: Placed, known: Array, bound: float, seed: int, evaluations: int) -> Placed:
-    """Options and places improved; loads are shares of what the largest is already, as their 16th power is compared."""
-    unit = placed[0][1]
-    some, kept, units = _only(_scaled(problem, unit * bound), known)
-    chosen, where = np.searchsorted(kept, placed[1]), placed[2][units]
-    chosen, where = improve(some, chosen, where, evaluations, OPTIMAL / unit, False, seed)
-    violation, load = _score(some, chosen, where)
-    places = np.full(len(problem.unit_kind), -1)
-    places[units] = where
-    return (violation, load * unit), kept[chosen], places
 
 
 def _only(problem: Problem, known: Array) -> tuple[Problem, Array, Array]:
