@@ -19,6 +19,7 @@ RANK, NODE, ALL = range(3)  # where a unit is placed
 PENALTY, SOFT = 1e5, 0.1
 EMPTY = 0.6  # of a budget: up to here its use does not matter
 WEIGHT = 1.5  # of a budget that is exceeded, in loads
+STEEP = 5.0  # how much more a load costs, the more it is above 1
 COST = 0.5  # of what an option costs by the prices
 OFTEN = 0.05  # a table gets another option; two ranks are packed anew
 TOURNAMENT = 4  # ranks, the fullest of which is packed anew
@@ -167,15 +168,20 @@ def _exceeded(s):
 
 
 @called
+def _hinge(value):
+    over = max(0.0, value - 1.0)
+    return over * (1.0 + STEEP * over)
+
+
+@called
 def _of_rank(s, rank, load, hbm):
     """What a rank costs with this much more."""
-    return max(0.0, s.load[rank] + load - 1.0) + WEIGHT * max(0.0, s.hbm[rank] + hbm - 1.0)
+    return _hinge(s.load[rank] + load) + WEIGHT * _hinge(s.hbm[rank] + hbm)
 
 
 @called
 def _of_node(p, s, node, host, disk):
-    over = max(0.0, s.host[node] + host - 1.0) + max(0.0, s.disk[node] + disk - 1.0)
-    return WEIGHT * p.local * over
+    return WEIGHT * p.local * (_hinge(s.host[node] + host) + _hinge(s.disk[node] + disk))
 
 
 @called
@@ -441,7 +447,7 @@ def anneal(p, cost, chosen, where, tries, hot, cold, seed):
         if hot > 0 and (s.number[0] == 0 or np.random.random() < OFTEN):
             table = np.random.randint(len(s.chosen))
             energy = _try_option(p, s, cost, table, temperature, energy)
-            tried += p.ranks // 16 * (1+p.option_units[s.chosen[table]+1]-p.option_units[s.chosen[table]])
+            tried += p.ranks // 16 * (1 + p.option_units[s.chosen[table] + 1] - p.option_units[s.chosen[table]])
             continue
         if hot > 0 and np.random.random() < OFTEN:
             energy += _repack(p, s, temperature)

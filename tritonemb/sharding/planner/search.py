@@ -267,7 +267,9 @@ def solve(problem: Problem, home: Solution | None = None, good_enough: float = O
     chosen = _whole(problem, relaxed, known, np.inf)
     scaled = _scaled(problem, bound)
     greedy = place_greedily(scaled, chosen, np.full(len(problem.unit_kind), -1))
-    starts = [(_score(scaled, chosen, where), chosen, where) for where in (greedy, _differencing(scaled, chosen, greedy))]
+    starts = [
+        (_score(scaled, chosen, where), chosen, where) for where in (greedy, _differencing(scaled, chosen, greedy))
+    ]
     best, greedy_load = min(starts, key=lambda each: each[0]), starts[0][0][1] * bound
     if best[0] > (0.0, CLOSE):
         low, high = bound, bound * (1.05 if best[0][0] > 0 else best[0][1])
@@ -312,7 +314,6 @@ def _annealed(problem: Problem, relaxed: Relaxed, known: Array, bound: float, be
         over = np.maximum(usage(scaled, chosen, where)[0] - 1, 0).mean() + violation / problem.ranks
         places = np.full(len(problem.unit_kind), -1)
         places[units] = where
-        if globals().get("VERBOSE"): print("   ", number, f"goal {goal:.4f} viol {violation:.4f} load {load*goal:.4f} over {over:.4f} bound {bound:.5f}")
         best = min(best, ((violation, load * goal), kept[chosen], places), key=lambda each: each[0])
         if over > 0:
             failed = max(failed, goal)
@@ -332,7 +333,10 @@ def _whole(problem: Problem, relaxed: Relaxed, among: Array, limit: float) -> Ar
     """The option of each table, of those `among`, with the least load in all that keeps budgets; without scipy, and if
     that is not found, those with the largest shares.
     """
-    tables, found = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options)), totals(problem)
+    tables, found = (
+        np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options)),
+        totals(problem),
+    )
     chosen = np.lexsort((-relaxed.share, tables))[problem.table_options[:-1]].astype(np.int64)
     try:
         from scipy.optimize import LinearConstraint, milp
@@ -344,8 +348,13 @@ def _whole(problem: Problem, relaxed: Relaxed, among: Array, limit: float) -> Ar
     rows = [(values[at] / size, 1 - SLACK) for values, size in _budgets(problem, found) if values.any()]
     result = milp(
         relaxed.cost[at] / relaxed.bound,
-        constraints=[LinearConstraint(np.stack([values for values, _ in rows]), -np.inf, [size for _, size in rows]), LinearConstraint(one.tocsr(), 1, 1)],
-        integrality=np.ones(len(at)), bounds=(0, 1), options={"mip_rel_gap": 1e-3, "node_limit": 1_000},
+        constraints=[
+            LinearConstraint(np.stack([values for values, _ in rows]), -np.inf, [size for _, size in rows]),
+            LinearConstraint(one.tocsr(), 1, 1),
+        ],
+        integrality=np.ones(len(at)),
+        bounds=(0, 1),
+        options={"mip_rel_gap": 1e-3, "node_limit": 1_000},
     )
     if result.x is not None:
         chosen = at[result.x > 0.5].astype(np.int64)
