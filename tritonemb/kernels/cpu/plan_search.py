@@ -1,8 +1,7 @@
 """The inner loops of the planner's search: units of tables' options are placed on ranks, moved and swapped.
 
-`sharding/planner/search.py` says what a problem is. The potential that is lowered is the sum over ranks of `load^16`,
-plus `SOFT` times as much for the use of each budget, plus `PENALTY` for each budget as a whole that is exceeded. One
-thread; time is proportional to the moves that are tried.
+`sharding/planner/search.py` says what a problem is. The energy that is lowered is what loads and budgets exceed 1 by,
+in loads of a rank, and a little for what is nearly full. One thread; time is proportional to the moves that are tried.
 """
 
 # ruff: noqa: NPY002  Numba knows this generator only; it is its own, and seeded.
@@ -16,8 +15,8 @@ from tritonemb.kernels.cpu.jit import called, compiled
 
 Array = NDArray[Any]
 RANK, NODE, ALL = range(3)  # where a unit is placed
-PENALTY, SOFT = 1e5, 0.1
-EMPTY = 0.6  # of a budget: up to here its use does not matter
+SOFT = 1e-4  # of the 16th power of what is used: so units are placed where most is free
+EMPTY = 0.6  # up to here nothing counts
 WEIGHT = 1.5  # of a budget that is exceeded, in loads
 STEEP = 5.0  # how much more a load costs, the more it is above 1
 COST = 0.5  # of what an option costs by the prices
@@ -64,19 +63,23 @@ class State(NamedTuple):
 
 
 @called
-def _power(value):
-    value *= value
-    value *= value
-    value *= value
-    return value * value
+def _cost(value):
+    """Of a load or a budget that is used so far: next to nothing until it is full."""
+    if value < EMPTY:
+        return 0.0
+    over, fourth = max(0.0, value - 1.0), (value * value) ** 2
+    return over * (1.0 + STEEP * over) + SOFT * (fourth * fourth) ** 2
 
 
 @called
-def _over(value):
-    """Of a budget that is used so far: little until it is full."""
-    if value < EMPTY:
-        return 0.0
-    return max(0.0, value - 1.0) * PENALTY + SOFT * _power(value)
+def _of_rank(s, rank, load, hbm):
+    """What a rank costs with this much more."""
+    return _cost(s.load[rank] + load) + WEIGHT * _cost(s.hbm[rank] + hbm)
+
+
+@called
+def _of_node(p, s, node, host, disk):
+    return WEIGHT * p.local * (_cost(s.host[node] + host) + _cost(s.disk[node] + disk))
 
 
 @called
@@ -132,13 +135,11 @@ def _growth(p, s, unit, place):
     added, node, host, disk = 0.0, first // p.local, 0.0, 0.0
     for each in range(number):
         item, rank = _item(p, unit, each), first + each
-        added += _power(s.load[rank] + p.load[item]) - _power(s.load[rank])
-        added += _over(s.hbm[rank] + p.hbm[item]) - _over(s.hbm[rank])
+        added += _of_rank(s, rank, p.load[item], p.hbm[item]) - _of_rank(s, rank, 0.0, 0.0)
         host += p.host[item]
         disk += p.disk[item]
         if each == number - 1 or (rank + 1) // p.local != node:
-            added += _over(s.host[node] + host) - _over(s.host[node])
-            added += _over(s.disk[node] + disk) - _over(s.disk[node])
+            added += _of_node(p, s, node, host, disk) - _of_node(p, s, node, 0.0, 0.0)
             node, host, disk = node + 1, 0.0, 0.0
     return added
 
@@ -168,26 +169,9 @@ def _exceeded(s):
 
 
 @called
-def _hinge(value):
-    over = max(0.0, value - 1.0)
-    return over * (1.0 + STEEP * over)
-
-
-@called
-def _of_rank(s, rank, load, hbm):
-    """What a rank costs with this much more."""
-    return _hinge(s.load[rank] + load) + WEIGHT * _hinge(s.hbm[rank] + hbm)
-
-
-@called
-def _of_node(p, s, node, host, disk):
-    return WEIGHT * p.local * (_hinge(s.host[node] + host) + _hinge(s.disk[node] + disk))
-
-
-@called
 def _energy(p, s):
     """Loads above 1 in all, and by how much budgets are exceeded, in loads."""
-    total = WEIGHT * p.ranks * max(0.0, s.server[0] - 1.0)
+    total = WEIGHT * p.ranks * _cost(s.server[0])
     for rank in range(p.ranks):
         total += _of_rank(s, rank, 0.0, 0.0)
     for node in range(p.ranks // p.local):
@@ -256,41 +240,6 @@ def _accepted(change, temperature):
 
 
 @called
-def _put_somewhere(p, s, unit):
-    """Place a unit on the first place from a random one on that has room, else where it exceeds least."""
-    kind, table = p.unit_kind[unit], s.table[unit]
-    if kind == ALL:
-        _put(p, s, unit, 0)
-        return
-    places = p.ranks if kind == RANK else p.ranks // p.local
-    best, least, first = 0, np.inf, 0
-    item = p.unit_items[unit]
-    for number in range(places):
-        place = (first + number) % places
-        if s.taken[table, place]:
-            continue
-        change = 0.0
-        if kind == RANK:
-            node = place // p.local
-            change = _of_rank(s, place, p.load[item], p.hbm[item]) - _of_rank(s, place, 0.0, 0.0)
-            change += _of_node(p, s, node, p.host[item], p.disk[item]) - _of_node(p, s, node, 0.0, 0.0)
-        else:
-            host, disk = 0.0, 0.0
-            for each in range(p.local):
-                item = _item(p, unit, each)
-                host += p.host[item]
-                disk += p.disk[item]
-                rank = place * p.local + each
-                change += _of_rank(s, rank, p.load[item], p.hbm[item]) - _of_rank(s, rank, 0.0, 0.0)
-            change += _of_node(p, s, place, host, disk) - _of_node(p, s, place, 0.0, 0.0)
-        if change < least:
-            best, least = place, change
-            if change < 1e-12:
-                break
-    _put(p, s, unit, best)
-
-
-@called
 def _try_option(p, s, cost, table, temperature, energy):
     """Give a table a random option, rather a cheap one, whose units are placed greedily; the energy then."""
     now, first = s.chosen[table], p.table_options[table]
@@ -304,7 +253,7 @@ def _try_option(p, s, cost, table, temperature, energy):
         _take(p, s, unit)
     _choose(p, s, table, new)
     for unit in range(after[0], after[1]):
-        _put_somewhere(p, s, unit)
+        _put_greedily(p, s, unit)
     found = _energy(p, s)
     if _accepted(found - energy + COST * (cost[new] - cost[now]), temperature):
         return found
@@ -314,11 +263,6 @@ def _try_option(p, s, cost, table, temperature, energy):
     for number in range(len(stood)):
         _put(p, s, before[0] + number, stood[number])
     return energy
-
-
-@called
-def _random_unit(p, s):
-    return s.placed[np.random.randint(s.number[0])]
 
 
 @called
@@ -345,7 +289,7 @@ def _try_move(p, s, unit, temperature):
     if np.random.random() < 0.5:
         b = np.random.randint(p.ranks)
     else:
-        other = _random_unit(p, s)
+        other = s.placed[np.random.randint(s.number[0])]
         if p.unit_kind[other] != RANK:
             return 0.0
         b = s.where[other]
@@ -430,32 +374,27 @@ def anneal(p, cost, chosen, where, tries, hot, cold, seed):
     np.random.seed(seed)
     s = _start(p, chosen.copy(), where)
     energy, temperature, tried = _energy(p, s), hot, 0
-    cool = np.exp(np.log(cold / hot) * 1024 / tries) if hot > 0 else 1.0
     step = 0
     while tried < tries:
-        tried += 1
-        step += 1
         if step % 1024 == 0:
-            temperature = hot * np.exp(np.log(cold / hot) * tried / tries) if hot > 0 else 0.0
             energy = _energy(p, s)
-        if energy < 1e-9:
-            energy = _energy(p, s)
-            if energy < 1e-10:
-                break
-        if s.number[0] == 0 and hot == 0:
+            temperature = hot * (cold / hot) ** (tried / tries) if hot > 0 else 0.0
+        if step % 64 == 0 and s.load.max() <= 1.0 and _exceeded(s) == 0.0:
             break
-        if hot > 0 and (s.number[0] == 0 or np.random.random() < OFTEN):
+        step += 1
+        tried += 1
+        if hot > 0 and np.random.random() < OFTEN:
             table = np.random.randint(len(s.chosen))
             energy = _try_option(p, s, cost, table, temperature, energy)
-            tried += p.ranks // 16 * (1 + p.option_units[s.chosen[table] + 1] - p.option_units[s.chosen[table]])
-            continue
-        if hot > 0 and np.random.random() < OFTEN:
-            energy += _repack(p, s, temperature)
-            tried += 8 + s.number[0] // 64
-            continue
-        unit = _random_unit(p, s)
-        if p.unit_kind[unit] == NODE:
-            energy += _try_node(p, s, unit, temperature)
-        elif p.unit_kind[unit] == RANK:
-            energy += _try_move(p, s, unit, temperature)
+            option = s.chosen[table]
+            tried += p.ranks // 16 * (1 + p.option_units[option + 1] - p.option_units[option])
+        elif s.number[0] > 0:
+            if hot > 0 and np.random.random() < OFTEN:
+                energy += _repack(p, s, temperature)
+                tried += 8 + s.number[0] // 64
+            unit = s.placed[np.random.randint(s.number[0])]
+            if p.unit_kind[unit] == NODE:
+                energy += _try_node(p, s, unit, temperature)
+            elif p.unit_kind[unit] == RANK:
+                energy += _try_move(p, s, unit, temperature)
     return s.chosen, s.where

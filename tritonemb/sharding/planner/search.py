@@ -28,25 +28,26 @@ CLOSE = 1.01  # of the bound: the first goal
 NEAR = 0.003  # of the bound: so near a goal that was not reached a load is good enough
 ROUNDS = 6  # of annealing; budgets that are exceeded still have some more
 TRIES = 1_000_000, 25_000_000  # of a round, at least and at most
-TRIES_EACH = 4_000  # of a round for each table and rank
+TRIES_EACH = 15_000  # of a round for each table and rank
 TEMPERATURES = 0.02, 3e-4  # in loads
 BISECTIONS = 5
+FEW_TABLES = 4  # for each rank
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
-CHEAP = 0.004  # of the bound: what options that are tried cost more than the cheapest at most
-ROOM = 1.05  # of the bound: what an item may have
+WORTH = 0.05  # of the bound: what options that are looked at cost, at most
+CHEAP = 0.004  # of the bound: what options that annealing tries cost, at most
 SLACK = 0.01  # of every budget, that whole units need
 MOST_DIFFERENCED = 4_096  # units
 
 
 class Relaxed(NamedTuple):
-    """A lower bound of the largest load; the share of each option; and what each adds to the load, with all that it
-    uses at the prices of the LP: seconds. `known` are the options that the LP has looked at.
+    """A lower bound of the largest load; the share of each option; and by how much each makes that worse, in seconds:
+    no plan with the option has less than the bound and this (without scipy, where the LP is not `exact`, about).
     """
 
     bound: float
     share: Array
     cost: Array
-    known: Array
+    exact: bool
 
 
 class Solution(NamedTuple):
@@ -94,16 +95,15 @@ def totals(problem: Problem) -> Totals:
 
 
 def relax(
-    problem: Problem, slack: float = 0.0, limit: float = np.inf, known: Array | None = None,
-    shared: Array | None = None, outer: Array | None = None,
-) -> Relaxed | None:  # fmt: skip
+    problem: Problem, slack: float = 0.0, limit: float = np.inf, shared: Array | None = None, outer: Array | None = None
+) -> Relaxed | None:
     """The LP relaxation; None if budgets, each smaller by the share `slack`, cannot be kept.
 
-    With a `limit` no rank may have more load than that. Options with a larger item are out, and items are counted by dual feasible functions (Fekete and
-    Schepers, 2001): functions of an item's share of the limit that add up to 1 at most on a rank, since the shares do.
-    With `shared`, what each option adds to the load of every rank, the least sum of that is found instead of the least
-    load. Options `outer` are out, too. Options come into the LP as its prices ask for them; `known` ones are there from
-    the beginning. Without scipy the bound is a simple one.
+    With a `limit` no rank may have more load than that. Options with a larger item are out, and items are counted by
+    dual feasible functions (Fekete and Schepers, 2001): functions of an item's share of the limit that add up to 1 at
+    most on a rank, since the shares do. With `shared`, what each option adds to the load of every rank, the least sum
+    of that is found instead of the least load. Options `outer` are out, too. Options come into the LP as its prices ask
+    for them. Without scipy the bound is a simple one.
     """
     starts, numbers = problem.table_options[:-1], np.arange(len(problem.table_options) - 1)
     table, found = np.repeat(numbers, np.diff(problem.table_options)), totals(problem)
@@ -114,7 +114,7 @@ def relax(
     unit = max(float(found.load.max(initial=0)) / problem.ranks, 1e-12)  # in which the LP counts seconds
     # Rows: load, budgets, cuts. Columns: options, then the largest load, what all ranks share, and what is exceeded.
     rows = [(found.load / problem.ranks / unit, 0.0)]
-    rows += [(values, size * (1 - slack)) for values, size in _budgets(problem, found) if values.any()]
+    rows += [(values, size * (1 - slack)) for values, size in _budgets(problem, totals(problem)) if values.any()]
     rows += [(values, float(problem.ranks)) for values in _cuts(problem, limit)] if np.isfinite(limit) else []
     uses, sizes = np.stack([values for values, _ in rows]), np.array([size for _, size in rows])
     try:
@@ -122,7 +122,7 @@ def relax(
         from scipy.sparse import block_array, coo_array
     except ImportError:
         return _multipliers(problem, found, table, slack, out)
-    inside = _first_options(found, table, out) | (out & False if known is None else known & ~out)
+    inside = _first_options(found, table, out)
     while True:
         at = np.flatnonzero(inside)
         peaks = coo_array((found.peak[at] / unit, (table[at], np.arange(len(at)))), (len(numbers), len(at)))
@@ -164,7 +164,7 @@ def relax(
         return None
     share = np.zeros(len(table))
     share[at] = result.x[: len(at)]
-    return Relaxed(float(result.fun) * unit, share, cost_of, inside)
+    return Relaxed(float(result.fun) * unit, share, np.maximum(cost_of, 0), True)
 
 
 def _on_all(problem: Problem) -> Array:
@@ -174,7 +174,7 @@ def _on_all(problem: Problem) -> Array:
     return np.where(problem.unit_kind[unit] == ALL, least, 0) + problem.option_shared
 
 
-def _within(problem: Problem, limit: float, known: Array) -> Relaxed | None:
+def _within(problem: Problem, limit: float) -> Relaxed | None:
     """The relaxation without options whose largest item does not fit beside what every rank has at least; None if
     no plan keeps the limit.
     """
@@ -182,15 +182,13 @@ def _within(problem: Problem, limit: float, known: Array) -> Relaxed | None:
     out: Array | None = None
     peak = np.where(problem.unit_kind[problem.option_units[:-1]] == ALL, shared, found.peak + shared)
     while True:
-        relaxed = relax(problem, limit=limit, known=known, outer=out)
+        relaxed = relax(problem, limit=limit, outer=out)
         if relaxed is None or relaxed.bound > limit:
             return None
-        known = known | relaxed.known
-        least = relax(problem, limit=limit * (1 + 1e-6), known=known, shared=shared, outer=out)
+        least = relax(problem, limit=limit * (1 + 1e-6), shared=shared, outer=out)
         if least is None:
             return relaxed
-        known, before = known | least.known, out
-        out = peak + max(least.bound - 1e-6 * limit, 0) - shared > limit
+        before, out = out, peak + max(least.bound - 1e-6 * limit, 0) - shared > limit
         if before is not None and (out == before).all():
             return relaxed
 
@@ -245,7 +243,8 @@ def _multipliers(problem: Problem, found: Totals, table: Array, slack: float, ou
         return None
     share = np.zeros(len(table))
     share[best] = 1
-    return Relaxed(bound, share, cost / problem.ranks, np.ones(len(table), dtype=bool))
+    cost = (cost - np.minimum.reduceat(cost, starts)[table]) / problem.ranks
+    return Relaxed(bound, share, cost, False)
 
 
 def solve(problem: Problem, home: Solution | None = None, good_enough: float = OPTIMAL) -> Solution | None:
@@ -263,51 +262,46 @@ def solve(problem: Problem, home: Solution | None = None, good_enough: float = O
     relaxed = relax(problem)
     if relaxed is None:
         return None
-    bound, cost, known = max(relaxed.bound, 1e-12), relaxed.cost, relaxed.known
-    chosen = _whole(problem, relaxed, known, np.inf)
-    scaled = _scaled(problem, bound)
-    greedy = place_greedily(scaled, chosen, np.full(len(problem.unit_kind), -1))
-    starts = [
-        (_score(scaled, chosen, where), chosen, where) for where in (greedy, _differencing(scaled, chosen, greedy))
-    ]
-    best, greedy_load = min(starts, key=lambda each: each[0]), starts[0][0][1] * bound
+    bound = max(relaxed.bound, 1e-12)
+    some, kept, units = _only(problem, (relaxed.cost <= WORTH * bound) | (relaxed.share > 0))
+    within = Relaxed(bound, relaxed.share[kept], relaxed.cost[kept], relaxed.exact)
+    chosen, scaled = _whole(some, within, relaxed.cost[kept] < np.inf), _scaled(some, bound)
+    greedy = place_greedily(scaled, chosen, np.full(len(units), -1))
+    starts = [(_score(scaled, chosen, each), chosen, each) for each in (greedy, _differencing(scaled, chosen, greedy))]
+    best, most = min(starts, key=lambda each: each[0]), starts[0][0][1] * bound
     if best[0] > (0.0, CLOSE):
-        low, high = bound, bound * (1.05 if best[0][0] > 0 else best[0][1])
-        for _ in range(BISECTIONS):
+        low, high = bound, bound * (1 + WORTH)
+        few = len(chosen) <= FEW_TABLES * problem.ranks  # so items are large
+        for _ in range(BISECTIONS if relaxed.exact and few else 0):
             middle = (low + high) / 2
-            found = _within(problem, middle, known)
-            if found is None:
-                low = middle
-            else:
-                high, relaxed, known = middle, found, known | found.known
+            found = _within(some, middle)
+            low, high, within = (middle, high, within) if found is None else (low, middle, found)
         best, bound = ((best[0][0], best[0][1] * bound / low), *best[1:]), low
-        best = min(best, _annealed(problem, relaxed, known, bound, best), key=lambda each: each[0])
-    (violation, load), chosen, where = best
-    return Solution(chosen, where, violation, load * bound, bound, greedy_load, cost)
+        best = _annealed(some, within, bound, best)
+    (violation, load), chosen, placed = best
+    where = np.full(len(problem.unit_kind), -1)
+    where[units] = placed
+    return Solution(kept[chosen], where, violation, load * bound, bound, most, relaxed.cost)
 
 
-def _annealed(problem: Problem, relaxed: Relaxed, known: Array, bound: float, best: Placed) -> Placed:
-    """The best that annealing finds from whole options, with the cheap options only."""
-    tables = len(problem.table_options) - 1
-    table = np.repeat(np.arange(tables), np.diff(problem.table_options))
-    least = np.minimum.reduceat(relaxed.cost, problem.table_options[:-1])[table]
-    found, shared = totals(problem), _on_all(problem)
+def _annealed(problem: Problem, relaxed: Relaxed, bound: float, best: Placed) -> Placed:
+    """The best of this and what annealing finds with cheap options only."""
+    table = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
+    shared, found = _on_all(problem), totals(problem)
     others = np.minimum.reduceat(shared, problem.table_options[:-1])
     peak = np.where(problem.unit_kind[problem.option_units[:-1]] == ALL, shared, found.peak + shared)
-    peak = (peak + others.sum() - others[table]) / bound  # of a rank that has the largest item
-    fits = (peak <= ROOM) & (found.most <= 1)
-    cheap = ((relaxed.cost - least <= CHEAP * bound) & fits) | (relaxed.share > 1e-6)
-    chosen = _whole(problem, relaxed, cheap, bound)
-    cheap[chosen] = True
+    peak = (peak + others.sum() - others[table]) / bound  # of the rank with the largest item
+    cheap = ((relaxed.cost <= CHEAP * bound) & (peak <= 1 + WORTH)) | (relaxed.share > 0)
+    few = len(best[1]) <= FEW_TABLES * problem.ranks
+    whole = _whole(problem, relaxed, cheap) if few else best[1]
+    cheap[whole] = True
     some, kept, units = _only(problem, cheap)
-    chosen, where = np.searchsorted(kept, chosen), np.full(len(units), -1)
-    cost = (relaxed.cost - least)[kept] / bound * problem.ranks
-    tries = int(np.clip(TRIES_EACH * tables * problem.ranks, *TRIES))
+    chosen, cost = np.searchsorted(kept, whole), relaxed.cost[kept] / bound * problem.ranks
+    where = place_greedily(_scaled(some, bound), chosen, np.full(len(units), -1))
+    tries = int(np.clip(TRIES_EACH * len(chosen) * problem.ranks, *TRIES))
     goal, failed = CLOSE, 1.0
     for number in range(2 * ROUNDS):
         scaled = _scaled(some, goal * bound)
-        if number == 0:
-            where = place_greedily(scaled, chosen, where)
         dear = cost + problem.ranks * np.maximum(peak[kept] / goal - 1, 0)
         chosen, where = anneal(scaled, dear, chosen, where, tries, *TEMPERATURES, number + 1)
         violation, load = _score(scaled, chosen, where)
@@ -315,8 +309,7 @@ def _annealed(problem: Problem, relaxed: Relaxed, known: Array, bound: float, be
         places = np.full(len(problem.unit_kind), -1)
         places[units] = where
         best = min(best, ((violation, load * goal), kept[chosen], places), key=lambda each: each[0])
-        if over > 0:
-            failed = max(failed, goal)
+        failed = max(failed, goal) if over > 0 else failed
         if best[0] <= (0.0, max(CLOSE, failed + NEAR)) or (number >= ROUNDS and best[0][0] == 0):
             break
         below = best[0][1] if best[0][0] == 0 else np.inf
@@ -329,14 +322,11 @@ def _scaled(problem: Problem, unit: float) -> Problem:
     return problem._replace(load=problem.load / unit, option_shared=problem.option_shared / unit)
 
 
-def _whole(problem: Problem, relaxed: Relaxed, among: Array, limit: float) -> Array:
-    """The option of each table, of those `among`, with the least load in all that keeps budgets; without scipy, and if
-    that is not found, those with the largest shares.
+def _whole(problem: Problem, relaxed: Relaxed, among: Array) -> Array:
+    """The option of each table, of those `among`, that together cost least and keep budgets; without scipy, and if that
+    is not found, those with the largest shares.
     """
-    tables, found = (
-        np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options)),
-        totals(problem),
-    )
+    tables = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
     chosen = np.lexsort((-relaxed.share, tables))[problem.table_options[:-1]].astype(np.int64)
     try:
         from scipy.optimize import LinearConstraint, milp
@@ -345,7 +335,7 @@ def _whole(problem: Problem, relaxed: Relaxed, among: Array, limit: float) -> Ar
         return chosen
     at = np.flatnonzero(among)
     one = coo_array((np.ones(len(at)), (tables[at], np.arange(len(at)))), (tables[-1] + 1, len(at)))
-    rows = [(values[at] / size, 1 - SLACK) for values, size in _budgets(problem, found) if values.any()]
+    rows = [(values[at] / size, 1 - SLACK) for values, size in _budgets(problem, totals(problem)) if values.any()]
     result = milp(
         relaxed.cost[at] / relaxed.bound,
         constraints=[
