@@ -29,7 +29,7 @@ NEAR = 0.003  # of the bound: so near a goal that was not reached a load is good
 ROUNDS = 6  # of annealing; budgets that are exceeded still have some more
 TRIES = 1_000_000, 25_000_000  # of a round, at least and at most
 TRIES_EACH = 15_000  # of a round for each table and rank
-TEMPERATURES = 0.02, 3e-4  # in loads
+TEMPERATURES = np.array([0.03, 5e-4])  # of what a rank has of a table on average
 BISECTIONS = 5
 FEW_TABLES = 4  # for each rank
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
@@ -299,11 +299,12 @@ def _annealed(problem: Problem, relaxed: Relaxed, bound: float, best: Placed) ->
     chosen, cost = np.searchsorted(kept, whole), relaxed.cost[kept] / bound * problem.ranks
     where = place_greedily(_scaled(some, bound), chosen, np.full(len(units), -1))
     tries = int(np.clip(TRIES_EACH * len(chosen) * problem.ranks, *TRIES))
+    hot, cold = TEMPERATURES * problem.ranks / len(chosen)
     goal, failed = CLOSE, 1.0
     for number in range(2 * ROUNDS):
         scaled = _scaled(some, goal * bound)
         dear = cost + problem.ranks * np.maximum(peak[kept] / goal - 1, 0)
-        chosen, where = anneal(scaled, dear, chosen, where, tries, *TEMPERATURES, number + 1)
+        chosen, where = anneal(scaled, dear, chosen, where, tries, hot, cold, number + 1)
         violation, load = _score(scaled, chosen, where)
         over = np.maximum(usage(scaled, chosen, where)[0] - 1, 0).mean() + violation / problem.ranks
         places = np.full(len(problem.unit_kind), -1)
