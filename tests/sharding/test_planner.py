@@ -98,6 +98,54 @@ def test_few_tables_are_placed_as_brute_force_places_them(seed, types):
     assert plan.report.bound <= best * (1 + 1e-9)
 
 
+def least_largest_sum(values: list[float], ranks: int) -> float:
+    """The least that the largest of `ranks` sums of these can be, by branch and bound."""
+    values, sums, best = sorted(values, reverse=True), [0.0] * ranks, sum(values)
+    mean = best / ranks
+
+    def place(number: int) -> None:
+        nonlocal best
+        if number == len(values):
+            best = max(sums)
+            return
+        for rank in range(ranks):
+            if sums[rank] in sums[:rank] or sums[rank] + values[number] >= best or best <= mean:
+                continue
+            sums[rank] += values[number]
+            place(number + 1)
+            sums[rank] -= values[number]
+
+    place(0)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", [7, pytest.param(10, marks=pytest.mark.more), 12])
+def test_whole_tables_on_four_ranks_are_placed_as_branch_and_bound_places_them(number, seed):
+    random = np.random.default_rng(seed)
+    tables = [te.TableConfig(f"t{n}", int(10 ** random.uniform(3, 6)), 32) for n in range(number)]
+    stats = {table.name: TableStats(float(random.uniform(5, 60))) for table in tables}
+    alone = np.array([
+        CostModel([table], te.Topology(4), 4_096, stats={table.name: stats[table.name]}).predict(
+            ShardingPlan({table.name: TableWise(0)}, 4)).seconds.sum(1) for table in tables
+    ])  # fmt: skip
+    own = (alone[:, 0] - alone[:, 1]).tolist()
+    best = least_largest_sum(own, 4) + alone[:, 1].sum()
+    constraints = {"*": Constraint(types="table_wise", placements="device")}
+    plan = te.plan(tables, te.Topology(4), batch_size=4_096, stats=stats, constraints=constraints)
+    assert best * (1 - 1e-9) <= plan.report.load <= 1.01 * best
+    assert plan.report.bound <= best * (1 + 1e-9)
+
+
+def test_a_table_that_only_several_nodes_have_room_for_is_not_put_on_one():
+    table = te.TableConfig("a", 10_000_000, 64)
+    topology = te.Topology(8, 4, hbm=1 * GB, host=2 * GB)
+    with pytest.raises(te.PlanError, match="short"):
+        te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host", "table_row_wise")})
+    spread = te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host")})
+    fits(spread, [table], topology, 64)
+
+
 @pytest.mark.more
 def test_budgets_are_kept_where_they_are_tight():
     tables, stats = zipf_tables(60, 3, 1e8)

@@ -1,7 +1,8 @@
 """The inner loops of the planner's search: units of tables' options are placed on ranks, moved and swapped.
 
-`sharding/planner/search.py` says what a problem is. The energy that is lowered is what loads and budgets exceed 1 by,
-in loads of a rank, and a little for what is nearly full. One thread; time is proportional to the moves that are tried.
+`sharding/planner/search.py` says what a problem is. The potential that is lowered is the sum over ranks of `load^16`,
+plus `SOFT` times as much for the use of each budget, plus `PENALTY` for each budget as a whole that is exceeded. One
+thread; time is proportional to the moves that are tried.
 """
 
 # ruff: noqa: NPY002  Numba knows this generator only; it is its own, and seeded.
@@ -15,14 +16,11 @@ from tritonemb.kernels.cpu.jit import called, compiled
 
 Array = NDArray[Any]
 RANK, NODE, ALL = range(3)  # where a unit is placed
-SOFT = 1e-4  # of the 16th power of what is used: so units are placed where most is free
-EMPTY = 0.6  # up to here nothing counts
-WEIGHT = 1.5  # of a budget that is exceeded, in loads
-STEEP = 5.0  # how much more a load costs, the more it is above 1
-COST = 0.5  # of what an option costs by the prices
-OFTEN = 0.05  # a table gets another option; two ranks are packed anew
-TOURNAMENT = 4  # ranks, the fullest of which is packed anew
-MOST_REPACKED = 64  # units
+PENALTY, SOFT = 1e5, 0.1
+EMPTY = 0.6  # of a budget: up to here its use does not matter
+KICKS = 1000  # in a row that have not helped
+OPTIONS_TRIED = 12  # of a table: the cheapest where budgets are kept, else random ones
+TABLES_TRIED = 256  # so many tables that are on all ranks are given other options, at most
 
 
 class Problem(NamedTuple):
@@ -57,29 +55,25 @@ class State(NamedTuple):
     server: Array  # [1]
     taken: Array  # [tables, ranks]: whether a unit of the table is on this rank, or node
     table: Array  # of each unit
-    placed: Array  # units that are, the first `number[0]`
-    at: Array  # where in `placed` a unit is
-    number: Array  # [1]
+    head: Array  # [ranks + nodes]
+    after: Array
+    before: Array
 
 
 @called
-def _cost(value):
-    """Of a load or a budget that is used so far: next to nothing until it is full."""
+def _power(value):
+    value *= value
+    value *= value
+    value *= value
+    return value * value
+
+
+@called
+def _over(value):
+    """Of a budget that is used so far: little until it is full."""
     if value < EMPTY:
         return 0.0
-    over, fourth = max(0.0, value - 1.0), (value * value) ** 2
-    return over * (1.0 + STEEP * over) + SOFT * (fourth * fourth) ** 2
-
-
-@called
-def _of_rank(s, rank, load, hbm):
-    """What a rank costs with this much more."""
-    return _cost(s.load[rank] + load) + WEIGHT * _cost(s.hbm[rank] + hbm)
-
-
-@called
-def _of_node(p, s, node, host, disk):
-    return WEIGHT * p.local * (_cost(s.host[node] + host) + _cost(s.disk[node] + disk))
+    return max(0.0, value - 1.0) * PENALTY + SOFT * _power(value)
 
 
 @called
@@ -113,8 +107,12 @@ def _put(p, s, unit, place):
     """Place a unit that is nowhere."""
     s.where[unit], s.taken[s.table[unit], place] = place, True
     _add(p, s, unit, place, 1.0)
-    s.placed[s.number[0]], s.at[unit] = unit, s.number[0]
-    s.number[0] += 1
+    if p.unit_kind[unit] != ALL:
+        at = place if p.unit_kind[unit] == RANK else p.ranks + place
+        s.after[unit], s.before[unit] = s.head[at], -1
+        if s.head[at] >= 0:
+            s.before[s.head[at]] = unit
+        s.head[at] = unit
 
 
 @called
@@ -123,9 +121,13 @@ def _take(p, s, unit):
     place = s.where[unit]
     s.where[unit], s.taken[s.table[unit], place] = -1, False
     _add(p, s, unit, place, -1.0)
-    s.number[0] -= 1
-    last = s.placed[s.number[0]]
-    s.placed[s.at[unit]], s.at[last] = last, s.at[unit]
+    if p.unit_kind[unit] != ALL:
+        if s.before[unit] >= 0:
+            s.after[s.before[unit]] = s.after[unit]
+        else:
+            s.head[place if p.unit_kind[unit] == RANK else p.ranks + place] = s.after[unit]
+        if s.after[unit] >= 0:
+            s.before[s.after[unit]] = s.before[unit]
 
 
 @called
@@ -135,11 +137,13 @@ def _growth(p, s, unit, place):
     added, node, host, disk = 0.0, first // p.local, 0.0, 0.0
     for each in range(number):
         item, rank = _item(p, unit, each), first + each
-        added += _of_rank(s, rank, p.load[item], p.hbm[item]) - _of_rank(s, rank, 0.0, 0.0)
+        added += _power(s.load[rank] + p.load[item]) - _power(s.load[rank])
+        added += _over(s.hbm[rank] + p.hbm[item]) - _over(s.hbm[rank])
         host += p.host[item]
         disk += p.disk[item]
         if each == number - 1 or (rank + 1) // p.local != node:
-            added += _of_node(p, s, node, host, disk) - _of_node(p, s, node, 0.0, 0.0)
+            added += _over(s.host[node] + host) - _over(s.host[node])
+            added += _over(s.disk[node] + disk) - _over(s.disk[node])
             node, host, disk = node + 1, 0.0, 0.0
     return added
 
@@ -169,13 +173,13 @@ def _exceeded(s):
 
 
 @called
-def _energy(p, s):
-    """Loads above 1 in all, and by how much budgets are exceeded, in loads."""
-    total = WEIGHT * p.ranks * _cost(s.server[0])
-    for rank in range(p.ranks):
-        total += _of_rank(s, rank, 0.0, 0.0)
-    for node in range(p.ranks // p.local):
-        total += _of_node(p, s, node, 0.0, 0.0)
+def _potential(s):
+    total = _over(s.server[0])
+    for value in s.load:
+        total += _power(value)
+    for each in (s.hbm, s.host, s.disk):
+        for value in each:
+            total += _over(value)
     return total
 
 
@@ -194,8 +198,8 @@ def _start(p, chosen, where):
     nodes, tables, units = p.ranks // p.local, len(chosen), len(where)
     s = State(
         chosen, where.copy(), np.zeros(p.ranks), np.zeros(p.ranks), np.zeros(nodes), np.zeros(nodes), np.zeros(1),
-        np.zeros((tables, p.ranks), dtype=np.bool_), np.empty(units, np.int64),
-        np.empty(units, np.int64), np.empty(units, np.int64), np.zeros(1, np.int64),
+        np.zeros((tables, p.ranks), dtype=np.bool_), np.empty(units, np.int64), np.full(p.ranks + nodes, -1),
+        np.full(units, -1), np.full(units, -1),
     )  # fmt: skip
     for table in range(tables):
         for option in range(p.table_options[table], p.table_options[table + 1]):
@@ -235,166 +239,204 @@ def place_greedily(p, chosen, where):
 
 
 @called
-def _accepted(change, temperature):
-    return change < -1e-12 or (temperature > 0 and np.random.random() < np.exp(-change / temperature))
+def _best_move(p, s, a, gain):
+    """A unit of rank `a`, another rank, and the unit to swap with or -1: what lowers the potential most."""
+    unit, place, partner, tried, from_node = -1, -1, -1, 0, a // p.local
+    for swaps in range(2):
+        for b in range(p.ranks if unit < 0 else 0):
+            if b == a:
+                continue
+            node = b // p.local
+            before = _power(s.load[a]) + _over(s.hbm[a]) + _power(s.load[b]) + _over(s.hbm[b])
+            mine = s.head[a]
+            while mine >= 0:
+                item = p.unit_items[mine]
+                other = s.head[b] if swaps else -2
+                if s.taken[s.table[mine], b]:
+                    other = -1
+                while other != -1:
+                    tried += 1
+                    load, hbm, host, disk = p.load[item], p.hbm[item], p.host[item], p.disk[item]
+                    allowed = True
+                    if swaps:
+                        theirs = p.unit_items[other]
+                        load, hbm = load - p.load[theirs], hbm - p.hbm[theirs]
+                        host, disk = host - p.host[theirs], disk - p.disk[theirs]
+                        allowed = not s.taken[s.table[other], a]
+                    if allowed:
+                        change = _power(s.load[a] - load) + _over(s.hbm[a] - hbm) - before
+                        change += _power(s.load[b] + load) + _over(s.hbm[b] + hbm)
+                        if node != from_node:
+                            change += _over(s.host[from_node] - host) - _over(s.host[from_node])
+                            change += _over(s.host[node] + host) - _over(s.host[node])
+                            change += _over(s.disk[from_node] - disk) - _over(s.disk[from_node])
+                            change += _over(s.disk[node] + disk) - _over(s.disk[node])
+                        if change < gain:
+                            gain, unit, place, partner = change, mine, b, other if swaps else -1
+                    other = s.after[other] if swaps else -1
+                mine = s.after[mine]
+    return unit, place, partner, tried
 
 
 @called
-def _try_option(p, s, cost, table, temperature, energy):
-    """Give a table a random option, rather a cheap one, whose units are placed greedily; the energy then."""
+def _best_node(p, s, node, gain):
+    """A unit of all ranks of a node, and the node where it adds less."""
+    best, place, unit = -1, -1, s.head[p.ranks + node]
+    while unit >= 0:
+        _add(p, s, unit, node, -1.0)
+        stays = _growth(p, s, unit, node)
+        for other in range(p.ranks // p.local):
+            if not s.taken[s.table[unit], other]:
+                change = _growth(p, s, unit, other) - stays
+                if change < gain:
+                    gain, best, place = change, unit, other
+        _add(p, s, unit, node, 1.0)
+        unit = s.after[unit]
+    return best, place
+
+
+@called
+def _change_option(p, s, a, tables_on_all):
+    """Give a table with a unit on rank `a` the option that lowers the potential most; how much was tried, or -1."""
+    before, within = _potential(s), _exceeded(s) == 0.0
+    least, found, new, tried, places = before - 1e-7, -1, -1, 1, np.empty(0, np.int64)
+    for table in range(len(s.chosen)):
+        now = s.chosen[table]
+        first, last = p.option_units[now], p.option_units[now + 1]
+        kind = p.unit_kind[first]
+        here = tables_on_all if kind == ALL else s.taken[table, a if kind == RANK else a // p.local]
+        if not here or p.table_options[table + 1] - p.table_options[table] == 1:
+            continue
+        stood = s.where[first:last].copy()
+        for unit in range(first, last):
+            _take(p, s, unit)
+        count = p.table_options[table + 1] - p.table_options[table]
+        for number in range(min(count, OPTIONS_TRIED)):
+            option = p.table_options[table] + number
+            if count > OPTIONS_TRIED and not within:
+                option = p.table_options[table] + np.random.randint(count)
+            if option == now:
+                continue
+            _choose(p, s, table, option)
+            units = range(p.option_units[option], p.option_units[option + 1])
+            for unit in units:
+                _put_greedily(p, s, unit)
+            tried += len(units) * p.ranks + p.ranks
+            value = _potential(s)
+            if value < least:
+                least, found, new = value, table, option
+                places = s.where[p.option_units[option] : p.option_units[option + 1]].copy()
+            for unit in units:
+                _take(p, s, unit)
+        _choose(p, s, table, now)
+        for number in range(last - first):
+            _put(p, s, first + number, stood[number])
+    if found < 0:
+        return -tried
+    for unit in range(p.option_units[s.chosen[found]], p.option_units[s.chosen[found] + 1]):
+        _take(p, s, unit)
+    _choose(p, s, found, new)
+    for number in range(len(places)):
+        _put(p, s, p.option_units[new] + number, places[number])
+    return tried
+
+
+@called
+def _kick(p, s, number, worst):
+    """Move units of the worst rank and of random ones to random ranks."""
+    for each in range(number):
+        source = worst if each == 0 else np.random.randint(p.ranks)
+        count, unit = 0, s.head[source]
+        while unit >= 0:
+            count, unit = count + 1, s.after[unit]
+        if count:
+            unit = s.head[source]
+            for _ in range(np.random.randint(count)):
+                unit = s.after[unit]
+            place = np.random.randint(p.ranks)
+            if not s.taken[s.table[unit], place]:
+                _take(p, s, unit)
+                _put(p, s, unit, place)
+
+
+@called
+def _kick_option(p, s, worst):
+    """Give a random table, often one of the worst rank, another option, rather a cheap one."""
+    table = np.random.randint(len(s.chosen))
+    for _ in range(4):
+        if not s.taken[table, worst]:
+            table = np.random.randint(len(s.chosen))
     now, first = s.chosen[table], p.table_options[table]
     count = p.table_options[table + 1] - first
-    new = first + np.int64(count * np.random.random() ** 2)
-    if new == now:
-        return energy
-    before, after = p.option_units[now : now + 2], p.option_units[new : new + 2]
-    stood = s.where[before[0] : before[1]].copy()
-    for unit in range(before[0], before[1]):
+    for unit in range(p.option_units[now], p.option_units[now + 1]):
         _take(p, s, unit)
-    _choose(p, s, table, new)
-    for unit in range(after[0], after[1]):
+    option = first + np.int64(count * np.random.random() ** 2)
+    _choose(p, s, table, option)
+    for unit in range(p.option_units[option], p.option_units[option + 1]):
         _put_greedily(p, s, unit)
-    found = _energy(p, s)
-    if _accepted(found - energy + COST * (cost[new] - cost[now]), temperature):
-        return found
-    for unit in range(after[0], after[1]):
-        _take(p, s, unit)
-    _choose(p, s, table, now)
-    for number in range(len(stood)):
-        _put(p, s, before[0] + number, stood[number])
-    return energy
-
-
-@called
-def _try_node(p, s, unit, temperature):
-    """Move a unit of a node to another; what it changes."""
-    a, b = s.where[unit], np.random.randint(p.ranks // p.local)
-    if s.taken[s.table[unit], b]:
-        return 0.0
-    before = _energy(p, s)
-    _take(p, s, unit)
-    _put(p, s, unit, b)
-    change = _energy(p, s) - before
-    if _accepted(change, temperature):
-        return change
-    _take(p, s, unit)
-    _put(p, s, unit, a)
-    return 0.0
-
-
-@called
-def _try_move(p, s, unit, temperature):
-    """Move a unit of a rank to another, or swap it with one there; what it changes."""
-    a, other = s.where[unit], -1
-    if np.random.random() < 0.5:
-        b = np.random.randint(p.ranks)
-    else:
-        other = s.placed[np.random.randint(s.number[0])]
-        if p.unit_kind[other] != RANK:
-            return 0.0
-        b = s.where[other]
-        if s.taken[s.table[other], a]:
-            return 0.0
-    if s.taken[s.table[unit], b]:
-        return 0.0
-    item = p.unit_items[unit]
-    load, hbm, host, disk = p.load[item], p.hbm[item], p.host[item], p.disk[item]
-    if other >= 0:
-        item = p.unit_items[other]
-        load, hbm, host, disk = load - p.load[item], hbm - p.hbm[item], host - p.host[item], disk - p.disk[item]
-    change = _of_rank(s, a, -load, -hbm) - _of_rank(s, a, 0.0, 0.0)
-    change += _of_rank(s, b, load, hbm) - _of_rank(s, b, 0.0, 0.0)
-    m, n = a // p.local, b // p.local
-    if m != n:
-        change += _of_node(p, s, m, -host, -disk) - _of_node(p, s, m, 0.0, 0.0)
-        change += _of_node(p, s, n, host, disk) - _of_node(p, s, n, 0.0, 0.0)
-    if not _accepted(change, temperature):
-        return 0.0
-    _take(p, s, unit)
-    if other >= 0:
-        _take(p, s, other)
-        _put(p, s, other, a)
-    _put(p, s, unit, b)
-    return change
-
-
-@called
-def _pair(p, s, a, b):
-    """What two ranks and their nodes cost."""
-    m, n = a // p.local, b // p.local
-    cost = _of_rank(s, a, 0.0, 0.0) + _of_rank(s, b, 0.0, 0.0) + _of_node(p, s, m, 0.0, 0.0)
-    return cost + _of_node(p, s, n, 0.0, 0.0) if m != n else cost
-
-
-@called
-def _repack(p, s, temperature):
-    """Place the units of a rank, rather a full one, and another anew, in random order; what it changes."""
-    a, b = np.random.randint(p.ranks), np.random.randint(p.ranks)
-    for _ in range(TOURNAMENT):
-        other = np.random.randint(p.ranks)
-        if _of_rank(s, other, 0.0, 0.0) > _of_rank(s, a, 0.0, 0.0):
-            a = other
-    units, stood, number = np.empty(MOST_REPACKED, np.int64), np.empty(MOST_REPACKED, np.int64), 0
-    for each in range(s.number[0]):
-        unit = s.placed[each]
-        if p.unit_kind[unit] == RANK and (s.where[unit] == a or s.where[unit] == b) and number < MOST_REPACKED:
-            units[number], number = unit, number + 1
-    if a == b or number == MOST_REPACKED:
-        return 0.0
-    before = _pair(p, s, a, b)
-    for each in range(number):
-        other = np.random.randint(each, number)
-        units[each], units[other] = units[other], units[each]
-        stood[each] = s.where[units[each]]
-        _take(p, s, units[each])
-    for each in range(number):
-        unit = units[each]
-        item = p.unit_items[unit]
-        mine = max(s.load[a] + p.load[item], s.hbm[a] + p.hbm[item])
-        theirs = max(s.load[b] + p.load[item], s.hbm[b] + p.hbm[item])
-        taken = s.taken[s.table[unit], b] or (mine < theirs and not s.taken[s.table[unit], a])
-        _put(p, s, unit, a if taken else b)
-    change = _pair(p, s, a, b) - before
-    if _accepted(change, temperature):
-        return change
-    for each in range(number):
-        _take(p, s, units[each])
-    for each in range(number):
-        _put(p, s, units[each], stood[each])
-    return 0.0
 
 
 @compiled
-def anneal(p, cost, chosen, where, tries, hot, cold, seed):
-    """Options and places by simulated annealing, until no load is above 1 and no budget is exceeded.
+def improve(p, chosen, where, evaluations, good_enough, keep_options, seed):
+    """Better options and places; ends when nothing helps, `evaluations` moves were tried, or it is good enough.
 
-    `cost [O]` is what each option costs by the prices of the relaxation, in loads of one rank. The temperature falls
-    from `hot` to `cold`, in loads; at 0 options stay, and only what helps is done.
+    `keep_options`: change no table's, and give no kicks.
     """
     np.random.seed(seed)
     s = _start(p, chosen.copy(), where)
-    energy, temperature, tried = _energy(p, s), hot, 0
-    step = 0
-    while tried < tries:
-        if step % 1024 == 0:
-            energy = _energy(p, s)
-            temperature = hot * (cold / hot) ** (tried / tries) if hot > 0 else 0.0
-        if step % 64 == 0 and s.load.max() <= 1.0 and _exceeded(s) == 0.0:
-            break
-        step += 1
-        tried += 1
-        if hot > 0 and np.random.random() < OFTEN:
-            table = np.random.randint(len(s.chosen))
-            energy = _try_option(p, s, cost, table, temperature, energy)
-            option = s.chosen[table]
-            tried += p.ranks // 16 * (1 + p.option_units[option + 1] - p.option_units[option])
-        elif s.number[0] > 0:
-            if hot > 0 and np.random.random() < OFTEN:
-                energy += _repack(p, s, temperature)
-                tried += 8 + s.number[0] // 64
-            unit = s.placed[np.random.randint(s.number[0])]
-            if p.unit_kind[unit] == NODE:
-                energy += _try_node(p, s, unit, temperature)
-            elif p.unit_kind[unit] == RANK:
-                energy += _try_move(p, s, unit, temperature)
-    return s.chosen, s.where
+    best_chosen, best_where, best, since, used = chosen.copy(), s.where.copy(), np.inf, 0, 0
+    stuck = np.zeros(p.ranks, dtype=np.bool_)
+    while True:
+        over, top = _exceeded(s), s.load.max()
+        done = (over == 0.0 and top <= good_enough) or used >= evaluations
+        a, highest, worst_rank, worst = (
+            -1,
+            0.0,
+            0,
+            0.0,
+        )  # the rank that costs most, of those that are not stuck, and of all
+        for rank in range(p.ranks):
+            node = rank // p.local
+            cost = _power(s.load[rank]) + _over(s.hbm[rank]) + (_over(s.host[node]) + _over(s.disk[node])) / p.local
+            if cost > worst:
+                worst_rank, worst = rank, cost
+            if not stuck[rank] and cost > highest:
+                a, highest = rank, cost
+        if done or a < 0 or (over == 0.0 and highest < 0.8 * worst):
+            value = PENALTY * over + top
+            since += 1
+            if value < best - 1e-9:
+                best, since = value, 0
+                best_chosen, best_where = s.chosen.copy(), s.where.copy()
+            if done or keep_options or since > KICKS:
+                break
+            if value > best + 1e-9:
+                s = _start(p, best_chosen.copy(), best_where)
+            if since % 3 == 2:
+                _kick_option(p, s, worst_rank)
+            else:
+                _kick(p, s, 2 + since % 5, worst_rank)
+            used += 20 * p.ranks + len(chosen)
+            stuck[:] = False
+            continue
+        unit, place, partner, tried = _best_move(p, s, a, -1e-9)
+        used += tried
+        if unit < 0:
+            unit, place = _best_node(p, s, a // p.local, -1e-9)
+        if unit >= 0:
+            _take(p, s, unit)
+            if partner >= 0:
+                _take(p, s, partner)
+                _put(p, s, partner, a)
+            _put(p, s, unit, place)
+            stuck[:] = False
+            continue
+        tried = -1
+        if not keep_options:
+            tried = _change_option(p, s, a, over > 0.0 or len(chosen) <= TABLES_TRIED)
+        used += abs(tried)
+        if tried < 0:
+            stuck[a] = True
+        else:
+            stuck[:] = False
+    return best_chosen, best_where

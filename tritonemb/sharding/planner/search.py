@@ -7,8 +7,8 @@ one: a shard on a rank, shards on all ranks of a node, or shards on all ranks. `
    lower bound of the largest load: no plan is faster;
 2. places units greedily, and by the largest differencing method of Karmarkar and Karp (1982), for several ways
    (Korf, 2009), and takes the better;
-3. improves options and places by simulated annealing, until no load is above a goal and all budgets are kept
-   (`kernels/cpu/plan_search.py`); the goal falls while it is reached, and rises where it is not.
+3. improves: of the rank with the largest load it moves a unit, swaps it with another's, or gives a table another
+   option; then kicks a few units, and again (`kernels/cpu/plan_search.py`).
 
 Loads are shares of the bound, sizes shares of the budgets, so 1 is full. Same problem, same answer.
 """
@@ -19,35 +19,39 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.plan_search import ALL, NODE, RANK, Problem, anneal, place_greedily, usage
+from tritonemb.kernels.cpu.plan_search import ALL, NODE, RANK, Problem, improve, place_greedily, usage
 
 Array = NDArray[Any]
 Placed = tuple[tuple[float, float], Array, Array]  # how good it is (see `_score`), options, and places of units
+EVALUATIONS = 120_000_000
 OPTIMAL = 1.0002  # of the bound: nothing more is tried
-CLOSE = 1.01  # of the bound: the first goal
-NEAR = 0.003  # of the bound: so near a goal that was not reached a load is good enough
-ROUNDS = 6  # of annealing; budgets that are exceeded still have some more
-TRIES = 1_000_000, 25_000_000  # of a round, at least and at most
-TRIES_EACH = 15_000  # of a round for each table and rank
-TEMPERATURES = np.array([0.03, 5e-4])  # of what a rank has of a table on average
-BISECTIONS = 5
-FEW_TABLES = 4  # for each rank
+CLOSE = 1.01  # of the bound: the choice of options is not tried again
+ENOUGH = 1.08  # of the bound, where budgets are tight: polishing does the rest
+SEEDS = 6  # of kicks, until budgets are kept and they gain little
+SLOWER = 0.997  # of the load before, which is little
+BISECTIONS = 7
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
-WORTH = 0.05  # of the bound: what options that are looked at cost, at most
-CHEAP = 0.004  # of the bound: what options that annealing tries cost, at most
-SLACK = 0.01  # of every budget, that whole units need
+# Parts of the bound and of a budget that an item may take, where loads alone are hard to pack, and where budgets are.
+LARGEST_ITEMS = (
+    ((1.0, 1.0), (0.95, 1.0), (0.9, 1.0), (0.85, 1.0), (0.8, 1.0), (0.75, 1.0), (0.6, 1.0)),
+    ((None, 1.0), (None, 0.5), (None, 0.35), (None, 0.25), (None, 0.18), (None, 0.12), (None, 0.08), (None, 0.06)),
+)
+SLACK = 0.025  # of every budget, that whole units need
+ROOM = 1.02  # of the bound: what a rank may have when options are chosen so
 MOST_DIFFERENCED = 4_096  # units
 
 
 class Relaxed(NamedTuple):
-    """A lower bound of the largest load; the share of each option; and by how much each makes that worse, in seconds:
-    no plan with the option has less than the bound and this (without scipy, where the LP is not `exact`, about).
+    """A lower bound of the largest load; the share of each option; and what each adds to the load, with the budgets
+    that it uses at their prices: seconds. `known` are the options that the LP has looked at, `out` those that it
+    may not choose.
     """
 
     bound: float
     share: Array
     cost: Array
-    exact: bool
+    known: Array
+    out: Array
 
 
 class Solution(NamedTuple):
@@ -95,26 +99,32 @@ def totals(problem: Problem) -> Totals:
 
 
 def relax(
-    problem: Problem, slack: float = 0.0, limit: float = np.inf, shared: Array | None = None, outer: Array | None = None
-) -> Relaxed | None:
+    problem: Problem, slack: float = 0.0, limit: float = np.inf, largest: float = np.inf, part: float = 1.0,
+    known: Array | None = None, shared: Array | None = None, outer: Array | None = None,
+) -> Relaxed | None:  # fmt: skip
     """The LP relaxation; None if budgets, each smaller by the share `slack`, cannot be kept.
 
-    With a `limit` no rank may have more load than that. Options with a larger item are out, and items are counted by
-    dual feasible functions (Fekete and Schepers, 2001): functions of an item's share of the limit that add up to 1 at
-    most on a rank, since the shares do. With `shared`, what each option adds to the load of every rank, the least sum
-    of that is found instead of the least load. Options `outer` are out, too. Options come into the LP as its prices ask
-    for them. Without scipy the bound is a simple one.
+    With a `limit` no rank may have more load than that. Options with a larger item are out (or those with one above
+    `largest`, or with more than this `part` of a budget), and items are counted by dual feasible functions (Fekete and
+    Schepers, 2001): functions of an item's share of the limit that add up to 1 at most on a rank, since the shares do.
+    With `shared`, what each option adds to the load of every rank, the least sum of that is found instead of the least
+    load. Options `outer` are out, too. Options come into the LP as its prices ask for them; `known` ones are there from
+    the beginning. Without scipy the bound is a simple one.
     """
     starts, numbers = problem.table_options[:-1], np.arange(len(problem.table_options) - 1)
     table, found = np.repeat(numbers, np.diff(problem.table_options)), totals(problem)
-    out = (found.peak + problem.option_shared > limit * (1 + 1e-9)) | (found.most > 1 + 1e-9)
+    smallest = np.minimum.reduceat(found.most, starts)[table]
+    out = found.peak + problem.option_shared > min(limit, largest) * (1 + 1e-9)
+    out |= found.most > 1 + 1e-9  # as a shard on each rank of a node may fit, but not all of them
     out |= outer if outer is not None else False
+    out |= (found.most > part) & (found.most > smallest * (1 + 1e-9))
     if np.logical_and.reduceat(out, starts).any():
         return None
     unit = max(float(found.load.max(initial=0)) / problem.ranks, 1e-12)  # in which the LP counts seconds
     # Rows: load, budgets, cuts. Columns: options, then the largest load, what all ranks share, and what is exceeded.
     rows = [(found.load / problem.ranks / unit, 0.0)]
-    rows += [(values, size * (1 - slack)) for values, size in _budgets(problem, totals(problem)) if values.any()]
+    rows += [(values, size * (1 - slack)) for values, size in _budgets(problem, found) if values.any()]
+    budgets = len(rows)
     rows += [(values, float(problem.ranks)) for values in _cuts(problem, limit)] if np.isfinite(limit) else []
     uses, sizes = np.stack([values for values, _ in rows]), np.array([size for _, size in rows])
     try:
@@ -122,7 +132,7 @@ def relax(
         from scipy.sparse import block_array, coo_array
     except ImportError:
         return _multipliers(problem, found, table, slack, out)
-    inside = _first_options(found, table, out)
+    inside = _first_options(found, table, out) | (out & False if known is None else known & ~out)
     while True:
         at = np.flatnonzero(inside)
         peaks = coo_array((found.peak[at] / unit, (table[at], np.arange(len(at)))), (len(numbers), len(at)))
@@ -154,7 +164,7 @@ def relax(
         gain = -prices[: len(rows)] @ uses - prices[len(rows) :][table] * found.peak / unit
         gain = gain - of_table[-1] * problem.option_shared / unit - of_table[:-1][table]
         gain = gain if shared is None else gain + shared / unit
-        cost_of, gain = gain * unit, np.where(inside | out, 0, gain)
+        gain[inside | out] = 0
         new = np.lexsort((gain, table))[starts]  # the best of each table
         new = new[gain[new] < -1e-7 * max(1.0, float(result.fun))]
         if not len(new):
@@ -162,9 +172,10 @@ def relax(
         inside[new] = True
     if result.x[len(at) + 2 :].max(initial=0) > 1e-7:
         return None
+    added = found.load / problem.ranks - prices[1:budgets] @ uses[1:budgets] * unit
     share = np.zeros(len(table))
     share[at] = result.x[: len(at)]
-    return Relaxed(float(result.fun) * unit, share, np.maximum(cost_of, 0), True)
+    return Relaxed(float(result.fun) * unit, share, added, inside, out)
 
 
 def _on_all(problem: Problem) -> Array:
@@ -174,7 +185,7 @@ def _on_all(problem: Problem) -> Array:
     return np.where(problem.unit_kind[unit] == ALL, least, 0) + problem.option_shared
 
 
-def _within(problem: Problem, limit: float) -> Relaxed | None:
+def _within(problem: Problem, limit: float, known: Array) -> Relaxed | None:
     """The relaxation without options whose largest item does not fit beside what every rank has at least; None if
     no plan keeps the limit.
     """
@@ -182,13 +193,15 @@ def _within(problem: Problem, limit: float) -> Relaxed | None:
     out: Array | None = None
     peak = np.where(problem.unit_kind[problem.option_units[:-1]] == ALL, shared, found.peak + shared)
     while True:
-        relaxed = relax(problem, limit=limit, outer=out)
+        relaxed = relax(problem, limit=limit, known=known, outer=out)
         if relaxed is None or relaxed.bound > limit:
             return None
-        least = relax(problem, limit=limit * (1 + 1e-6), shared=shared, outer=out)
+        known = known | relaxed.known
+        least = relax(problem, limit=limit * (1 + 1e-6), known=known, shared=shared, outer=out)
         if least is None:
             return relaxed
-        before, out = out, peak + max(least.bound - 1e-6 * limit, 0) - shared > limit
+        known, before = known | least.known, out
+        out = peak + max(least.bound - 1e-6 * limit, 0) - shared > limit
         if before is not None and (out == before).all():
             return relaxed
 
@@ -243,8 +256,7 @@ def _multipliers(problem: Problem, found: Totals, table: Array, slack: float, ou
         return None
     share = np.zeros(len(table))
     share[best] = 1
-    cost = (cost - np.minimum.reduceat(cost, starts)[table]) / problem.ranks
-    return Relaxed(bound, share, cost, False)
+    return Relaxed(bound, share, cost / problem.ranks, np.ones(len(table), dtype=bool), out)
 
 
 def solve(problem: Problem, home: Solution | None = None, good_enough: float = OPTIMAL) -> Solution | None:
@@ -255,67 +267,40 @@ def solve(problem: Problem, home: Solution | None = None, good_enough: float = O
             at most `good_enough` times its bound.
     """
     if home is not None:
-        scaled, cost = _scaled(problem, home.bound * good_enough), np.zeros(len(problem.option_shared))
-        _, where = anneal(scaled, cost, home.chosen, home.where, TRIES[0], 0.0, 0.0, 1)
+        scaled = _scaled(problem, home.bound)
+        _, where = improve(scaled, home.chosen, home.where, EVALUATIONS, good_enough, True, 1)
         violation, load = _score(scaled, home.chosen, where)
-        return home._replace(where=where, violation=violation, load=load * home.bound * good_enough)
+        return home._replace(where=where, violation=violation, load=load * home.bound)
     relaxed = relax(problem)
     if relaxed is None:
         return None
     bound = max(relaxed.bound, 1e-12)
-    some, kept, units = _only(problem, (relaxed.cost <= WORTH * bound) | (relaxed.share > 0))
-    within = Relaxed(bound, relaxed.share[kept], relaxed.cost[kept], relaxed.exact)
-    chosen, scaled = _whole(some, within, relaxed.cost[kept] < np.inf), _scaled(some, bound)
-    greedy = place_greedily(scaled, chosen, np.full(len(units), -1))
-    starts = [(_score(scaled, chosen, each), chosen, each) for each in (greedy, _differencing(scaled, chosen, greedy))]
-    best, most = min(starts, key=lambda each: each[0]), starts[0][0][1] * bound
-    if best[0] > (0.0, CLOSE):
-        low, high = bound, bound * (1 + WORTH)
-        few = len(chosen) <= FEW_TABLES * problem.ranks  # so items are large
-        for _ in range(BISECTIONS if relaxed.exact and few else 0):
+    best, greedy = _place(problem, relaxed, relaxed.known, bound, True)
+    known = relaxed.known
+    if best[0] > (0.0, CLOSE):  # few units a rank, or tight budgets: options with smaller and smaller items
+        tight, low, high = best[0][0] > 0, bound, bound * best[0][1]
+        for _ in range(0 if tight else BISECTIONS):
             middle = (low + high) / 2
-            found = _within(some, middle)
-            low, high, within = (middle, high, within) if found is None else (low, middle, found)
+            found = _within(problem, middle, known)
+            known = known if found is None else known | found.known
+            low, high = (middle, high) if found is None else (low, middle)
         best, bound = ((best[0][0], best[0][1] * bound / low), *best[1:]), low
-        best = _annealed(some, within, bound, best)
-    (violation, load), chosen, placed = best
-    where = np.full(len(problem.unit_kind), -1)
-    where[units] = placed
-    return Solution(kept[chosen], where, violation, load * bound, bound, most, relaxed.cost)
-
-
-def _annealed(problem: Problem, relaxed: Relaxed, bound: float, best: Placed) -> Placed:
-    """The best of this and what annealing finds with cheap options only."""
-    table = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
-    shared, found = _on_all(problem), totals(problem)
-    others = np.minimum.reduceat(shared, problem.table_options[:-1])
-    peak = np.where(problem.unit_kind[problem.option_units[:-1]] == ALL, shared, found.peak + shared)
-    peak = (peak + others.sum() - others[table]) / bound  # of the rank with the largest item
-    cheap = ((relaxed.cost <= CHEAP * bound) & (peak <= 1 + WORTH)) | (relaxed.share > 0)
-    few = len(best[1]) <= FEW_TABLES * problem.ranks
-    whole = _whole(problem, relaxed, cheap) if few else best[1]
-    cheap[whole] = True
-    some, kept, units = _only(problem, cheap)
-    chosen, cost = np.searchsorted(kept, whole), relaxed.cost[kept] / bound * problem.ranks
-    where = place_greedily(_scaled(some, bound), chosen, np.full(len(units), -1))
-    tries = int(np.clip(TRIES_EACH * len(chosen) * problem.ranks, *TRIES))
-    hot, cold = TEMPERATURES * problem.ranks / len(chosen)
-    goal, failed = CLOSE, 1.0
-    for number in range(2 * ROUNDS):
-        scaled = _scaled(some, goal * bound)
-        dear = cost + problem.ranks * np.maximum(peak[kept] / goal - 1, 0)
-        chosen, where = anneal(scaled, dear, chosen, where, tries, hot, cold, number + 1)
-        violation, load = _score(scaled, chosen, where)
-        over = np.maximum(usage(scaled, chosen, where)[0] - 1, 0).mean() + violation / problem.ranks
-        places = np.full(len(problem.unit_kind), -1)
-        places[units] = where
-        best = min(best, ((violation, load * goal), kept[chosen], places), key=lambda each: each[0])
-        failed = max(failed, goal) if over > 0 else failed
-        if best[0] <= (0.0, max(CLOSE, failed + NEAR)) or (number >= ROUNDS and best[0][0] == 0):
-            break
-        below = best[0][1] if best[0][0] == 0 else np.inf
-        goal = min(goal + max(NEAR * 1.3**number, 1.5 * over), (failed + below) / 2)
-    return best
+        for largest, part in LARGEST_ITEMS[tight]:
+            limit = (ROOM if largest else np.inf) * bound
+            found = relax(problem, SLACK * tight, limit, (largest or np.inf) * bound, part, known)
+            if found is None:
+                continue
+            known = known | found.known
+            best = min(best, _place(problem, found, known, bound, False)[0], key=lambda each: each[0])
+            if best[0] <= (0.0, ENOUGH if tight else CLOSE):
+                break
+        for seed in range(SEEDS):
+            before = best[0]
+            best = min(best, _polish(problem, best, known, bound, 2 + seed, EVALUATIONS), key=lambda each: each[0])
+            if best[0] <= (0.0, CLOSE) or (best[0][0] == before[0] == 0 and best[0][1] > SLOWER * before[1]):
+                break
+    (violation, load), chosen, where = best
+    return Solution(chosen, where, violation, load * bound, bound, greedy * relaxed.bound, relaxed.cost)
 
 
 def _scaled(problem: Problem, unit: float) -> Problem:
@@ -323,33 +308,53 @@ def _scaled(problem: Problem, unit: float) -> Problem:
     return problem._replace(load=problem.load / unit, option_shared=problem.option_shared / unit)
 
 
-def _whole(problem: Problem, relaxed: Relaxed, among: Array) -> Array:
-    """The option of each table, of those `among`, that together cost least and keep budgets; without scipy, and if that
-    is not found, those with the largest shares.
-    """
+def _rounded(problem: Problem, relaxed: Relaxed, known: Array) -> Array:
+    """The option of each table with the largest share; where budgets are exceeded then, cheap others."""
     tables = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
     chosen = np.lexsort((-relaxed.share, tables))[problem.table_options[:-1]].astype(np.int64)
-    try:
-        from scipy.optimize import LinearConstraint, milp
-        from scipy.sparse import coo_array
-    except ImportError:
-        return chosen
-    at = np.flatnonzero(among)
-    one = coo_array((np.ones(len(at)), (tables[at], np.arange(len(at)))), (tables[-1] + 1, len(at)))
-    rows = [(values[at] / size, 1 - SLACK) for values, size in _budgets(problem, totals(problem)) if values.any()]
-    result = milp(
-        relaxed.cost[at] / relaxed.bound,
-        constraints=[
-            LinearConstraint(np.stack([values for values, _ in rows]), -np.inf, [size for _, size in rows]),
-            LinearConstraint(one.tocsr(), 1, 1),
-        ],
-        integrality=np.ones(len(at)),
-        bounds=(0, 1),
-        options={"mip_rel_gap": 1e-3, "node_limit": 1_000},
-    )
-    if result.x is not None:
-        chosen = at[result.x > 0.5].astype(np.int64)
+    used = np.stack([values / size for values, size in _budgets(problem, totals(problem))], 1)
+    cost = np.where(relaxed.out | ~known, np.inf, relaxed.cost / max(relaxed.bound, 1e-12))
+    for _ in range(len(chosen)):
+        now = used[chosen].sum(0)
+        over = np.maximum(now - (1 - SLACK), 0).sum()
+        if over <= 1e-9:
+            break
+        after = now + used - used[chosen[tables]]
+        gain = over - np.maximum(after - (1 - SLACK), 0).sum(1)
+        worse = np.maximum(cost - cost[chosen[tables]], 0) + 1e-3
+        best = int(np.where(gain > 1e-9, gain / worse, 0).argmax())
+        if gain[best] <= 1e-9:
+            break
+        chosen[tables[best]] = best
     return chosen
+
+
+def _place(problem: Problem, relaxed: Relaxed, known: Array, bound: float, differ: bool) -> tuple[Placed, float]:
+    """The options with the largest shares placed and improved, of those that are known; and what greedy packing has."""
+    unit = max(bound, relaxed.bound)
+    some, kept, units = _only(_scaled(problem, unit), known)
+    chosen = np.searchsorted(kept, _rounded(problem, relaxed, known))
+    greedy = place_greedily(some, chosen, np.full(len(some.unit_kind), -1))
+    starts = [greedy, _differencing(some, chosen, greedy)] if differ else [greedy]
+    where = min(starts, key=lambda start: _score(some, chosen, start))
+    packed = _score(some, chosen, greedy)[1] * unit / bound
+    chosen, where = improve(some, chosen, where, EVALUATIONS // 8, OPTIMAL, True, 1)
+    places = np.full(len(problem.unit_kind), -1)
+    places[units] = where
+    placed = (0.0, unit / bound), kept[chosen], places
+    return _polish(problem, placed, known, bound, 1, EVALUATIONS // 8), packed
+
+
+def _polish(problem: Problem, placed: Placed, known: Array, bound: float, seed: int, evaluations: int) -> Placed:
+    """Options and places improved; loads are shares of what the largest is already, as their 16th power is compared."""
+    unit = placed[0][1]
+    some, kept, units = _only(_scaled(problem, unit * bound), known)
+    chosen, where = np.searchsorted(kept, placed[1]), placed[2][units]
+    chosen, where = improve(some, chosen, where, evaluations, OPTIMAL / unit, False, seed)
+    violation, load = _score(some, chosen, where)
+    places = np.full(len(problem.unit_kind), -1)
+    places[units] = where
+    return (violation, load * unit), kept[chosen], places
 
 
 def _only(problem: Problem, known: Array) -> tuple[Problem, Array, Array]:
