@@ -25,6 +25,8 @@ from tritonemb.sharding import (
     TableWise,
     uniform_plan,
 )
+from tritonemb.sharding.planner.options import make_problem
+from tritonemb.sharding.planner.search import relax
 from tritonemb.sharding.planner.topology import machine
 
 GB = 1e9
@@ -144,6 +146,62 @@ def test_a_table_that_only_several_nodes_have_room_for_is_not_put_on_one():
         te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host", "table_row_wise")})
     spread = te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host")})
     fits(spread, [table], topology, 64)
+
+
+def relaxed(tables, topology, stats, slack=0.0):
+    """The relaxation of the problem, with budgets cut by `slack`; None if it is not feasible."""
+    try:
+        problem = make_problem(CostModel(tables, topology, 256, stats=stats), [Constraint()] * len(tables))[1]
+    except te.PlanError:
+        return None
+    return relax(problem, slack)
+
+
+def tight_topology(tables, stats, ranks):
+    """All three budgets 5 % above what makes the relaxation feasible, within 5 %."""
+    size = sum(table.num_embeddings * (4 * table.embedding_dim + 4) for table in tables)
+    own = CostModel(tables, te.Topology(ranks, 8), 256, stats=stats).memory_of_rank
+
+    def scaled(factor):
+        hbm, nodes = 0.3 * size / ranks * factor + own, ranks // 8
+        return te.Topology(ranks, 8, hbm=hbm, host=0.4 * size / nodes * factor, disk=0.6 * size / nodes * factor)
+
+    low, high = 0.05, 4.0
+    while high > 1.01 * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if relaxed(tables, scaled(middle), stats) is not None else (middle, high)
+    return scaled(1.05 * high)
+
+
+MODELS = [
+    (50, 8),
+    (100, 8),
+    (200, 8),
+    (500, 8),
+    (1_000, 8),
+    (2_000, 8),
+    (50, 128),
+    (200, 128),
+    (500, 128),
+    (2_000, 128),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("number", "ranks"), MODELS)
+def test_plans_with_tight_budgets_fit_and_are_near_the_bound(number, ranks, seed):
+    tables, stats = zipf_tables(number, seed, 1e7 * number)
+    topology = tight_topology(tables, stats, ranks)
+    assert relaxed(tables, topology, stats, 0.03) is not None
+    plan = te.plan(tables, topology, batch_size=256, stats=stats)
+    fits(plan, tables, topology, 256, stats=stats)
+    assert plan.report.load <= plan.report.greedy
+    gap = plan.report.load / plan.report.bound - 1
+    if number >= 15 * ranks:
+        assert gap <= 0.05
+    if number >= 200 and gap > 0.03:
+        pytest.xfail(f"{100 * gap:.1f} % above the bound, the goal is 3 %")
 
 
 @pytest.mark.more
