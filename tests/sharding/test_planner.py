@@ -25,6 +25,8 @@ from tritonemb.sharding import (
     TableWise,
     uniform_plan,
 )
+from tritonemb.sharding.planner.options import make_problem
+from tritonemb.sharding.planner.search import relax
 from tritonemb.sharding.planner.topology import machine
 
 GB = 1e9
@@ -96,6 +98,110 @@ def test_few_tables_are_placed_as_brute_force_places_them(seed, types):
     plan = te.plan(tables, topology, batch_size=256, stats=stats, constraints=constraints)
     assert model.predict(plan).load <= 1.01 * best
     assert plan.report.bound <= best * (1 + 1e-9)
+
+
+def least_largest_sum(values: list[float], ranks: int) -> float:
+    """The least that the largest of `ranks` sums of these can be, by branch and bound."""
+    values, sums, best = sorted(values, reverse=True), [0.0] * ranks, sum(values)
+    mean = best / ranks
+
+    def place(number: int) -> None:
+        nonlocal best
+        if number == len(values):
+            best = max(sums)
+            return
+        for rank in range(ranks):
+            if sums[rank] in sums[:rank] or sums[rank] + values[number] >= best or best <= mean:
+                continue
+            sums[rank] += values[number]
+            place(number + 1)
+            sums[rank] -= values[number]
+
+    place(0)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", [7, pytest.param(10, marks=pytest.mark.more), 12])
+def test_whole_tables_on_four_ranks_are_placed_as_branch_and_bound_places_them(number, seed):
+    random = np.random.default_rng(seed)
+    tables = [te.TableConfig(f"t{n}", int(10 ** random.uniform(3, 6)), 32) for n in range(number)]
+    stats = {table.name: TableStats(float(random.uniform(5, 60))) for table in tables}
+    alone = np.array([
+        CostModel([table], te.Topology(4), 4_096, stats={table.name: stats[table.name]}).predict(
+            ShardingPlan({table.name: TableWise(0)}, 4)).seconds.sum(1) for table in tables
+    ])  # fmt: skip
+    own = (alone[:, 0] - alone[:, 1]).tolist()
+    best = least_largest_sum(own, 4) + alone[:, 1].sum()
+    constraints = {"*": Constraint(types="table_wise", placements="device")}
+    plan = te.plan(tables, te.Topology(4), batch_size=4_096, stats=stats, constraints=constraints)
+    assert best * (1 - 1e-9) <= plan.report.load <= 1.01 * best
+    assert plan.report.bound <= best * (1 + 1e-9)
+
+
+def test_a_table_that_only_several_nodes_have_room_for_is_not_put_on_one():
+    table = te.TableConfig("a", 10_000_000, 64)
+    topology = te.Topology(8, 4, hbm=1 * GB, host=2 * GB)
+    with pytest.raises(te.PlanError, match="short"):
+        te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host", "table_row_wise")})
+    spread = te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host")})
+    fits(spread, [table], topology, 64)
+
+
+def relaxed(tables, topology, stats, slack=0.0):
+    """The relaxation of the problem, with budgets cut by `slack`; None if it is not feasible."""
+    try:
+        problem = make_problem(CostModel(tables, topology, 256, stats=stats), [Constraint()] * len(tables))[1]
+    except te.PlanError:
+        return None
+    return relax(problem, slack)
+
+
+def tight_topology(tables, stats, ranks):
+    """All three budgets 5 % above what makes the relaxation feasible, within 5 %."""
+    size = sum(table.num_embeddings * (4 * table.embedding_dim + 4) for table in tables)
+    own = CostModel(tables, te.Topology(ranks, 8), 256, stats=stats).memory_of_rank
+
+    def scaled(factor):
+        hbm, nodes = 0.3 * size / ranks * factor + own, ranks // 8
+        return te.Topology(ranks, 8, hbm=hbm, host=0.4 * size / nodes * factor, disk=0.6 * size / nodes * factor)
+
+    low, high = 0.05, 4.0
+    while high > 1.01 * low:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if relaxed(tables, scaled(middle), stats) is not None else (middle, high)
+    return scaled(1.05 * high)
+
+
+MODELS = [
+    (50, 8),
+    (100, 8),
+    (200, 8),
+    (500, 8),
+    (1_000, 8),
+    (2_000, 8),
+    (50, 128),
+    (200, 128),
+    (500, 128),
+    (2_000, 128),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("number", "ranks"), MODELS)
+def test_plans_with_tight_budgets_fit_and_are_near_the_bound(number, ranks, seed):
+    tables, stats = zipf_tables(number, seed, 1e7 * number)
+    topology = tight_topology(tables, stats, ranks)
+    assert relaxed(tables, topology, stats, 0.03) is not None
+    plan = te.plan(tables, topology, batch_size=256, stats=stats)
+    fits(plan, tables, topology, 256, stats=stats)
+    assert plan.report.load <= plan.report.greedy
+    gap = plan.report.load / plan.report.bound - 1
+    if number >= 15 * ranks:
+        assert gap <= 0.05
+    if number >= 200 and gap > 0.03:
+        pytest.xfail(f"{100 * gap:.1f} % above the bound, the goal is 3 %")
 
 
 @pytest.mark.more

@@ -115,6 +115,7 @@ def relax(
     table, found = np.repeat(numbers, np.diff(problem.table_options)), totals(problem)
     smallest = np.minimum.reduceat(found.most, starts)[table]
     out = found.peak + problem.option_shared > min(limit, largest) * (1 + 1e-9)
+    out |= found.most > 1 + 1e-9  # as a shard on each rank of a node may fit, but not all of them
     out |= outer if outer is not None else False
     out |= (found.most > part) & (found.most > smallest * (1 + 1e-9))
     if np.logical_and.reduceat(out, starts).any():
