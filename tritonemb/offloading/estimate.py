@@ -92,9 +92,10 @@ def estimate_offload(
 ) -> OffloadEstimates:  # fmt: skip
     """What each setting of `te.offload` needs on one of `world_size` ranks, and how long a step takes.
 
-    With P parameters of b bytes on a rank (ZeRO-Infinity, section 3): parameters P·b, gradients P·b, states P·s and
-    4·P more for fp32 master weights if b is 2. A step reads and writes the states once, and reads the parameters for
-    the forward and the backward; 6 operations a parameter and token are computed meanwhile, 8 with checkpointing.
+    With P parameters of b bytes on a rank (ZeRO-Infinity, section 3): parameters P·b, gradients P·b, states P·s and 4·P
+    more for fp32 master weights if b is 2, or if both are on disk. A step reads and writes the states once, and reads
+    the parameters for the forward and the backward; 6 operations a parameter and token are computed meanwhile, 8 with
+    checkpointing.
 
     Args:
         model: a model, which may be on "meta", or a number of parameters.
@@ -120,16 +121,18 @@ def estimate_offload(
     has = machine or Machine.here(path, world_size)
     most = has.device if budget is None else float(parse_bytes(budget))
     own = total / world_size
-    values, states = own * item, own * (state_bytes + (4 if item == 2 else 0))
+    values = own * item
     working = working_bytes if working_bytes is not None else 2.0 * largest * item
     compute = (8 if activation_bytes else 6) * total * batch_tokens / has.flops
     found = []
     for params, of_states, of_activations in product(*[get_args(TierName)] * 3):
         if of_activations != "device" and not activation_bytes:
             continue
+        masters = item == 2 or params == of_states == "disk"
+        states = own * (state_bytes + 4 * masters)
         room = dict.fromkeys(get_args(TierName), 0.0)
         room[params] += values
-        room["device" if of_states == "device" else "host"] += values  # gradients
+        room["device" if params == of_states == "device" else "host"] += values  # gradients
         room[of_states] += states
         room[of_activations] += activation_bytes
         room["device"] += working if params != "device" else 0.0
