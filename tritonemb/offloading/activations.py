@@ -27,7 +27,8 @@ class SavedStorage:
         self._block[: self.num_bytes].copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
         self.writing: IoFuture | None = self.span.write(self._block)
         self._reading: IoFuture | None = None
-        weakref.finalize(self, store.give_back, self.num_bytes, self.span).atexit = False
+        # Not a method: that would keep the store, and it this, alive for ever.
+        weakref.finalize(self, store.free[pages(self.num_bytes)].append, self.span).atexit = False
 
     def _empty(self) -> Tensor:
         if self._device.type == "cpu":
@@ -79,7 +80,7 @@ class ActivationStore:
 
     def __init__(self, tier: Tier, device: torch.device, pending_bytes: int, keep: Iterable[Tensor]) -> None:
         self.device, self._tier, self._most = device, tier, pending_bytes
-        self._free: defaultdict[int, list[Span]] = defaultdict(list)
+        self.free: defaultdict[int, list[Span]] = defaultdict(list)
         self._last: weakref.ref[SavedStorage] | None = None
         self._pending: list[SavedStorage] = []
         self._known: dict[tuple[int, int], weakref.ref[SavedStorage]] = {}  # by storage and version
@@ -112,8 +113,5 @@ class ActivationStore:
         return whole.as_strided(packed.size, packed.stride, packed.offset)
 
     def take(self, num_bytes: int) -> Span:
-        spans = self._free[pages(num_bytes)]
+        spans = self.free[pages(num_bytes)]
         return spans.pop() if spans else self._tier.reserve(pages(num_bytes))
-
-    def give_back(self, num_bytes: int, span: Span) -> None:
-        self._free[pages(num_bytes)].append(span)
