@@ -26,7 +26,7 @@ from tests.offloading.models import (
 )
 
 TIERS = ("device", "host", "disk")
-ARENA = {mlp: 76_000, Transformer: 100_000, Recurrent: 90_000, dlrm: 50_000}  # less than the parameters, no tiles
+ARENA = {mlp: 76_000, Transformer: 100_000, Recurrent: 90_000, dlrm: 110_000}  # less than the parameters, no tiles
 
 
 def on(make, params="device", states="device", **more):
@@ -55,7 +55,8 @@ def test_a_tier_changes_no_bit(make, params, states, tmp_path):
     if params != "device":
         assert min(report.moved[params]) > 0
         assert 0 < report.arena_peak <= report.arena_bytes <= ARENA[make]
-    assert report.moved.get("disk", (1, 1)) > (0, 0)
+    if states == "disk" and len(found.optimizer.groups) > found.optimizer.buffers.number:
+        assert min(report.moved["disk"]) > 0
     te.offloading.close(found.model)
     assert not list(tmp_path.iterdir())
 
