@@ -21,7 +21,7 @@ class TileLayer(nn.Linear):
             nn.init.uniform_(parameter, -(self.fan_in**-0.5), self.fan_in**-0.5)
 
 
-class Tile(NamedTuple):
+class WeightTile(NamedTuple):
     """The place of a tile's weight in the whole weight: outputs are rows, inputs are columns."""
 
     layer: TileLayer
@@ -84,12 +84,12 @@ class TiledLinear(nn.Module):
             outputs.append(output)
         return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
 
-    def grid(self) -> Iterator[Tile]:
+    def grid(self) -> Iterator[WeightTile]:
         """The tiles, row by row, and where their weights are in the whole."""
         first_row = 0
         for row in self.tiles:
             for layer, first_column in zip(layers_of(row), accumulate([0, *self._columns]), strict=False):
-                yield Tile(layer, first_row, first_column)
+                yield WeightTile(layer, first_row, first_column)
             first_row += layers_of(row)[0].out_features
 
     @torch.no_grad()

@@ -96,7 +96,7 @@ class LoadPlanner(DefaultLoadPlanner):
             found.commit(read_item.dest_index)
 
 
-class Place(NamedTuple):
+class StoredPlace(NamedTuple):
     """A parameter's name and shape in a checkpoint, and the part of it that this rank has: of a tile, or a shard."""
 
     name: str
@@ -133,7 +133,7 @@ def _write(write: Callable[[int, Tensor], None], begin: int, values: Tensor) -> 
     write(begin, values.reshape(-1))
 
 
-def _places(model: nn.Module) -> Iterator[tuple[Any, Place]]:
+def _places(model: nn.Module) -> Iterator[tuple[Any, StoredPlace]]:
     tiles: dict[int, tuple[str, torch.Size, tuple[int, ...]]] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, TiledLinear):
@@ -149,7 +149,7 @@ def _places(model: nn.Module) -> Iterator[tuple[Any, Place]]:
             size = torch.Size(shape)
         fqn, whole, origin = tiles.get(id(p), (name, torch.Size(p.shape), (0,) * p.dim()))
         fqn = fqn.removeprefix(".").replace("_orig_mod.", "")
-        yield p, Place(fqn, whole, tuple(a + b for a, b in zip(origin, at, strict=True)), tuple(size))
+        yield p, StoredPlace(fqn, whole, tuple(a + b for a, b in zip(origin, at, strict=True)), tuple(size))
 
 
 def _is_mine(p: Any) -> bool:
@@ -165,7 +165,7 @@ def _model_and_states(model: nn.Module, optimizer: OffloadedOptimizer, for_savin
     parts: dict[str, tuple[torch.Size, torch.dtype, list[Block]]] = {}
     found: dict[str, Any] = {}
 
-    def add(key: str, place: Place, dtype: torch.dtype, read: Any, write: Any, mine: bool) -> None:
+    def add(key: str, place: StoredPlace, dtype: torch.dtype, read: Any, write: Any, mine: bool) -> None:
         _, _, blocks = parts.setdefault(key, (place.shape, dtype, []))
         blocks += place.stored(dtype, read, write) if mine or not for_saving else []
 

@@ -39,7 +39,7 @@ def flat_like(tensor: Tensor, other: Tensor) -> Tensor:
     return flat(tensor)
 
 
-class Part:
+class StatePart:
     """Elements of a parameter that are stepped at once, with their states.
 
     `small` are states of one value, as "step". `piece` is where the values are if the parameter is offloaded.
@@ -70,14 +70,14 @@ class Part:
 class SubGroup:
     """Parts that are stepped at once. `memory` has their states, if they are in memory; else they are in `span`."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[StatePart]) -> None:
         self.parts, self.num_bytes = parts, 0
         self.memory: Tensor | None = None
         self.span: Span | None = None
         self.reading: IoFuture | None = None
         self.filled = False  # the span has something
 
-    def lay_out(self, states: Callable[[Part], Mapping[str, torch.dtype]]) -> None:
+    def lay_out(self, states: Callable[[StatePart], Mapping[str, torch.dtype]]) -> None:
         for part in self.parts:
             for name, dtype in states(part).items():
                 part.offsets[name] = self.num_bytes, dtype
@@ -189,14 +189,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._step_on = device if tier is None else torch.device("cpu")
         self._on_disk = isinstance(tier, DiskTier)
         self._scratch: Tensor | None = None
-        self._read_ahead: dict[Part, tuple[Tensor, IoFuture]] = {}
+        self._read_ahead: dict[StatePart, tuple[Tensor, IoFuture]] = {}
         self._writes: deque[tuple[Tensor, IoFuture]] = deque()
         self._host_gradients: dict[Any, Tensor] = {}
         for group in self.param_groups:
             self._check(group)
         self._states = [self._elementwise_states(group) for group in self.param_groups]
         self.groups = list(self._sub_groups(sub_group))
-        self._parts: dict[Any, list[Part]] = {}
+        self._parts: dict[Any, list[StatePart]] = {}
         for each in self.groups:
             for part in each.parts:
                 self._parts.setdefault(part.parameter, []).append(part)
@@ -313,7 +313,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found: dict[str, Any] = {}
         shape = local_shape(parameter)
 
-        def copy_parts(group: SubGroup, parts: list[Part]) -> None:
+        def copy_parts(group: SubGroup, parts: list[StatePart]) -> None:
             for part in parts:
                 found.update(part.small)
                 for name, values in part.arrays(_of(group)).items():
@@ -346,7 +346,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Functions that read elements `begin` to `end` of a state, and write some from `begin` on."""
 
         def visit(begin: int, values: Tensor, write: bool) -> None:
-            def copy_parts(group: SubGroup, parts: list[Part]) -> None:
+            def copy_parts(group: SubGroup, parts: list[StatePart]) -> None:
                 for part in parts:
                     first, last = max(begin, part.begin), min(begin + values.numel(), part.end)
                     mine = part.arrays(_of(group))[name][first - part.begin : last - part.begin]
@@ -383,7 +383,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def end_load(self, parameter: Any, small: dict[str, Any], has_master: bool) -> None:
         """All states of a parameter were written."""
 
-        def end(group: SubGroup, parts: list[Part]) -> None:
+        def end(group: SubGroup, parts: list[StatePart]) -> None:
             for part in parts:
                 part.ready = True
                 part.small = {n: v.clone() if isinstance(v, Tensor) else v for n, v in small.items()}
@@ -416,7 +416,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         other = self._compute_dtype(parameter) != parameter.dtype or local(parameter).device != self._step_on
         return other or both_on_disk
 
-    def _names(self, part: Part) -> dict[str, torch.dtype]:
+    def _names(self, part: StatePart) -> dict[str, torch.dtype]:
         dtype = self._compute_dtype(part.parameter)
         master = {MASTER: dtype} if self._has_master(part.parameter) else {}
         shaped = [name for name, v in self._states[part.group].items() if isinstance(v, Tensor) and v.ndim]
@@ -466,7 +466,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return type(self._inner)([p], **{k: v for k, v in group.items() if k in self._inner.defaults}).state[p]
 
     def _sub_groups(self, elements: int) -> Iterator[SubGroup]:
-        parts: list[Part] = []
+        parts: list[StatePart] = []
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
                 pieces: list[tuple[int, int, Any]]
@@ -479,11 +479,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     if parts and sum(each.numel for each in parts) + end - begin > elements:
                         yield SubGroup(parts)
                         parts = []
-                    parts.append(Part(p, number, begin, end, slot, piece))
+                    parts.append(StatePart(p, number, begin, end, slot, piece))
         yield SubGroup(parts)
 
     def _over_groups(
-        self, work: Callable[[SubGroup, list[Part]], object], which: Callable[[Part], bool], writes: bool = True
+        self,
+        work: Callable[[SubGroup, list[StatePart]], object],
+        which: Callable[[StatePart], bool],
+        writes: bool = True,
     ) -> None:
         """Call `work` for each sub-group that has such parts, with its states in memory."""
         order = [(each, parts) for each in self.groups if (parts := [part for part in each.parts if which(part)])]
@@ -503,7 +506,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._steps += writes
 
     @torch.no_grad()
-    def _step_group(self, group: SubGroup, parts: list[Part]) -> None:
+    def _step_group(self, group: SubGroup, parts: list[StatePart]) -> None:
         memory = _of(group)
         values = [self._values(part, part.arrays(memory)) for part in parts]
         for ready, some in groupby(zip(parts, values, strict=True), key=lambda each: each[0].ready):
@@ -511,9 +514,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for part, value in zip(parts, values, strict=True):
             self._put(part, value, part.arrays(memory))
 
-    def _step_parts(self, some: list[tuple[Part, Tensor]], memory: Tensor, ready: bool) -> None:
+    def _step_parts(self, some: list[tuple[StatePart, Tensor]], memory: Tensor, ready: bool) -> None:
         states: dict[Any, dict[str, Any]] = {}
-        leaves: list[tuple[Part, nn.Parameter]] = []
+        leaves: list[tuple[StatePart, nn.Parameter]] = []
         used = 0
         for part, value in some:
             leaf = nn.Parameter(value)
@@ -552,7 +555,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         return self._scratch
 
-    def _values(self, part: Part, arrays: dict[str, Tensor]) -> Tensor:
+    def _values(self, part: StatePart, arrays: dict[str, Tensor]) -> Tensor:
         """The values to step: the master weights, or the parameter's own."""
         if MASTER in arrays:
             if not part.ready:
@@ -560,7 +563,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return arrays[MASTER]
         return self._own_values(part)
 
-    def _own_values(self, part: Part) -> Tensor:
+    def _own_values(self, part: StatePart) -> Tensor:
         if part.slot is None:
             return flat(local(part.parameter))[part.begin : part.end]
         self._start_values(part)
@@ -568,7 +571,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         reading.wait()
         return buffer[: part.piece.span.num_bytes].view(part.slot.dtype)
 
-    def _start_values(self, part: Part) -> None:
+    def _start_values(self, part: StatePart) -> None:
         """Start to read values that are not among the states."""
         if part.slot is not None and part not in self._read_ahead:
             span = part.piece.span
@@ -589,7 +592,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 return buffer[: pages(num_bytes)]
         return aligned(num_bytes, self._device)
 
-    def _put(self, part: Part, value: Tensor, arrays: dict[str, Tensor]) -> None:
+    def _put(self, part: StatePart, value: Tensor, arrays: dict[str, Tensor]) -> None:
         """Let the parameter have the stepped values, if they are not its own memory."""
         slot = part.slot
         if slot is None:
@@ -611,7 +614,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Replace the states of parameters; those of others are as before their first step."""
         given = {p: {name: _local_value(value) for name, value in each.items()} for p, each in states.items() if each}
 
-        def fill(group: SubGroup, parts: list[Part]) -> None:
+        def fill(group: SubGroup, parts: list[StatePart]) -> None:
             for part in parts:
                 found, arrays = given.get(part.parameter, {}), part.arrays(_of(group))
                 part.small, part.ready = {}, bool(found)
@@ -631,7 +634,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _renew_masters(self, slot: Slot) -> None:
         """A parameter was written to from outside."""
 
-        def renew(group: SubGroup, parts: list[Part]) -> None:
+        def renew(group: SubGroup, parts: list[StatePart]) -> None:
             for part in parts:
                 if part.ready and MASTER in part.offsets:
                     part.arrays(_of(group))[MASTER].copy_(self._own_values(part))

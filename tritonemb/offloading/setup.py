@@ -225,11 +225,10 @@ class Moved:
                 elif local(p).is_meta:
                     made = torch.empty_like(p, device=device)
                     self._becomes[p] = nn.Parameter(made, requires_grad=p.requires_grad)
-        for was, new in self._becomes.items():
-            if not any(was is each for parts in self.now.values() for each, _ in parts):
-                self.now[was] = [(was, ...)]
-            for parts in self.now.values():
-                parts[:] = [(new if each is was else each, part) for each, part in parts]
+        tiles = {id(each) for parts in self.now.values() for each, _ in parts}
+        for parts in self.now.values():
+            parts[:] = [(self._becomes.get(each, each), part) for each, part in parts]
+        self.now.update({was: [(new, ...)] for was, new in self._becomes.items() if id(was) not in tiles})
 
     def commit(self) -> None:
         """Move the values, module by module, to where they will be."""
