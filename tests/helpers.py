@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()
 CACHED = "cached disk"  # a placement on disk with some rows in host memory
 _Size = TypeVar("_Size")
+
+
+def resident_growth(do: Callable[[], object], attempts: int = 3) -> int:
+    """Bytes by which the resident set grows while `do` runs and what it returns lives: the least of a few attempts.
+
+    Other threads and a fragmented heap may add to any one of them.
+    """
+    process, growths = psutil.Process(), []
+    for _ in range(attempts):
+        before = process.memory_info().rss
+        kept = do()
+        growths.append(process.memory_info().rss - before)
+        del kept
+    return min(growths)
 
 
 def fewer(full: _Size, interpreted: _Size) -> _Size:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import resident_growth
 from tests.storage.stores import disk_rows, read, some_records, write
 from tritonemb.storage import StorageError, page_table
 from tritonemb.storage.page_table import LEAF, PageTable
@@ -50,15 +50,15 @@ def test_they_grow_and_are_listed_in_pieces(monkeypatch):
 
 
 def test_memory_is_that_of_what_was_written():
-    memory = psutil.Process().memory_info().rss
-    table = PageTable(10**9)
-    assert psutil.Process().memory_info().rss - memory < 1 << 20
-    table.allocate(np.arange(0, 10**9, 10**5))  # 10,000 blocks far apart: 128 bytes each, and a page above for each
-    assert psutil.Process().memory_info().rss - memory < 60 << 20
-    dense = PageTable(10**6)
-    memory = psutil.Process().memory_info().rss
-    dense.allocate(np.arange(10**6))
-    assert psutil.Process().memory_info().rss - memory < 40 << 20
+    def written(num_blocks, blocks):
+        table = PageTable(num_blocks)
+        table.allocate(blocks)
+        return table
+
+    assert resident_growth(lambda: PageTable(10**9)) < 1 << 20
+    # 10,000 blocks far apart: 128 bytes each, and a page above for each
+    assert resident_growth(lambda: written(10**9, np.arange(0, 10**9, 10**5))) < 60 << 20
+    assert resident_growth(lambda: written(10**6, np.arange(10**6))) < 40 << 20
 
 
 def test_a_file_has_a_limited_number_of_positions(tmp_path, monkeypatch):
