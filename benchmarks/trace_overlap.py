@@ -1,9 +1,11 @@
-"""One step of a DLRM on two ranks, as a Chrome trace and a picture: what is computed while messages cross.
+"""One step on two ranks, as a Chrome trace and a picture: what is computed while messages cross and data moves.
 
 `python -m benchmarks.trace_overlap` writes `docs/overlap.trace.json.gz` (open it in https://ui.perfetto.dev) and
-`docs/overlap.png`. The ranks are processes of this machine, and messages are held back as in `bench_overlap`. The trace
-is torch's profiler's, less what is nested or lasts less than 50 µs, and has the messages of each rank beside it, from
-their sending until a network would have brought them.
+`docs/overlap.png`: a step of a DLRM, whose messages are held back as in `bench_overlap`. `--offload` writes
+`docs/offload.trace.json.gz` and `docs/offload.png`: a step of transformer layers that `fully_shard` has sharded, with
+parameters in host memory, and states and activations on disk. The ranks are processes of this machine. The trace is
+torch's profiler's, less what is nested or lasts less than 50 µs, with the messages of each rank, or the copies and
+transfers of its tiers, beside it.
 """
 
 from __future__ import annotations
@@ -12,24 +14,34 @@ import argparse
 import gzip
 import json
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import tritonemb as te
 from benchmarks import bench_overlap
 from benchmarks.bench_overlap import BATCH_SIZE, WIDTH, Steps
 from tests.ranks import Ranks
 from tritonemb.comm.group import RankGroup
+from tritonemb.offloading.tiers import DiskTier
+from tritonemb.storage.store import OperationQueue
 
 SHORTEST = 50.0  # microseconds
 MESSAGE, WAIT, AUTOGRAD = "message: ", "wait for ", "autograd::engine::evaluate_function: "
-WHOLE = ("step", "DistributedDataParallel.forward")
-COLORS = {MESSAGE: "#1f77b4", WAIT: "#d62728", "": "#c8c8c8"}
-LABELS = {MESSAGE: "message on its way", WAIT: "waiting for one", "": "computing"}
+WHOLE = ("step", "DistributedDataParallel.forward", "FSDP::", "Optimizer.", "record_param_comms", "c10d::")
+COLLECTIVE, COPY, READ, WRITE = "gloo:", "host copy", "disk read", "disk write"
+COLORS = {
+    MESSAGE: "#1f77b4", WAIT: "#d62728", COLLECTIVE: "#1f77b4", COPY: "#2ca02c", READ: "#9467bd", WRITE: "#ff7f0e",
+    "": "#c8c8c8",
+}  # fmt: skip
+LABELS = {MESSAGE: "message on its way", WAIT: "waiting for one", COLLECTIVE: "collective", "": "computing"}
 
 
 def record_step(rank: int, world: int) -> list[dict[str, Any]]:
@@ -54,13 +66,72 @@ def record_step(rank: int, world: int) -> list[dict[str, Any]]:
             return wait
 
         held_back.clear()
-        with mock.patch.object(RankGroup, "start_all_to_all", recorded), tempfile.TemporaryDirectory() as folder:
-            with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
-                step()
-            path = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(path))
-            found = json.loads(path.read_text())["traceEvents"]
-    return list(events_of(found, rank, held_back))
+        with mock.patch.object(RankGroup, "start_all_to_all", recorded):
+            found, _ = profiled(step)
+    return [event for event in events_of(found, rank, held_back) if event["tid"] != COLLECTIVE]
+
+
+def profiled(step: Callable[[], object]) -> tuple[list[dict[str, Any]], float]:
+    """The events of torch's profiler, and when the step began by this process's clock."""
+    with tempfile.TemporaryDirectory() as folder:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step"):
+            began = time.perf_counter()
+            step()
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"], began
+
+
+def record_offloaded_step(rank: int, world: int) -> list[dict[str, Any]]:
+    """Likewise, of a step whose parameters come from host memory and whose states and activations from the disk."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(6)]
+    model: Any = nn.Sequential(*layers)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    x, moved = torch.randn(2, 128, 512), list[tuple[str, float, float]]()
+    transfer, submit = DiskTier.transfer, OperationQueue.submit
+
+    def on_disk(tier: Any, span: Any, values: Any, write: bool) -> None:
+        begin = time.perf_counter()
+        transfer(tier, span, values, write)
+        moved.append((WRITE if write else READ, begin, time.perf_counter()))
+
+    def in_memory(operations: Any, work: Callable[[], None]) -> Any:
+        def copy() -> None:
+            begin = time.perf_counter()
+            work()
+            moved.append((COPY, begin, time.perf_counter()))
+
+        return submit(operations, copy if operations._name == "tritonemb-offload-copy" else work)
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, optimizer = te.offload(
+            model, optimizer, params="host", states="disk", activations="disk", path=folder, budget="40MiB"
+        )
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        with mock.patch.object(DiskTier, "transfer", on_disk), mock.patch.object(OperationQueue, "submit", in_memory):
+            found, began = profiled(step)
+        te.offloading.close(model)
+    events = list(events_of(found, rank, []))
+    for name, begin, end in moved:
+        at, lasts = 1e6 * (begin - began), 1e6 * (end - begin)
+        if at >= 0:
+            events.append(_event(name, rank, name, at, lasts))
+    return events
+
+
+def _event(name: str, rank: int, line: str, at: float, lasts: float) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "pid": f"rank {rank}", "tid": line, "ts": round(at, 1), "dur": round(lasts, 1)}
 
 
 def events_of(found: list[dict[str, Any]], rank: int, held_back: list[float]) -> Iterator[dict[str, Any]]:
@@ -70,16 +141,16 @@ def events_of(found: list[dict[str, Any]], rank: int, held_back: list[float]) ->
     seconds, end = iter(held_back), 0.0
     for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
         name, at, lasts = event["name"].removeprefix(AUTOGRAD), event["ts"] - step["ts"], event["dur"]
-        line = "gloo" if name.startswith("gloo:") else "computes"
+        line = COLLECTIVE if name.startswith(COLLECTIVE) else "computes"
         if name.startswith(MESSAGE):
             line, lasts = "messages", 1e6 * next(seconds)
-        elif name in WHOLE or not 0 <= at <= step["dur"] or lasts < SHORTEST:
+        elif name.startswith(WHOLE) or not 0 <= at <= step["dur"] or lasts < SHORTEST:
             continue
         elif line == "computes" and not name.startswith(WAIT):
             if at < end:  # nested
                 continue
             end = at + lasts
-        yield {"name": name, "ph": "X", "pid": f"rank {rank}", "tid": line, "ts": round(at, 1), "dur": round(lasts, 1)}
+        yield _event(name, rank, line, at, lasts)
 
 
 def draw(events: list[dict[str, Any]], path: Path) -> None:
@@ -88,32 +159,40 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import patches, pyplot
 
-    events = [event for event in events if event["tid"] != "gloo"]
-    lines = sorted({(event["pid"], event["tid"]) for event in events}, reverse=True)
-    figure, axes = pyplot.subplots(figsize=(12, 3.2), layout="constrained")
+    order = ["computes", "messages", COLLECTIVE, COPY, READ, WRITE]
+    lines = sorted({(event["pid"], event["tid"]) for event in events}, key=lambda line: (line[0], order.index(line[1])))
+    lines.reverse()
+    figure, axes = pyplot.subplots(figsize=(12, 1.2 + 0.5 * len(lines)), layout="constrained")
+    kinds = dict[str, None]()
     for event in sorted(events, key=lambda event: event["name"].startswith(WAIT)):  # which are drawn above others
         kind = next(prefix for prefix in COLORS if event["name"].startswith(prefix))
+        kinds[kind] = None
         place, begin, lasts = lines.index((event["pid"], event["tid"])), event["ts"] / 1000, event["dur"] / 1000
         axes.barh(place, lasts, left=begin, height=0.7, color=COLORS[kind])
         if kind == MESSAGE:
             name = event["name"].removeprefix(MESSAGE)
             axes.text(begin + lasts / 2, place, name, ha="center", va="center", fontsize=8, color="white")
-    axes.set_yticks(range(len(lines)), [f"{rank} {line}" for rank, line in lines], fontsize=9)
+    axes.set_yticks(range(len(lines)), [f"{rank} {LABELS.get(line, line)}" for rank, line in lines], fontsize=9)
     axes.set_xlabel("milliseconds")
     axes.spines[["top", "right"]].set_visible(False)
-    handles = [patches.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-    figure.legend(handles, list(LABELS.values()), loc="outside upper center", ncols=3, frameon=False)
+    shown = [kind for kind in COLORS if kind in kinds]
+    handles = [patches.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in shown]
+    names = [LABELS.get(kind, kind) for kind in shown]
+    figure.legend(handles, names, loc="outside upper center", ncols=len(shown), frameon=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/overlap"), help="the files' path without endings")
-    out = parser.parse_args().out
+    parser.add_argument("--offload", action="store_true", help="a step of layers that are offloaded")
+    parser.add_argument("--out", type=Path, help="the files' path without endings")
+    arguments = parser.parse_args()
+    record, name = (record_offloaded_step, "offload") if arguments.offload else (record_step, "overlap")
+    out = arguments.out or Path("docs", name)
     ranks = Ranks(2)
     try:
-        events = [event for of_rank in ranks.run(record_step, 2) for event in of_rank]
+        events = [event for of_rank in ranks.run(record, 2) for event in of_rank]
     finally:
         ranks.close()
     versions = {"torch": torch.__version__}

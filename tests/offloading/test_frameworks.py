@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ EVERYWHERE = [
     pytest.param({"states": "host"}, id="states"),
     pytest.param({"params": "disk", "states": "disk", "activations": "host"}, id="all"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_forgets() -> Iterator[None]:
+    """The state that Accelerate keeps for the process, which would refuse another precision."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)
 
 
 def make_net() -> nn.Sequential:

@@ -25,6 +25,7 @@ ALIGNMENT = 64  # bytes, of a state within its sub-group
 MASTER = "master"  # the fp32 weights of a 16-bit parameter, kept among its states
 WRITES = 4  # of pieces of parameters in flight
 LEAST_BUFFERS = 3  # one is read, one is stepped, one is written
+DEPTH = 4  # sub-groups that are read or written at once, at most
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class Buffers:
         group.filled = True
         self._stepped[id(group)] = group
         needed = sum(each.memory is None and each.span is not None for each in rest)
-        if len(self._free) + len(self._writing) + self.number - self._made < min(needed, 2):
+        if len(self._free) + len(self._writing) + self.number - self._made < min(needed, DEPTH, self.number - 1):
             self._write_oldest()
 
     def reset(self, groups: list[SubGroup]) -> None:

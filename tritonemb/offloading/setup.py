@@ -114,7 +114,7 @@ def offload(
     if strange:
         raise ValueError(f"the optimizer has {len(strange)} parameters that the model has not, of shapes {strange[:3]}")
     most = given - (arena_bytes if params != "device" else 0) if states == "disk" else SUB_GROUP * STATE_BYTES * 4
-    elements = max(PIECE, min(SUB_GROUP, most // (4 * STATE_BYTES)) // PIECE * PIECE)
+    elements = max(PIECE, min(SUB_GROUP, most // (8 * STATE_BYTES)) // PIECE * PIECE)
 
     tiers: dict[str, Any] = {}
     for name in (params, states, activations):

@@ -183,18 +183,22 @@ class DiskSpan:
         self.written: IoFuture | None = None
 
     def read(self, out: Tensor) -> IoFuture:
+        return self._transfer(out, False)
+
+    def write(self, values: Tensor) -> IoFuture:
+        self.written = self._transfer(values, True)
+        return self.written
+
+    def _transfer(self, values: Tensor, write: bool) -> IoFuture:
         written = self.written
 
         def transfer() -> None:
             if written is not None:
-                written.wait()
-            self._tier.transfer(self, out, False)
+                with contextlib.suppress(*[StorageError] * write):  # a failed write may be made good
+                    written.wait()
+            self._tier.transfer(self, values, write)
 
-        return self._tier.submit(0, transfer)
-
-    def write(self, values: Tensor) -> IoFuture:
-        self.written = self._tier.submit(1, lambda: self._tier.transfer(self, values, True))
-        return self.written
+        return self._tier.submit(write, transfer)
 
 
 class DiskTier:
@@ -202,7 +206,7 @@ class DiskTier:
 
     The file is locked, removed when the tier is closed or the process ends, and reclaimed by the next process if this
     one was killed. What is read is checked against the checksum of what was written, so a file that was damaged or cut
-    is noticed. Reads and writes have a thread each.
+    is noticed. Reads and writes have two threads each: one checks while the disk works for the other.
 
     Raises:
         StorageError: the folder cannot be written to, another process uses the file, or the disk is full.
@@ -216,7 +220,9 @@ class DiskTier:
             self._file = self._open()
             if rank == 0:
                 _remove_stale(folder, world_size)
-        self._queues = OperationQueue("tritonemb-offload-read"), OperationQueue("tritonemb-offload-write")
+        names = "tritonemb-offload-read", "tritonemb-offload-write"
+        self._queues = [OperationQueue(name) for name in names for _ in range(2)]
+        self._turn = [0, 0]
         self._closed = weakref.finalize(self, _remove, self._file, self._queues, os.getpid())
 
     def _open(self) -> PageFile:
@@ -246,13 +252,14 @@ class DiskTier:
         self._size += size
         return DiskSpan(self, offset, num_bytes)
 
-    def submit(self, way: int, work: Callable[[], None]) -> IoFuture:
+    def submit(self, write: bool, work: Callable[[], None]) -> IoFuture:
         if not self._closed.alive:
             raise StorageError(f"{self.path} is closed")
-        return self._queues[way].submit(work)
+        self._turn[write] ^= 1
+        return self._queues[2 * write + self._turn[write]].submit(work)
 
     def transfer(self, span: DiskSpan, values: Tensor, write: bool) -> None:
-        """Read or write a span; one segment is checked while the disk works on the others."""
+        """Read or write a span."""
         on_cpu = values if values.device.type == "cpu" else torch.from_numpy(IoBuffer(values.numel()).array)
         if write and on_cpu is not values:
             on_cpu.copy_(values)

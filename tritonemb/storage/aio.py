@@ -32,7 +32,7 @@ HUGE_PAGE = 2 << 20  # bytes
 SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to drop what has reached the disk
 DEPTH = 512  # extents in flight
 HALF_BYTES = HUGE_PAGE  # of a context's buffer
-NUM_CONTEXTS = 4
+NUM_CONTEXTS = 8
 _CALLS = {  # the numbers of io_setup, io_getevents, io_submit
     "x86_64": (206, 208, 209),
     "aarch64": (0, 4, 2),
