@@ -1,9 +1,9 @@
 """Parameters, gradients, activations and optimizer states of dense layers in host memory and on disk (NVMe)."""
 
-from tritonemb.offloading.checkpoint import load_checkpoint, save_checkpoint
+from tritonemb.offloading.checkpoint import load_checkpoint, load_safetensors, save_checkpoint
 from tritonemb.offloading.estimate import Machine, OffloadEstimate, OffloadEstimates, estimate_offload
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.setup import OffloadReport, close, gather_parameters, load_safetensors, offload, report
+from tritonemb.offloading.setup import OffloadReport, close, gather_parameters, offload, report
 
 __all__ = [
     "Machine",

@@ -1,7 +1,8 @@
-"""Checkpoints of offloaded models by `torch.distributed.checkpoint`, streamed from and into the tiers.
+"""Checkpoints of offloaded models by `torch.distributed.checkpoint`, and safetensors, streamed from and into the tiers.
 
-They are what `dcp.save({"model": ..., "optim": ...})` writes of the state dicts of `torch.distributed.checkpoint`'s
-`get_state_dict`, so they load into plain and sharded models, other numbers of ranks and other tiers, and back.
+A checkpoint is what `dcp.save({"model": ..., "optim": ...})` writes of the state dicts of
+`torch.distributed.checkpoint`'s `get_state_dict`, so it loads into plain and sharded models, other numbers of ranks and
+other tiers, and back.
 """
 
 import os
@@ -28,6 +29,7 @@ from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.optimizer import MASTER, OffloadedOptimizer
 from tritonemb.offloading.parameters import is_offloaded, local, source_of
 from tritonemb.storage import StorageError
+from tritonemb.utils import require
 
 BLOCK_BYTES = 64 << 20  # read and written at once
 
@@ -97,12 +99,23 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class StoredPlace(NamedTuple):
-    """A parameter's name and shape in a checkpoint, and the part of it that this rank has: of a tile, or a shard."""
+    """A parameter's name and shape in a state dict, and the part of it that it is: a tile, or a rank's shard."""
 
     name: str
     shape: torch.Size
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    is_tile: bool = False
+
+    @property
+    def fqn(self) -> str:
+        """As a checkpoint names it, whether or not modules are compiled."""
+        return self.name.replace("_orig_mod.", "")
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Of the part in the whole."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.size, strict=True))
 
     def stored(self, dtype: torch.dtype, read: Any, write: Any) -> list[Block]:
         """Blocks of rows; `read(begin, end)` and `write(begin, values)` are of elements of this rank's part."""
@@ -133,23 +146,26 @@ def _write(write: Callable[[int, Tensor], None], begin: int, values: Tensor) -> 
     write(begin, values.reshape(-1))
 
 
-def _places(model: nn.Module) -> Iterator[tuple[Any, StoredPlace]]:
-    tiles: dict[int, tuple[str, torch.Size, tuple[int, ...]]] = {}
+def places(model: nn.Module) -> Iterator[tuple[Any, StoredPlace]]:
+    """Every parameter and persistent buffer, once for each of its names."""
+    tiles: dict[Any, tuple[str, torch.Size, tuple[int, ...]]] = {}
+    others: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
     for prefix, module in model.named_modules():
-        if isinstance(module, TiledLinear):
-            for layer, row, column in module.grid():
-                whole = torch.Size((module.out_features, module.in_features))
-                tiles[id(layer.weight)] = f"{prefix}.weight", whole, (row, column)
-                if layer.bias is not None:
-                    tiles[id(layer.bias)] = f"{prefix}.bias", whole[:1], (row,)
-    for name, p in model.named_parameters(remove_duplicate=False):
+        for layer, row, column in module.grid() if isinstance(module, TiledLinear) else ():
+            whole = torch.Size((module.out_features, module.in_features))
+            tiles[layer.weight] = f"{prefix}.weight", whole, (row, column)
+            if layer.bias is not None:
+                tiles[layer.bias] = f"{prefix}.bias", whole[:1], (row,)
+        names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        others += [(f"{prefix}.{name}", module._buffers[name]) for name in names if module._buffers[name] is not None]
+    for name, p in others:
         size, at = torch.Size(p.shape), (0,) * p.dim()
         if isinstance(p, DTensor):
             shape, at = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
             size = torch.Size(shape)
-        fqn, whole, origin = tiles.get(id(p), (name, torch.Size(p.shape), (0,) * p.dim()))
-        fqn = fqn.removeprefix(".").replace("_orig_mod.", "")
-        yield p, StoredPlace(fqn, whole, tuple(a + b for a, b in zip(origin, at, strict=True)), tuple(size))
+        key, whole, origin = tiles.get(p, (name, torch.Size(p.shape), (0,) * p.dim()))
+        at = tuple(a + b for a, b in zip(origin, at, strict=True))
+        yield p, StoredPlace(key.removeprefix("."), whole, at, tuple(size), p in tiles)
 
 
 def _is_mine(p: Any) -> bool:
@@ -170,11 +186,13 @@ def _model_and_states(model: nn.Module, optimizer: OffloadedOptimizer, for_savin
         blocks += place.stored(dtype, read, write) if mine or not for_saving else []
 
     unseen = {p for group in optimizer.param_groups for p in group["params"]}
-    for p, place in _places(model):
+    for p, place in places(model):
         mine = _is_mine(p)
-        if is_offloaded(p):
+        if not isinstance(p, nn.Parameter):
+            found[f"model.{place.fqn}"] = p
+        elif is_offloaded(p):
             slot = source_of(p)
-            add(f"model.{place.name}", place, slot.dtype, slot.read_range, slot.write_range, mine)
+            add(f"model.{place.fqn}", place, slot.dtype, slot.read_range, slot.write_range, mine)
         else:
             values = local(p).detach()
 
@@ -187,27 +205,19 @@ def _model_and_states(model: nn.Module, optimizer: OffloadedOptimizer, for_savin
                 if flat.data_ptr() != values.data_ptr():
                     values.copy_(flat.view(values.shape))
 
-            add(f"model.{place.name}", place, p.dtype, read, write, mine)
-        for name, value in (optimizer.layout_of(p) if p in unseen else {}).items():
-            key = f"optim.state.{place.name}.{name}"
-            if name in optimizer.small_of(p) or not isinstance(value, torch.dtype):
-                if not for_saving or optimizer.is_ready(p):
-                    found[key] = optimizer.small_of(p).get(name, value)
-            elif not for_saving or optimizer.is_ready(p):
-                read_state, write_state = optimizer.accessors(p, name)
-                add(key, place, value, read_state, write_state, mine)
-        unseen.discard(p)  # a tied parameter has a name for each of its places, and states by the first
-    for name, buffer in _persistent_buffers(model):
-        found[f"model.{name}"] = buffer
+            add(f"model.{place.fqn}", place, p.dtype, read, write, mine)
+        if p in unseen and (optimizer.is_ready(p) or not for_saving):
+            unseen.discard(p)  # a tied parameter has a name for each of its places, and states by the first
+            small, arrays = optimizer.layout_of(p)
+            prefix = f"optim.state.{place.fqn}."
+            found |= {prefix + name: value for name, value in small.items()}
+            for name, dtype in arrays.items():
+                read_state, write_state = (
+                    partial(way, p, name) for way in (optimizer.read_state, optimizer.write_state)
+                )
+                add(prefix + name, place, dtype, read_state, write_state, mine)
     stored = {key: StoredTensor(shape, dtype, blocks) for key, (shape, dtype, blocks) in parts.items()}
     return {**found, **stored}
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 def _nested(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -224,10 +234,11 @@ def _nested(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 def _groups(model: nn.Module, optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
     """The hyperparameters of each group, and the names of its parameters."""
     names: dict[Any, str] = {}
-    for p, place in _places(model):
-        names.setdefault(p, place.name)
-    every = zip(optimizer.param_groups, optimizer.settings(), strict=True)
-    return [{**settings, "params": list(dict.fromkeys(names[p] for p in group["params"]))} for group, settings in every]
+    for p, place in places(model):
+        names.setdefault(p, place.fqn)
+    return [
+        {**group, "params": list(dict.fromkeys(names[p] for p in group["params"]))} for group in optimizer.param_groups
+    ]
 
 
 @contextmanager
@@ -292,8 +303,60 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     with _storage_errors(f"{path} cannot be loaded, some of it may be; load another checkpoint"):
         load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
     optimizer.apply_settings(nested["optim"]["param_groups"])
-    for p, place in _places(model):
-        small = nested["optim"]["state"].get(place.name, {})
+    for p, place in places(model):
+        small = nested["optim"]["state"].get(place.fqn, {})
         if small:
             has_master = MASTER in small
             optimizer.end_load(p, {n: v for n, v in small.items() if not isinstance(v, StoredTensor)}, has_master)
+
+
+def load_safetensors(
+    model: nn.Module, path: str | os.PathLike[str], strict: bool = True, rename: Callable[[str], str] | None = None
+) -> list[str]:
+    """Load a pretrained model's safetensors into an offloaded model's tiers, tensor by tensor.
+
+    Never more than one tensor is in memory, so a model that is larger than memory can be loaded: make it on "meta",
+    offload it with `init=lambda module: None`, and load it.
+
+    Args:
+        path: a file, or a folder with the shards of a model, as Hugging Face saves it.
+        strict: every parameter must be in the files.
+        rename: the model's name of a tensor in the files.
+
+    Returns:
+        Names in the files that the model has not.
+
+    Raises:
+        ValueError: a parameter is missing, or has another shape; parameters before it are loaded then.
+    """
+    safe_open = require("safetensors", "frameworks").safe_open
+    path = Path(path)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} has no .safetensors files")
+    targets: dict[str, list[tuple[Any, StoredPlace]]] = {}
+    for p, place in places(model):
+        targets.setdefault(place.fqn, []).append((p, place))
+    strange, written = [], set[Any]()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  # not a mapping
+                parts = targets.get(key if rename is None else rename(key))
+                if parts is None:
+                    strange.append(key)
+                    continue
+                values, shape = tensors.get_tensor(key), parts[0][1].shape
+                if values.shape != shape:
+                    raise ValueError(f"{file}: {key!r} has shape {list(values.shape)}, the model {list(shape)}")
+                for target, place in parts:
+                    mine = values[place.slices]
+                    if is_offloaded(target):
+                        source_of(target).write(mine.to(target.dtype))
+                    else:
+                        local(target).detach().copy_(mine)
+                    written.add(target)
+    every = {name: p for name, parts in targets.items() for p, _ in parts if isinstance(p, nn.Parameter)}
+    missing = [name for name, p in every.items() if p not in written]
+    if strict and missing:
+        raise ValueError(f"{path} has no {missing[:5]}, {len(missing)} in all; strict=False leaves them as they are")
+    return strange

@@ -194,7 +194,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._writes: deque[tuple[Tensor, IoFuture]] = deque()
         self._host_gradients: dict[Any, Tensor] = {}
         for group in self.param_groups:
-            self._check(group)
+            self._choose_fused(group)
         self._states = [self._elementwise_states(group) for group in self.param_groups]
         self.groups = list(self._sub_groups(sub_group))
         self._parts: dict[Any, list[StatePart]] = {}
@@ -311,63 +311,54 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def states_of(self, parameter: Any) -> dict[str, Any]:
         """The states of a parameter in memory of their own, DTensors where it is one; {} before its first step."""
-        found: dict[str, Any] = {}
-        shape = local_shape(parameter)
-
-        def copy_parts(group: SubGroup, parts: list[StatePart]) -> None:
-            for part in parts:
-                found.update(part.small)
-                for name, values in part.arrays(_of(group)).items():
-                    whole = found.setdefault(name, torch.empty(shape.numel(), dtype=values.dtype))
-                    whole[part.begin : part.end] = values
-
-        self._over_groups(copy_parts, lambda part: part.ready and part.parameter is parameter, writes=False)
-        for name, value in found.items():
-            if isinstance(value, Tensor) and value.ndim:
-                found[name] = like(value.as_strided(shape, local(parameter).stride()), parameter)
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()}
+        if not self.is_ready(parameter):
+            return {}
+        small, arrays = self.layout_of(parameter)
+        shape, stride = local_shape(parameter), local(parameter).stride()
+        flats = {name: self.read_state(parameter, name, 0, shape.numel()) for name in arrays}
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in small.items()} | {
+            name: like(flat.as_strided(shape, stride), parameter) for name, flat in flats.items()
+        }
 
     # What a checkpoint asks.
 
-    def layout_of(self, parameter: Any) -> dict[str, Any]:
-        """The dtypes of a parameter's states of its shape, and others as they are after some step."""
-        part = self._parts[parameter][0] if self._parts.get(parameter) else None
-        if part is None:
-            return {}
-        small = {n: v for n, v in self._states[part.group].items() if n not in part.offsets}
-        return {name: dtype for name, (_, dtype) in part.offsets.items()} | small
+    def layout_of(self, parameter: Any) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+        """A parameter's states of one value, before its first step as they are after some; the dtypes of the others."""
+        parts = self._parts.get(parameter)
+        if not parts:
+            return {}, {}
+        offsets, states = parts[0].offsets, self._states[parts[0].group]
+        ready = next((part.small for part in parts if part.ready), None)
+        small = {name: v for name, v in states.items() if name not in offsets} if ready is None else ready
+        return small, {name: dtype for name, (_, dtype) in offsets.items()}
 
     def is_ready(self, parameter: Any) -> bool:
-        return any(part.ready for part in self._parts[parameter])
+        """Whether it has been stepped."""
+        return any(part.ready for part in self._parts.get(parameter, ()))
 
-    def small_of(self, parameter: Any) -> dict[str, Any]:
-        return next((part.small for part in self._parts[parameter] if part.ready), {})
+    def read_state(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
+        """Elements `begin` to `end` of a state, in the order of the parameter's memory."""
+        found = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
+        self._visit_state(parameter, name, begin, end, lambda mine, at: found[at].copy_(mine))
+        return found
 
-    def accessors(self, parameter: Any, name: str) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-        """Functions that read elements `begin` to `end` of a state, and write some from `begin` on."""
+    @torch.no_grad()
+    def write_state(self, parameter: Any, name: str, begin: int, values: Tensor) -> None:
+        """Replace elements of a state from `begin` on; `end_load` makes the parameter have its states."""
+        self._visit_state(parameter, name, begin, begin + values.numel(), lambda mine, at: mine.copy_(values[at]))
 
-        def visit(begin: int, values: Tensor, write: bool) -> None:
-            def copy_parts(group: SubGroup, parts: list[StatePart]) -> None:
-                for part in parts:
-                    first, last = max(begin, part.begin), min(begin + values.numel(), part.end)
-                    mine = part.arrays(_of(group))[name][first - part.begin : last - part.begin]
-                    theirs = values[first - begin : last - begin]
-                    mine.copy_(theirs) if write else theirs.copy_(mine)
+    def _visit_state(
+        self, parameter: Any, name: str, begin: int, end: int, visit: Callable[[Tensor, slice], object]
+    ) -> None:
+        def visit_parts(group: SubGroup, parts: list[StatePart]) -> None:
+            for part in parts:
+                first, last = max(begin, part.begin), min(end, part.end)
+                mine = part.arrays(_of(group))[name][first - part.begin : last - part.begin]
+                visit(mine, slice(first - begin, last - begin))
 
-            end = begin + values.numel()
-            mine = lambda part: part.parameter is parameter and part.begin < end and begin < part.end  # noqa: E731
-            self._over_groups(copy_parts, mine, writes=False)
-
-        def read(begin: int, end: int) -> Tensor:
-            values = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
-            visit(begin, values, False)
-            return values
-
-        return read, lambda begin, values: visit(begin, values, True)
-
-    def settings(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each group."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        self._over_groups(
+            visit_parts, lambda part: part.parameter is parameter and part.begin < end and begin < part.end, False
+        )
 
     def apply_settings(self, settings: list[dict[str, Any]]) -> None:
         if len(settings) != len(self.param_groups):
@@ -399,7 +390,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[Any]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _check(self, group: dict[str, Any]) -> None:
+    def _choose_fused(self, group: dict[str, Any]) -> None:
         parameters = inspect.signature(type(self._inner).__init__).parameters
         asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
         if "fused" in parameters and not asked:
@@ -610,26 +601,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         elif MASTER in arrays:
             own[: span.num_bytes].view(slot.dtype).copy_(value)
 
-    @torch.no_grad()
     def _fill(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Replace the states of parameters; those of others are as before their first step."""
-        given = {p: {name: _local_value(value) for name, value in each.items()} for p, each in states.items() if each}
-
-        def fill(group: SubGroup, parts: list[StatePart]) -> None:
+        for p, parts in self._parts.items():
             for part in parts:
-                found, arrays = given.get(part.parameter, {}), part.arrays(_of(group))
-                part.small, part.ready = {}, bool(found)
-                if found and MASTER in arrays and MASTER not in found:
-                    arrays[MASTER].copy_(self._own_values(part))
-                for name, value in found.items():
-                    if name in arrays:
-                        arrays[name].copy_(flat_like(value, local(part.parameter))[part.begin : part.end])
-                    elif name != MASTER:
-                        part.small[name] = value.clone() if isinstance(value, Tensor) else value
-                if part.ready:
-                    self.state[part.parameter] = part.small
-
-        self._over_groups(fill, lambda _: True)
+                part.small, part.ready = {}, False
+            arrays, small = self.layout_of(p)[1], dict[str, Any]()
+            for name, value in states.get(p, {}).items():
+                if name in arrays:
+                    self.write_state(p, name, 0, flat_like(local(value), local(p)))
+                elif name != MASTER:
+                    small[name] = value
+            if states.get(p):
+                self.end_load(p, small, MASTER in states[p])
 
     @torch.no_grad()
     def _renew_masters(self, slot: Slot) -> None:
@@ -664,7 +648,3 @@ def _cut(states: Mapping[str, Any], part: Any) -> dict[str, Any]:
         name: value[part] if isinstance(value, Tensor) and value.ndim and part is not ... else value
         for name, value in states.items()
     }
-
-
-def _local_value(value: Any) -> Any:
-    return local(value) if isinstance(value, Tensor) else value

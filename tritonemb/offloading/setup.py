@@ -29,7 +29,7 @@ from tritonemb.offloading.parameters import (
 from tritonemb.offloading.tiers import Arena, TierName, make_tier
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
-from tritonemb.utils import on_error, require
+from tritonemb.utils import on_error
 
 PIECE = 4096  # elements; pieces of a parameter begin at multiples of it, which are whole pages
 SUB_GROUP = 16 << 20  # elements that are stepped at once, at most
@@ -122,7 +122,7 @@ def offload(
             tiers[name] = make_tier(name, on, Path(path) if path is not None else None)
     with on_error(lambda: _close(tiers)):
         engine = Engine(Arena(arena_bytes if params != "device" else 0, on), tiers[params], on)
-        moved = Moved(model, engine, elements, on, params != "device", init)
+        moved = ParameterMove(model, engine, elements, on, params != "device", init)
         stepped = OffloadedOptimizer(optimizer, moved.slots, moved.now, tiers[states], on, elements, most, ratio)
     old = optimizer.state.copy()
     _retire(optimizer)  # nothing was changed until here
@@ -188,7 +188,7 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class Moved:
+class ParameterMove:
     """The parameters of a model as they will be when it is offloaded; `commit` makes them so.
 
     `now` says what a parameter of the model becomes: other parameters, and which part of it each is.
@@ -339,86 +339,6 @@ def _retire(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []
-
-
-def load_safetensors(
-    model: nn.Module, path: str | os.PathLike[str], strict: bool = True, rename: Callable[[str], str] | None = None
-) -> list[str]:
-    """Load a pretrained model's safetensors into an offloaded model's tiers, tensor by tensor.
-
-    Never more than one tensor is in memory, so a model that is larger than memory can be loaded: make it on "meta",
-    offload it with `init=lambda module: None`, and load it.
-
-    Args:
-        path: a file, or a folder with the shards of a model, as Hugging Face saves it.
-        strict: every parameter must be in the files.
-        rename: the model's name of a tensor in the files.
-
-    Returns:
-        Names in the files that the model has not.
-
-    Raises:
-        ValueError: a parameter is missing, or has another shape; parameters before it are loaded then.
-    """
-    safe_open = require("safetensors", "frameworks").safe_open
-    path = Path(path)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{path} has no .safetensors files")
-    targets = parts_by_name(model)
-    names: dict[int, list[str]] = {}
-    for name, parts in targets.items():
-        for target, _ in parts:
-            names.setdefault(id(target), []).append(name)
-    strange, found = [], set[str]()
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  # not a mapping
-                name = key if rename is None else rename(key)
-                parts = targets.get(name, [])
-                if not parts:
-                    strange.append(key)
-                    continue
-                values = tensors.get_tensor(key)
-                shape = shape_of(parts)
-                if list(values.shape) != shape:
-                    raise ValueError(f"{file}: {key!r} has shape {list(values.shape)}, the model {shape}")
-                with torch.no_grad():
-                    for target, place in parts:
-                        mine = own_part(values[place], target)
-                        if is_offloaded(target):
-                            source_of(target).write(mine.to(target.dtype))
-                        else:
-                            local(target).copy_(mine)
-                        found.update(names[id(target)])
-    parameters = {id(p) for p in model.parameters()}
-    missing = [name for name, parts in targets.items() if id(parts[0][0]) in parameters and name not in found]
-    if strict and missing:
-        raise ValueError(f"{path} has no {missing[:5]}, {len(missing)} in all; strict=False leaves them as they are")
-    return strange
-
-
-def parts_by_name(model: nn.Module) -> dict[str, list[tuple[Any, Any]]]:
-    """The parameters and buffers of each name in files, and their places in that tensor: tiles are parts of one."""
-    parts: dict[str, list[tuple[Any, Any]]] = {}
-    tiles: set[Any] = set()
-    for prefix, module in model.named_modules():
-        for layer, row, column in module.grid() if isinstance(module, TiledLinear) else ():
-            rows, columns = slice(row, row + layer.out_features), slice(column, column + layer.in_features)
-            for attribute, place in (("weight", (rows, columns)), ("bias", (rows,))):
-                if (p := getattr(layer, attribute)) is not None:
-                    parts.setdefault(f"{prefix}.{attribute}".removeprefix("."), []).append((p, place))
-                    tiles.add(p)
-    others = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-    return parts | {name: [(each, ...)] for name, each in others if each not in tiles}
-
-
-def shape_of(parts: list[tuple[Any, Any]]) -> list[int]:
-    """Of the whole tensor; the last part ends where it ends."""
-    target, place = parts[-1]
-    if place is ...:
-        return list(target.shape)
-    return [each.stop for each in place]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a trainer, its loop and its checkpoints share, and everything of it that a resumed run needs."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +18,9 @@ from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
+from tritonemb.offloading.checkpoint import StoredPlace, places
 from tritonemb.offloading.optimizer import MASTER, OffloadedOptimizer
 from tritonemb.offloading.parameters import is_offloaded, like, local, local_shape, source_of
-from tritonemb.offloading.setup import parts_by_name, shape_of
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
@@ -232,15 +232,16 @@ def optimizer_state(
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    for name, parameter, place, shape in _parameters_of(model, optimizer):
+    for parameter, place in _parameters_of(model, optimizer):
+        name = place.name
         states = optimizer.state.get(parameter, {}) if optimizer else {}
         if offloaded and isinstance(optimizer, OffloadedOptimizer):
             states = optimizer.states_of(parameter)
             if (master := states.pop(MASTER, parameter)).dtype != parameter.dtype:  # else they are its values
                 states[SAVED_MASTER] = master
         for key, value in states.items():
-            if isinstance(value, Tensor) and value.ndim and place is not ...:
-                tensors.setdefault(f"optimizer.{name}.{key}", value.new_empty(shape))[place] = value
+            if isinstance(value, Tensor) and value.ndim and place.is_tile:
+                tensors.setdefault(f"optimizer.{name}.{key}", value.new_empty(place.shape))[place.slices] = value
             elif isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
             elif isinstance(value, PLAIN):
@@ -257,7 +258,7 @@ def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
     """Room for the stored states of parameters that this optimizer has: on the CPU, or sharded as they are."""
-    owners: dict[str, Any] = {f"optimizer.{name}": p for name, p, *_ in _parameters_of(model, optimizer)}
+    owners: dict[str, Any] = {f"optimizer.{place.name}": p for p, place in _parameters_of(model, optimizer)}
     found: dict[str, Tensor] = {}
     for name, entry in stored.items():
         parameter = owners.get(name.rpartition(".")[0])
@@ -273,15 +274,15 @@ def load_optimizer_state(
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:  # fmt: skip
     """Give the optimizer what `optimizer_state` took out of one like it."""
-    names = {id(parameter): (name, place) for name, parameter, place, _ in _parameters_of(model, optimizer)}
+    by_parameter = {id(parameter): place for parameter, place in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
     packed["state"] = {}  # by number, in the order of the groups
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        of, place = names[id(parameter)]
-        prefix, state = f"optimizer.{of}.", dict[str, Any](plain.get(of, {}))
+        place = by_parameter[id(parameter)]
+        prefix, state = f"optimizer.{place.name}.", dict[str, Any](plain.get(place.name, {}))
         for name, value in tensors.items():
             if name.startswith(prefix):
-                state[name.removeprefix(prefix)] = value if place is ... or not value.ndim else value[place]
+                state[name.removeprefix(prefix)] = value[place.slices] if place.is_tile and value.ndim else value
         if (master := state.pop(SAVED_MASTER, None)) is not None and isinstance(optimizer, OffloadedOptimizer):
             state[MASTER] = master
         if state:
@@ -343,27 +344,24 @@ def rng_plain() -> dict[str, Any]:
 
 def write_offloaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Write what was loaded into `model_tensors` to the tiers of offloaded parameters."""
-    for name, parts in parts_by_name(model.module if isinstance(model, HybridParallel) else model).items():
-        for parameter, place in parts:
-            if is_offloaded(parameter):
-                source_of(parameter).write(local(tensors[f"model.{name}"])[place])
+    for parameter, place in places(model.module if isinstance(model, HybridParallel) else model):
+        if is_offloaded(parameter):
+            values = local(tensors[f"model.{place.name}"])
+            source_of(parameter).write(values[place.slices] if place.is_tile else values)
 
 
-def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, Any, Any, list[int]]]:
-    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep; with
-    the place of each in the tensor of this name, and its shape, as offloading may tile a layer.
-    """
-    owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
-    named: dict[int, tuple[str, Any, Any, list[int]]] = {}
+def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, StoredPlace]]:
+    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
+    found: Iterable[tuple[Any, StoredPlace]]
     if isinstance(optimizer, OffloadedOptimizer):
-        for name, parts in parts_by_name(model.module if isinstance(model, HybridParallel) else model).items():
-            for p, place in parts:
-                if id(p) in owned:
-                    named.setdefault(id(p), (name, p, place, shape_of(parts)))
-        return list(named.values())
-    with metadata_only(parameters=True):
-        entries = model.state_dict(keep_vars=True)
-    for name, value in entries.items():
-        if id(value) in owned:
-            named.setdefault(id(value), (name, value, ..., list(value.shape)))
+        found = places(model.module if isinstance(model, HybridParallel) else model)
+    else:
+        with metadata_only(parameters=True):
+            entries = model.state_dict(keep_vars=True)
+        found = [(p, StoredPlace(name, torch.Size(p.shape), (), ())) for name, p in entries.items()]
+    owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
+    named: dict[int, tuple[Any, StoredPlace]] = {}
+    for p, place in found:
+        if id(p) in owned:
+            named.setdefault(id(p), (p, place))
     return list(named.values())
