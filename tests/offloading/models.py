@@ -52,6 +52,10 @@ class Transformer(nn.Module):
         return self.output(x)
 
 
+def checkpointed() -> nn.Module:
+    return Transformer("again")
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +98,12 @@ def steps(
 
 
 def loss_of(model: nn.Module, random: torch.Generator, rank: int = 0, ranks: int = 1) -> Tensor:
+    dtype = next(p.dtype for p in model.parameters())
     if isinstance(model, te.nn.DLRM):
         ids = torch.randint(40, (3 * 24,), generator=random)
         batch = te.KeyedJaggedTensor.from_lengths(["t0", "t1", "t2"], ids, torch.ones(72, dtype=torch.int64))
-        return (model(torch.randn(24, 5, generator=random), batch).sigmoid() - 0.3).pow(2).mean()
-    dtype = next(p.dtype for p in model.parameters())
+        dense = torch.randn(24, 5, generator=random).to(dtype)
+        return (model(dense, batch).float().sigmoid() - 0.3).pow(2).mean()
     if isinstance(model, Transformer) or hasattr(model, "blocks"):
         ids = torch.randint(50, (8, 12), generator=random)[rank * 8 // ranks : (rank + 1) * 8 // ranks]
         return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flip(1).flatten())

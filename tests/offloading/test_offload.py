@@ -17,6 +17,7 @@ from tests.offloading.models import (
     Transformer,
     adam,
     assert_same,
+    checkpointed,
     dlrm,
     loss_of,
     mlp,
@@ -31,7 +32,8 @@ ARENA = {mlp: 76_000, Transformer: 100_000, Recurrent: 90_000, dlrm: 110_000}  #
 
 def on(make, params="device", states="device", **more):
     """Options for an arena of this size: with states on disk it is half of the budget."""
-    return {"params": params, "states": states, "budget": ARENA[make] * (2 if states == "disk" else 1), **more}
+    arena = ARENA.get(make, ARENA[Transformer])
+    return {"params": params, "states": states, "budget": arena * (2 if states == "disk" else 1), **more}
 
 
 OPTIMIZERS = {
@@ -78,12 +80,10 @@ def test_a_tier_changes_no_bit_of_16_bit_models(params, states, clip, checkpoint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", ARENA)
+@pytest.mark.parametrize("make", [*ARENA, checkpointed])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_fifty_steps_of_every_combination(make, dtype, accumulate, tmp_path):
-    if make is dlrm and dtype is torch.bfloat16:
-        pytest.skip("its inputs are fp32")
     options = {"dtype": dtype, "accumulate": accumulate, "clip": 0.5, "number": 50}
     expected = train(make, tmp_path, offload={}, **options)
     for params in TIERS:
