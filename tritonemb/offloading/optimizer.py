@@ -9,21 +9,20 @@ its vectors and their remainders are the same.
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tritonemb.offloading.parameters import Slot, after_gradients, like, local, local_shape
-from tritonemb.offloading.tiers import CPU, DiskTier, Span, Tier, aligned, pages
+from tritonemb.offloading.tiers import CPU, Span, Tier, aligned, pages
 from tritonemb.storage.store import IoFuture
 
 ALIGNMENT = 64  # bytes, of a state within its sub-group
 MASTER = "master"  # the fp32 weights of a 16-bit parameter, kept among its states
-WRITES = 4  # of pieces of parameters in flight
 LEAST_BUFFERS = 3  # one is read, one is stepped, one is written
 DEPTH = 4  # sub-groups that are read or written at once, at most
 
@@ -43,15 +42,19 @@ def flat_like(tensor: Tensor, other: Tensor) -> Tensor:
 class StatePart:
     """Elements of a parameter that are stepped at once, with their states.
 
-    `small` are states of one value, as "step". `piece` is where the values are if the parameter is offloaded.
+    `small` are states of one value, as "step". `piece` is where the values are if the parameter is offloaded;
+    `value_at` where they are in the buffer of the sub-group, if that is on disk.
     """
 
-    def __init__(self, parameter: Any, group: int, begin: int, end: int, slot: Slot | None, piece: Any) -> None:
-        self.parameter, self.group, self.slot = parameter, group, slot
+    def __init__(self, parameter: Any, settings: int, begin: int, end: int, slot: Slot | None, piece: Any) -> None:
+        self.parameter, self.settings, self.slot = parameter, settings, slot
         self.begin, self.end, self.piece = begin, end, piece
         self.numel, self.small, self.ready = end - begin, dict[str, Any](), False
         self.offsets: dict[str, tuple[int, torch.dtype]] = {}
         self.room: dict[str, Tensor] = {}
+        self.value_at: int | None = None
+        self.written: IoFuture | None = None  # of the values that are in the buffer
+        self.group: SubGroup
 
     def keep(self, name: str, value: Any) -> None:
         """Keep a state of one value, in the memory made for it, not amid the large temporary tensors of a step."""
@@ -60,100 +63,184 @@ class StatePart:
             value = room.copy_(value)
         self.small[name] = value
 
-    def arrays(self, memory: Tensor) -> dict[str, Tensor]:
-        """The states, of the memory of the sub-group."""
+    def arrays(self) -> dict[str, Tensor]:
+        """The states, in the memory of the sub-group."""
+        memory = self.group.memory
         return {
             name: memory[offset : offset + self.numel * dtype.itemsize].view(dtype)
             for name, (offset, dtype) in self.offsets.items()
         }
 
+    def values(self) -> Tensor:
+        """uint8, whole pages: an offloaded parameter's values in host memory, or room for them in a buffer."""
+        if self.value_at is None:
+            found: Tensor = self.piece.span.memory
+            return found
+        assert self.group.buffer is not None
+        return self.group.buffer[self.value_at : self.value_at + pages(self.piece.span.num_bytes)]
+
 
 class SubGroup:
-    """Parts that are stepped at once. `memory` has their states, if they are in memory; else they are in `span`."""
+    """Parts that are stepped at once.
 
-    def __init__(self, parts: list[StatePart]) -> None:
-        self.parts, self.num_bytes = parts, 0
-        self.memory: Tensor | None = None
+    Their states are in `states`, or on disk in `span` and at the beginning of a `buffer`, in which values of parameters
+    on disk follow.
+    """
+
+    def __init__(self, number: int, parts: list[StatePart]) -> None:
+        self.number, self.parts, self.state_bytes, self.buffer_bytes = number, parts, 0, 0
+        self.states: Tensor | None = None
         self.span: Span | None = None
-        self.reading: IoFuture | None = None
-        self.filled = False  # the span has something
+        self.buffer: Tensor | None = None
+        self.moving: list[IoFuture] = []  # between the disk and the buffer
+        self.filled = self.dirty = False  # whether the span has something, and whether the buffer has something else
+        for part in parts:
+            part.group = self
+
+    @property
+    def memory(self) -> Tensor:
+        found = self.buffer if self.states is None else self.states
+        assert found is not None
+        return found
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it needs a buffer and has none."""
+        return self.buffer_bytes > 0 and self.buffer is None
 
     def lay_out(self, states: Callable[[StatePart], Mapping[str, torch.dtype]]) -> None:
         for part in self.parts:
             for name, dtype in states(part).items():
-                part.offsets[name] = self.num_bytes, dtype
-                self.num_bytes += -(-part.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+                part.offsets[name] = self.state_bytes, dtype
+                self.state_bytes += -(-part.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def place(self, tier: Tier | None, device: torch.device) -> None:
+        """Let the states be in memory, or on the tier."""
+        if tier is None or not self.state_bytes:
+            self.states = torch.zeros(pages(self.state_bytes), dtype=torch.uint8, device=device)
+        else:
+            span = tier.reserve(self.state_bytes)
+            self.span, self.states = (span, None) if span.memory is None else (None, span.memory)
+        self.buffer_bytes = pages(self.state_bytes) if self.span is not None else 0
+        for part in self.parts:
+            if part.piece is not None and part.piece.span.memory is None:
+                part.value_at = self.buffer_bytes
+                self.buffer_bytes += pages(part.piece.span.num_bytes)
+
+    def read(self, buffer: Tensor) -> None:
+        """Start to read it into a buffer."""
+        self.buffer, self.dirty = buffer, False
+        if self.span is not None and self.filled:
+            self.moving.append(self.span.read(buffer[: pages(self.state_bytes)]))
+        for part in self.parts:
+            part.written = None
+        self.read_values()
+
+    def read_values(self) -> None:
+        """Start to read values that are not among the states and that somebody has written meanwhile."""
+        for part in self.parts:
+            if part.value_at is not None and MASTER not in part.offsets and part.written is not part.piece.span.written:
+                part.written = part.piece.span.written
+                self.moving.append(part.piece.span.read(part.values()))
+
+    def wait(self) -> None:
+        while self.moving:
+            self.moving.pop(0).wait()
+
+    def write(self) -> tuple[list[IoFuture], Tensor]:
+        """Start to write the states, unless the disk has them; give the buffer back with what moves in it."""
+        assert self.buffer is not None
+        if self.span is not None and self.dirty:
+            self.moving.append(self.span.write(self.buffer[: pages(self.state_bytes)]))
+            self.filled = True
+        found = self.moving, self.buffer
+        self.moving, self.buffer = [], None
+        return found
 
 
 class Buffers:
-    """Sub-groups on disk that are in memory, as many as there are buffers; what was stepped is written to be reused."""
+    """Host memory for sub-groups that are on disk. Those that were visited last stay in it."""
 
     def __init__(self, groups: list[SubGroup], num_bytes: int, gpu: torch.device) -> None:
-        self.size = max(each.num_bytes for each in groups)
-        self.number = max(LEAST_BUFFERS, min(num_bytes // max(pages(self.size), 1), len(groups)))
-        self._gpu, self._made = gpu, 0
+        self._groups, self._gpu, self._made = groups, gpu, 0
+        self.size = max(each.buffer_bytes for each in groups)
+        self.number = max(LEAST_BUFFERS, min(num_bytes // max(self.size, 1), len(groups)))
         self._free: list[Tensor] = []
-        self._writing: deque[tuple[IoFuture, Tensor]] = deque()
-        self._stepped: OrderedDict[int, SubGroup] = OrderedDict()  # in memory, differ from the disk; the oldest first
+        self._writing: deque[tuple[list[IoFuture], Tensor]] = deque()
+        self._resident: dict[SubGroup, None] = {}  # those that have a buffer; the least recently visited first
+        self._turn: dict[SubGroup, int] = {}  # of the pass
+        self._idle: deque[SubGroup] = deque()  # resident ones that the pass needs no longer
 
-    def begin(self, order: list[SubGroup], at: int) -> None:
-        """Have the sub-group at this place of the order in memory, and start to read those that follow."""
-        for group in order[at:]:
-            if group.memory is not None or group.span is None:
-                continue
-            buffer = self._take(wait=group is order[at])
-            if buffer is None:
-                break
-            group.memory = buffer
-            if group.filled:
-                group.reading = group.span.read(buffer[: pages(group.num_bytes)])
-        group = order[at]
-        if group.reading is not None:
-            group.reading.wait()
-            group.reading = None
+    def over(self, order: list[SubGroup], changes: bool) -> Iterator[SubGroup]:
+        """Each sub-group in turn, in memory; those that follow are read meanwhile. `changes`: it is to be written."""
+        self._turn = {group: number for number, group in enumerate(order)}
+        self._idle = deque(each for each in self._resident if each not in self._turn)
+        ahead = 0
+        for number, group in enumerate(order):
+            if group.is_missing:
+                self._read(group, self._take(wait=True))
+            ahead = max(ahead, number + 1)
+            while ahead < len(order) and (not order[ahead].is_missing or self._read(order[ahead], self._take())):
+                ahead += 1
+            group.read_values()
+            group.wait()
+            group.dirty |= changes
+            yield group
+            if group.buffer is not None:
+                del self._resident[group]
+                self._resident[group] = None
+                self._idle.append(group)
+            ready = len(self._free) + len(self._writing) + self.number - self._made
+            missing = islice((each for each in islice(order, ahead, None) if each.is_missing), DEPTH)
+            if self._idle and ready < min(sum(1 for _ in missing), self.number - 1):
+                self._evict()
 
-    def end(self, group: SubGroup, rest: list[SubGroup]) -> None:
-        """The sub-group was stepped, and those of the rest were not."""
-        if group.span is None:
-            return
-        group.filled = True
-        self._stepped[id(group)] = group
-        needed = sum(each.memory is None and each.span is not None for each in rest)
-        if len(self._free) + len(self._writing) + self.number - self._made < min(needed, DEPTH, self.number - 1):
-            self._write_oldest()
+    def drain(self) -> None:
+        """Wait until what was written is on the disk."""
+        for each in self._resident:
+            each.wait()
+        for futures, _ in self._writing:
+            for future in futures:
+                future.wait()
 
-    def reset(self, groups: list[SubGroup]) -> None:
-        """Forget what is in memory, after a failure."""
+    def reset(self) -> None:
+        """Forget what is in memory, and all states, after a failure."""
         self._free, self._made = [], 0
         self._writing.clear()
-        self._stepped.clear()
-        for each in groups:
-            if each.span is not None:
-                each.memory = each.reading = None
-                each.filled = False
+        self._resident.clear()
+        for each in self._groups:
+            each.buffer, each.moving, each.filled = None, [], False
             for part in each.parts:
                 part.ready = False
 
-    def _take(self, wait: bool) -> Tensor | None:
+    def _read(self, group: SubGroup, buffer: Tensor | None) -> bool:
+        if buffer is None:
+            return False
+        self._resident[group] = None
+        group.read(buffer)
+        return True
+
+    def _take(self, wait: bool = False) -> Tensor | None:
         if not self._free and self._made < self.number:
             self._made += 1
             return aligned(self.size, self._gpu)
-        while self._writing and not self._free and (wait or self._writing[0][0].done()):
-            future, buffer = self._writing.popleft()
-            future.wait()
+        if wait and not self._free and not self._writing:
+            self._evict()
+        while self._writing and not self._free:
+            futures, buffer = self._writing[0]
+            if not (wait or all(each.done() for each in futures)):
+                break
+            self._writing.popleft()
+            for each in futures:
+                each.wait()
             self._free.append(buffer)
-        if wait and not self._free:
-            self._write_oldest()
-            return self._take(wait)
         return self._free.pop() if self._free else None
 
-    def _write_oldest(self) -> None:
-        if self._stepped:
-            _, group = self._stepped.popitem(last=False)
-            assert group.memory is not None
-            assert group.span is not None
-            buffer, group.memory = group.memory, None
-            self._writing.append((group.span.write(buffer[: pages(group.num_bytes)]), buffer))
+    def _evict(self) -> None:
+        """Write a sub-group that this pass needs no longer, else the one that it needs last, and free its buffer."""
+        group = self._idle.popleft() if self._idle else max(self._resident, key=self._turn.__getitem__)
+        del self._resident[group]
+        self._writing.append(group.write())
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -188,10 +275,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ready, self._steps = True, 0
         self._failure: BaseException | None = None
         self._step_on = device if tier is None else torch.device("cpu")
-        self._on_disk = isinstance(tier, DiskTier)
         self._scratch: Tensor | None = None
-        self._read_ahead: dict[StatePart, tuple[Tensor, IoFuture]] = {}
-        self._writes: deque[tuple[Tensor, IoFuture]] = deque()
         self._host_gradients: dict[Any, Tensor] = {}
         for group in self.param_groups:
             self._choose_fused(group)
@@ -201,19 +285,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for each in self.groups:
             for part in each.parts:
                 self._parts.setdefault(part.parameter, []).append(part)
-                states = self._states[part.group].items()
+                states = self._states[part.settings].items()
                 part.room = {n: torch.empty_like(v) for n, v in states if isinstance(v, Tensor) and not v.ndim}
         kept = round(len(self.groups) * ratio)
-        for number, each in enumerate(self.groups):
+        for each in self.groups:
             each.lay_out(self._names)
-            if tier is None or number < kept or each.num_bytes == 0:
-                each.memory = torch.zeros(pages(each.num_bytes), dtype=torch.uint8, device=self._step_on)
-                continue
-            span = tier.reserve(each.num_bytes)
-            each.span, each.memory = (span, None) if span.memory is None else (None, span.memory)
+            each.place(tier if each.number >= kept else None, self._step_on)
         self.buffers = Buffers(self.groups, buffer_bytes, device)
         for slot in slots.values():
-            slot.changed.append(lambda slot=slot: self._renew_masters(slot))  # type: ignore[misc]
+            slot.changed.append(lambda slot=slot: self._renew(slot))  # type: ignore[misc]
         if device.type == "cuda" and tier is not None:
             for p in self._parameters():
                 if p not in slots:
@@ -249,7 +329,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "checkpoint"
             ) from self._failure
         try:
-            self._over_groups(self._step_group, lambda part: self._gradient_of(part.parameter) is not None)
+            graded = [p for p in self._parameters() if self._gradient_of(p) is not None]
+            self._over_groups(self._step_group, [part for p in graded for part in self._parts.get(p, ())])
+            self.buffers.drain()
+            self._steps += 1
         except BaseException as error:
             self._failure = error
             raise
@@ -327,7 +410,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parts = self._parts.get(parameter)
         if not parts:
             return {}, {}
-        offsets, states = parts[0].offsets, self._states[parts[0].group]
+        offsets, states = parts[0].offsets, self._states[parts[0].settings]
         ready = next((part.small for part in parts if part.ready), None)
         small = {name: v for name, v in states.items() if name not in offsets} if ready is None else ready
         return small, {name: dtype for name, (_, dtype) in offsets.items()}
@@ -339,26 +422,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def read_state(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
         """Elements `begin` to `end` of a state, in the order of the parameter's memory."""
         found = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
-        self._visit_state(parameter, name, begin, end, lambda mine, at: found[at].copy_(mine))
+        self._visit_state(parameter, name, begin, end, lambda mine, at: found[at].copy_(mine), False)
         return found
 
     @torch.no_grad()
     def write_state(self, parameter: Any, name: str, begin: int, values: Tensor) -> None:
         """Replace elements of a state from `begin` on; `end_load` makes the parameter have its states."""
-        self._visit_state(parameter, name, begin, begin + values.numel(), lambda mine, at: mine.copy_(values[at]))
+        self._visit_state(parameter, name, begin, begin + values.numel(), lambda mine, at: mine.copy_(values[at]), True)
 
     def _visit_state(
-        self, parameter: Any, name: str, begin: int, end: int, visit: Callable[[Tensor, slice], object]
+        self, parameter: Any, name: str, begin: int, end: int, visit: Callable[[Tensor, slice], object], changes: bool
     ) -> None:
-        def visit_parts(group: SubGroup, parts: list[StatePart]) -> None:
+        def visit_parts(parts: list[StatePart]) -> None:
             for part in parts:
                 first, last = max(begin, part.begin), min(end, part.end)
-                mine = part.arrays(_of(group))[name][first - part.begin : last - part.begin]
+                mine = part.arrays()[name][first - part.begin : last - part.begin]
                 visit(mine, slice(first - begin, last - begin))
 
-        self._over_groups(
-            visit_parts, lambda part: part.parameter is parameter and part.begin < end and begin < part.end, False
-        )
+        parts = [part for part in self._parts[parameter] if part.begin < end and begin < part.end]
+        self._over_groups(visit_parts, parts, changes)
 
     def apply_settings(self, settings: list[dict[str, Any]]) -> None:
         if len(settings) != len(self.param_groups):
@@ -368,22 +450,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def begin_load(self) -> None:
         if self._failure is not None:
-            self.buffers.reset(self.groups)
+            self.buffers.reset()
             self._failure = None
 
     @torch.no_grad()
     def end_load(self, parameter: Any, small: dict[str, Any], has_master: bool) -> None:
         """All states of a parameter were written."""
-
-        def end(group: SubGroup, parts: list[StatePart]) -> None:
-            for part in parts:
-                part.ready = True
-                part.small = {n: v.clone() if isinstance(v, Tensor) else v for n, v in small.items()}
-                self.state[parameter] = part.small
-                if MASTER in part.offsets and not has_master:
-                    part.arrays(_of(group))[MASTER].copy_(self._own_values(part))
-
-        self._over_groups(end, lambda part: part.parameter is parameter, writes=False)
+        for part in self._parts[parameter]:
+            part.ready = True
+            part.small = {n: v.clone() if isinstance(v, Tensor) else v for n, v in small.items()}
+            self.state[parameter] = part.small
+        if not has_master:
+            self._over_groups(self._set_masters, [part for part in self._parts[parameter] if MASTER in part.offsets])
 
     # How it works.
 
@@ -400,18 +478,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
 
     def _has_master(self, parameter: Any) -> bool:
-        """Whether its values are kept among its states, too: then a step writes the parameter, but need not read it."""
-        slot, span = self._slots.get(parameter), None
-        if slot is not None and slot.pieces:
-            span = slot.pieces[0].span
-        both_on_disk = self._on_disk and span is not None and span.memory is None
-        other = self._compute_dtype(parameter) != parameter.dtype or local(parameter).device != self._step_on
-        return other or both_on_disk
+        """Whether the values that are stepped are kept among its states."""
+        return self._compute_dtype(parameter) != parameter.dtype or local(parameter).device != self._step_on
 
     def _names(self, part: StatePart) -> dict[str, torch.dtype]:
         dtype = self._compute_dtype(part.parameter)
         master = {MASTER: dtype} if self._has_master(part.parameter) else {}
-        shaped = [name for name, v in self._states[part.group].items() if isinstance(v, Tensor) and v.ndim]
+        shaped = [name for name, v in self._states[part.settings].items() if isinstance(v, Tensor) and v.ndim]
         return master | dict.fromkeys(shaped, dtype)
 
     @torch.no_grad()
@@ -458,55 +531,43 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return type(self._inner)([p], **{k: v for k, v in group.items() if k in self._inner.defaults}).state[p]
 
     def _sub_groups(self, elements: int) -> Iterator[SubGroup]:
-        parts: list[StatePart] = []
-        for number, group in enumerate(self.param_groups):
+        parts, numel, number = list[StatePart](), 0, 0
+        for settings, group in enumerate(self.param_groups):
             for p in group["params"]:
+                slot, size = self._slots.get(p), local_shape(p).numel()
                 pieces: list[tuple[int, int, Any]]
-                slot, numel = self._slots.get(p), local_shape(p).numel()
+                pieces = [(at, min(at + elements, size), None) for at in range(0, size, elements)]
                 if slot is not None:
                     pieces = [(each.begin, each.end, each) for each in slot.pieces]
-                else:
-                    pieces = [(at, min(at + elements, numel), None) for at in range(0, numel, elements)]
                 for begin, end, piece in pieces:
-                    if parts and sum(each.numel for each in parts) + end - begin > elements:
-                        yield SubGroup(parts)
-                        parts = []
-                    parts.append(StatePart(p, number, begin, end, slot, piece))
-        yield SubGroup(parts)
+                    if parts and numel + end - begin > elements:
+                        yield SubGroup(number, parts)
+                        parts, numel, number = [], 0, number + 1
+                    parts.append(StatePart(p, settings, begin, end, slot, piece))
+                    numel += end - begin
+        yield SubGroup(number, parts)
 
     def _over_groups(
-        self,
-        work: Callable[[SubGroup, list[StatePart]], object],
-        which: Callable[[StatePart], bool],
-        writes: bool = True,
+        self, work: Callable[[list[StatePart]], object], parts: list[StatePart], changes: bool = True
     ) -> None:
-        """Call `work` for each sub-group that has such parts, with its states in memory."""
-        order = [(each, parts) for each in self.groups if (parts := [part for part in each.parts if which(part)])]
-        if self._steps % 2:
-            order.reverse()
-        groups = [each for each, _ in order]
-        for at, (group, parts) in enumerate(order):
-            self.buffers.begin(groups, at)
-            for part in (
-                part for _, some in order[at : at + 2] for part in some if writes and not part.offsets.get(MASTER)
-            ):
-                self._start_values(part)
-            work(group, parts)
-            self.buffers.end(group, groups[at + 1 :])
-        while self._writes:
-            self._writes.popleft()[1].wait()
-        self._steps += writes
+        """Call `work` with those of the parts that are of one sub-group, which is in memory; `work` may change it."""
+        of_group: dict[SubGroup, list[StatePart]] = {}
+        for part in parts:
+            of_group.setdefault(part.group, []).append(part)
+        backward = self._steps % 2 == 1
+        for group in self.buffers.over(sorted(of_group, key=lambda each: each.number, reverse=backward), changes):
+            work(of_group[group])
 
     @torch.no_grad()
-    def _step_group(self, group: SubGroup, parts: list[StatePart]) -> None:
-        memory = _of(group)
-        values = [self._values(part, part.arrays(memory)) for part in parts]
+    def _step_group(self, parts: list[StatePart]) -> None:
+        self._set_masters([part for part in parts if not part.ready])
+        values = [part.arrays()[MASTER] if MASTER in part.offsets else self._own_values(part) for part in parts]
         for ready, some in groupby(zip(parts, values, strict=True), key=lambda each: each[0].ready):
-            self._step_parts(list(some), memory, ready)
+            self._step_parts(list(some), ready)
         for part, value in zip(parts, values, strict=True):
-            self._put(part, value, part.arrays(memory))
+            self._put(part, value)
 
-    def _step_parts(self, some: list[tuple[StatePart, Tensor]], memory: Tensor, ready: bool) -> None:
+    def _step_parts(self, some: list[tuple[StatePart, Tensor]], ready: bool) -> None:
         states: dict[Any, dict[str, Any]] = {}
         leaves: list[tuple[StatePart, nn.Parameter]] = []
         used = 0
@@ -519,17 +580,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 used = begin + leaf.nbytes
                 gradient = self._scratch_of(leaf.device)[begin:used].view(leaf.dtype).copy_(gradient)
             leaf.grad = gradient
-            arrays = {name: each for name, each in part.arrays(memory).items() if name != MASTER}
+            arrays = {name: each for name, each in part.arrays().items() if name != MASTER}
             if ready:
                 states[leaf] = {**part.small, **arrays}
             leaves.append((part, leaf))
         groups: dict[int, dict[str, Any]] = {}
         for part, leaf in leaves:
-            settings = {key: value for key, value in self.param_groups[part.group].items() if key != "params"}
-            groups.setdefault(part.group, {**settings, "params": []})["params"].append(leaf)
+            settings = {key: value for key, value in self.param_groups[part.settings].items() if key != "params"}
+            groups.setdefault(part.settings, {**settings, "params": []})["params"].append(leaf)
         self._run(list(groups.values()), states)
         for part, leaf in leaves:
-            arrays = part.arrays(memory)
+            arrays = part.arrays()
             for name, value in states[leaf].items():
                 if name not in arrays:
                     part.keep(name, value)
@@ -547,59 +608,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         return self._scratch
 
-    def _values(self, part: StatePart, arrays: dict[str, Tensor]) -> Tensor:
-        """The values to step: the master weights, or the parameter's own."""
-        if MASTER in arrays:
-            if not part.ready:
-                arrays[MASTER].copy_(self._own_values(part))
-            return arrays[MASTER]
-        return self._own_values(part)
+    @torch.no_grad()
+    def _set_masters(self, parts: list[StatePart]) -> None:
+        """Let the master weights, where there are some, have the values of the parameters."""
+        for part in parts:
+            if MASTER in part.offsets:
+                part.arrays()[MASTER].copy_(self._own_values(part))
 
     def _own_values(self, part: StatePart) -> Tensor:
         if part.slot is None:
             return flat(local(part.parameter))[part.begin : part.end]
-        self._start_values(part)
-        buffer, reading = self._read_ahead.pop(part)
-        reading.wait()
-        return buffer[: part.piece.span.num_bytes].view(part.slot.dtype)
+        if part.value_at is not None and MASTER in part.offsets:
+            return part.slot.read_piece(part.piece)
+        return part.values()[: part.piece.span.num_bytes].view(part.slot.dtype)
 
-    def _start_values(self, part: StatePart) -> None:
-        """Start to read values that are not among the states."""
-        if part.slot is not None and part not in self._read_ahead:
-            span = part.piece.span
-            if span.memory is not None:
-                future = IoFuture()
-                future.run(lambda: None)
-                self._read_ahead[part] = span.memory, future
-            else:
-                buffer = self._buffer(span.num_bytes)
-                self._read_ahead[part] = buffer, span.read(buffer)
-
-    def _buffer(self, num_bytes: int) -> Tensor:
-        """Host memory for a piece: of a write that is done, or new; at most `WRITES` are in flight."""
-        if len(self._writes) >= WRITES or (self._writes and self._writes[0][1].done()):
-            buffer, future = self._writes.popleft()
-            future.wait()
-            if pages(num_bytes) <= buffer.numel():
-                return buffer[: pages(num_bytes)]
-        return aligned(num_bytes, self._device)
-
-    def _put(self, part: StatePart, value: Tensor, arrays: dict[str, Tensor]) -> None:
+    def _put(self, part: StatePart, value: Tensor) -> None:
         """Let the parameter have the stepped values, if they are not its own memory."""
-        slot = part.slot
-        if slot is None:
-            if MASTER in arrays:
+        if part.slot is None:
+            if MASTER in part.offsets:
                 flat(local(part.parameter))[part.begin : part.end].copy_(value)
             return
-        slot.changed_piece(part.piece, value)
-        span = part.piece.span
-        own = span.memory
-        if own is None:
-            buffer = self._buffer(span.num_bytes)
-            buffer[: span.num_bytes].view(slot.dtype).copy_(value)
-            self._writes.append((buffer, span.write(buffer)))
-        elif MASTER in arrays:
-            own[: span.num_bytes].view(slot.dtype).copy_(value)
+        part.slot.changed_piece(part.piece, value)
+        if MASTER in part.offsets:
+            part.values()[: part.piece.span.num_bytes].view(part.slot.dtype).copy_(value)
+        if part.value_at is not None:
+            part.written = part.piece.span.write(part.values())
+            part.group.moving.append(part.written)
 
     def _fill(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Replace the states of parameters; those of others are as before their first step."""
@@ -615,16 +649,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if states.get(p):
                 self.end_load(p, small, MASTER in states[p])
 
-    @torch.no_grad()
-    def _renew_masters(self, slot: Slot) -> None:
+    def _renew(self, slot: Slot) -> None:
         """A parameter was written to from outside."""
-
-        def renew(group: SubGroup, parts: list[StatePart]) -> None:
-            for part in parts:
-                if part.ready and MASTER in part.offsets:
-                    part.arrays(_of(group))[MASTER].copy_(self._own_values(part))
-
-        self._over_groups(renew, lambda part: part.slot is slot)
+        parts = self._parts.get(slot.parameter, [])
+        self._over_groups(self._set_masters, [part for part in parts if part.ready and MASTER in part.offsets])
 
     def _gradient_of(self, parameter: Any) -> Any:
         return self._host_gradients.get(parameter, parameter.grad)
@@ -633,11 +661,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradient, parameter.grad = local(parameter.grad).to("cpu"), None
         before = self._host_gradients.get(parameter)
         self._host_gradients[parameter] = gradient if before is None else before.add_(gradient)
-
-
-def _of(group: SubGroup) -> Tensor:
-    assert group.memory is not None
-    return group.memory
 
 
 def _cut(states: Mapping[str, Any], part: Any) -> dict[str, Any]:
