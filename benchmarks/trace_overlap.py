@@ -1,10 +1,10 @@
 """One step on two ranks, as a Chrome trace and a picture: what is computed while messages cross and data moves.
 
 `python -m benchmarks.trace_overlap` writes `docs/overlap.trace.json.gz` (open it in https://ui.perfetto.dev) and
-`docs/overlap.png`: a step of a DLRM, whose messages are held back as in `bench_overlap`. `--offload` writes
-`docs/offload.trace.json.gz` and `docs/offload.png`: a step of transformer layers that `fully_shard` has sharded, with
-parameters in host memory, and states and activations on disk. The ranks are processes of this machine. The trace is
-torch's profiler's, less what is nested or lasts less than 50 µs, with the messages of each rank, or the copies and
+`docs/overlap.png`: a step of a DLRM, whose messages are held back as in `bench_overlap`. `offload` as its argument
+writes `docs/offload.trace.json.gz` and `docs/offload.png`: a step of transformer layers that `fully_shard` has sharded,
+with parameters in host memory, and states and activations on disk. The ranks are processes of this machine. The trace
+is torch's profiler's, less what is nested or lasts less than 50 µs, with the messages of each rank, or the copies and
 transfers of its tiers, beside it.
 """
 
@@ -185,11 +185,11 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--offload", action="store_true", help="a step of layers that are offloaded")
+    parser.add_argument("what", nargs="?", choices=("overlap", "offload"), default="overlap", help="which step")
     parser.add_argument("--out", type=Path, help="the files' path without endings")
     arguments = parser.parse_args()
-    record, name = (record_offloaded_step, "offload") if arguments.offload else (record_step, "overlap")
-    out = arguments.out or Path("docs", name)
+    record = record_offloaded_step if arguments.what == "offload" else record_step
+    out = arguments.out or Path("docs", arguments.what)
     ranks = Ranks(2)
     try:
         events = [event for of_rank in ranks.run(record, 2) for event in of_rank]

@@ -93,9 +93,9 @@ def estimate_offload(
     """What each setting of `te.offload` needs on one of `world_size` ranks, and how long a step takes.
 
     With P parameters of b bytes on a rank (ZeRO-Infinity, section 3): parameters P·b, gradients P·b, states P·s and 4·P
-    more for fp32 master weights if b is 2, or if both are on disk. A step reads and writes the states once, and reads
-    the parameters for the forward and the backward; 6 operations a parameter and token are computed meanwhile, 8 with
-    checkpointing.
+    more for fp32 master weights if b is 2. A step reads and writes the states once, and reads the parameters for the
+    forward and the backward, and once more for the step if they are fp32 and on disk; 6 operations a parameter and
+    token are computed meanwhile, 8 with checkpointing.
 
     Args:
         model: a model, which may be on "meta", or a number of parameters.
@@ -128,8 +128,7 @@ def estimate_offload(
     for params, of_states, of_activations in product(*[get_args(TierName)] * 3):
         if of_activations != "device" and not activation_bytes:
             continue
-        masters = item == 2 or params == of_states == "disk"
-        states = own * (state_bytes + 4 * masters)
+        states = own * (state_bytes + 4 * (item == 2))
         room = dict.fromkeys(get_args(TierName), 0.0)
         room[params] += values
         room["device" if params == of_states == "device" else "host"] += values  # gradients
@@ -139,15 +138,14 @@ def estimate_offload(
         buffers = 3 * min(states, (16 << 20) * (state_bytes + 4))
         room["host"] += buffers if of_states == "disk" else 0.0
         fetched = 2 * values if params != "device" else 0.0
-        read = fetched * (params == "disk") + states * (of_states == "disk")
-        read += activation_bytes * (of_activations == "disk")
         written = states * (of_states == "disk") + values * (params == "disk")
-        written += activation_bytes * (of_activations == "disk")
+        read = written - values * (params == "disk" and item == 2)  # in the step
         link = fetched + (2 * values if of_states != "device" else 0.0)
         link += 2 * activation_bytes * (of_activations != "device")
         update = (2 * states + 3 * values) / has.host_rate if of_states != "device" else 0.0
         step = max(compute, link / has.link, fetched / has.disk_read * (params == "disk"))
-        step += max(update, (states / has.disk_read + states / has.disk_write) * (of_states == "disk"))
+        step += max(update, read / has.disk_read + written / has.disk_write)
+        written += activation_bytes * (of_activations == "disk")
         days = has.rated_writes / written * step / 86_400 if written else math.inf
         same = has.device == has.host  # without a GPU
         fits = room["device"] + same * room["host"] <= most and room["host"] <= has.host and room["disk"] <= has.disk

@@ -33,7 +33,8 @@ from tritonemb.utils import on_error
 
 PIECE = 4096  # elements; pieces of a parameter begin at multiples of it, which are whole pages
 SUB_GROUP = 16 << 20  # elements that are stepped at once, at most
-STATE_BYTES = 12  # of an element in a sub-group: two fp32 states and the master weight
+ELEMENT_BYTES = 14  # in a buffer of a sub-group: two fp32 states, the master weight and the 16-bit one
+LEAST_SUB_GROUPS = 8  # that buffers hold, if parameters or states are on disk
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
@@ -82,8 +83,8 @@ def offload(
             are stepped on the CPU, and gradients are in host memory.
         activations: where tensors that autograd saves for the backward are.
         path: folder of the swap file; for "disk". On a disk of this node.
-        budget: bytes, or text like "8GiB", of device memory for parameters in use, and of host memory for states that
-            are read from disk; a quarter of what is free if not given.
+        budget: bytes, or text like "8GiB", of device memory for parameters in use, and of host memory for what is
+            stepped from disk; a quarter of what is free if not given.
         ratio: share of the states that stays in memory, though `states` says "disk".
         device: that computes; that of the parameters, or for those on "meta" the current GPU or the CPU.
         init: `init(module)` gives a module's own parameters their values.
@@ -113,8 +114,10 @@ def offload(
     strange = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in known]
     if strange:
         raise ValueError(f"the optimizer has {len(strange)} parameters that the model has not, of shapes {strange[:3]}")
-    most = given - (arena_bytes if params != "device" else 0) if states == "disk" else SUB_GROUP * STATE_BYTES * 4
-    elements = max(PIECE, min(SUB_GROUP, most // (8 * STATE_BYTES)) // PIECE * PIECE)
+    most = given - (arena_bytes if params != "device" else 0) if states == "disk" else given // 8
+    elements = SUB_GROUP
+    if "disk" in (params, states):
+        elements = max(PIECE, min(SUB_GROUP, most // (LEAST_SUB_GROUPS * ELEMENT_BYTES)) // PIECE * PIECE)
 
     tiers: dict[str, Any] = {}
     for name in (params, states, activations):
