@@ -16,6 +16,7 @@ TIERS = [("device", "device"), ("host", "disk"), ("disk", "host"), ("disk", "dis
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("params", "states"), TIERS)
 def test_training_goes_on_where_it_was_on_any_tier(params, states, dtype, tmp_path, monkeypatch):

@@ -81,6 +81,7 @@ def test_a_forward_may_still_cast_its_weight():
     assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
 
 
+@pytest.mark.more
 def test_an_offloaded_model_that_is_dropped_is_collected_with_its_folder(tmp_path):
     for tiers in [("disk", "disk", "disk"), ("host", "disk", "host"), ("device", "disk", "device")] * 2:
         params, states, activations = tiers

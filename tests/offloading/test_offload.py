@@ -46,6 +46,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("make", ARENA)
 @pytest.mark.parametrize("params", TIERS)
 @pytest.mark.parametrize("states", TIERS)
