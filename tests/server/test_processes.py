@@ -65,8 +65,15 @@ def test_processes_have_the_bits_of_threads(monkeypatch, capsys):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("log", ["memory", "disk"])
-@pytest.mark.parametrize("staleness", [0, 3])
+@pytest.mark.parametrize(
+    ("staleness", "log"),
+    [
+        (0, "memory"),
+        (3, "disk"),
+        pytest.param(0, "disk", marks=pytest.mark.slow),
+        pytest.param(3, "memory", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_servers_change_no_bit(tmp_path, log, staleness):
     """At any moment: while they take pushes, log them, answer, save their state, or have just been started again."""
     how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}

@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -191,8 +191,8 @@ class Buffers:
                 self._resident[group] = None
                 self._idle.append(group)
             ready = len(self._free) + len(self._writing) + self.number - self._made
-            missing = islice((each for each in islice(order, ahead, None) if each.is_missing), DEPTH)
-            if self._idle and ready < min(sum(1 for _ in missing), self.number - 1):
+            missing = sum(each.is_missing for each in order[ahead : ahead + DEPTH])
+            if self._idle and ready < min(missing, self.number - 1):
                 self._evict()
 
     def drain(self) -> None:
