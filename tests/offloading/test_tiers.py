@@ -72,6 +72,32 @@ def test_another_process_that_uses_the_folder_is_named(tmp_path):
     DiskTier(tmp_path).close()
 
 
+def test_several_folders_are_used_in_turn(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    expected = train(mlp, tmp_path, 3)
+    options = {"params": "disk", "states": "disk", "budget": 200_000, "path": folders}
+    torch.manual_seed(0)
+    model = mlp()
+    model, optimizer = te.offload(model, adam(model.parameters()), **options)
+    assert steps(model, optimizer, 3) == expected.losses
+    sizes = [(folder / "swap-0.bin").stat().st_size for folder in folders]
+    assert min(sizes) > 0.5 * max(sizes)
+    te.offloading.close(model)
+    assert not any(file for folder in folders for file in folder.iterdir())
+
+
+def test_a_folder_that_is_named_twice_is_refused(tmp_path):
+    model = mlp()
+    with pytest.raises(ValueError, match="path= names a folder twice"):
+        te.offload(model, adam(model.parameters()), states="disk", path=[tmp_path, tmp_path])
+    (tmp_path / "used").mkdir()
+    first = DiskTier(tmp_path / "used")
+    with pytest.raises(StorageError, match="another process uses"):
+        te.offload(model, adam(model.parameters()), states="disk", path=[tmp_path / "free", tmp_path / "used"])
+    assert not list((tmp_path / "free").iterdir())
+    first.close()
+
+
 def test_a_second_run_in_one_folder_harms_neither(tmp_path):
     first = train(mlp, tmp_path, 1, offload={"params": "disk", "states": "disk", "budget": 200_000})
     model = mlp()

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ PIECE = 4096  # elements; pieces of a parameter begin at multiples of it, which 
 SUB_GROUP = 16 << 20  # elements that are stepped at once, at most
 ELEMENT_BYTES = 14  # in a buffer of a sub-group: two fp32 states, the master weight and the 16-bit one
 LEAST_SUB_GROUPS = 8  # that buffers hold, if parameters or states are on disk
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
@@ -64,7 +65,7 @@ def available_bytes(device: torch.device) -> int:
 
 def offload(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, params: TierName = "device", states: TierName = "device",
-    activations: TierName = "device", path: str | os.PathLike[str] | None = None, budget: int | str | None = None,
+    activations: TierName = "device", path: Folders = None, budget: int | str | None = None,
     ratio: float = 0.0, device: torch.device | str | None = None, init: Callable[[nn.Module], object] | None = None,
 ) -> tuple[nn.Module, OffloadedOptimizer]:  # fmt: skip
     """Offload a model's parameters, optimizer states and activations (ZeRO-Infinity: Rajbhandari et al., SC 2021).
@@ -82,7 +83,8 @@ def offload(
         states: where optimizer states are, with fp32 master weights of 16-bit parameters. Unless on the "device", they
             are stepped on the CPU, and gradients are in host memory.
         activations: where tensors that autograd saves for the backward are.
-        path: folder of the swap file; for "disk". On a disk of this node.
+        path: folder of the swap file; for "disk". On a disk of this node; or several folders, on different disks, which
+            are used in turn.
         budget: bytes, or text like "8GiB", of device memory for parameters in use, and of host memory for what is
             stepped from disk; a quarter of what is free if not given.
         ratio: share of the states that stays in memory, though `states` says "disk".
@@ -99,8 +101,11 @@ def offload(
     for name, value in (("params", params), ("states", states), ("activations", activations)):
         if value not in get_args(TierName):
             raise ValueError(f"{name} must be one of {get_args(TierName)}, got {value!r}")
-    if "disk" in (params, states, activations) and path is None:
+    folders = [Path(each) for each in ((path,) if isinstance(path, str | os.PathLike) else path or ())]
+    if "disk" in (params, states, activations) and not folders:
         raise ValueError("path= must name a folder for what is offloaded to disk")
+    if len({each.absolute() for each in folders}) < len(folders):
+        raise ValueError(f"path= names a folder twice: {', '.join(map(str, folders))}")
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio must be between 0 and 1, got {ratio}")
     if isinstance(optimizer, OffloadedOptimizer) or getattr(model, "_offload", None) is not None:
@@ -122,7 +127,7 @@ def offload(
     tiers: dict[str, Any] = {}
     for name in (params, states, activations):
         if name not in tiers:
-            tiers[name] = make_tier(name, on, Path(path) if path is not None else None)
+            tiers[name] = make_tier(name, on, folders)
     with on_error(lambda: _close(tiers)):
         engine = Engine(Arena(arena_bytes if params != "device" else 0, on), tiers[params], on)
         moved = ParameterMove(model, engine, elements, on, params != "device", init)

@@ -111,7 +111,8 @@ class Span(Protocol):
 class Tier(Protocol):
     """A place for spans. `moved`: bytes read and written so far."""
 
-    moved: list[int]
+    @property
+    def moved(self) -> list[int]: ...
 
     def reserve(self, num_bytes: int) -> Span:
         """A new span; StorageError if there is no room."""
@@ -334,10 +335,31 @@ def _remove_stale(folder: Path, world_size: int) -> None:
             file.close()
 
 
-def make_tier(name: TierName, device: torch.device, path: Path | None) -> Tier | None:
+class StripedTier:
+    """Swap files on several disks, which have spans in turn, so that they work at once."""
+
+    def __init__(self, tiers: list[DiskTier]) -> None:
+        self._tiers, self._turn = tiers, 0
+
+    @property
+    def moved(self) -> list[int]:
+        return [sum(each) for each in zip(*(tier.moved for tier in self._tiers), strict=True)]
+
+    def reserve(self, num_bytes: int) -> DiskSpan:
+        self._turn = (self._turn + 1) % len(self._tiers)
+        return self._tiers[self._turn].reserve(num_bytes)
+
+    def close(self) -> None:
+        for each in self._tiers:
+            each.close()
+
+
+def make_tier(name: TierName, device: torch.device, folders: list[Path]) -> Tier | None:
     """The tier of this name; None for "device"."""
     if name == "disk":
-        assert path is not None
         ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return DiskTier(path, *ranks)
+        made: list[DiskTier] = []
+        with on_error(lambda: StripedTier(made).close()):
+            made.extend(DiskTier(folder, *ranks) for folder in folders)
+        return made[0] if len(made) == 1 else StripedTier(made)
     return HostTier(device) if name == "host" else None
