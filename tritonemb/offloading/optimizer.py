@@ -15,7 +15,9 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tritonemb.offloading.parameters import Slot, after_gradients, like, local, local_shape
 from tritonemb.offloading.tiers import CPU, Span, Tier, aligned, pages
@@ -344,13 +346,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_` of all parameters, wherever their gradients are; returns the norm."""
-        gradients = self.gradients()
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        gradients, norm = self.gradients(), self._total_norm(norm_type)
         stand_ins = [nn.Parameter(torch.empty_like(each), requires_grad=False) for each in gradients]
         for each, gradient in zip(stand_ins, gradients, strict=True):
             each.grad = gradient
         torch.nn.utils.clip_grads_with_norm_(stand_ins, max_norm, norm)
         return norm
+
+    def _total_norm(self, norm_type: float) -> Tensor:
+        """Of all gradients. Those of shards that were moved to host memory are added up over ranks."""
+        shards: dict[Any, list[Any]] = {}
+        for p in self._parameters():
+            moved = isinstance(p, DTensor) and p in self._host_gradients
+            if (gradient := self._gradient_of(p)) is not None:
+                shards.setdefault((p.device_mesh, p.placements) if moved else None, []).append(gradient)
+        norms = []
+        for where, gradients in shards.items():
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+            if where is not None:
+                mesh, placements = where
+                for dim in [dim for dim, placement in enumerate(placements) if placement.is_shard()]:
+                    most = norm_type == torch.inf
+                    norm = (norm if most else norm**norm_type).to(self._device)
+                    dist.all_reduce(norm, dist.ReduceOp.MAX if most else dist.ReduceOp.SUM, mesh.get_group(dim))
+                    norm = (norm if most else norm ** (1 / norm_type)).cpu()
+            norms.append(norm)
+        return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
 
     def gradients(self) -> list[Any]:
         """Of all parameters that have one, wherever it is."""
