@@ -590,10 +590,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _step_parts(self, some: list[tuple[StatePart, Tensor]], ready: bool) -> None:
         states: dict[Any, dict[str, Any]] = {}
-        leaves: list[tuple[StatePart, nn.Parameter]] = []
+        groups: dict[int, dict[str, Any]] = {}
+        stepped: list[tuple[StatePart, nn.Parameter, dict[str, Tensor]]] = []
         used = 0
         for part, value in some:
-            leaf = nn.Parameter(value)
+            leaf, arrays = nn.Parameter(value), part.arrays()
             gradient = local(self._gradient_of(part.parameter))
             gradient = flat_like(gradient, local(part.parameter))[part.begin : part.end]
             if (gradient.device, gradient.dtype) != (leaf.device, leaf.dtype):
@@ -601,17 +602,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 used = begin + leaf.nbytes
                 gradient = self._scratch_of(leaf.device)[begin:used].view(leaf.dtype).copy_(gradient)
             leaf.grad = gradient
-            arrays = {name: each for name, each in part.arrays().items() if name != MASTER}
             if ready:
-                states[leaf] = {**part.small, **arrays}
-            leaves.append((part, leaf))
-        groups: dict[int, dict[str, Any]] = {}
-        for part, leaf in leaves:
-            settings = {key: value for key, value in self.param_groups[part.settings].items() if key != "params"}
-            groups.setdefault(part.settings, {**settings, "params": []})["params"].append(leaf)
+                states[leaf] = part.small | {name: each for name, each in arrays.items() if name != MASTER}
+            if part.settings not in groups:
+                groups[part.settings] = {**self.param_groups[part.settings], "params": []}
+            groups[part.settings]["params"].append(leaf)
+            stepped.append((part, leaf, arrays))
         self._run(list(groups.values()), states)
-        for part, leaf in leaves:
-            arrays = part.arrays()
+        for part, leaf, arrays in stepped:
             for name, value in states[leaf].items():
                 if name not in arrays:
                     part.keep(name, value)
