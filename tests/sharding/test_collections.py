@@ -123,13 +123,20 @@ def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
     assert not run(ranks, given)
 
 
+def on_four(name: str) -> pytest.MarkDecorator:
+    """Four ranks for one optimizer of a kind; for all of them in the longest tests."""
+    return pytest.mark.more if name in ("adam", "ftrl", "partial_row_wise_lamb", "custom adam") else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("name", "world"),
     [
         ("lamb", 2),
         ("custom row_wise_adagrad", 2),
-        *(pytest.param(name, 4, marks=pytest.mark.more) for name in sorted(OPTIMIZERS)),
-        *(pytest.param(f"custom {name}", 4, marks=pytest.mark.more) for name in CUSTOM),
+        *(
+            pytest.param(name, 4, marks=on_four(name))
+            for name in [*sorted(OPTIMIZERS), *(f"custom {n}" for n in CUSTOM)]
+        ),
     ],
 )
 def test_every_optimizer_with_its_options(ranks, name, world):

@@ -146,7 +146,8 @@ def trained_by_columns(rank, world, name, dtype, plans):
     [
         (2, "default"),
         (2, "uneven"),
-        *(pytest.param(4, plans, marks=pytest.mark.more) for plans in ("default", "node", "grid")),
+        pytest.param(4, "default", marks=pytest.mark.slow),
+        *(pytest.param(4, plans, marks=pytest.mark.more) for plans in ("node", "grid")),
     ],
 )
 def test_columns_on_several_ranks_are_updated_as_whole_rows_are(ranks, world, plans, name, dtype):
