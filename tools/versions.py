@@ -21,7 +21,8 @@ OLDEST, NEWEST = ("2.11.0", "3.6.0"), ("2.15.0", "3.9.0")  # torch, and the trit
 NUMPY = {OLDEST[0]: "numpy<2.4"}  # with newer ones Triton 3.6 does not interpret kernels
 CASES = [(python, *versions) for python in ("3.11", "3.12", "3.13") for versions in (OLDEST, NEWEST)]
 TOOLS = ("pytest>=8.2,<9.2", "pytest-timeout", "pytest-xdist", "hypothesis")
-SELECTION = ("tests/compiler", "tests/nn", "tests/offloading", "tests/ops", "tests/test_jagged.py", "tests/test_types.py")
+FOLDERS = ("tests/compiler", "tests/nn", "tests/offloading", "tests/ops")
+SELECTION = (*FOLDERS, "tests/test_jagged.py", "tests/test_types.py")
 
 
 def install(environment: Path, python: str, torch: str, triton: str) -> None:

@@ -123,3 +123,97 @@ def test_pretrained_models_load_shard_by_shard(tmp_path):
         load(model, tmp_path)
     with pytest.raises(ValueError, match=r"has no \.safetensors files"):
         load(model, tmp_path / "swap")
+
+
+def test_each_parameter_has_its_own_number_of_steps(tmp_path):
+    """One that had no gradient at first."""
+
+    def make(name):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        return te.offload(model, adam(model.parameters()), states="disk", path=tmp_path / name)
+
+    model, optimizer = make("a")
+    for number in range(5):
+        model[1].requires_grad_(number > 2)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    found, fresh = make("b")
+    te.offloading.load_checkpoint(found, fresh, tmp_path / "saved")
+    assert [each["step"].item() for each in fresh.state_dict()["state"].values()] == [5, 5, 2, 2]
+
+
+@pytest.mark.parametrize("params", ["device", "host", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_that_a_checkpoint_has_not_begin_anew(params, dtype, tmp_path):
+    options = {"params": params, "states": "disk", "budget": 400_000}
+    first = train(mlp, tmp_path / "a", 0, dtype=dtype, offload=options)
+    te.offloading.save_checkpoint(first.model, first.optimizer, tmp_path / "saved")
+    expected = steps(first.model, first.optimizer, 3)
+    te.offloading.load_checkpoint(first.model, first.optimizer, tmp_path / "saved")
+    assert len(first.optimizer.state_dict()["state"]) == 0
+    assert steps(first.model, first.optimizer, 3) == expected
+
+
+def test_a_load_that_fails_leaves_no_optimizer_that_steps(tmp_path):
+    found = train(mlp, tmp_path / "a", 2, offload={"states": "host"})
+    te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+    whole = {path: path.read_bytes() for path in (tmp_path / "saved").glob("*.distcp")}
+    for path, data in whole.items():
+        path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(StorageError, match="cannot be loaded"):
+        te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+    with pytest.raises(RuntimeError, match="an earlier step or load has failed"):
+        steps(found.model, found.optimizer, 1)
+    with pytest.raises(RuntimeError, match="an earlier step or load has failed"):
+        found.optimizer.state_dict()
+    for path, data in whole.items():
+        path.write_bytes(data)
+    found.optimizer.zero_grad()
+    te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+    expected = train(mlp, tmp_path, 2)
+    assert steps(found.model, found.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
+
+
+def test_states_of_other_memory_formats_keep_their_places(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 3)).to(memory_format=torch.channels_last)
+        return model, adam(model.parameters())
+
+    def some_steps(model, optimizer):
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain, its_adam = make()
+    some_steps(plain, its_adam)
+    expected = its_adam.state_dict()
+    model, optimizer = te.offload(*make(), states="disk", path=tmp_path / "swap")
+    some_steps(model, optimizer)
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    other, fresh = te.offload(*make(), states="host")
+    te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
+    for found in (optimizer.state_dict(), fresh.state_dict()):
+        for number, each in expected["state"].items():
+            assert all(torch.equal(value, found["state"][number][name]) for name, value in each.items())
+    fresh.load_state_dict(expected)
+    for one, another in zip(some_steps(other, fresh), some_steps(plain, its_adam), strict=True):
+        assert torch.equal(one, another)
+
+
+def test_empty_parameters_are_saved_and_loaded(tmp_path):
+    def make():
+        model = nn.Linear(3, 2)
+        model.empty = nn.Parameter(torch.empty(0, 3))
+        return te.offload(model, adam(model.parameters()), params="host")
+
+    model, optimizer = make()
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    other, fresh = make()
+    te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
+    assert torch.equal(other.state_dict()["weight"], model.state_dict()["weight"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -483,3 +484,94 @@ def test_what_offloading_needs_is_estimated(tmp_path: Path):
     assert disk.disk == disk.written == 8 * small.parameters
     with pytest.raises(ValueError, match="there must be parameters"):
         te.estimate_offload(nn.ReLU())
+
+
+def test_masters_follow_what_is_written_to_parameters_on_the_device(tmp_path):
+    def written(params, rewritten):
+        found = train(mlp, tmp_path / params, 2, dtype=torch.bfloat16, offload=on(mlp, params, "host"))
+        with te.gather_parameters(found.model, modify=True), torch.no_grad():
+            for p in found.model.parameters():
+                p.copy_(p.clone() if rewritten else torch.full_like(p, 0.125))
+        return steps(found.model, found.optimizer, 2), weights_of(found.model)
+
+    (of_device, on_device), (of_host, on_host) = (written(params, False) for params in ("device", "host"))
+    assert of_device == of_host
+    assert all(map(torch.equal, on_device, on_host))
+    assert all((p.float() - 0.125).abs().max() < 0.05 for p in on_device)
+    # What is written as it was keeps its masters.
+    plain = train(mlp, tmp_path / "plain", 2, dtype=torch.bfloat16, offload=on(mlp, "device", "host"))
+    expected = steps(plain.model, plain.optimizer, 2)
+    assert written("device", True)[0] == written("host", True)[0] == expected
+
+
+def test_an_optimizer_with_a_scheduler_is_refused():
+    model = mlp()
+    optimizer = adam(model.parameters())
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ValueError, match="make schedulers of the optimizer that te"):
+        te.offload(model, optimizer, states="host")
+
+
+def test_hooks_of_the_optimizer_are_called_once_a_step():
+    model = mlp()
+    optimizer, calls = adam(model.parameters()), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    model, optimizer = te.offload(model, optimizer, states="host")
+    steps(model, optimizer, 1)
+    assert calls == ["before", "after"]
+
+
+def test_parameters_with_gaps_are_refused():
+    model = nn.Linear(12, 10)
+    model.weight = nn.Parameter(torch.randn(10, 24)[:, :12])
+    with pytest.raises(ValueError, match=r"of shape \(10, 12\) has the strides \(24, 1\), so there are gaps"):
+        te.offload(model, adam(model.parameters()), states="host")
+
+
+def test_states_of_another_optimizer_are_refused():
+    model = mlp()
+    other = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    model, optimizer = te.offload(model, adam(model.parameters()), states="host")
+    steps(model, optimizer, 1)
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="has no 'exp_avg', 'exp_avg_sq' of a parameter"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.state_dict()["state"][0]["step"] == before["state"][0]["step"]
+
+
+def test_a_layer_in_two_places_is_not_tiled():
+    layer = nn.Linear(64, 64)
+    model = nn.Sequential(nn.Sequential(layer), nn.GELU(), nn.Sequential(layer))
+    model, _ = te.offload(model, adam(model.parameters()), params="host", budget=60_000)
+    assert model[0][0] is model[2][0] is layer
+    assert model(torch.ones(2, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parameters_that_are_not_always_stepped(seed, tmp_path):
+    """Passes over sub-groups that begin and end anywhere, with states loaded in between."""
+
+    def run(offload):
+        torch.manual_seed(0)
+        model: Any = nn.ModuleList(nn.Linear(70, 64) for _ in range(12))
+        optimizer: Any = adam(model.parameters())
+        if offload:
+            model, optimizer = te.offload(model, optimizer, path=tmp_path / str(offload), **offload)
+        random, found = torch.Generator().manual_seed(seed), []
+        for number in range(12):
+            used = [layer for layer in model if torch.rand(1, generator=random) < 0.4] or [model[0]]
+            x = torch.randn(3, 70, generator=random)
+            sum(layer(x).square().mean() for layer in used).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 4 == 3:
+                optimizer.load_state_dict(optimizer.state_dict())
+            found.append(weights_of(model))
+        return found
+
+    expected = run(None)
+    for params in ("device", "disk"):
+        found = run({"params": params, "states": "disk", "budget": 150_000})
+        for one, other in zip(found, expected, strict=True):
+            assert all(map(torch.equal, one, other))

@@ -211,8 +211,31 @@ def test_an_error_of_the_disk_ends_the_step_for_good(call, tmp_path, monkeypatch
         patch.setattr(os, call, fail)
         with pytest.raises(StorageError, match=r"Input/output error; check the disk, and resume from a checkpoint"):
             steps(trained.model, trained.optimizer, 3)
-    with pytest.raises(RuntimeError, match="an earlier step has failed"):
+    with pytest.raises(RuntimeError, match="an earlier step or load has failed"):
         steps(trained.model, trained.optimizer, 1)
     trained.optimizer.load_state_dict(saved)
     steps(trained.model, trained.optimizer, 2)
     assert all(p.isfinite().all() for p in weights_of(trained.model))
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_outside_of_a_step_is_not_forgotten(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("tritonemb.storage.aio.make_queue", lambda: None)
+    monkeypatch.setattr("tritonemb.storage.aio._free_contexts", __import__("tritonemb").storage.aio._make_contexts())
+    trained = train(Transformer, tmp_path, 2, offload={"states": "disk", "budget": 60_000})
+    saved = trained.optimizer.state_dict()
+    steps(trained.model, trained.optimizer, 1)
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StorageError):
+            trained.optimizer.state_dict()
+    with pytest.raises((StorageError, RuntimeError)):
+        steps(trained.model, trained.optimizer, 1)
+    trained.optimizer.load_state_dict(saved)
+    found = trained.optimizer.state_dict()["state"]
+    for number, expected in saved["state"].items():
+        assert all(torch.equal(value, found[number][name]) for name, value in expected.items())

@@ -289,7 +289,7 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     state = _model_and_states(model, optimizer, False)
     for key, value in state.items():
         shape = getattr(there.get(key), "size", None)
-        if key.startswith("model.") and key not in there:
+        if key.startswith("model.") and key not in there and value.numel():
             raise ValueError(f"{path} has no {key.removeprefix('model.')!r}")
         if isinstance(value, StoredTensor) and shape is not None and shape != value.shape:
             raise ValueError(f"{key}: the checkpoint has shape {list(shape)}, the model {list(value.shape)}")
@@ -298,16 +298,16 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     for number, group in enumerate(groups):
         for name in [name for name in group if f"optim.param_groups.{number}.{name}" not in there]:
             del group[name]
-    optimizer.begin_load()
     nested = _nested(wanted, groups)
-    with _storage_errors(f"{path} cannot be loaded, some of it may be; load another checkpoint"):
-        load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
-    optimizer.apply_settings(nested["optim"]["param_groups"])
-    for p, place in places(model):
-        small = nested["optim"]["state"].get(place.fqn, {})
-        if small:
-            has_master = MASTER in small
-            optimizer.end_load(p, {n: v for n, v in small.items() if not isinstance(v, StoredTensor)}, has_master)
+    with optimizer.loading():
+        with _storage_errors(f"{path} cannot be loaded, some of it may be; load another checkpoint"):
+            load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
+        optimizer.apply_settings(nested["optim"]["param_groups"])
+        for p, place in places(model):
+            small = nested["optim"]["state"].get(place.fqn, {})
+            if small:
+                plain = {name: value for name, value in small.items() if not isinstance(value, StoredTensor)}
+                optimizer.end_load(p, plain, MASTER in small)
 
 
 def load_safetensors(

@@ -9,8 +9,9 @@ its vectors and their remainders are the same.
 
 import copy
 import inspect
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +26,7 @@ from tritonemb.storage.store import IoFuture
 
 ALIGNMENT = 64  # bytes, of a state within its sub-group
 MASTER = "master"  # the fp32 weights of a 16-bit parameter, kept among its states
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # they are called once a step
 LEAST_BUFFERS = 3  # one is read, one is stepped, one is written
 DEPTH = 4  # sub-groups that are read or written at once, at most
 
@@ -147,7 +149,8 @@ class SubGroup:
 
     def wait(self) -> None:
         while self.moving:
-            self.moving.pop(0).wait()
+            self.moving[0].wait()  # a failure stays: what it has left in the buffer is not to be used
+            self.moving.pop(0)
 
     def write(self) -> tuple[list[IoFuture], Tensor]:
         """Start to write the states, unless the disk has them; give the buffer back with what moves in it."""
@@ -163,8 +166,8 @@ class SubGroup:
 class Buffers:
     """Host memory for sub-groups that are on disk. Those that were visited last stay in it."""
 
-    def __init__(self, groups: list[SubGroup], num_bytes: int, gpu: torch.device) -> None:
-        self._groups, self._gpu, self._made = groups, gpu, 0
+    def __init__(self, groups: list[SubGroup], num_bytes: int, device: torch.device) -> None:
+        self._groups, self._device, self._made = groups, device, 0
         self.size = max(each.buffer_bytes for each in groups)
         self.number = max(LEAST_BUFFERS, min(num_bytes // max(self.size, 1), len(groups)))
         self._free: list[Tensor] = []
@@ -206,14 +209,14 @@ class Buffers:
                 future.wait()
 
     def reset(self) -> None:
-        """Forget what is in memory, and all states, after a failure."""
+        """Forget what is in memory, and all states."""
         self._free, self._made = [], 0
         self._writing.clear()
         self._resident.clear()
         for each in self._groups:
             each.buffer, each.moving, each.filled = None, [], False
             for part in each.parts:
-                part.ready = False
+                part.ready, part.small = False, {}
 
     def _read(self, group: SubGroup, buffer: Tensor | None) -> bool:
         if buffer is None:
@@ -225,16 +228,16 @@ class Buffers:
     def _take(self, wait: bool = False) -> Tensor | None:
         if not self._free and self._made < self.number:
             self._made += 1
-            return aligned(self.size, self._gpu)
+            return aligned(self.size, self._device)
         if wait and not self._free and not self._writing:
             self._evict()
         while self._writing and not self._free:
             futures, buffer = self._writing[0]
             if not (wait or all(each.done() for each in futures)):
                 break
-            self._writing.popleft()
             for each in futures:
                 each.wait()
+            self._writing.popleft()
             self._free.append(buffer)
         return self._free.pop() if self._free else None
 
@@ -266,19 +269,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         self._ready = False
         self._slots, self._device = slots, device
+        if "step" in optimizer.__dict__:
+            raise ValueError(
+                f"the step of this {type(optimizer).__name__} was replaced, by a learning rate scheduler perhaps; make "
+                "schedulers of the optimizer that te.offload returns"
+            )
         self._inner = copy.copy(optimizer)
-        self._inner.__dict__ = dict(optimizer.__dict__)
+        self._inner.__dict__ = dict(optimizer.__dict__) | {name: OrderedDict() for name in STEP_HOOKS}
         parts = {p: now.get(p, [(p, ...)]) for group in optimizer.param_groups for p in group["params"]}
         params = [[new for p in group["params"] for new, _ in parts[p]] for group in optimizer.param_groups]
         super().__init__(
             [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, params, strict=True)],
             dict(optimizer.defaults),
         )
+        self.__dict__.update({name: optimizer.__dict__[name] for name in STEP_HOOKS})
         self._ready, self._steps = True, 0
         self._failure: BaseException | None = None
         self._step_on = device if tier is None else torch.device("cpu")
         self._scratch: Tensor | None = None
         self._host_gradients: dict[Any, Tensor] = {}
+        self._versions: dict[Any, int] = {}  # of parameters that have master weights, when these were made
         for group in self.param_groups:
             self._choose_fused(group)
         self._states = [self._elementwise_states(group) for group in self.param_groups]
@@ -295,7 +305,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             each.place(tier if each.number >= kept else None, self._step_on)
         self.buffers = Buffers(self.groups, buffer_bytes, device)
         for slot in slots.values():
-            slot.changed.append(lambda slot=slot: self._renew(slot))  # type: ignore[misc]
+            slot.changed.append(lambda slot=slot: self._renew(slot.parameter))  # type: ignore[misc]
         if device.type == "cuda" and tier is not None:
             for p in self._parameters():
                 if p not in slots:
@@ -325,19 +335,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._failure is not None:
-            raise RuntimeError(
-                "an earlier step has failed, so some parameters were stepped and some were not; resume from a "
-                "checkpoint"
-            ) from self._failure
-        try:
+        self._raise_if_failed()
+        with self._failing():
             graded = [p for p in self._parameters() if self._gradient_of(p) is not None]
+            for p in graded:
+                if p not in self._slots and self._versions.get(p, 0) != local(p)._version:
+                    self._renew(p)
             self._over_groups(self._step_group, [part for p in graded for part in self._parts.get(p, ())])
+            self._versions.update({p: local(p)._version for p in graded if p not in self._slots})
             self.buffers.drain()
             self._steps += 1
-        except BaseException as error:
-            self._failure = error
-            raise
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -379,6 +386,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of the optimizer itself, the states in host memory; of a 16-bit parameter with its "master" weights."""
+        self._raise_if_failed()
         states: dict[Any, dict[str, Any]] = {p: self.states_of(p) for p in self._parameters()}
         before, self.state = self.state, defaultdict(dict, {p: each for p, each in states.items() if each})
         try:
@@ -391,7 +399,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """What `state_dict` of this or of the plain optimizer returned.
 
         Raises:
-            ValueError: for other parameter groups or shapes; nothing was changed then.
+            ValueError: for other parameter groups, shapes or states; nothing was changed then.
         """
         saved = state_dict["param_groups"]
         mine = [group["params"] for group in self.param_groups]
@@ -404,24 +412,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         found = dict(zip(numbers, [p for group in mine for p in group], strict=True))
         states = {found[number]: each for number, each in state_dict["state"].items()}
         for p, each in states.items():
+            missing = self.layout_of(p)[1].keys() - each.keys() - {MASTER} if each else ()
+            if missing:
+                raise ValueError(
+                    f"the state dict has no {', '.join(map(repr, sorted(missing)))} of a parameter of shape "
+                    f"{tuple(p.shape)}, which this {type(self._inner).__name__} needs; it is another optimizer's"
+                )
             for name, value in each.items():
                 if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
                     raise ValueError(
                         f"optimizer state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}"
                     )
-        self.apply_settings(saved)
-        self.begin_load()
-        self._fill(states)
+        with self.loading():
+            self.apply_settings(saved)
+            self._fill(states)
 
     def states_of(self, parameter: Any) -> dict[str, Any]:
         """The states of a parameter in memory of their own, DTensors where it is one; {} before its first step."""
         if not self.is_ready(parameter):
             return {}
         small, arrays = self.layout_of(parameter)
-        shape, stride = local_shape(parameter), local(parameter).stride()
-        flats = {name: self.read_state(parameter, name, 0, shape.numel()) for name in arrays}
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in small.items()} | {
-            name: like(flat.as_strided(shape, stride), parameter) for name, flat in flats.items()
+        shape = local_shape(parameter)
+        return small | {
+            name: like(self.read_state(parameter, name, 0, shape.numel()).view(shape), parameter) for name in arrays
         }
 
     # What a checkpoint asks.
@@ -434,22 +447,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         offsets, states = parts[0].offsets, self._states[parts[0].settings]
         ready = next((part.small for part in parts if part.ready), None)
         small = {name: v for name, v in states.items() if name not in offsets} if ready is None else ready
-        return small, {name: dtype for name, (_, dtype) in offsets.items()}
+        return copy.deepcopy(small), {name: dtype for name, (_, dtype) in offsets.items()}
 
     def is_ready(self, parameter: Any) -> bool:
         """Whether it has been stepped."""
         return any(part.ready for part in self._parts.get(parameter, ()))
 
     def read_state(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
-        """Elements `begin` to `end` of a state, in the order of the parameter's memory."""
-        found = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
-        self._visit_state(parameter, name, begin, end, lambda mine, at: found[at].copy_(mine), False)
-        return found
+        """Elements `begin` to `end` of a state, row by row."""
+        self._raise_if_failed()
+        if not (shard := local(parameter)).is_contiguous():
+            whole = self._read_in_memory_order(parameter, name, 0, shard.numel())
+            return whole.as_strided(shard.shape, shard.stride()).reshape(-1)[begin:end]
+        return self._read_in_memory_order(parameter, name, begin, end)
 
     @torch.no_grad()
     def write_state(self, parameter: Any, name: str, begin: int, values: Tensor) -> None:
-        """Replace elements of a state from `begin` on; `end_load` makes the parameter have its states."""
+        """Replace elements of a state, row by row, from `begin` on; `end_load` makes the parameter have its states."""
+        if not (shard := local(parameter)).is_contiguous():
+            whole = self._read_in_memory_order(parameter, name, 0, shard.numel()).as_strided(
+                shard.shape, shard.stride()
+            )
+            rows = whole.reshape(-1)
+            rows[begin : begin + values.numel()] = values
+            begin, values = 0, flat(whole.copy_(rows.view(shard.shape)))
         self._visit_state(parameter, name, begin, begin + values.numel(), lambda mine, at: mine.copy_(values[at]), True)
+
+    def _read_in_memory_order(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
+        found = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
+        self._visit_state(parameter, name, begin, end, lambda mine, at: found[at].copy_(mine), False)
+        return found
 
     def _visit_state(
         self, parameter: Any, name: str, begin: int, end: int, visit: Callable[[Tensor, slice], object], changes: bool
@@ -469,20 +496,44 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, settings, strict=True):
             group.update({key: copy.copy(value) for key, value in values.items() if key != "params"})
 
-    def begin_load(self) -> None:
-        if self._failure is not None:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """States are loaded within; those that are not are as before their first step. If it raises, so does a step."""
+        with self._failing():
             self.buffers.reset()
+            self.state.clear()
             self._failure = None
+            yield
 
     @torch.no_grad()
     def end_load(self, parameter: Any, small: dict[str, Any], has_master: bool) -> None:
         """All states of a parameter were written."""
-        for part in self._parts[parameter]:
-            part.ready = True
-            part.small = {n: v.clone() if isinstance(v, Tensor) else v for n, v in small.items()}
+        parts = self._parts.get(parameter, [])
+        for part in parts:
+            part.ready, part.small = has_master, copy.deepcopy(small)
             self.state[parameter] = part.small
         if not has_master:
-            self._over_groups(self._set_masters, [part for part in self._parts[parameter] if MASTER in part.offsets])
+            self._over_groups(self._set_masters, [part for part in parts if MASTER in part.offsets])
+        for part in parts:
+            part.ready = True
+        if parameter not in self._slots:
+            self._versions[parameter] = local(parameter)._version
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                "an earlier step or load has failed, so some parameters and states are those before it and some are "
+                "not; resume from a checkpoint"
+            ) from self._failure
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What raises within leaves the optimizer unusable until states are loaded."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise
 
     # How it works.
 
@@ -511,6 +562,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _elementwise_states(self, group: dict[str, Any]) -> dict[str, Any]:
         """The states of a parameter, as they would be; ValueError unless it steps each element by itself."""
+        lr = {"lr": 0.01} if "lr" in group else {}  # not 0
         values = torch.linspace(-1, 1, 35)
         whole, parts = nn.Parameter(values.view(5, 7)), [nn.Parameter(each) for each in values.clone().split(16)]
         try:
@@ -519,7 +571,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 whole.grad = gradient.view(5, 7)
                 for part, of_part in zip(parts, gradient.split(16), strict=True):
                     part.grad = of_part.clone()
-                self._run([{**group, "params": [whole, *parts]}], states)
+                self._run([{**group, **lr, "params": [whole, *parts]}], states)
             found = states[whole]
             same = all(v.shape == whole.shape for v in found.values() if isinstance(v, Tensor) and v.ndim)
             same = same and torch.allclose(whole.flatten(), torch.cat([part.detach() for part in parts]))
@@ -556,16 +608,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for settings, group in enumerate(self.param_groups):
             for p in group["params"]:
                 slot, size = self._slots.get(p), local_shape(p).numel()
+                if slot is None and not _is_dense(local(p)):
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} has the strides {local(p).stride()}, so there are gaps "
+                        "in its memory; make it contiguous"
+                    )
                 pieces: list[tuple[int, int, Any]]
                 pieces = [(at, min(at + elements, size), None) for at in range(0, size, elements)]
                 if slot is not None:
                     pieces = [(each.begin, each.end, each) for each in slot.pieces]
                 for begin, end, piece in pieces:
-                    if parts and numel + end - begin > elements:
+                    most = end - begin if piece is None else pages(piece.span.num_bytes) // p.dtype.itemsize
+                    if parts and numel + most > elements:
                         yield SubGroup(number, parts)
                         parts, numel, number = [], 0, number + 1
                     parts.append(StatePart(p, settings, begin, end, slot, piece))
-                    numel += end - begin
+                    numel += most
         yield SubGroup(number, parts)
 
     def _over_groups(
@@ -629,10 +687,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _set_masters(self, parts: list[StatePart]) -> None:
-        """Let the master weights, where there are some, have the values of the parameters."""
+        """Let master weights have the values of the parameters, where they are not rounded to them already."""
         for part in parts:
             if MASTER in part.offsets:
-                part.arrays()[MASTER].copy_(self._own_values(part))
+                master, values = part.arrays()[MASTER], self._own_values(part)
+                if part.ready:
+                    values = torch.where(master.to(values.dtype) == values, master, values)
+                master.copy_(values)
 
     def _own_values(self, part: StatePart) -> Tensor:
         if part.slot is None:
@@ -655,22 +716,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             part.group.moving.append(part.written)
 
     def _fill(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Replace the states of parameters; those of others are as before their first step."""
-        for p, parts in self._parts.items():
-            for part in parts:
-                part.small, part.ready = {}, False
+        """Let parameters have these states."""
+        for p, each in states.items():
             arrays, small = self.layout_of(p)[1], dict[str, Any]()
-            for name, value in states.get(p, {}).items():
+            for name, value in each.items():
                 if name in arrays:
-                    self.write_state(p, name, 0, flat_like(local(value), local(p)))
+                    self.write_state(p, name, 0, local(value).reshape(-1))
                 elif name != MASTER:
                     small[name] = value
-            if states.get(p):
-                self.end_load(p, small, MASTER in states[p])
+            if each:
+                self.end_load(p, small, MASTER in each)
 
-    def _renew(self, slot: Slot) -> None:
+    def _renew(self, parameter: Any) -> None:
         """A parameter was written to from outside."""
-        parts = self._parts.get(slot.parameter, [])
+        parts = self._parts.get(parameter, [])
         self._over_groups(self._set_masters, [part for part in parts if part.ready and MASTER in part.offsets])
 
     def _gradient_of(self, parameter: Any) -> Any:
@@ -680,6 +739,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradient, parameter.grad = local(parameter.grad).to("cpu"), None
         before = self._host_gradients.get(parameter)
         self._host_gradients[parameter] = gradient if before is None else before.add_(gradient)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):
+        if stride != expected and tensor.numel():
+            return False
+        expected *= size
+    return True
 
 
 def _cut(states: Mapping[str, Any], part: Any) -> dict[str, Any]:

@@ -305,11 +305,12 @@ def _tiled_layers(
 ) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Linear, TiledLinear]]:
     """For linear layers with a weight of more than `most` bytes of their own: a `TiledLinear` with tiles of fewer."""
     places = [p for module in model.modules() for p in module._parameters.values()]
+    layers = [layer for module in model.modules() for layer in module._modules.values()]
     for path, parent in [*model.named_modules()]:
         for name, layer in [*parent.named_children()]:
             if type(layer) is not nn.Linear or layer.weight.nbytes <= most or isinstance(layer.weight, DTensor):
                 continue
-            if sum(p is layer.weight for p in places) > 1:
+            if sum(p is layer.weight for p in places) > 1 or sum(each is layer for each in layers) > 1:
                 continue  # tied: others use all of it
             limit = max(most // layer.weight.element_size(), 1)
             in_splits = -(-layer.in_features // limit)

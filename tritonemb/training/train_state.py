@@ -352,14 +352,14 @@ def write_offloaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, StoredPlace]]:
     """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
+    owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
     found: Iterable[tuple[Any, StoredPlace]]
     if isinstance(optimizer, OffloadedOptimizer):
         found = places(model.module if isinstance(model, HybridParallel) else model)
     else:
         with metadata_only(parameters=True):
             entries = model.state_dict(keep_vars=True)
-        found = [(p, StoredPlace(name, torch.Size(p.shape), (), ())) for name, p in entries.items()]
-    owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
+        found = ((p, StoredPlace(name, p.shape, (), ())) for name, p in entries.items() if id(p) in owned)
     named: dict[int, tuple[Any, StoredPlace]] = {}
     for p, place in found:
         if id(p) in owned:
