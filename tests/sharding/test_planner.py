@@ -222,12 +222,15 @@ def test_the_same_arguments_give_the_same_plan():
 
 
 @pytest.mark.more
-def test_without_scipy_there_is_a_plan_and_a_simple_bound(monkeypatch):
-    tables, stats = zipf_tables(100, 1)
-    best = te.plan(tables, te.Topology(8), batch_size=512, stats=stats).report
+@pytest.mark.parametrize(("number", "ranks"), [(100, 8), (24, 16), (40, 32)])
+@pytest.mark.few(1)
+def test_without_scipy_there_is_a_plan_and_a_simple_bound(number, ranks, monkeypatch):
+    tables, stats = zipf_tables(number, 1)
+    topology = te.Topology(ranks, 8)
+    best = te.plan(tables, topology, batch_size=512, stats=stats).report
     for name in ("scipy", "scipy.optimize", "scipy.sparse"):
         monkeypatch.setitem(sys.modules, name, None)
-    found = te.plan(tables, te.Topology(8), batch_size=512, stats=stats).report
+    found = te.plan(tables, topology, batch_size=512, stats=stats).report
     assert found.bound <= best.load
     assert found.load <= 1.1 * best.load
 

@@ -44,7 +44,7 @@ MOST_DIFFERENCED = 4_096  # units
 class Relaxed(NamedTuple):
     """A lower bound of the largest load; the share of each option; and what each adds to the load, with the budgets
     that it uses at their prices: seconds. `known` are the options that the LP has looked at, `out` those that it
-    may not choose.
+    may not choose. Unless it is `exact`, that it finds no plan does not prove that there is none.
     """
 
     bound: float
@@ -52,6 +52,7 @@ class Relaxed(NamedTuple):
     cost: Array
     known: Array
     out: Array
+    exact: bool
 
 
 class Solution(NamedTuple):
@@ -175,7 +176,7 @@ def relax(
     added = found.load / problem.ranks - prices[1:budgets] @ uses[1:budgets] * unit
     share = np.zeros(len(table))
     share[at] = result.x[: len(at)]
-    return Relaxed(float(result.fun) * unit, share, added, inside, out)
+    return Relaxed(float(result.fun) * unit, share, added, inside, out, True)
 
 
 def _on_all(problem: Problem) -> Array:
@@ -256,7 +257,7 @@ def _multipliers(problem: Problem, found: Totals, table: Array, slack: float, ou
         return None
     share = np.zeros(len(table))
     share[best] = 1
-    return Relaxed(bound, share, cost / problem.ranks, np.ones(len(table), dtype=bool), out)
+    return Relaxed(bound, share, cost / problem.ranks, np.ones(len(table), dtype=bool), out, False)
 
 
 def solve(problem: Problem, home: Solution | None = None, good_enough: float = OPTIMAL) -> Solution | None:
@@ -279,7 +280,7 @@ def solve(problem: Problem, home: Solution | None = None, good_enough: float = O
     known = relaxed.known
     if best[0] > (0.0, CLOSE):  # few units a rank, or tight budgets: options with smaller and smaller items
         tight, low, high = best[0][0] > 0, bound, bound * best[0][1]
-        for _ in range(0 if tight else BISECTIONS):
+        for _ in range(BISECTIONS if relaxed.exact and not tight else 0):
             middle = (low + high) / 2
             found = _within(problem, middle, known)
             known = known if found is None else known | found.known
