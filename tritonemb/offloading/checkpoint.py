@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tritonemb.nn.tiled_linear import TiledLinear
-from tritonemb.offloading.optimizer import MASTER, OffloadedOptimizer
+from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import is_offloaded, local, source_of
+from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.storage import StorageError
 from tritonemb.utils import require
 

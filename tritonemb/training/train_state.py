@@ -19,8 +19,9 @@ from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.offloading.checkpoint import StoredPlace, places
-from tritonemb.offloading.optimizer import MASTER, OffloadedOptimizer
+from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import is_offloaded, like, local, local_shape, source_of
+from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
