@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -197,20 +198,31 @@ def test_a_damaged_swap_file_is_noticed(how, what, tmp_path):
     assert steps(new.model, new.optimizer, 2, seed=3) == expected
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_an_error_of_the_disk_ends_the_step_for_good(call, tmp_path, monkeypatch):
+@pytest.fixture
+def failing_disk(monkeypatch):
+    """`with failing_disk("preadv"):` all calls of this name fail; threads make them, not the kernel's queues."""
     monkeypatch.setattr("tritonemb.storage.aio.make_queue", lambda: None)
     monkeypatch.setattr("tritonemb.storage.aio._free_contexts", __import__("tritonemb").storage.aio._make_contexts())
-    trained = train(Transformer, tmp_path, 2, offload={"states": "disk", "budget": 60_000})
-    saved = trained.optimizer.state_dict()
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(StorageError, match=r"Input/output error; check the disk, and resume from a checkpoint"):
-            steps(trained.model, trained.optimizer, 3)
+    @contextmanager
+    def failing(call):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            yield
+
+    return failing
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_ends_the_step_for_good(call, tmp_path, failing_disk):
+    trained = train(Transformer, tmp_path, 2, offload={"states": "disk", "budget": 60_000})
+    saved = trained.optimizer.state_dict()
+    named = pytest.raises(StorageError, match=r"Input/output error; check the disk, and resume from a checkpoint")
+    with failing_disk(call), named:
+        steps(trained.model, trained.optimizer, 3)
     with pytest.raises(RuntimeError, match="an earlier step or load has failed"):
         steps(trained.model, trained.optimizer, 1)
     trained.optimizer.load_state_dict(saved)
@@ -219,20 +231,12 @@ def test_an_error_of_the_disk_ends_the_step_for_good(call, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_an_error_of_the_disk_outside_of_a_step_is_not_forgotten(call, tmp_path, monkeypatch):
-    monkeypatch.setattr("tritonemb.storage.aio.make_queue", lambda: None)
-    monkeypatch.setattr("tritonemb.storage.aio._free_contexts", __import__("tritonemb").storage.aio._make_contexts())
+def test_an_error_of_the_disk_outside_of_a_step_is_not_forgotten(call, tmp_path, failing_disk):
     trained = train(Transformer, tmp_path, 2, offload={"states": "disk", "budget": 60_000})
     saved = trained.optimizer.state_dict()
     steps(trained.model, trained.optimizer, 1)
-
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(StorageError):
-            trained.optimizer.state_dict()
+    with failing_disk(call), pytest.raises(StorageError):
+        trained.optimizer.state_dict()
     with pytest.raises((StorageError, RuntimeError)):
         steps(trained.model, trained.optimizer, 1)
     trained.optimizer.load_state_dict(saved)

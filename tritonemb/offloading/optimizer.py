@@ -145,10 +145,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_` of all parameters, wherever their gradients are; returns the norm."""
         gradients, norm = self.gradients(), self._total_norm(norm_type)
-        stand_ins = [nn.Parameter(torch.empty_like(each), requires_grad=False) for each in gradients]
-        for each, gradient in zip(stand_ins, gradients, strict=True):
+        holders = [nn.Parameter(torch.empty_like(each), requires_grad=False) for each in gradients]
+        for each, gradient in zip(holders, gradients, strict=True):
             each.grad = gradient
-        torch.nn.utils.clip_grads_with_norm_(stand_ins, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
         return norm
 
     def _total_norm(self, norm_type: float) -> Tensor:
