@@ -96,6 +96,16 @@ def test_each_extent_has_a_result_of_its_own(queue, pages):
 
 
 @pytest.mark.more
+def test_a_queue_is_given_back(queue, pages):
+    """Linux has 65,536 requests for all processes, and each queue 512 of them."""
+    for _ in range(150):
+        another = aio.make_queue()
+        assert another is not None
+        buffer = IoBuffer(PAGE)
+        assert another.submit(pages, extents(buffer, np.array([5])), False).wait() == PAGE
+
+
+@pytest.mark.more
 def test_a_system_that_has_no_queues_left(monkeypatch, tmp_path):
     def refuse(which: int, *_: int) -> int:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")

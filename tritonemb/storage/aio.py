@@ -33,11 +33,11 @@ SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to
 DEPTH = 512  # extents in flight
 HALF_BYTES = HUGE_PAGE  # of a context's buffer
 NUM_CONTEXTS = 8
-_CALLS = {  # the numbers of io_setup, io_getevents, io_submit
-    "x86_64": (206, 208, 209),
-    "aarch64": (0, 4, 2),
+_CALLS = {  # the numbers of io_setup, io_destroy, io_getevents, io_submit
+    "x86_64": (206, 207, 208, 209),
+    "aarch64": (0, 1, 4, 2),
 }
-_SETUP, _GET_EVENTS, _SUBMIT = range(3)
+_SETUP, _DESTROY, _GET_EVENTS, _SUBMIT = range(4)
 _READ, _WRITE = 0, 1
 _WIPE_ON_FORK = 18  # Linux: a forked process has zeros there, and may unmap them
 _REQUEST = np.dtype(  # struct iocb
@@ -207,12 +207,16 @@ class AioTransfer:
 
 
 class AioQueue:
-    """A queue of the kernel's, for one thread at a time; OSError if there are no such calls, or no queues left."""
+    """A queue of the kernel's, for one thread at a time; OSError if there are no such calls, or no queues left.
+
+    The system has room for some 100 of them, so each is given back when it is garbage collected.
+    """
 
     def __init__(self) -> None:
         context = ctypes.c_ulong(0)
         _call(_SETUP, DEPTH, ctypes.addressof(context))
         self._context = context.value
+        weakref.finalize(self, _destroy, self._context, os.getpid()).atexit = False
         self._events = np.zeros(DEPTH, dtype=_EVENT)
         self._running: dict[int, AioTransfer] = {}
         self._next = self._in_flight = 0
@@ -261,6 +265,12 @@ class AioQueue:
             return 0
         self._in_flight += taken
         return taken
+
+
+def _destroy(context: int, process: int) -> None:
+    """Give a queue back, once what is in flight is done; a forked process does not have it."""
+    if os.getpid() == process:
+        _call(_DESTROY, context)
 
 
 def make_queue() -> AioQueue | None:
