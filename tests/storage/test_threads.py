@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -121,3 +123,36 @@ def test_a_pool_makes_do_with_the_threads_that_there_can_be(monkeypatch, there):
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     pool.run(runs.append, 10)
     assert sorted(runs[there:]) == list(range(10))
+
+
+class Late(threading.Event):
+    """Whoever sets it goes on late, when those that wait have long gone on."""
+
+    def set(self) -> None:
+        super().set()
+        time.sleep(0.3)
+
+
+class Memory:
+    def __init__(self, go_on: threading.Event) -> None:
+        self.go_on = go_on
+
+    def use(self, *_: int) -> None:
+        assert self.go_on.wait(10)
+
+
+@pytest.mark.parametrize("kind", ["operation", "tasks"])
+def test_what_is_done_holds_no_memory(kind):
+    """The arena of offloaded parameters gives it to the next one at once."""
+    go_on = threading.Event()
+    memory = Memory(go_on)
+    alive = weakref.ref(memory)
+    if kind == "operation":
+        submitted = OperationQueue("one").submit(memory.use)
+        submitted._done = Late()
+    else:
+        submitted = IoThreads(2).submit(memory.use, 3)
+    del memory
+    go_on.set()
+    submitted.wait()
+    assert alive() is None

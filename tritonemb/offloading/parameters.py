@@ -9,6 +9,7 @@ The order of use is learned: after two parameters the one that followed them the
 ahead as far as the arena has room. A use that was not expected waits for its parameter and counts in the report.
 """
 
+import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -434,6 +435,9 @@ class Engine:
         if slot.block is None:
             self.waits += 1
             block = self._make_room(slot.num_bytes, (), wait=True)
+            if block is None:
+                gc.collect()  # blocks that only cycles refer to are free, too
+                block = self.arena.take(slot.num_bytes)
             if block is None:
                 held = {each.name: each.num_bytes for each in self._recent if each.users} | {slot.name: slot.num_bytes}
                 listed = ", ".join(f"{name} {size:,}" for name, size in held.items())

@@ -100,10 +100,18 @@ class IoFuture:
 
     def run(self, work: Callable[[], object]) -> None:
         """For stores: run the operation in this thread."""
+        self.attempt(work)
+        self.finish()
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """The first half of `run`: nobody is told yet."""
         try:
             work()
         except BaseException as failure:
             self._failure = failure
+
+    def finish(self) -> None:
+        """The other half."""
         self._done.set()
 
 
@@ -145,8 +153,10 @@ class OperationQueue:
 def _run_operations(operations: queue.SimpleQueue[_Operation | None]) -> None:
     while (operation := operations.get()) is not None:
         work, future = operation
-        future.run(work)
-        del operation, work, future
+        future.attempt(work)
+        del operation, work  # who waits may want the memory that it held
+        future.finish()
+        del future
 
 
 class Counts(NamedTuple):

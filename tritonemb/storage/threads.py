@@ -60,7 +60,8 @@ class Job:
     """Numbered tasks that several threads take in turn; after a failure no more are taken."""
 
     def __init__(self, work: Callable[[int], object], num_tasks: int) -> None:
-        self._work, self.num_tasks = work, num_tasks
+        self._work: Callable[[int], object] | None = work
+        self.num_tasks = num_tasks
         self._next = self._running = 0
         self._changed = threading.Condition()
         self._failures: dict[int, BaseException] = {}
@@ -71,6 +72,7 @@ class Job:
             if (task := self._next) >= self.num_tasks:
                 return False
             self._next, self._running = task + 1, self._running + 1
+        assert self._work is not None
         try:
             self._work(task)
         except BaseException as error:
@@ -79,6 +81,8 @@ class Job:
             self._running -= 1
             if self._failures:
                 self._next = self.num_tasks
+            if self._next >= self.num_tasks and self._running == 0:
+                self._work = None  # who waits may want the memory that it held
             self._changed.notify_all()
             return self._next < self.num_tasks
 
