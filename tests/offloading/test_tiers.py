@@ -17,7 +17,7 @@ import torch
 import tritonemb as te
 from tests.offloading.models import Transformer, adam, mlp, steps, train, weights_of
 from tritonemb.offloading.tiers import Arena, DiskTier, HostTier, aligned
-from tritonemb.storage import StorageError
+from tritonemb.storage import StorageError, aio
 
 CPU = torch.device("cpu")
 
@@ -201,8 +201,8 @@ def test_a_damaged_swap_file_is_noticed(how, what, tmp_path):
 @pytest.fixture
 def failing_disk(monkeypatch):
     """`with failing_disk("preadv"):` all calls of this name fail; threads make them, not the kernel's queues."""
-    monkeypatch.setattr("tritonemb.storage.aio.make_queue", lambda: None)
-    monkeypatch.setattr("tritonemb.storage.aio._free_contexts", __import__("tritonemb").storage.aio._make_contexts())
+    monkeypatch.setattr(aio, "make_queue", lambda: None)
+    monkeypatch.setattr(aio, "_free_contexts", aio._make_contexts())
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

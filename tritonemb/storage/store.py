@@ -99,19 +99,13 @@ class IoFuture:
             raise self._failure
 
     def run(self, work: Callable[[], object]) -> None:
-        """For stores: run the operation in this thread."""
-        self.attempt(work)
-        self.finish()
-
-    def attempt(self, work: Callable[[], object]) -> None:
-        """The first half of `run`: nobody is told yet."""
+        """For stores: run the operation in this thread; who waits for it goes on after `finish`."""
         try:
             work()
         except BaseException as failure:
             self._failure = failure
 
     def finish(self) -> None:
-        """The other half."""
         self._done.set()
 
 
@@ -146,6 +140,7 @@ class OperationQueue:
                 self._queue.put(None)
         if thread is None:
             future.run(last)
+            future.finish()
         return future
 
 
@@ -153,7 +148,7 @@ class OperationQueue:
 def _run_operations(operations: queue.SimpleQueue[_Operation | None]) -> None:
     while (operation := operations.get()) is not None:
         work, future = operation
-        future.attempt(work)
+        future.run(work)
         del operation, work  # who waits may want the memory that it held
         future.finish()
         del future
