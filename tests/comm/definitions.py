@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ class IdsCase(NamedTuple):
         of = self.lanes[lane]
         if not self.is_inside(lane, value):
             return of.owners[0], None
-        return of.owners[value // of.block], value % of.block
+        block = bisect_right(of.first_rows, value) - 1
+        return of.owners[block], value - of.first_rows[block]
 
     def arriving(self, rank: int) -> dict[str, list[list[tuple[int | None, float]]]]:
         """What a rank gets: by lane, the bags of all ranks' samples, as rows and weights; None for no row."""
@@ -80,10 +82,11 @@ def ids_cases(draw: st.DrawFn, world: int, wild: bool = False) -> IdsCase:
     for number in range(draw(st.integers(1, 4))):
         rows = draw(st.sampled_from((1, 2, 5, 64, 1000, 2**31 - 1, 2**31, 2**33 + 5)))
         owners = draw(st.permutations(range(world)))[: draw(st.integers(1, world))]
-        block = -(-rows // len(owners))
-        lanes.append(
-            IdRoute(draw(st.sampled_from(FEATURES)), f"t{number}", rows, block, tuple(owners[: -(-rows // block)]))
-        )
+        firsts = range(0, rows, -(-rows // len(owners)))
+        if draw(st.booleans()):
+            firsts = [0, *sorted(draw(st.sets(st.integers(1, max(1, rows - 1)), max_size=min(len(owners), rows) - 1)))]
+        feature = draw(st.sampled_from(FEATURES))
+        lanes.append(IdRoute(feature, f"t{number}", rows, tuple(firsts), tuple(owners[: len(firsts)])))
     dtype = draw(st.sampled_from((torch.int32, torch.int64)))
     # Past what int32 holds there are ids of int64 only.
     fewest = {key: min([lane.num_rows for lane in lanes if lane.feature == key], default=9) for key in FEATURES}

@@ -134,7 +134,7 @@ def test_bytes_that_leave_a_node_are_told_apart(ranks):
         assert across == 16 * sum(other_node)
 
 
-LANES = (IdRoute("a", "t", 40, 20, (1, 0)), IdRoute("b", "u", 7, 7, (1,)))
+LANES = (IdRoute("a", "t", 40, (0, 20), (1, 0)), IdRoute("b", "u", 7, (0,), (1,)))
 
 
 def batch_of(rank: int) -> te.KeyedJaggedTensor:

@@ -29,13 +29,13 @@ def exchange(rank, cases):
         group = RankGroup.world()
         ids = IdExchange(group, case.lanes, case.check, case.once, returns_rows=True)
         features, sizes, routes = ids(case.batch(rank))
-        narrow = all(lane.block < 2**31 - 1 for lane in case.lanes)
+        narrow = all(lane.most_rows < 2**31 - 1 for lane in case.lanes)
         assert features.values().dtype == (torch.int32 if narrow else torch.int64)
         lists = lists_of(features, 2**31 - 1 if narrow else 2**40 - 1)
         rows = []
         for key, bags in lists.items():
             lane = case.lanes[int(key)]
-            first = lane.owners.index(rank) * lane.block
+            first = lane.first_rows[lane.owners.index(rank)]
             rows += [[0.0] * DIM if row is None else row_of(int(key), first + row) for bag in bags for row, _ in bag]
         own = torch.tensor(rows).reshape(-1, DIM).requires_grad_()
         back = SequenceExchange(group, DIM, EXACT)(own, routes)
@@ -68,7 +68,7 @@ def check(ranks, world: int, cases: list[IdsCase]) -> None:
 
 def ids_bytes(case: IdsCase, rank: int, world: int, found, number: int) -> int:
     """Lengths of bags, ids and weights, to every other rank."""
-    wide = 4 if all(lane.block < 2**31 - 1 for lane in case.lanes) else 8
+    wide = 4 if all(lane.most_rows < 2**31 - 1 for lane in case.lanes) else 8
     weighted = case.weights is not None and not case.once and any(v for b in case.ids for v in b.values() if any(v))
     bags = [1 if case.once else len(batch[FEATURES[0]]) for batch in case.ids]
     total, first = 0, sum(bags[:rank])
@@ -94,7 +94,7 @@ def test_ids_reach_their_owners(ranks, world):
     run()
 
 
-LANES = (IdRoute("b", "user", 10, 5, (0, 1)), IdRoute("a", "item", 3, 3, (1,)))
+LANES = (IdRoute("b", "user", 10, (0, 5), (0, 1)), IdRoute("a", "item", 3, (0,), (1,)))
 
 
 def refused(rank, bad_rank, once):

@@ -313,13 +313,14 @@ def sharding_of(draw: st.DrawFn, table: te.TableConfig, world: int, local: int) 
     widths = st.none()
     if table.embedding_dim in (16, 24, 40):
         widths = st.sampled_from(([8, table.embedding_dim - 8], [table.embedding_dim]))
-    columns = draw(widths)
+    columns, rows = draw(widths), table.num_embeddings or 1
     blocks = len(columns) if columns else 1
     some = draw(st.lists(rank, min_size=blocks, max_size=blocks))
     kinds: list[st.SearchStrategy[Sharding]] = [
         st.builds(TableWise, rank),
         st.just(RowWise()),
         st.permutations(range(world)).map(lambda order: RowWise(order[: max(1, world - 1)])),
+        st.just(RowWise([world - 1, 0], [1, rows - 1]) if min(world, rows) > 1 else RowWise()),
         st.just(ColumnWise()),
         st.just(ColumnWise(some, columns)),
         st.builds(TableRowWise, node),

@@ -66,7 +66,7 @@ def sizes(world: int, steps: int, micro: int = 1) -> tuple[tuple[tuple[int, ...]
 
 ALONE = {
     "table-wise": lambda world: ([TableWise(0), TableWise(world - 1)], 0),
-    "row-wise": lambda world: ([RowWise(), RowWise(range(world - 1, -1, -1))], 0),
+    "row-wise": lambda world: ([RowWise(), RowWise(range(world - 1, -1, -1), [38 - world, *[1] * (world - 1)])], 0),
     "column-wise": lambda world: ([ColumnWise(), ColumnWise([world - 1])], 0),
     "data-parallel": lambda world: ([DataParallel()] * 2, 0),
     "table-row-wise": lambda world: ([TableRowWise(0), TableRowWise((world - 1) // 2)], min(2, world)),

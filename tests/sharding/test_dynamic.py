@@ -55,8 +55,8 @@ def model(pooled: bool = True, max_gradient: float | None = None, placed: bool =
 
 
 def plan(world: int) -> ShardingPlan:
-    node = TableRowWise(0) if world < 4 else TableRowWise(1)
-    tables = {"user": RowWise(), "item": TableWise(world - 1), "city": node, "static": RowWise()}
+    city = {1: TableRowWise(0), 2: RowWise([1, 0], [3, 17]), 4: TableRowWise(1)}[world]  # of 20 partitions
+    tables = {"user": RowWise(), "item": TableWise(world - 1), "city": city, "static": RowWise()}
     return ShardingPlan(tables, world, min(2, world))
 
 
@@ -280,5 +280,7 @@ def test_shardings_that_are_refused(sharding, message):
     table = te.TableConfig("user", None, 16, capacity=100)
     with pytest.raises(ValueError, match=message):
         sharding.shards(table, 2, 2)
+    with pytest.raises(ValueError, match="must be 2 positive sizes that add up to 1 partitions"):
+        RowWise(rows=[50, 50]).shards(table, 2, 2)
     with pytest.raises(ValueError, match="capacity in rows"):
         RowWise().shards(te.TableConfig("user", None, 16, capacity_bytes=100_000), 2, 2)

@@ -183,7 +183,8 @@ def fill_hybrid(rank: int) -> bool:
     """A real one, with a table of the same name in two collections."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": collection("user", "item"), "b": collection("user"), "over": nn.Linear(4, 1)})
-    plan = te.sharding.ShardingPlan({"user": te.sharding.ColumnWise(columns=(3, 1)), "item": te.sharding.RowWise()}, 2)
+    user, item = te.sharding.ColumnWise(columns=(3, 1)), te.sharding.RowWise(rows=(2, 7))
+    plan = te.sharding.ShardingPlan({"user": user, "item": item}, 2)
     hybrid = te.HybridParallel(model, plan)
     keys = load_tables(hybrid, {"a.user.weight": USER, "b.user.weight": USER + 1, "item.weight": ITEM})
     state = hybrid.state_dict()

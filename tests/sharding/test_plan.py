@@ -45,11 +45,15 @@ def jobs(draw):
     blocks = draw(st.integers(1, min(5, max(1, most - 1))))
     given_widths = draw(st.booleans()) and blocks > 1
     columns = widths(blocks) if given_widths else None
+    owners = draw(st.lists(rank, min_size=1, max_size=table.num_embeddings, unique=True))
+    cuts = draw(st.permutations(range(1, table.num_embeddings)))[: len(owners) - 1]
+    rows = [stop - start for start, stop in pairwise([0, *sorted(cuts), table.num_embeddings])]
     sharding = draw(
         st.one_of(
             st.builds(TableWise, rank),
             st.just(RowWise()),
             st.builds(RowWise, st.lists(rank, min_size=1, unique=True)),
+            st.builds(RowWise, st.just(owners), st.just(rows)),
             st.just(ColumnWise()),
             st.builds(ColumnWise, st.lists(rank, min_size=blocks, max_size=blocks), st.just(columns)),
             st.builds(TableRowWise, node),
@@ -79,6 +83,8 @@ def test_shards_cover_the_table_once(job):
             assert shard.first_column % 8 == 0
     expected = world if isinstance(sharding, DataParallel) else 1
     assert torch.equal(times, torch.full_like(times, expected))
+    if isinstance(sharding, RowWise) and sharding.rows:
+        assert [(shard.rank, shard.num_rows) for shard in shards] == [*zip(sharding.ranks, sharding.rows, strict=True)]
     if isinstance(sharding, TableRowWise | TableColumnWise):
         assert {shard.rank // local for shard in shards} == {sharding.node}
     if isinstance(sharding, ColumnWise | TableColumnWise) and sharding.columns is None and table.embedding_dim >= 8:
@@ -140,13 +146,14 @@ def test_a_plan_written_by_hand():
         ('{"world_size": 1, "tables": {"user": {"type": ["row_wise"]}}}', "table 'user': expected"),
         (
             '{"world_size": 1, "tables": {"user": {"type": "row_wise", "rank": 0}}}',
-            r"knows \['ranks'\], got \['rank'\]",
+            r"knows \['ranks', 'rows'\], got \['rank'\]",
         ),
         ('{"world_size": 1, "tables": {"user": {"type": "table_wise"}}}', r"'user': table_wise needs \['rank'\]"),
         (
             '{"world_size": 1, "tables": {"user": {"type": "row_wise", "ranks": 0}}}',
-            r"'user': row_wise needs \['ranks'\]",
+            r"'user': row_wise needs \['ranks', 'rows'\]",
         ),
+        ('{"world_size": 1, "tables": {"user": {"type": "row_wise", "rows": 3}}}', "'user': row_wise needs"),
     ],
 )
 def test_text_that_is_no_plan(text, message):
@@ -156,6 +163,7 @@ def test_text_that_is_no_plan(text, message):
 
 USER = te.TableConfig("user", 10, 16)
 HALF = te.TableConfig("user", 10, 20, dtype=torch.float16)
+MANY = te.TableConfig("user", None, 16, capacity=100_000)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +174,12 @@ HALF = te.TableConfig("user", 10, 20, dtype=torch.float16)
         (RowWise([]), USER, "'user': .* needs at least one rank"),
         (RowWise([0, 4]), USER, "'user': rank 4"),
         (RowWise([1, 1]), USER, "'user': .* names a rank twice"),
+        (RowWise([0, 1], [5, 6]), USER, r"'user': the rows of .* must be 2 positive sizes that add up to 10 rows"),
+        (RowWise([0, 1], [10]), USER, "must be 2 positive sizes"),
+        (RowWise(rows=[4, 6]), USER, "must be 4 positive sizes"),
+        (RowWise([0, 1], [10, 0]), USER, "must be 2 positive sizes"),
+        (RowWise([0, 1], [5.0, 5.0]), USER, "must be 2 positive sizes"),
+        (RowWise([0, 1], [50, 50]), MANY, "'user': the rows .* add up to 16 partitions"),
         (ColumnWise([]), USER, "needs at least one rank"),
         (ColumnWise([0, 1, 2, 3] * 5), USER, "'user': .* cuts 16 columns of torch.float32 into 20 blocks"),
         (ColumnWise([0, 1, 2]), HALF, "'user': .* cuts 20 columns of torch.float16 into 3 blocks"),

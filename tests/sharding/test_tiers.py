@@ -73,7 +73,7 @@ def reload(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tenso
 
 @pytest.mark.parametrize("placement", ["host", "disk"])
 def test_state_is_loaded_wherever_shards_live(ranks, placement):
-    cuts = (TableWise(1), RowWise(), ColumnWise())
+    cuts = (TableWise(1), RowWise([1, 0], [5, 32]), ColumnWise())
     case = Case(tables(True, 3), cuts, te.optim.Adam(lr=0.1), sizes(2, 2), True, 2, seed=22)
     for found in ranks(2).run(reload, case, placed(case, placement)):
         whole, there, back, *outputs = found

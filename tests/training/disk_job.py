@@ -74,6 +74,7 @@ def sharded(
         group = RankGroup.world()
         ways = {
             "rows": [kinds.RowWise()],
+            "uneven rows": [kinds.RowWise([1, 0], [300, 1700]), *[kinds.RowWise()] * (len(data.features) - 1)],
             "columns": [kinds.ColumnWise()],
             "mixed": [kinds.RowWise(), kinds.TableWise(1), kinds.TableWise(0)],
             "everywhere": [kinds.DataParallel(), kinds.ColumnWise(columns=[1, 3])],

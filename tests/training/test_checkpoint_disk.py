@@ -184,6 +184,7 @@ class TestRanks:
         [
             ((2, "rows", "disk"), (1, "", "disk")),
             ((2, "rows", "disk"), (2, "columns", "disk")),
+            ((2, "uneven rows", "disk"), (2, "rows", "disk")),
             ((2, "columns", "disk"), (2, "rows", "disk")),
             ((2, "columns", "disk"), (2, "mixed", "device")),
             ((2, "mixed", "host"), (2, "rows", "disk")),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tritonemb as te
+from tests.helpers import assert_same_bits
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import TableShards
@@ -109,26 +110,35 @@ def click_model(dim: int = 8) -> te.nn.DLRM:
     return te.nn.DLRM(tables, 4, bottom_mlp=(32,), top_mlp=(32,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
 
 
+def hybrid(shardings: list[te.sharding.Sharding]) -> te.HybridParallel:
+    plan = {f"t{i}": sharding for i, sharding in enumerate(shardings)}
+    return te.HybridParallel(click_model(), te.sharding.ShardingPlan(plan, RankGroup.world().size))
+
+
 def train_and_save(rank: int, folder: str, way: str) -> dict[str, torch.Tensor]:
     """A step of a hybrid model; returns the whole tensors."""
-    sharding = {
-        "row_wise": te.sharding.RowWise(),
-        "column_wise": te.sharding.ColumnWise((1, 1, 0)),  # two blocks on one rank, each with a copy of the row's state
-        "data_parallel": te.sharding.DataParallel(),
+    RowWise, group = te.sharding.RowWise, RankGroup.world()
+    shardings = {
+        "row_wise": [RowWise(), RowWise(rows=[4, 17]), RowWise([1, 0], [20, 2])],
+        # Two blocks on one rank, each with a copy of the row's state.
+        "column_wise": [te.sharding.ColumnWise((1, 1, 0))] * 3,
+        "data_parallel": [te.sharding.DataParallel()] * 3,
     }[way]
-    group = RankGroup.world()
-    model = te.HybridParallel(
-        click_model(), te.sharding.ShardingPlan({f"t{i}": sharding for i in range(3)}, group.size)
-    )
+    model = hybrid(shardings)
     ids = torch.randint(0, 20, (15,), generator=torch.Generator().manual_seed(rank))
     batch = te.KeyedJaggedTensor.from_lengths(["t0", "t1", "t2"], ids, torch.ones(15, dtype=torch.int64))
     model(torch.ones(5, 4), batch).sum().backward()
-    state = model.state_dict()
-    CheckpointFolder(folder).save(3, {f"model.{key}": value.detach() for key, value in state.items()}, {}, group)
-    return {
-        f"model.{key}": value.gather(group) if isinstance(value, TableShards) else value.detach().clone()
-        for key, value in state.items()
-    }
+    state = {f"model.{key}": value.detach() for key, value in model.state_dict().items()}
+    CheckpointFolder(folder).save(3, state, {}, group)
+    again = hybrid([RowWise(rows=[3, 17]), RowWise(), RowWise()]).state_dict()
+    found = {f"model.{key}": value.detach() for key, value in again.items()}
+    load_tensors(CheckpointFolder(folder).path(3), found, group=group)
+    found, whole = (
+        {key: value.gather(group) if isinstance(value, TableShards) else value.clone() for key, value in each.items()}
+        for each in (found, state)
+    )
+    assert_same_bits(found, whole)
+    return whole
 
 
 @pytest.mark.parametrize("way", ["row_wise", "column_wise", "data_parallel"])

@@ -12,6 +12,7 @@ or what a deduplicated id of dynamic tables has instead: how often it occurs.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,14 @@ class IdRoute(NamedTuple):
     feature: str
     table: str
     num_rows: int  # of the table
-    block: int  # rows of each owner; the last may have fewer
+    first_rows: tuple[int, ...]  # of each owner, ascending
     owners: tuple[int, ...]  # ranks of the group, by block
     dynamic: bool = False  # any int64 is an id; rows are partitions
+
+    @property
+    def most_rows(self) -> int:
+        """Of an owner."""
+        return max(stop - first for first, stop in pairwise((*self.first_rows, self.num_rows)))
 
 
 class RowRoutes(NamedTuple):
@@ -91,7 +97,7 @@ class IdExchange:
         # The routes that each rank has rows of, rank by rank.
         self._owned = [[i for i, route in enumerate(self.routes) if rank in route.owners] for rank in range(group.size)]
         self._dynamic = any(route.dynamic for route in self.routes)
-        narrow = all(route.block < 2**31 - 1 for route in self.routes) and not self._dynamic
+        narrow = all(route.most_rows < 2**31 - 1 for route in self.routes) and not self._dynamic
         self._id_dtype = torch.int32 if narrow else torch.int64
         self._nowhere = 2**31 - 1 if narrow else _OWNER - 1
         self._tensors = PerDevice(self._make_tensors)
@@ -102,7 +108,7 @@ class IdExchange:
         ValueError for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
         """
         group = self.group
-        num_rows, blocks, owners, owned, owner_ids, dynamic = self._tensors(batch.device())
+        num_rows, firsts, owners, owned, owner_ids, dynamic = self._tensors(batch.device())
         by_route, inverse = self._weigh_means(self._by_route(batch)), None
         ids, route, bad_id = self._check(by_route, batch, num_rows, dynamic)
         offsets, weights, problem = by_route.offsets(), by_route.weights_or_none(), problem or bad_id
@@ -112,14 +118,16 @@ class IdExchange:
             ids, route, offsets, inverse, weights = self._distinct(ids, route)
         bags = 1 if self.deduplicate else batch.stride()
         # Each id's owner and its row there, in one number; an id of -1 is a row that its route's first owner lacks.
-        number = torch.where(ids < 0, 0, ids // blocks[route])
-        row = torch.where(ids < 0, self._nowhere, ids - number * blocks[route])
+        row = ids
+        if self._dynamic:
+            row = torch.where(dynamic[route], partitions_of(ids, num_rows[route]), ids)
+        number = route * _OWNER + row.clamp(min=0)
+        block = torch.bucketize(number, firsts, right=True) - 1
+        row = torch.where(row < 0, self._nowhere, number - firsts[block])
         if self._dynamic:  # whose ids are too large for that: their positions are sent along
-            of_rows, number = dynamic[route], number.clamp(max=owners.shape[1] - 1)
-            number = torch.where(of_rows, partitions_of(ids, num_rows[route]) // blocks[route], number)
-            wide, row = torch.where(of_rows, ids, row), torch.arange(len(ids))
+            wide, row = torch.where(dynamic[route], ids, row), torch.arange(len(ids))
         ids, lengths, positions, weights = ops.block_bucketize(
-            owners[route, number] * _OWNER + row, offsets, owner_ids, group.size, weights
+            owners[block] * _OWNER + row, offsets, owner_ids, group.size, weights
         )
         ids = wide[ids] if self._dynamic else ids
         tells_weights = 1 if weights is not None else 0 if ids.numel() else -1
@@ -243,12 +251,11 @@ class IdExchange:
         return KeyedJaggedTensor([route_key(route) for route in owned], values, of_values, lengths=per_bag), source
 
     def _make_tensors(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Of each route: rows, rows of a block, owners by block, routes of each rank, what numbers owners, dynamic."""
-        most = max([1, *[len(route.owners) for route in self.routes]])
+        """Rows of each route, first rows and owners of blocks, routes of each rank, what numbers owners, dynamic."""
         found = (
             [route.num_rows for route in self.routes],
-            [route.block for route in self.routes],
-            [[*route.owners, *[0] * (most - len(route.owners))] for route in self.routes],
+            [number * _OWNER + first for number, route in enumerate(self.routes) for first in route.first_rows],
+            [owner for route in self.routes for owner in route.owners],
             [rank * len(self.routes) + route for rank, mine in enumerate(self._owned) for route in mine],
             [_OWNER] * len(self.routes),
         )

@@ -67,7 +67,7 @@ class Placement:
                 for feature in config.feature_names:
                     own.append(len(routes))
                     owners = tuple(shard.rank for shard in rows)
-                    sizes = rows_to_shard(config), rows[0].num_rows
+                    sizes = rows_to_shard(config), tuple(shard.first_row for shard in rows)
                     routes.append(IdRoute(feature, config.name, *sizes, owners, config.is_dynamic))
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
                 placed += [

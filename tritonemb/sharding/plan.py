@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from tritonemb.layout import rows_to_shard
@@ -36,7 +36,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # lists become tuples, so that shardings compare by what they say
-            if name in ("ranks", "nodes", "columns") and value is not None:
+            if name in ("ranks", "nodes", "columns", "rows") and value is not None:
                 object.__setattr__(self, name, tuple(value))
 
     @property
@@ -50,7 +50,7 @@ class Sharding:
         """The rectangles, column block by column block, then by row; together they cover the table once.
 
         Raises:
-            ValueError: naming the table, for ranks, nodes or columns that there are not.
+            ValueError: naming the table, for ranks, nodes, columns or rows that there are not.
         """
         title, rows = f"table {table.name!r}", rows_to_shard(table)
         if isinstance(self, DataParallel):
@@ -61,9 +61,8 @@ class Sharding:
         if table.is_dynamic and (len(owners) > 1 or table.capacity is None):
             raise ValueError(f"{title} is dynamic: it is sharded by rows, and has a capacity in rows, not in bytes")
         for ranks, (first_column, width) in zip(owners, _column_blocks(self, table, title, len(owners)), strict=True):
-            size = -(-rows // len(ranks))  # the last blocks may have fewer rows, or none
-            for rank, first in zip(ranks, range(0, rows, size), strict=False):
-                found.append(Shard(rank, first, min(size, rows - first), first_column, width))
+            for rank, (first, size) in zip(ranks, _row_blocks(self, table, title, rows, len(ranks)), strict=False):
+                found.append(Shard(rank, first, size, first_column, width))
         return found
 
 
@@ -76,9 +75,14 @@ class TableWise(Sharding):
 
 @dataclass(frozen=True)
 class RowWise(Sharding):
-    """A block of rows on each of several ranks, or of all; all of ceil(rows / ranks) rows but the last ones."""
+    """A block of rows on each of several ranks, or of all.
+
+    `rows` are their numbers of rows, of a dynamic table of partitions, in the order of `ranks`; if not given,
+    ceil(rows / ranks) each but the last ones.
+    """
 
     ranks: Ranks | None = None
+    rows: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def _column_blocks(sharding: Sharding, table: TableConfig, title: str, blocks: i
         step = 8 if dim >= 8 * blocks else 1
         cuts = [dim // step * block // blocks * step for block in range(blocks)] + [dim]
         return [(first, stop - first) for first, stop in pairwise(cuts)]
-    if len(widths) != blocks or any(not isinstance(w, int) or w < 1 for w in widths) or sum(widths) != dim:
+    if not _add_up(widths, blocks, dim):
         raise ValueError(f"{title}: the columns of {sharding} must be {blocks} positive widths that add up to {dim}")
     firsts = [sum(widths[:block]) for block in range(blocks)]
     if any(first % _cut_at(table) for first in firsts):
@@ -168,6 +172,25 @@ def _column_blocks(sharding: Sharding, table: TableConfig, title: str, blocks: i
             f"multiples of {COLUMNS_ROUNDED_TOGETHER}"
         )
     return list(zip(firsts, widths, strict=True))
+
+
+def _row_blocks(sharding: Sharding, table: TableConfig, title: str, rows: int, blocks: int) -> list[tuple[int, int]]:
+    """First row and number of rows of each; fewer blocks where there are not enough rows."""
+    sizes = getattr(sharding, "rows", None)
+    if sizes is None:
+        size = -(-rows // blocks)
+        return [(first, min(size, rows - first)) for first in range(0, rows, size)]
+    if not _add_up(sizes, blocks, rows):
+        what = "partitions" if table.is_dynamic else "rows"
+        raise ValueError(
+            f"{title}: the rows of {sharding} must be {blocks} positive sizes that add up to {rows} {what}"
+        )
+    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+
+
+def _add_up(sizes: Sequence[int], blocks: int, total: int) -> bool:
+    """Whether these are positive sizes of so many blocks of a table."""
+    return len(sizes) == blocks and all(isinstance(n, int) and n > 0 for n in sizes) and sum(sizes) == total
 
 
 def _cut_at(table: TableConfig) -> int:

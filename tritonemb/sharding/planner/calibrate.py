@@ -257,9 +257,7 @@ def _messages(group: RankGroup) -> Operation:
 def _id_exchanges(device: torch.device, group: RankGroup) -> list[Operation]:
     """ID exchanges for 8 tables on each rank, with short and long bags: ids sent and received, bytes received."""
     keys = [f"{rank} {key}" for rank in range(group.size) for key in _KEYS]
-    exchange = IdExchange(
-        group, [IdRoute(key, key, NUM_ROWS, NUM_ROWS, (n // NUM_TABLES,)) for n, key in enumerate(keys)]
-    )
+    exchange = IdExchange(group, [IdRoute(key, key, NUM_ROWS, (0,), (n // NUM_TABLES,)) for n, key in enumerate(keys)])
 
     def exchanged(bag: int, size: int) -> tuple[Any, ...]:
         ids = len(keys) * size * bag
