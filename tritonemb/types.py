@@ -46,6 +46,7 @@ class CacheConfig:
         folder: of a disk-resident table's file while it is in use; the system's temporary folder if not given. Nothing
             is left there when the process has ended.
         host_rows: of a disk-resident table, cached in host memory too, as `rows` are on the device; none if not given.
+        host_share: of the table's rows, in (0, 1], where `host_rows` is not given.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -56,13 +57,18 @@ class CacheConfig:
     policy: Literal["lru", "lfu"] = "lru"
     folder: str | os.PathLike[str] | None = None
     host_rows: int | None = None
+    host_share: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "host_rows"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, checked_size(f"a cache's {name}", getattr(self, name)))
-        if not 0 < checked_number("a cache's share", self.share) <= 1:
-            raise ValueError(f"a cache's share must lie in (0, 1], got {self.share}")
+        host_share = 1.0 if self.host_share is None else self.host_share
+        for name, share in (("share", self.share), ("host_share", host_share)):
+            if not 0 < checked_number(f"a cache's {name}", share) <= 1:
+                raise ValueError(f"a cache's {name} must lie in (0, 1], got {share}")
+        if self.host_rows is not None and self.host_share is not None:
+            raise ValueError(f"a cache has host_rows or host_share, got {self.host_rows} and {self.host_share}")
         if self.policy not in ("lru", "lfu"):
             raise ValueError(f"a cache's policy must be 'lru' or 'lfu', got {self.policy!r}")
         if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):
@@ -71,6 +77,12 @@ class CacheConfig:
     def rows_of(self, num_embeddings: int) -> int:
         """Rows to keep of a table, at least 1."""
         return min(math.ceil(self.share * num_embeddings) if self.rows is None else self.rows, num_embeddings)
+
+    def host_rows_of(self, num_embeddings: int) -> int | None:
+        """Rows of a table on disk to keep in host memory, at least 1; None if it has no such cache."""
+        if self.host_share is not None:
+            return math.ceil(self.host_share * num_embeddings)
+        return None if self.host_rows is None else min(self.host_rows, num_embeddings)
 
 
 @dataclass(frozen=True)
@@ -200,11 +212,13 @@ class TableConfig:
             raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
         if not isinstance(self.cache, CacheConfig):
             raise TypeError(f"table {self.name!r}: cache must be a CacheConfig, got {self.cache!r}")
-        if self.cache.host_rows is not None and self.placement != "disk":
-            raise ValueError(
-                f"table {self.name!r}: its cache has host_rows, rows in host memory of a table on disk, but its "
-                f"placement is {self.placement!r}; leave them out, or place it on disk"
-            )
+        if self.placement != "disk":
+            for part in ("host_rows", "host_share"):
+                if getattr(self.cache, part) is not None:
+                    raise ValueError(
+                        f"table {self.name!r}: its cache has {part}, rows in host memory of a table on disk, but its "
+                        f"placement is {self.placement!r}; leave them out, or place it on disk"
+                    )
         features = self._checked_features()
         derived = {"features": features, "feature_names": features, "seed": seed_of(self.name)}
         for part, value in {**derived, "whole_rows": self.num_embeddings or 0}.items():

@@ -26,6 +26,9 @@ from tritonemb.types import CacheConfig
 )
 def test_rows_that_are_kept(config, num_embeddings, expected):
     assert config.rows_of(num_embeddings) == expected
+    assert config.host_rows_of(num_embeddings) is None
+    in_host_memory = CacheConfig(host_rows=config.rows, host_share=config.share if config.rows is None else None)
+    assert in_host_memory.host_rows_of(num_embeddings) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,10 @@ def test_rows_that_are_kept(config, num_embeddings, expected):
         ({"share": 0.0}, ValueError, r"a cache's share must lie in \(0, 1\], got 0.0"),
         ({"share": 1.5}, ValueError, r"a cache's share must lie in \(0, 1\], got 1.5"),
         ({"share": float("nan")}, ValueError, r"a cache's share must lie in \(0, 1\], got nan"),
+        ({"host_share": True}, TypeError, "a cache's host_share must be a number, got True"),
+        ({"host_share": 0.0}, ValueError, r"a cache's host_share must lie in \(0, 1\], got 0.0"),
+        ({"host_share": 1.5}, ValueError, r"a cache's host_share must lie in \(0, 1\], got 1.5"),
+        ({"host_rows": 5, "host_share": 0.5}, ValueError, "a cache has host_rows or host_share, got 5 and 0.5"),
         ({"policy": "fifo"}, ValueError, "a cache's policy must be 'lru' or 'lfu', got 'fifo'"),
         ({"folder": 5}, TypeError, "a cache's folder must be a path, got 5"),
     ],
@@ -60,9 +67,10 @@ def test_a_table_has_one():
         te.TableConfig("t", 9, 2, cache=5)
 
 
-@pytest.mark.parametrize("placement", ["device", "host"])
-def test_rows_in_host_memory_are_of_tables_on_disk(placement):
-    cache = CacheConfig(host_rows=100)
-    assert te.TableConfig("t", 9, 2, placement="disk", cache=cache).cache.host_rows == 100
-    with pytest.raises(ValueError, match=f"table 't': its cache has host_rows, .* its placement is '{placement}'"):
+@pytest.mark.parametrize("placement", ["device", "host", "server"])
+@pytest.mark.parametrize("option", [{"host_rows": 100}, {"host_share": 1.0}], ids=str)
+def test_rows_in_host_memory_are_of_tables_on_disk(placement, option):
+    cache, (name,) = CacheConfig(**option), option
+    assert te.TableConfig("t", 9, 2, placement="disk", cache=cache).cache.host_rows_of(9) == 9
+    with pytest.raises(ValueError, match=f"table 't': its cache has {name}, .* its placement is '{placement}'"):
         te.TableConfig("t", 9, 2, placement=placement, cache=cache)

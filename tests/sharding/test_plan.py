@@ -18,6 +18,7 @@ from tritonemb.sharding import (
     RowWise,
     ShardingPlan,
     TableColumnWise,
+    TablePlacement,
     TableRowWise,
     TableWise,
     uniform_plan,
@@ -214,6 +215,43 @@ def test_plans_that_are_none():
         ShardingPlan({}, 0)
     with pytest.raises(ValueError, match=r"lacks the tables \['user'\]; it has \['item'\]"):
         ShardingPlan({"item": RowWise()}, 4).shards(USER)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placement": "tape"}, r"a placement must be one of \('device', .*, got 'tape'"),
+        *(
+            ({"placement": placement, f"{name}_{what}": value}, f"{name}_{what} must be .*, of a table in .*{where}")
+            for name, where, elsewhere in (("cache", "'host', 'disk', 'server'", "device"), ("host", "'disk'", "host"))
+            for what, good, bad in (("rows", 8, (0, -1, 0.5, "8")), ("share", 0.5, (0, -0.5, 1.5, "1", True)))
+            for placement, value in ((elsewhere, good), *(("disk", each) for each in bad))
+        ),
+        ({"placement": "disk", "cache_rows": 8, "cache_share": 0.5}, "cache_rows or cache_share, got 8 and 0.5"),
+        ({"placement": "disk", "host_rows": 8, "host_share": 0.5}, "host_rows or host_share, got 8 and 0.5"),
+    ],
+)
+def test_placements_that_are_none(options, message):
+    with pytest.raises(ValueError, match=message):
+        TablePlacement(**options)
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (TablePlacement("disk"), te.CacheConfig(rows=7, folder="x")),
+        (TablePlacement("disk", 8, 16), te.CacheConfig(rows=8, folder="x", host_rows=16)),
+        (TablePlacement("disk", cache_share=0.5), te.CacheConfig(share=0.5, folder="x")),
+        (TablePlacement("disk", 8, host_share=0.25), te.CacheConfig(rows=8, folder="x", host_share=0.25)),
+        (TablePlacement("server", cache_share=1), te.CacheConfig(share=1, folder="x")),
+    ],
+)
+def test_a_cache_is_as_the_plan_says_first(where, expected):
+    plan = ShardingPlan({"user": RowWise()}, 2, placements={"user": where})
+    for own in ({}, {"host_rows": 3}, {"host_share": 1.0}):
+        table = te.TableConfig("user", 10, 16, placement="disk", cache=te.CacheConfig(7, folder="x", **own))
+        assert plan.apply(table).cache == expected
+        assert plan.apply(table).placement == where.placement
 
 
 @st.composite

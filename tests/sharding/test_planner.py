@@ -470,6 +470,23 @@ def test_tiers_and_caches_of_a_plan_are_applied():
         te.HybridParallel(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=0.1)), away)
 
 
+def test_shares_of_uneven_shards_are_predicted():
+    tables = [te.TableConfig("a", 1_000, 8), te.TableConfig("b", None, 8, capacity=100_000)]
+    shardings = {"a": RowWise([1, 0], [800, 200]), "b": RowWise([0, 1], [4, 12])}
+    shares = TablePlacement("disk", cache_share=0.25, host_share=0.5)
+    model = CostModel(tables, te.Topology(2), 16)
+    at, rank = model.pieces(ShardingPlan(shardings, 2, placements={"a": shares, "b": shares}))
+    assert rank.tolist() == [1, 0, 0, 1]
+    assert at.cached.tolist() == [200, 50, 6_250, 18_750]
+    assert at.host_rows.tolist() == [400, 100, 12_500, 37_500]
+    whole = TablePlacement("disk", cache_share=0.75, host_share=1)
+    at, _ = model.pieces(
+        ShardingPlan(shardings, 2, placements={"a": whole, "b": TablePlacement("disk", 20_000, 10_000)})
+    )
+    assert at.cached.tolist() == [600, 150, 20_000, 20_000]
+    assert at.host_rows.tolist() == [200, 50, 5_000, 10_000]
+
+
 TABLES = """
 [[table]]
 name = "user"
@@ -521,15 +538,25 @@ def test_the_command_refuses_files_by_table(tmp_path, capsys, text, error):
     assert re.search(error, shown), shown
 
 
-def test_a_plan_is_json_that_can_be_written_by_hand():
-    text = (
-        '{"world_size": 2, "copies": 2, "tables": {"a": {"type": "row_wise", "placement": "host", "cache_rows": 64}}}'
-    )
+@pytest.mark.parametrize(
+    ("cached", "message"),
+    [
+        ({"cache_rows": 64}, "cache_rows must be an int of at least 1"),
+        ({"cache_share": 0.25}, r"cache_share must be a number in \(0, 1\]"),
+        ({"host_rows": 64}, "host_rows must be an int of at least 1"),
+        ({"cache_rows": 64, "host_share": 0.5}, "cache_rows must be an int of at least 1"),
+        ({"cache_share": 1, "host_share": 1}, r"cache_share must be a number in \(0, 1\]"),
+    ],
+    ids=str,
+)
+def test_a_plan_is_json_that_can_be_written_by_hand(cached, message):
+    table = {"type": "row_wise", "placement": "disk", **cached}
+    text = json.dumps({"world_size": 2, "copies": 2, "tables": {"a": table}})
     plan = ShardingPlan.from_json(text)
-    assert (plan.copies, plan.placements["a"]) == (2, TablePlacement("host", 64))
-    assert json.loads(plan.to_json())["tables"]["a"] == {"type": "row_wise", "placement": "host", "cache_rows": 64}
-    with pytest.raises(ValueError, match="cache_rows must be an int of at least 1"):
-        ShardingPlan.from_json(text.replace('"host"', '"device"'))
+    assert (plan.copies, plan.placements["a"]) == (2, TablePlacement("disk", **cached))
+    assert json.loads(plan.to_json())["tables"]["a"] == table
+    with pytest.raises(ValueError, match=message):
+        ShardingPlan.from_json(text.replace('"disk"', '"device"'))
 
 
 @pytest.mark.more

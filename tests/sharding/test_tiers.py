@@ -14,7 +14,16 @@ from tests.helpers import CACHED, assert_same_bits, living
 from tests.sharding.cases import Case, Trained, alone, differences, groups_of, together, train_steps
 from tests.sharding.test_collections import sizes, tables
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.sharding import ColumnWise, DataParallel, Grid, RowWise, TableColumnWise, TableRowWise, TableWise
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    Grid,
+    RowWise,
+    TableColumnWise,
+    TablePlacement,
+    TableRowWise,
+    TableWise,
+)
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.types import CacheConfig
 
@@ -123,6 +132,27 @@ def test_first_values_are_the_same_wherever_shards_live(ranks):
     for placement in ("host", "disk"):
         for found, one in zip(ranks(2).run(drawn, placement), expected, strict=True):
             assert_same_bits(found, one)
+
+
+def cached(rank: int) -> dict[str, tuple[int, int, int]]:
+    """Of shards of different sizes: rows, and slots for them on the device and in host memory."""
+    configs = [te.TableConfig("static", 1_000, 8), te.TableConfig("dynamic", None, 8, capacity=100_000)]
+    uneven = {"static": RowWise([1, 0], [800, 200]), "dynamic": RowWise([0, 1], [4, 12])}
+    shares = TablePlacement("disk", cache_share=0.25, host_share=0.5)
+    plan = te.sharding.ShardingPlan(uneven, 2, placements={"static": shares, "dynamic": shares})
+    model = te.HybridParallel(te.nn.EmbeddingBagCollection(configs, te.optim.SGD(lr=0.1)), plan)
+    tables: list[Any] = [table for local in model.collections[0].locals for table in local.tables]
+    return {
+        table.config.name: (table.row_config.num_embeddings, len(table.weight), len(table.store._cache._records))
+        for table in tables
+    }
+
+
+def test_each_rank_caches_a_share_of_its_own_rows(ranks):
+    assert ranks(2).run(cached) == [
+        {"static": (200, 64, 128), "dynamic": (25_000, 6_272, 12_512)},
+        {"static": (800, 224, 416), "dynamic": (75_000, 18_752, 37_504)},
+    ]
 
 
 # Ways in which gradients of several ranks update the same rows: the cuts, copies of the tables, ranks of a node.

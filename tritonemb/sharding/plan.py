@@ -208,8 +208,11 @@ class TablePlacement:
 
     Args:
         placement: "device", "host", "disk" or "server".
-        cache_rows: cached on the device by each rank with a shard; as the table's `CacheConfig` says if not given.
+        cache_rows: cached on the device by each rank with a shard.
         host_rows: of a table on disk, cached in host memory too.
+        cache_share: of each shard's rows, in (0, 1], in place of `cache_rows`; as the table's `CacheConfig` says if
+            neither is given.
+        host_share: of each shard's rows, in (0, 1], in place of `host_rows`.
 
     Raises:
         ValueError: for a placement that there is not, or rows that it does not cache.
@@ -218,16 +221,27 @@ class TablePlacement:
     placement: Placement = "device"
     cache_rows: int | None = None
     host_rows: int | None = None
+    cache_share: float | None = None
+    host_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
             raise ValueError(f"a placement must be one of {get_args(Placement)}, got {self.placement!r}")
-        for name, where in (("cache_rows", ("host", "disk", "server")), ("host_rows", ("disk",))):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1 or self.placement not in where):
+        for name, where in (("cache", ("host", "disk", "server")), ("host", ("disk",))):
+            rows, share, there = vars(self)[f"{name}_rows"], vars(self)[f"{name}_share"], self.placement in where
+            if rows is not None and (not isinstance(rows, int) or rows < 1 or not there):
                 raise ValueError(
-                    f"{name} must be an int of at least 1, of a table in {where}, got {value!r} and {self.placement!r}"
+                    f"{name}_rows must be an int of at least 1, of a table in {where}, got {rows!r} and "
+                    f"{self.placement!r}"
                 )
+            number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if share is not None and not (number and 0 < share <= 1 and there):
+                raise ValueError(
+                    f"{name}_share must be a number in (0, 1], of a table in {where}, got {share!r} and "
+                    f"{self.placement!r}"
+                )
+            if rows is not None and share is not None:
+                raise ValueError(f"a table has {name}_rows or {name}_share, got {rows} and {share}")
 
 
 @dataclass(frozen=True)
@@ -311,8 +325,9 @@ class ShardingPlan(JsonFile):
         where = self.placements.get(table.name)
         if where is None or (where.placement == table.placement == "device"):
             return table
-        rows = where.cache_rows or table.cache.rows
-        cache = replace(table.cache, rows=rows, host_rows=where.host_rows)
+        cache = replace(table.cache, host_rows=where.host_rows, host_share=where.host_share)
+        if where.cache_rows or where.cache_share:
+            cache = replace(cache, rows=where.cache_rows, share=where.cache_share or cache.share)
         return replace(table, placement=where.placement, cache=cache)
 
     def require_tables(self, names: Sequence[str]) -> None:

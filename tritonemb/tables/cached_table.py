@@ -226,8 +226,8 @@ class CachedTable(Table):
     def _store_options(self, seed: int) -> dict[str, Any]:
         c, cache = self.row_config, self.config.cache
         identity = TableIdentity(c.name, c.num_embeddings, self.record, seed, c.row_origin, c.column_origin)
-        values = self._initial_values(seed)
-        return {"identity": identity, "initializer": values, "host_rows": cache.host_rows, "policy": cache.policy}
+        values, host_rows = self._initial_values(seed), cache.host_rows_of(c.num_embeddings)
+        return {"identity": identity, "initializer": values, "host_rows": host_rows, "policy": cache.policy}
 
     def replace_store(self, store: DiskRows) -> None:
         """Replace the store; cached rows are read again from the new one."""

@@ -16,6 +16,7 @@ A rank's load is the sum of its stages, and a step takes as long as the slowest 
 stage and another rank in another, a step takes longer: ranks wait for each other in each exchange.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -257,8 +258,8 @@ class CostModel:
         """All shards of a plan, and the rank of each."""
         found: list[tuple[Any, ...]] = []
         for number, table in enumerate(self.tables):
-            shards, where, whole = plan.shards(table), plan.placement(table.name), self.rows[number]
-            tier, parts = PLACEMENTS.index(where.placement), rows_to_shard(table)
+            shards, cache, whole = plan.shards(table), plan.apply(table).cache, self.rows[number]
+            tier, parts = PLACEMENTS.index(plan.placement(table.name).placement), rows_to_shard(table)
             if tier == SERVER:
                 piece = (number, 1.0, whole, table.embedding_dim, 1, REPLICAS, SERVER, 0, 0)
                 found += [(rank, *piece) for rank in range(self.ranks)]
@@ -270,8 +271,8 @@ class CostModel:
             for shard in shards:
                 first, rows = whole * shard.first_row / parts, whole * shard.num_rows / parts
                 share = rows / whole if table.is_dynamic else self.stats[table.name].share(first, rows, whole)
-                cached = 0 if tier == DEVICE else min(rows, where.cache_rows or table.cache.rows_of(int(rows) or 1))
-                on_host = 0 if tier != DISK else min(rows - cached, where.host_rows or 0)
+                cached = 0 if tier == DEVICE else min(rows, cache.rows_of(math.ceil(rows)))
+                on_host = 0 if tier != DISK else min(rows - cached, cache.host_rows_of(math.ceil(rows)) or 0)
                 piece = (number, share, rows, shard.num_columns, blocks, scheme, tier, cached, on_host)
                 found.append((shard.rank, *piece))
         rank, *pieces = (np.array(column) for column in zip(*found, strict=True))

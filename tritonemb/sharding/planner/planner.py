@@ -1,6 +1,7 @@
 """`plan`: which rank has which part of which table, on which tier, so that a step is fast and everything fits."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -178,12 +179,14 @@ def _stay(
     """The plan in use with as few moves as keep it within `STAYS` of the new one; the new one if that cannot be."""
     chosen, where = fresh.chosen.copy(), np.full(len(problem.unit_kind), -1)
     for number, table in enumerate(model.tables):
-        tier, first, same = previous.placement(table.name), int(problem.table_options[number]), []
+        cache, first, same = previous.apply(table).cache, int(problem.table_options[number]), []
         for at, option in enumerate(options[number], first):
             units = slice(*problem.option_units[at : at + 2])
             places = places_in(previous, table, option, units.stop - units.start, model)
             if places is not None:
-                distance = abs(option.cached - (tier.cache_rows or 0)) + abs(option.host_rows - (tier.host_rows or 0))
+                rows = math.ceil(model.rows[number] / option.owners)
+                on_host = cache.host_rows_of(rows) or 0
+                distance = abs(option.cached - cache.rows_of(rows)) + abs(option.host_rows - on_host)
                 same.append((distance, at, units, places))
         if same:
             _, chosen[number], units, places = min(same, key=lambda each: each[:2])
