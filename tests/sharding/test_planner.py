@@ -25,8 +25,9 @@ from tritonemb.sharding import (
     TableWise,
     uniform_plan,
 )
+from tritonemb.sharding.planner import planner
 from tritonemb.sharding.planner.options import make_problem
-from tritonemb.sharding.planner.search import relax
+from tritonemb.sharding.planner.search import relax, solve
 from tritonemb.sharding.planner.topology import machine
 
 GB = 1e9
@@ -154,7 +155,7 @@ def relaxed(tables, topology, stats, slack=0.0):
         problem = make_problem(CostModel(tables, topology, 256, stats=stats), [Constraint()] * len(tables))[1]
     except te.PlanError:
         return None
-    return relax(problem, slack)
+    return relax(problem, slack=slack)
 
 
 def tight_topology(tables, stats, ranks):
@@ -198,10 +199,45 @@ def test_plans_with_tight_budgets_fit_and_are_near_the_bound(number, ranks, seed
     fits(plan, tables, topology, 256, stats=stats)
     assert plan.report.load <= plan.report.greedy
     gap = plan.report.load / plan.report.bound - 1
-    if number >= 15 * ranks:
-        assert gap <= 0.05
+    assert number < 200 or gap <= 0.08
     if number >= 200 and gap > 0.03:
         pytest.xfail(f"{100 * gap:.1f} % above the bound, the goal is 3 %")
+
+
+@pytest.mark.parametrize("types", [None, ("column_wise",), ("row_wise",), ("grid", "table_wise")])
+def test_the_search_counts_what_the_cost_model_predicts(types, monkeypatch):
+    rows = [3_000_000_000, 40_000_000, 9_000_000, 1_000_000, 700]
+    tables = [
+        te.TableConfig(f"t{n}", size, dim) for n, (size, dim) in enumerate(zip(rows, (64, 100, 64, 12, 8), strict=True))
+    ]
+    tables.append(te.TableConfig("unpooled", 20_000_000, 32, pooling="none"))
+    tables.append(te.TableConfig("half", 30_000_000, 128, dtype=torch.bfloat16))
+    stats = {
+        "t0": TableStats(3.0), "t1": TableStats(40.0, hotness=((1e4, 0.7), (1e7, 0.3))), "t2": TableStats(20.0),
+        "t3": TableStats(8.0, row_share=(0.5, 0.2, 0.1, 0.1, 0.05, 0.05)), "unpooled": TableStats(5.0),
+    }  # fmt: skip
+    topology = te.Topology(16, 4, hbm=30 * GB, host=200 * GB, disk=2_000 * GB)
+    found = []
+    monkeypatch.setattr(planner, "solve", lambda problem: found.append(solve(problem)) or found[-1])
+    constraints = {"t[1-9]": Constraint(types=types)} if types else None
+    plan = te.plan(tables, topology, batch_size=256, stats=stats, constraints=constraints)
+    fits(plan, tables, topology, 256, stats=stats)
+    assert found[0].violation == 0
+    # It takes a table in blocks of columns to have two, whose ranks exchange sums of squares.
+    assert plan.report.load == pytest.approx(found[0].load, rel=0.05)
+    assert plan.report.bound <= plan.report.load
+
+
+def test_rows_fill_what_others_leave():
+    tables = [te.TableConfig(f"t{n}", 1_000_000, 64) for n in range(3)]
+    stats = {"t0": TableStats(40.0), "t1": TableStats(20.0), "t2": TableStats(6.0)}
+    plan = te.plan(
+        tables, te.Topology(4), batch_size=4_096, stats=stats, constraints={"*": Constraint(types="row_wise")}
+    )
+    assert any(sharding.rows is not None for sharding in plan.tables.values())
+    even = ShardingPlan({table.name: RowWise() for table in tables}, 4)
+    assert plan.report.load <= CostModel(tables, te.Topology(4), 4_096, stats=stats).predict(even).load
+    assert plan.report.load <= 1.03 * plan.report.bound
 
 
 @pytest.mark.more

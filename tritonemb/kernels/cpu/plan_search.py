@@ -1,8 +1,6 @@
-"""The inner loops of the planner's search: units of tables' options are placed on ranks, moved and swapped.
+"""The inner loop of the planner's search: shards of tables are taken away, and placed again where there is room.
 
-`sharding/planner/search.py` says what a problem is. The potential that is lowered is the sum over ranks of `load^16`,
-plus `SOFT` times as much for the use of each budget, plus `PENALTY` for each budget as a whole that is exceeded. One
-thread; time is proportional to the moves that are tried.
+What is lowered is the excess, and costs beside it. One thread; time is proportional to the places that are tried.
 """
 
 # ruff: noqa: NPY002  Numba knows this generator only; it is its own, and seeded.
@@ -13,430 +11,210 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonemb.kernels.cpu.jit import called, compiled
+from tritonemb.kernels.cpu.plan_shards import (
+    NEXT,
+    UNIT,
+    add_to_all,
+    copy,
+    copy_all,
+    excess_of_all,
+    fill,
+    put,
+    remove,
+    room_for,
+    start,
+    take,
+)
 
 Array = NDArray[Any]
-RANK, NODE, ALL = range(3)  # where a unit is placed
-PENALTY, SOFT = 1e5, 0.1
-EMPTY = 0.6  # of a budget: up to here its use does not matter
-KICKS = 1000  # in a row that have not helped
-OPTIONS_TRIED = 12  # of a table: the cheapest where budgets are kept, else random ones
-TABLES_TRIED = 256  # so many tables that are on all ranks are given other options, at most
+WHOLE_TABLE, ANY_TABLE, OF_NODE, SAME_NODE = 0.3, 0.1, 0.2, 0.5  # how often what is taken away is so
+RUINED = 10  # shards that are taken away and placed again, at most
+LOOKED_AT = 0.5  # of options, a part
+BY_SIZE = 0.7  # how often the largest are placed first
+TOURNAMENT = 6  # ranks, of which that with the most excess is ruined
 
 
-class Problem(NamedTuple):
-    """Tables, their options, the options' units, and the units' items: one for each rank, or one that all are like.
+class Ruin(NamedTuple):
+    """What a step takes away: some shards, and all shards of some tables; and how it was before."""
 
-    `table_options [T + 1]`, `option_units [O + 1]` and `unit_items [U + 1]` are offsets.
-    """
-
-    ranks: int
-    local: int
-    table_options: Array
-    option_units: Array
-    unit_kind: Array  # RANK, NODE or ALL
-    unit_items: Array
-    load: Array  # of each item
-    hbm: Array  # shares of a rank's budget
-    host: Array  # shares of a node's
-    disk: Array
-    option_shared: Array  # load on every rank
-    option_server: Array  # share of all servers' memory
-
-
-class State(NamedTuple):
-    """Where units are, and what ranks, nodes and servers have. Units on each rank and each node are linked lists."""
-
-    chosen: Array  # the option of each table
-    where: Array  # the rank or node of each unit; -1: it is not placed
-    load: Array
-    hbm: Array
-    host: Array
-    disk: Array
-    server: Array  # [1]
-    taken: Array  # [tables, ranks]: whether a unit of the table is on this rank, or node
-    table: Array  # of each unit
-    head: Array  # [ranks + nodes]
-    after: Array
-    before: Array
+    counts: Array  # [3]: tables; their shards before; shards to take away
+    place_of: Array  # [T]: the number of a table among these; -1: it is not one
+    tables: Array
+    options: Array
+    whole: Array  # bool: all shards of the table go
+    shards: Array
+    before: Any  # units, places and shares of all shards of the tables
 
 
 @called
-def _power(value):
-    value *= value
-    value *= value
-    value *= value
-    return value * value
+def _note(p, s, r, table, whole):
+    """Remember a table as it is, and whether all of it goes."""
+    if r.place_of[table] < 0:
+        number = r.counts[0]
+        r.place_of[table], r.tables[number], r.options[number], r.whole[number] = number, table, s.chosen[table], False
+        r.counts[0], r.counts[1] = number + 1, copy(p, s, table, r.before, r.counts[1])
+    r.whole[r.place_of[table]] |= whole
 
 
 @called
-def _over(value):
-    """Of a budget that is used so far: little until it is full."""
-    if value < EMPTY:
-        return 0.0
-    return max(0.0, value - 1.0) * PENALTY + SOFT * _power(value)
+def _choose(p, s, r):
+    """Shards of a rank with much excess, of its node and of others, are what goes; and sometimes any table."""
+    rank, highest, r.counts[:] = 0, -1.0, 0
+    for _ in range(1 + np.random.randint(TOURNAMENT)):
+        other = np.random.randint(p.ranks)
+        value = s.rank[2, other] + s.node[2, other // p.local] / p.local
+        if value > highest:
+            rank, highest = other, value
+    node, near, wanted = rank // p.local, np.random.random() < SAME_NODE, 1 + np.random.randint(RUINED)
+    for _ in range(4 * RUINED):
+        if np.random.random() < ANY_TABLE:
+            _note(p, s, r, np.random.randint(len(s.chosen)), True)
+        shard = s.head[p.ranks + rank // p.local if np.random.random() < OF_NODE else rank]
+        while shard >= 0 and r.counts[2] < wanted:
+            unit, known = s.shard[shard, UNIT], False
+            _note(p, s, r, s.table[unit], s.shards_of[unit] == 1 or np.random.random() < WHOLE_TABLE)
+            for each in range(r.counts[2]):
+                known |= r.shards[each] == shard
+            if not known:
+                r.shards[r.counts[2]] = shard
+                r.counts[2] += 1
+            shard = s.shard[shard, NEXT]
+        if r.counts[2] >= wanted:
+            break
+        rank = node * p.local + np.random.randint(p.local) if near else np.random.randint(p.ranks)
 
 
 @called
-def _ranks(p, unit, place):
-    """The first rank of a unit on this place, and their number."""
-    kind = p.unit_kind[unit]
-    if kind == RANK:
-        return place, 1
-    return (place * p.local, p.local) if kind == NODE else (0, p.ranks)
+def _take_away(p, s, r, units, shares):
+    """Take away what was chosen: shares of units, and tables as units below 0; how many, and what that changes."""
+    number, change = 0, 0.0
+    for each in range(r.counts[2]):
+        unit, share = s.shard[r.shards[each], UNIT], s.share[r.shards[each]]
+        if not r.whole[r.place_of[s.table[unit]]]:
+            change += take(p, s, r.shards[each])
+            at = 0
+            while at < number and units[at] != unit:
+                at += 1
+            if at == number:
+                units[at], shares[at], number = unit, 0.0, number + 1
+            shares[at] += share
+    for each in range(r.counts[0]):
+        if r.whole[each]:
+            change += remove(p, s, r.tables[each])
+            units[number], number = -1 - r.tables[each], number + 1
+    return number, change
 
 
 @called
-def _item(p, unit, number):
-    first = p.unit_items[unit]
-    return first + number if p.unit_items[unit + 1] - first > 1 else first
+def _put_back(p, s, r):
+    """Undo all of a step."""
+    for each in range(r.counts[0]):
+        remove(p, s, r.tables[each])
+        s.chosen[r.tables[each]] = r.options[each]
+        add_to_all(p, s, r.options[each], 1.0)
+    for each in range(r.counts[1]):
+        put(p, s, r.before[0][each], r.before[1][each], r.before[2][each])
 
 
 @called
-def _add(p, s, unit, place, sign):
-    first, number = _ranks(p, unit, place)
-    for each in range(number):
-        item, rank = _item(p, unit, each), first + each
-        s.load[rank] += sign * p.load[item]
-        s.hbm[rank] += sign * p.hbm[item]
-        s.host[rank // p.local] += sign * p.host[item]
-        s.disk[rank // p.local] += sign * p.disk[item]
-
-
-@called
-def _put(p, s, unit, place):
-    """Place a unit that is nowhere."""
-    s.where[unit], s.taken[s.table[unit], place] = place, True
-    _add(p, s, unit, place, 1.0)
-    if p.unit_kind[unit] != ALL:
-        at = place if p.unit_kind[unit] == RANK else p.ranks + place
-        s.after[unit], s.before[unit] = s.head[at], -1
-        if s.head[at] >= 0:
-            s.before[s.head[at]] = unit
-        s.head[at] = unit
-
-
-@called
-def _take(p, s, unit):
-    """Take a unit from its place."""
-    place = s.where[unit]
-    s.where[unit], s.taken[s.table[unit], place] = -1, False
-    _add(p, s, unit, place, -1.0)
-    if p.unit_kind[unit] != ALL:
-        if s.before[unit] >= 0:
-            s.after[s.before[unit]] = s.after[unit]
-        else:
-            s.head[place if p.unit_kind[unit] == RANK else p.ranks + place] = s.after[unit]
-        if s.after[unit] >= 0:
-            s.before[s.after[unit]] = s.before[unit]
-
-
-@called
-def _growth(p, s, unit, place):
-    """What a unit on a place adds to the potential."""
-    first, number = _ranks(p, unit, place)
-    added, node, host, disk = 0.0, first // p.local, 0.0, 0.0
-    for each in range(number):
-        item, rank = _item(p, unit, each), first + each
-        added += _power(s.load[rank] + p.load[item]) - _power(s.load[rank])
-        added += _over(s.hbm[rank] + p.hbm[item]) - _over(s.hbm[rank])
-        host += p.host[item]
-        disk += p.disk[item]
-        if each == number - 1 or (rank + 1) // p.local != node:
-            added += _over(s.host[node] + host) - _over(s.host[node])
-            added += _over(s.disk[node] + disk) - _over(s.disk[node])
-            node, host, disk = node + 1, 0.0, 0.0
-    return added
-
-
-@called
-def _put_greedily(p, s, unit):
-    """Place a unit where it adds least to the potential, and none of its table's is."""
-    kind = p.unit_kind[unit]
-    places = p.ranks if kind == RANK else (p.ranks // p.local if kind == NODE else 1)
-    best, least = 0, np.inf
-    for place in range(places):
-        if not s.taken[s.table[unit], place] and places > 1:
-            added = _growth(p, s, unit, place)
-            if added < least:
-                best, least = place, added
-    _put(p, s, unit, best)
-
-
-@called
-def _exceeded(s):
-    """By how much budgets are exceeded, as a part of each."""
-    over = max(0.0, s.server[0] - 1)
-    for each in (s.hbm, s.host, s.disk):
-        for value in each:
-            over += max(0.0, value - 1)
-    return over if over > 1e-9 else 0.0
-
-
-@called
-def _potential(s):
-    total = _over(s.server[0])
-    for value in s.load:
-        total += _power(value)
-    for each in (s.hbm, s.host, s.disk):
-        for value in each:
-            total += _over(value)
+def _cost(p, s, cost, per_shard, tables):
+    """Of tables as they are, beside their excess."""
+    total = 0.0
+    for table in tables:
+        option = s.chosen[table]
+        total += cost[option]
+        for unit in range(p.option_units[option], p.option_units[option + 1]):
+            total += per_shard[unit] * s.shards_of[unit]
     return total
 
 
 @called
-def _choose(p, s, table, option):
-    """Give a table, none of whose units is placed, an option."""
-    before = s.chosen[table]
-    s.load[:] += p.option_shared[option] - p.option_shared[before]
-    s.server[0] += p.option_server[option] - p.option_server[before]
-    s.chosen[table] = option
-
-
-@called
-def _start(p, chosen, where):
-    """The state of a problem; `chosen` and `where` become its own."""
-    nodes, tables, units = p.ranks // p.local, len(chosen), len(where)
-    s = State(
-        chosen, where.copy(), np.zeros(p.ranks), np.zeros(p.ranks), np.zeros(nodes), np.zeros(nodes), np.zeros(1),
-        np.zeros((tables, p.ranks), dtype=np.bool_), np.empty(units, np.int64), np.full(p.ranks + nodes, -1),
-        np.full(units, -1), np.full(units, -1),
-    )  # fmt: skip
-    for table in range(tables):
-        for option in range(p.table_options[table], p.table_options[table + 1]):
-            s.table[p.option_units[option] : p.option_units[option + 1]] = table
-        option = chosen[table]
-        s.load[:] += p.option_shared[option]
-        s.server[0] += p.option_server[option]
-        for unit in range(p.option_units[option], p.option_units[option + 1]):
-            if where[unit] >= 0:
-                _put(p, s, unit, where[unit])
-    return s
-
-
-@compiled
-def usage(p, chosen, where):
-    """Load and memory of ranks, memory of nodes, that of servers; and by how much budgets are exceeded in all."""
-    s = _start(p, chosen, where)
-    return s.load, s.hbm, s.host, s.disk, s.server, _exceeded(s)
-
-
-@compiled
-def place_greedily(p, chosen, where):
-    """The places of all units of the chosen options, largest first; those that `where` has already stay."""
-    s = _start(p, chosen, where)
-    units = np.empty(len(where), np.int64)
-    sizes, number = np.empty(len(where)), 0
-    for option in chosen:
-        for unit in range(p.option_units[option], p.option_units[option + 1]):
-            if s.where[unit] < 0:
-                item = p.unit_items[unit]
-                size = max(max(p.load[item], p.hbm[item]), max(p.host[item], p.disk[item]) * p.local)
-                units[number], sizes[number] = unit, -size - 1e9 * p.unit_kind[unit]
-                number += 1
-    for each in np.argsort(sizes[:number], kind="mergesort"):
-        _put_greedily(p, s, units[each])
-    return s.where
-
-
-@called
-def _best_move(p, s, a, gain):
-    """A unit of rank `a`, another rank, and the unit to swap with or -1: what lowers the potential most."""
-    unit, place, partner, tried, from_node = -1, -1, -1, 0, a // p.local
-    for swaps in range(2):
-        for b in range(p.ranks if unit < 0 else 0):
-            if b == a:
-                continue
-            node = b // p.local
-            before = _power(s.load[a]) + _over(s.hbm[a]) + _power(s.load[b]) + _over(s.hbm[b])
-            mine = s.head[a]
-            while mine >= 0:
-                item = p.unit_items[mine]
-                other = s.head[b] if swaps else -2
-                if s.taken[s.table[mine], b]:
-                    other = -1
-                while other != -1:
-                    tried += 1
-                    load, hbm, host, disk = p.load[item], p.hbm[item], p.host[item], p.disk[item]
-                    allowed = True
-                    if swaps:
-                        theirs = p.unit_items[other]
-                        load, hbm = load - p.load[theirs], hbm - p.hbm[theirs]
-                        host, disk = host - p.host[theirs], disk - p.disk[theirs]
-                        allowed = not s.taken[s.table[other], a]
-                    if allowed:
-                        change = _power(s.load[a] - load) + _over(s.hbm[a] - hbm) - before
-                        change += _power(s.load[b] + load) + _over(s.hbm[b] + hbm)
-                        if node != from_node:
-                            change += _over(s.host[from_node] - host) - _over(s.host[from_node])
-                            change += _over(s.host[node] + host) - _over(s.host[node])
-                            change += _over(s.disk[from_node] - disk) - _over(s.disk[from_node])
-                            change += _over(s.disk[node] + disk) - _over(s.disk[node])
-                        if change < gain:
-                            gain, unit, place, partner = change, mine, b, other if swaps else -1
-                    other = s.after[other] if swaps else -1
-                mine = s.after[mine]
-    return unit, place, partner, tried
-
-
-@called
-def _best_node(p, s, node, gain):
-    """A unit of all ranks of a node, and the node where it adds less."""
-    best, place, unit = -1, -1, s.head[p.ranks + node]
-    while unit >= 0:
-        _add(p, s, unit, node, -1.0)
-        stays = _growth(p, s, unit, node)
-        for other in range(p.ranks // p.local):
-            if not s.taken[s.table[unit], other]:
-                change = _growth(p, s, unit, other) - stays
-                if change < gain:
-                    gain, best, place = change, unit, other
-        _add(p, s, unit, node, 1.0)
-        unit = s.after[unit]
-    return best, place
-
-
-@called
-def _change_option(p, s, a, tables_on_all):
-    """Give a table with a unit on rank `a` the option that lowers the potential most; how much was tried, or -1."""
-    before, within = _potential(s), _exceeded(s) == 0.0
-    least, found, new, tried, places = before - 1e-7, -1, -1, 1, np.empty(0, np.int64)
-    for table in range(len(s.chosen)):
-        now = s.chosen[table]
-        first, last = p.option_units[now], p.option_units[now + 1]
-        kind = p.unit_kind[first]
-        here = tables_on_all if kind == ALL else s.taken[table, a if kind == RANK else a // p.local]
-        if not here or p.table_options[table + 1] - p.table_options[table] == 1:
+def _insert_best(p, s, cost, per_shard, order, table, to):
+    """Give a table that is not placed an option and shards that cost least together with the excess; some options are
+    not looked at. What that adds to the excess, and how many places were looked at.
+    """
+    least, best, tried, number = np.inf, -1, 1, 0
+    for each in range(p.table_options[table], p.table_options[table + 1]):
+        option = order[each]
+        if cost[option] >= least:
+            break
+        if best >= 0 and np.random.random() >= LOOKED_AT:
             continue
-        stood = s.where[first:last].copy()
-        for unit in range(first, last):
-            _take(p, s, unit)
-        count = p.table_options[table + 1] - p.table_options[table]
-        for number in range(min(count, OPTIONS_TRIED)):
-            option = p.table_options[table] + number
-            if count > OPTIONS_TRIED and not within:
-                option = p.table_options[table] + np.random.randint(count)
-            if option == now:
-                continue
-            _choose(p, s, table, option)
-            units = range(p.option_units[option], p.option_units[option + 1])
-            for unit in units:
-                _put_greedily(p, s, unit)
-            tried += len(units) * p.ranks + p.ranks
-            value = _potential(s)
-            if value < least:
-                least, found, new = value, table, option
-                places = s.where[p.option_units[option] : p.option_units[option + 1]].copy()
-            for unit in units:
-                _take(p, s, unit)
-        _choose(p, s, table, now)
-        for number in range(last - first):
-            _put(p, s, first + number, stood[number])
-    if found < 0:
-        return -tried
-    for unit in range(p.option_units[s.chosen[found]], p.option_units[s.chosen[found] + 1]):
-        _take(p, s, unit)
-    _choose(p, s, found, new)
-    for number in range(len(places)):
-        _put(p, s, p.option_units[new] + number, places[number])
-    return tried
-
-
-@called
-def _kick(p, s, number, worst):
-    """Move units of the worst rank and of random ones to random ranks."""
+        s.chosen[table] = option
+        total = add_to_all(p, s, option, 1.0)
+        for unit in range(p.option_units[option], p.option_units[option + 1]):
+            change, looked = fill(p, s, unit, 1.0, per_shard[unit])
+            total, tried = total + change, tried + looked
+        total += _cost(p, s, cost, per_shard, np.array([table]))
+        if total < least:
+            least, best, number = total, option, copy(p, s, table, to, 0)
+        remove(p, s, table)
+    s.chosen[table] = best
+    change = add_to_all(p, s, best, 1.0)
     for each in range(number):
-        source = worst if each == 0 else np.random.randint(p.ranks)
-        count, unit = 0, s.head[source]
-        while unit >= 0:
-            count, unit = count + 1, s.after[unit]
-        if count:
-            unit = s.head[source]
-            for _ in range(np.random.randint(count)):
-                unit = s.after[unit]
-            place = np.random.randint(p.ranks)
-            if not s.taken[s.table[unit], place]:
-                _take(p, s, unit)
-                _put(p, s, unit, place)
-
-
-@called
-def _kick_option(p, s, worst):
-    """Give a random table, often one of the worst rank, another option, rather a cheap one."""
-    table = np.random.randint(len(s.chosen))
-    for _ in range(4):
-        if not s.taken[table, worst]:
-            table = np.random.randint(len(s.chosen))
-    now, first = s.chosen[table], p.table_options[table]
-    count = p.table_options[table + 1] - first
-    for unit in range(p.option_units[now], p.option_units[now + 1]):
-        _take(p, s, unit)
-    option = first + np.int64(count * np.random.random() ** 2)
-    _choose(p, s, table, option)
-    for unit in range(p.option_units[option], p.option_units[option + 1]):
-        _put_greedily(p, s, unit)
+        change += put(p, s, to[0][each], to[1][each], to[2][each])
+    return change, tried
 
 
 @compiled
-def improve(p, chosen, where, evaluations, good_enough, keep_options, seed):
-    """Better options and places; ends when nothing helps, `evaluations` moves were tried, or it is good enough.
+def ruin_and_recreate(
+    p, cost, per_shard, order, size, chosen, units, places, shares, evaluations, hot, cold, fit, seed
+):  # fmt: skip
+    """Options and shards with no load above 1 and no budget exceeded, or little: the best, and the last.
 
-    `keep_options`: change no table's, and give no kicks.
+    Ruin and recreate (Schrimpf et al., 2000; Shaw, 1998): shards of a rank or node, and of others, or all shards of
+    their tables, are taken away and placed again, mostly the largest first, a table that has none with the option that
+    adds least to the excess and to what it costs: `cost [O]`, and `per_shard [U]` for each shard. `order [O]` has the
+    options of each table by cost, `size [T]` says which tables are large. Changes are accepted as in annealing, at
+    temperatures from `hot` to `cold`, in loads.
     """
     np.random.seed(seed)
-    s = _start(p, chosen.copy(), where)
-    best_chosen, best_where, best, since, used = chosen.copy(), s.where.copy(), np.inf, 0, 0
-    stuck = np.zeros(p.ranks, dtype=np.bool_)
-    while True:
-        over, top = _exceeded(s), s.load.max()
-        done = (over == 0.0 and top <= good_enough) or used >= evaluations
-        a, highest, worst_rank, worst = (
-            -1,
-            0.0,
-            0,
-            0.0,
-        )  # the rank that costs most, of those that are not stuck, and of all
-        for rank in range(p.ranks):
-            node = rank // p.local
-            cost = _power(s.load[rank]) + _over(s.hbm[rank]) + (_over(s.host[node]) + _over(s.disk[node])) / p.local
-            if cost > worst:
-                worst_rank, worst = rank, cost
-            if not stuck[rank] and cost > highest:
-                a, highest = rank, cost
-        if done or a < 0 or (over == 0.0 and highest < 0.8 * worst):
-            value = PENALTY * over + top
-            since += 1
-            if value < best - 1e-9:
-                best, since = value, 0
-                best_chosen, best_where = s.chosen.copy(), s.where.copy()
-            if done or keep_options or since > KICKS:
-                break
-            if value > best + 1e-9:
-                s = _start(p, best_chosen.copy(), best_where)
-            if since % 3 == 2:
-                _kick_option(p, s, worst_rank)
+    s = start(p, chosen.copy(), units, places, shares, fit)
+    best_chosen, best_shards, trial = s.chosen.copy(), room_for(s), room_for(s)
+    found, most = copy_all(p, s, best_shards), 5 * RUINED
+    r = Ruin(
+        np.zeros(3, np.int64), np.full(len(chosen), -1), np.empty(most, np.int64), np.empty(most, np.int64),
+        np.empty(most, np.bool_), np.empty(most, np.int64), room_for(s),
+    )  # fmt: skip
+    units, shares, keys = np.empty(2 * most, np.int64), np.empty(2 * most), np.empty(2 * most)
+    best = excess = excess_of_all(p, s)
+    used, step = 0, 0
+    while used < evaluations and best > 1e-9:
+        if step % 256 == 0:
+            excess = excess_of_all(p, s)
+        temperature = hot * (cold / hot) ** (used / evaluations)
+        step, used = step + 1, used + p.ranks
+        _choose(p, s, r)
+        tables = r.tables[: r.counts[0]]
+        dearer = -_cost(p, s, cost, per_shard, tables)
+        number, change = _take_away(p, s, r, units, shares)
+        by_size = np.random.random() < BY_SIZE
+        for each in range(number):
+            unit = units[each]
+            large = (
+                size[-1 - unit]
+                if unit < 0
+                else shares[each] * (p.slope[unit, :2].sum() + p.slope[unit, 2:].sum() * p.local)
+            )
+            keys[each] = -large * (0.7 + 0.6 * np.random.random()) if by_size else np.random.random()
+        for each in np.argsort(keys[:number]):
+            if units[each] < 0:
+                added, tried = _insert_best(p, s, cost, per_shard, order, -1 - units[each], trial)
             else:
-                _kick(p, s, 2 + since % 5, worst_rank)
-            used += 20 * p.ranks + len(chosen)
-            stuck[:] = False
-            continue
-        unit, place, partner, tried = _best_move(p, s, a, -1e-9)
-        used += tried
-        if unit < 0:
-            unit, place = _best_node(p, s, a // p.local, -1e-9)
-        if unit >= 0:
-            _take(p, s, unit)
-            if partner >= 0:
-                _take(p, s, partner)
-                _put(p, s, partner, a)
-            _put(p, s, unit, place)
-            stuck[:] = False
-            continue
-        tried = -1
-        if not keep_options:
-            tried = _change_option(p, s, a, over > 0.0 or len(chosen) <= TABLES_TRIED)
-        used += abs(tried)
-        if tried < 0:
-            stuck[a] = True
+                added, tried = fill(p, s, units[each], shares[each], per_shard[units[each]])
+            change, used = change + added, used + tried
+        dearer += _cost(p, s, cost, per_shard, tables)
+        if change + dearer > 1e-12 and np.random.random() >= np.exp(-(change + dearer) / temperature):
+            _put_back(p, s, r)
         else:
-            stuck[:] = False
-    return best_chosen, best_where
+            excess += change
+        r.place_of[tables] = -1
+        if excess < best - 1e-9:
+            excess = excess_of_all(p, s)
+            best, found = excess, copy_all(p, s, best_shards)
+            best_chosen[:] = s.chosen
+    last = copy_all(p, s, trial)
+    return (
+        (best_chosen, best_shards[0][:found], best_shards[1][:found], best_shards[2][:found]),
+        (s.chosen, trial[0][:last], trial[1][:last], trial[2][:last]),
+    )  # fmt: skip

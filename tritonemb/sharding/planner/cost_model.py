@@ -161,7 +161,7 @@ class CostModel:
 
     def least_cached(self, table: Array, share: Array, rows: Array) -> Array:
         """Rows that a shard's cache must have room for: those of the batches that are trained and prefetched."""
-        return np.minimum(rows, np.ceil(PINNED * self._distinct(table, share, rows)) + 64)
+        return np.minimum(rows, PINNED * self._distinct(table, share, rows))
 
     def _distinct(self, table: Array, share: Array, rows: Array) -> Array:
         part = (share + rows / np.maximum(self.rows[table], 1)) / 2  # hot rows are few, and used often
@@ -185,7 +185,8 @@ class CostModel:
             received = ids * np.where(at.rows < 2**31, 4, 8) + 4 * np.where(unpooled, 0, bags)
             control = top.control_bandwidth / (self.local if self.nodes > 1 else 1)
             seconds[:, IDS] = np.where(replicated, 0, received / control + ids / top.routing_rate)
-            vectors = np.where(unpooled, np.minimum(ids, ranks * self.distinct_of_rank[table]), bags)
+            part = (at.share + at.rows / np.maximum(self.rows[table], 1)) / 2
+            vectors = np.where(unpooled, np.minimum(ids, ranks * self.distinct_of_rank[table] * part), bags)
             elements = vectors * w * (_CODEC_BYTES[self.exchange.forward] + _CODEC_BYTES[self.exchange.backward])
             seconds[:, OUTPUTS] = np.where(replicated, 0, self._sent(elements, at.scheme == HIERARCHICAL))
         seconds[:, GROUPING] = ids / top.id_rate

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.plan_search import ALL, NODE, RANK, Problem
+from tritonemb.kernels.cpu.plan_shards import FINE, Problem
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import (
+    COLUMNS_ROUNDED_TOGETHER,
     SHARDINGS,
     ColumnWise,
     DataParallel,
@@ -17,17 +18,31 @@ from tritonemb.sharding.plan import (
     RowWise,
     Sharding,
     ShardingPlan,
-    most_blocks,
+    TableRowWise,
+    TableWise,
 )
-from tritonemb.sharding.planner.cost_model import DIRECT, HIERARCHICAL, PLACEMENTS, REPLICAS, CostModel, Pieces
+from tritonemb.sharding.planner.cost_model import (
+    DIRECT,
+    DISK,
+    HIERARCHICAL,
+    HOST,
+    PLACEMENTS,
+    REPLICAS,
+    SERVER,
+    CostModel,
+    Pieces,
+)
+from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.planner.topology import amount
 from tritonemb.types import Placement, TableConfig
 
 Array = NDArray[Any]
 CACHE_SHARES = (0.0, 0.03, 0.1, 0.3)  # of a shard's rows that are cached; at least those of prefetched batches
+CACHE_MARGIN, CACHE_PARTS = 64, 64  # rows more, of each of up to so many shards
 HOST_SHARES = (0.0, 0.1, 0.4)  # of a shard on disk that is cached in host memory
-LEAST_WIDTH = 4  # columns of a block
-FINEST = 0.02  # units that fill less of a budget are all alike to the packing
+WIDE_IDS = 2.0**31 - 1  # rows: ids of a shard that has more are sent as 8 bytes
+ROUNDING = 1e-6  # of every budget, which is not used
+ROW_RANGES = (1, 2, 4, 8)  # of a table whose ids are not spread evenly over its rows; others are one range
 
 
 class PlanError(ValueError):
@@ -60,61 +75,49 @@ class Constraint:
 
 
 class Option(NamedTuple):
-    """A sharding type, the blocks of columns and of rows, the tier, and the rows that each shard caches."""
+    """A sharding type, the tier, and the share of each shard's rows that is cached on the device and in host memory.
+
+    Its units are ranges of rows, from one of `edges` (shares of all rows) to the next, or all columns. Each is cut into
+    shards when it is placed; `parts` are all of them then, or for "grid" the blocks of columns.
+    """
 
     kind: str
-    blocks: int
-    owners: int
     placement: Placement
-    cached: int
-    host_rows: int
+    cached: float = 0.0
+    on_host: float = 0.0
+    edges: tuple[float, ...] = (0.0, 1.0)
+    parts: int = 1
 
     def __str__(self) -> str:
-        parts = [f"{n} {what}" for n, what in ((self.blocks, "columns"), (self.owners, "rows")) if n > 1]
-        return self.kind.replace("_", "-") + (f" ({' x '.join(parts)})" if parts else "")
-
-    def sharding(self, places: Sequence[int]) -> Sharding:
-        """With its units on these ranks or nodes."""
-        kind: Any = SHARDINGS[self.kind]
-        if kind is DataParallel or (kind is RowWise and len(places) < self.owners):  # on all ranks
-            return kind()
-        return kind(places if kind in (RowWise, ColumnWise, Grid) else places[0])
+        return self.kind.replace("_", "-") + (f" ({self.parts} parts)" if self.parts > 1 else "")
 
 
 class Variant(NamedTuple):
-    """Options of all tables that differ in their tables only: what each distinct item costs, `[tables, items]`.
+    """Options of all tables that differ in their tables only: of each its units, `[tables, units]`; see `Problem`."""
 
-    `uses` are the load, and shares of the budgets of device and host memory and disk.
-    """
-
-    unit_kind: int
-    units: int
     tables: Array
     options: list[Option]
-    uses: tuple[Array, Array, Array, Array]
-    shared: Array
-    server: Array
-
-
-def _kinds(model: CostModel) -> list[tuple[str, int, int, int, int]]:
-    """Sharding types: name, column blocks, row blocks, how a unit is placed, and units."""
-    ranks, local, nodes = model.ranks, model.local, model.nodes
-    powers = [2, 3] + [1 << n for n in range(2, 11)]
-    found = [("table_wise", 1, 1, RANK, 1)]
-    found += [("column_wise", k, 1, RANK, k) for k in powers if k <= ranks]
-    found += [("row_wise", 1, k, RANK, k) for k in powers if k < ranks]
-    if ranks > 1:
-        found += [("row_wise", 1, ranks, ALL, 1), ("data_parallel", 1, 1, ALL, 1)]
-    if nodes > 1 and local > 1:
-        found += [("table_row_wise", 1, local, NODE, 1), ("table_column_wise", local, 1, NODE, 1)]
-        found += [("grid", k, local, NODE, k) for k in [*powers, nodes] if k <= nodes]
-    return list(dict.fromkeys(found))
+    on_node: bool
+    everywhere: Array  # [tables, 5]
+    common: Array  # [tables]
+    unit_common: Array
+    steps: Array
+    most: Array
+    fixed: Array  # [tables, units, 4]; no units where the table is on all ranks
+    slope: Array
+    mutual: Array
 
 
 def make_problem(
-    model: CostModel, bound: list[Constraint], previous: ShardingPlan | None = None
+    model: CostModel,
+    bound: list[Constraint],
+    previous: ShardingPlan | None = None,
+    reserve: Sequence[float] = (0.0, 0.0, 0.0),
 ) -> tuple[list[list[Option]], Problem]:
-    """The options of each table that no other is better than in everything, and the problem to solve."""
+    """The options of each table that no other is better than in everything, and the problem to solve.
+
+    `reserve` are shares of the budgets of device and host memory and disk that are left alone.
+    """
     topology = model.topology
     tiers: list[tuple[Placement, float, float]] = [("device", 0.0, 0.0)]
     if topology.host:
@@ -130,163 +133,304 @@ def make_problem(
     may["table_column_wise"] &= np.array([each.types is not None for each in bound])
     if model.ranks == 1:
         may["table_wise"][:] = True  # which every other type is, too
-    found = [_variant(model, may, *kind, *tier) for kind in _kinds(model) for tier in tiers]
+    kinds = [("row_wise", units) for units in ROW_RANGES]
+    if model.ranks > 1:
+        kinds += [("column_wise", 1), ("data_parallel", 0)]
+    if model.nodes > 1 and model.local > 1:
+        kinds += [("table_row_wise", 1), ("grid", 1), ("table_column_wise", 1)]
+    found = [_variant(model, may, kind, units, tier, reserve) for kind, units in kinds for tier in tiers]
     if topology.servers:
-        found.append(_variant(model, may, "server", 1, 1, ALL, 1, "server", 0.0, 0.0))
+        found.append(_variant(model, may, "server", 0, ("server", 0.0, 0.0), reserve))
     return _assemble(model, [each for each in found if each is not None], bound, previous)
 
 
 def _variant(
-    model: CostModel, may: Mapping[str, Array], kind: str, blocks: int, owners: int, unit_kind: int, units: int,
-    placement: Placement, share: float, host_share: float,
-) -> Variant | None:  # fmt: skip
-    """Costs of every table that may be sharded so; None if none may."""
-    tables, top = model.tables, model.topology
-    parts = np.array([rows_to_shard(table) for table in tables])
-    most = np.array([min(most_blocks(table), max(1, table.embedding_dim // LEAST_WIDTH)) for table in tables])
-    allowed = may[placement] & (blocks <= most) & (owners <= parts)
-    allowed &= may.get(kind, True)
-    if kind in ("column_wise", "table_column_wise", "grid", "data_parallel"):
-        allowed &= ~model.dynamic
-    if kind in ("table_row_wise", "grid"):
-        allowed &= ~model.unpooled
-    number = np.flatnonzero(allowed)
+    model: CostModel,
+    may: Mapping[str, Array],
+    kind: str,
+    units: int,
+    tier: tuple[Placement, float, float],
+    reserve: Sequence[float],
+) -> Variant | None:
+    """Costs of every table that may be sharded so, on a tier with shares of rows cached; None if none may."""
+    placement, share, host_share = tier
+    tables, top, ranks, local = model.tables, model.topology, model.ranks, model.local
+    skewed = np.array([bool(model.stats[t.name].row_share) and not t.is_dynamic for t in tables])
+    rows_of = np.array([rows_to_shard(table) for table in tables])
+    columns = np.array([table.embedding_dim // column_step(table) for table in tables])
+    one, whole = np.ones(len(tables), dtype=np.int64), may["table_wise"] | may["row_wise"] | may["column_wise"]
+    if kind == "row_wise":
+        allowed, steps = whole, np.where(may[kind] & (skewed <= (units > 1)), rows_of, 1)
+        allowed = allowed & ((units == 1) | (skewed & may[kind] & (rows_of >= ranks) & (units <= ranks)))
+        most = np.minimum(steps, ranks // units)  # a rank has one shard of a table
+    elif kind == "column_wise":
+        allowed, steps = may[kind] & ~model.dynamic & (columns > 1), columns
+        most = np.minimum(steps, ranks)
+    elif kind == "grid":
+        allowed, steps = may[kind] & ~(model.dynamic | model.unpooled) & (rows_of >= local) & (columns > 1), columns
+        most = np.minimum(steps, model.nodes)
+    elif kind == "table_row_wise":
+        allowed = (may[kind] | may["grid"] & ~model.dynamic) & ~model.unpooled & (rows_of >= local)
+        steps = most = one
+    else:
+        allowed = one > 0 if kind == "server" else may[kind] & ~model.dynamic
+        steps = most = one
+    if kind == "table_column_wise":
+        allowed &= columns >= local
+    number = np.flatnonzero(allowed & may[placement])
     if not len(number):
         return None
-    dims, rows, parts = model.dims[number][:, None], model.rows[number][:, None], parts[number][:, None]
-    # Distinct items: blocks of ceil(rows / owners), of which the last may be smaller; or blocks of columns.
-    items = blocks if owners == 1 else owners
-    size = np.ceil(parts / owners)
-    first = np.minimum(np.arange(owners) * size, parts)
-    of_rows = rows if owners == 1 else (np.minimum(first + size, parts) - first) * (rows / parts)
-    shares = of_rows / rows
-    for at, n in enumerate(number.tolist() if owners > 1 else ()):
-        stats = model.stats[tables[n].name]
-        if stats.row_share and not tables[n].is_dynamic:
-            shares[at] = stats.share(first[at], of_rows[at], rows[at, 0])
-    step = np.where(dims >= 8 * blocks, 8, 1)
-    cuts = dims // step * np.arange(blocks + 1) // blocks * step
-    cuts[:, -1:] = dims
-    width = np.diff(cuts, axis=1)
-    if owners > 1:
-        width = width.max(1, keepdims=True)
-    of_rows, shares, width = (np.broadcast_to(each, (len(number), items)) for each in (of_rows, shares, width))
-    numbers = np.broadcast_to(number[:, None], (len(number), items))
-    cached = on_host = np.zeros((len(number), items))
-    if placement in ("host", "disk"):  # all of a table's items have as much as the largest
-        least = np.maximum(share * of_rows, model.least_cached(numbers, shares, of_rows))
-        cached = np.minimum((np.ceil(least / 32) * 32).max(1, keepdims=True), of_rows)
+    rows, dims = model.rows[number][:, None], model.dims[number][:, None]
+    # What units have of a table's ids and of its rows.
+    edges = np.linspace(0, 1, max(units, 1) + 1) * np.ones((len(number), 1))
+    ids = np.diff(edges)
+    for at, n in enumerate(number.tolist() if units > 1 else ()):
+        edges[at], ids[at] = _row_ranges(model.stats[tables[n].name], tables[n], units)
+    of_rows = np.diff(edges)
+    by_node = kind in ("table_row_wise", "grid")
+    if by_node:
+        ids, of_rows = ids / local, of_rows / local
+    cached = on_host = np.zeros(of_rows.shape)
+    if placement in ("host", "disk"):  # all shards of a table have the same share of their rows
+        least = model.least_cached(np.broadcast_to(number[:, None], ids.shape), ids, of_rows * rows)
+        least = (least + CACHE_MARGIN * np.minimum(ranks, CACHE_PARTS)) / np.maximum(of_rows * rows, 1)
+        cached = np.minimum(np.maximum(share, least), 1).max(1, keepdims=True) * np.ones(ids.shape)
     if placement == "disk":
-        on_host = np.minimum(np.ceil(host_share * of_rows).max(1, keepdims=True), of_rows - cached)
-    scheme = DIRECT
-    if kind in ("data_parallel", "server"):
-        scheme = REPLICAS
-    elif kind in ("table_row_wise", "grid") and model.nodes > 1:
-        scheme = HIERARCHICAL
-    same = [np.full(numbers.size, each) for each in (blocks, scheme, PLACEMENTS.index(placement))]
-    varied = [each.ravel() for each in (numbers, shares, of_rows, width.astype(np.float64), cached, on_host)]
-    costs = model.costs(Pieces(*varied[:4], *same, *varied[4:]))
+        on_host = np.minimum(host_share, 1 - cached)
+    scheme = HIERARCHICAL if by_node else REPLICAS if kind in ("data_parallel", "server") else DIRECT
+    by_columns, on_node = kind in ("column_wise", "grid"), by_node or kind == "table_column_wise"
+    blocks = local if kind == "table_column_wise" else 2 if by_columns else 1  # at least
     budgets = np.array([top.hbm - model.memory_of_rank, top.host, top.disk, top.servers * top.server_memory])
-    parts_used = (costs.memory / np.maximum(budgets, 1.0)).T
-    load, hbm, host, disk, server = np.vstack([costs.seconds.sum(1), parts_used]).reshape(5, len(number), items)
-    kept = np.flatnonzero((hbm.max(1) <= 1) & (host.max(1) <= 1) & (disk.max(1) <= 1))
-    if not len(kept):
-        return None
-    shared = model.shared(number[kept], *(each[: len(kept)] for each in same))
-    per_shard = zip(cached.max(1)[kept].tolist(), on_host.max(1)[kept].tolist(), strict=True)
-    options = [Option(kind, blocks, owners, placement, int(c), int(h)) for c, h in per_shard]
-    uses = load[kept], hbm[kept], host[kept], disk[kept]
-    return Variant(unit_kind, units, number[kept], options, uses, shared, server[kept, 0] * model.ranks)
+    budgets *= 1 - np.append(reserve, 0) - ROUNDING
+
+    def costs(part: Array | float, blocks: Any) -> Array:
+        """`[tables, units, 5]`: load, and shares of budgets, of shards with this part of a unit."""
+        width: Any = dims * (part if by_columns else 1)
+        if kind == "table_column_wise":
+            width = np.ceil(dims / local)
+        down: Any = 1.0 if by_columns else part
+        values = ids * down, of_rows * rows * down, width, blocks, scheme, PLACEMENTS.index(placement)
+        held = cached * of_rows * rows * down, on_host * of_rows * rows * down
+        flat = [np.broadcast_to(each, ids.shape).ravel() for each in (number[:, None], *values, *held)]
+        found = model.costs(Pieces(*flat))
+        uses = found.memory / np.maximum(budgets, 1.0)
+        uses[:, [HOST, DISK]] *= local if on_node else 1
+        return np.concatenate([found.seconds.sum(1)[:, None], uses], 1).reshape(*ids.shape, 5)
+
+    everywhere, mutual = np.zeros((len(number), 5)), np.zeros((len(number), units))
+    if units == 0:
+        everywhere = costs(1.0, 1)[:, 0]
+        everywhere[:, 1 + HOST : 1 + SERVER] *= local
+        everywhere[:, 1 + SERVER] *= ranks
+        fixed = slope = np.zeros((len(number), 0, 4))
+    else:
+        part = np.minimum(1.0, WIDE_IDS / rows) / 2  # shards that have 2^31 rows are rare
+        one_part, two_parts = costs(part, blocks)[..., :4], costs(2 * part, blocks)[..., :4]
+        slope = np.maximum((two_parts - one_part) / part[..., None], 0)
+        fixed = np.maximum(one_part - slope * part[..., None], 0)
+        if by_columns:  # sums of whole rows go to the ranks with other columns
+            mutual = costs(part, 3)[..., 0] - costs(part, 2)[..., 0]
+            fixed[..., 0] -= mutual
+        if kind == "row_wise":  # parts of rows are rounded
+            fixed[..., 1:] += slope[..., 1:] * np.where(steps > FINE, 1 / steps, 0)[number][:, None, None]
+    same = [np.full(len(number), each) for each in (1, scheme, PLACEMENTS.index(placement))]
+    common = model.shared(number, *same)
+    if kind == "table_column_wise":
+        common = common * local
+    options = [
+        Option(kind, placement, c, h, tuple(e) if kind == "row_wise" else (0.0, 1.0))
+        for c, h, e in zip(cached[:, 0].tolist(), on_host[:, 0].tolist(), edges.tolist(), strict=True)
+    ]
+    shape = fixed.shape[:2]
+    return Variant(
+        number, options, on_node, everywhere, common * (not by_columns),  # ids are sent to each block of columns
+        np.broadcast_to((common * by_columns)[:, None], shape), np.broadcast_to(steps[number][:, None], shape),
+        np.broadcast_to(most[number][:, None], shape), fixed, slope, mutual,
+    )  # fmt: skip
+
+
+def _along(stats: TableStats, table: TableConfig) -> tuple[Array, Array]:
+    """Shares of a table's first rows, and of these and their ids together, half and half."""
+    if table.is_dynamic or not stats.row_share:
+        return np.array([0.0, 1.0]), np.array([0.0, 1.0])
+    rows, ids = np.linspace(0, 1, len(stats.row_share) + 1), np.append(0.0, np.cumsum(stats.row_share))
+    return rows, (rows + ids / ids[-1]) / 2
+
+
+def _row_ranges(stats: TableStats, table: TableConfig, number: int) -> tuple[Array, Array]:
+    """Edges of ranges of rows, in each of which are as many ids and rows together; and the ids in each."""
+    rows, both = _along(stats, table)
+    edges = np.interp(np.linspace(0, 1, number + 1), both, rows)
+    return edges, np.diff(2 * np.linspace(0, 1, number + 1) - edges)
 
 
 def _assemble(
     model: CostModel, variants: list[Variant], bound: list[Constraint], previous: ShardingPlan | None
 ) -> tuple[list[list[Option]], Problem]:
-    tables, ranks = len(model.tables), model.ranks
-    # Totals `[tables, variants]`, infinite where a table may not be sharded so.
-    features = np.full((8, tables, len(variants)), np.inf)
+    tables = len(model.tables)
     row_of = np.full((tables, len(variants)), -1)
     for number, each in enumerate(variants):
-        load, hbm, host, disk = each.uses
-        shards = {RANK: 1, NODE: model.local, ALL: ranks}[each.unit_kind] * each.units
-        sums = [values.sum(1) * (shards / load.shape[1]) for values in each.uses]
-        features[:, each.tables, number] = [
-            sums[0] + ranks * each.shared, *sums[1:], each.server, load.max(1) + each.shared, hbm.max(1),
-            np.maximum(host, disk).max(1) * model.local,
-        ]  # fmt: skip
-        row_of[each.tables, number] = np.arange(len(each.tables))
+        fits = (each.everywhere[:, 1:] <= 1).all(1) & (each.fixed[..., 1:] <= 1).all((1, 2))
+        fits &= (each.fixed[..., 1:] + each.slope[..., 1:] / each.most[..., None] <= 1 + 1e-9).all((1, 2))
+        row_of[each.tables[fits], number] = np.flatnonzero(fits)
     if len(empty := np.flatnonzero((row_of < 0).all(1))):
         raise PlanError(_no_option(model, bound[empty[0]], int(empty[0])))
-    features[5] = np.maximum(features[5], FINEST * (features[0].min(1).sum() / ranks))
-    features[6:] = np.maximum(features[6:], FINEST)
-    kept = _undominated(features)
+    kept = _undominated(variants, row_of)
     options: list[list[Option]] = []
-    units, kinds, items, shared, server = [0], list[int](), [0], list[float](), list[float]()
-    uses: list[list[Array]] = [[], [], [], []]
+    offsets, picked = [0], list[tuple[int, int]]()
     for number, table in enumerate(model.tables):
-        rows, of_table = row_of[number], list[Option]()
+        rows = row_of[number]
         if previous is not None:  # what a plan in use makes of the table, with whatever rows cached
             kept[number] |= [
-                rows[n] >= 0 and places_in(previous, table, each.options[rows[n]], each.units, model) is not None
-                for n, each in enumerate(variants)
+                rows[n] >= 0 and _is_of(previous, table, each.options[rows[n]]) for n, each in enumerate(variants)
             ]
-        able = np.flatnonzero(kept[number] & (rows >= 0))
-        for variant in able[np.argsort(features[0, number, able], kind="stable")]:  # the search tries cheap ones first
-            each, row = variants[variant], rows[variant]
-            of_table.append(each.options[row])
-            of_rank = each.unit_kind == RANK  # then distinct items are units; else all units have all of them
-            units.append(each.units)
-            kinds += [each.unit_kind] * each.units
-            items += [each.uses[0].shape[1] // (each.units if of_rank else 1)] * each.units
-            for values, own in zip(uses, each.uses, strict=True):
-                values += [own[row]] * (1 if of_rank else each.units)
-            shared.append(each.shared[row])
-            server.append(each.server[row])
-        options.append(of_table)
-    offsets = [np.cumsum(each, dtype=np.int64) for each in ([0, *map(len, options)], units, items)]
-    load, hbm, host, disk = (np.concatenate(each).astype(float) for each in uses)
+        able = np.flatnonzero(kept[number])
+        options.append([variants[n].options[rows[n]] for n in able])
+        picked += [(int(n), int(rows[n])) for n in able]
+        offsets.append(len(picked))
+    count = [variants[n].fixed.shape[1] for n, _ in picked]
+
+    def of_options(name: str) -> Array:
+        return np.stack([getattr(variants[n], name)[row] for n, row in picked])
+
+    def of_units(name: str) -> Array:
+        return np.concatenate([getattr(variants[n], name)[row] for n, row in picked])
+
     return options, Problem(
-        ranks, model.local, offsets[0], offsets[1], np.array(kinds, dtype=np.int64), offsets[2], load, hbm, host, disk,
-        np.array(shared), np.array(server),
+        model.ranks, model.local, np.array(offsets), np.concatenate([[0], np.cumsum(count)]), of_options("everywhere"),
+        of_options("common"), of_units("unit_common"), np.repeat([variants[n].on_node for n, _ in picked], count),
+        of_units("steps").astype(np.int64), of_units("most").astype(np.int64), of_units("fixed"), of_units("slope"),
+        of_units("mutual"),
     )  # fmt: skip
 
 
-def _undominated(features: Array) -> Array:
-    """`[tables, variants]`: which no other variant of the table is at least as good as in everything."""
-    _, tables, number = features.shape
-    kept = np.isfinite(features[0])
-    for first in range(0, tables, 64):
-        some = features[:, first : first + 64]
-        no_worse = np.ones((some.shape[1], number, number), dtype=bool)  # [table, a, b]: a is no worse than b
-        better = np.zeros_like(no_worse)
-        for values in some:
-            no_worse &= values[:, :, None] <= values[:, None, :] * (1 + 1e-12)
-            better |= values[:, :, None] < values[:, None, :] * (1 - 1e-12)
-        earlier = np.tri(number, k=-1, dtype=bool).T
-        kept[first : first + 64] &= ~(no_worse & (better | earlier)).any(1)
+def _undominated(variants: list[Variant], row_of: Array) -> Array:
+    """`[tables, variants]`: which no other variant of the table and its kind is at least as good as in everything."""
+    kept = row_of >= 0
+    kinds = [(each.options[0].kind, each.fixed.shape[1]) for each in variants]
+    for kind in dict.fromkeys(kinds):
+        at = [n for n, each in enumerate(kinds) if each == kind]
+        size = 5 + 8 * kind[1]
+        values = np.full((len(row_of), len(at), size), np.inf)
+        for place, n in enumerate(at):
+            each, able = variants[n], np.flatnonzero(row_of[:, n] >= 0)
+            rows = row_of[able, n]
+            parts = each.everywhere[rows], each.fixed[rows], each.slope[rows]
+            values[able, place] = np.concatenate(
+                [part.reshape(len(rows), np.prod(part.shape[1:], dtype=int)) for part in parts], 1
+            )
+        no_worse = (values[:, :, None] <= values[:, None] * (1 + 1e-12) + 1e-15).all(3)  # [table, a, b]
+        better = (values[:, :, None] < values[:, None] * (1 - 1e-12) - 1e-15).any(3)
+        earlier = np.tri(len(at), k=-1, dtype=bool).T
+        kept[:, at] &= ~(no_worse & (better | earlier) & kept[:, at][:, :, None]).any(1)
     return kept
 
 
-def places_in(
-    plan: ShardingPlan, table: TableConfig, option: Option, units: int, model: CostModel
-) -> Sequence[int] | None:
-    """The ranks or nodes of an option's units in a plan; None if the plan does something else with the table."""
+def column_step(table: TableConfig) -> int:
+    """Columns whose multiples blocks have; where they do not divide all, the last block has the rest, too."""
+    if table.dtype.itemsize < 4:
+        return min(COLUMNS_ROUNDED_TOGETHER, table.embedding_dim)
+    dim = table.embedding_dim
+    return next((step for step in (4, 2) if dim % step == 0 and dim >= 8 * step), 1)
+
+
+_WHOLE = ("table_wise", "row_wise", "column_wise")
+_ONE_BLOCK = dict.fromkeys(_WHOLE, _WHOLE) | dict.fromkeys(("table_row_wise", "grid"), ("table_row_wise", "grid"))
+
+
+def named(option: Option, parts: int, may: Constraint) -> Option:
+    """The option as it is called with so many shards, or blocks of columns."""
+    names = _ONE_BLOCK.get(option.kind, ()) if parts == 1 else ()
+    kind = next((name for name in names if may.types is None or name in may.types), option.kind)
+    return option._replace(kind=kind, parts=parts)
+
+
+def sharding(
+    table: TableConfig, stats: TableStats, option: Option, may: Constraint, units: Array, places: Array, shares: Array
+) -> tuple[Sharding, Option]:
+    """A table's shards as a plan has them, those of a unit in the order of their places; and the option by its name."""
+    if len(places) <= 1:
+        found, place = named(option, 1, may), places.tolist()
+        kind: Any = SHARDINGS.get(found.kind, DataParallel)
+        return kind(*place) if found.kind not in ("row_wise", "column_wise", "grid") else kind(place), found
+    order = np.lexsort((places, units))
+    at, shares, units = places[order].tolist(), shares[order], units[order]
+    if option.kind == "row_wise":
+        rows = rows_to_shard(table)
+        first, last = np.searchsorted(units, units), np.append(units[1:] != units[:-1], True)
+        inside = np.cumsum(shares) - np.append(0.0, np.cumsum(shares))[first]  # its unit, up to a shard's end
+        ends = (units + np.where(last, 1.0, np.minimum(inside, 1.0))) / (len(option.edges) - 1)
+        ends = np.round(np.interp(ends, *_along(stats, table)[::-1]) * rows).astype(np.int64)
+        counts = np.diff(ends, prepend=0)
+        kept = np.flatnonzero(counts)
+        at, counts = [at[n] for n in kept], counts[kept].tolist()
+        even = -(-rows // len(at))
+        named_rows = None if counts == [min(even, rows - even * n) for n in range(len(at))] else counts
+        return RowWise(at, named_rows), option._replace(parts=len(at))
+    step = column_step(table)
+    widths = (np.round(shares * (table.embedding_dim // step)).astype(np.int64) * step).tolist()
+    widths[-1] += table.embedding_dim - sum(widths)
+    return (Grid if option.kind == "grid" else ColumnWise)(at, widths), option._replace(parts=len(at))
+
+
+_KINDS = {TableWise: ("row_wise", "column_wise"), TableRowWise: ("table_row_wise", "grid")}  # options that become these
+
+
+def _is_of(plan: ShardingPlan, table: TableConfig, option: Option) -> bool:
+    """Whether a plan does with a table what the option says, with any shards and rows cached."""
     sharding = plan.tables.get(table.name)
-    if sharding is None or type(sharding) is not SHARDINGS.get(option.kind):
+    if sharding is None:
+        return False
+    kind = type(sharding)
+    kinds = _KINDS.get(kind, tuple(name for name, each in SHARDINGS.items() if each is kind))
+    return option.kind in kinds and plan.placement(table.name).placement == option.placement
+
+
+def shards_in(
+    plan: ShardingPlan, table: TableConfig, stats: TableStats, option: Option, most: int, local: int
+) -> list[tuple[int, int, float]] | None:
+    """The unit, place and share of each shard that a plan has of a table; None if they are no shards of the option."""
+    by_node = option.kind in ("table_row_wise", "table_column_wise", "grid")
+    if not _is_of(plan, table, option) or (by_node and plan.local_world_size != local):
         return None
-    if plan.placement(table.name).placement != option.placement:
-        return None
-    places = sharding.places
-    if option.kind == "data_parallel" or (option.kind == "row_wise" and units == 1):  # on all ranks
-        return [0] if places in (None, tuple(range(model.ranks))) else None
-    if places is None:
-        places = range(model.nodes if option.kind == "grid" else model.ranks)
-    return places if len(places) == len(set(places)) == units else None
+    if option.kind == "data_parallel":
+        return []
+    found, given = list[tuple[int, int, float]](), plan.tables[table.name]
+    if option.kind == "row_wise":
+        ranges = len(option.edges) - 1
+        if isinstance(given, RowWise) and given.rows is not None:  # maybe of fewer rows than the table has by now
+            ranks, counts = list(given.places or range(plan.world_size)), np.array(given.rows, dtype=np.float64)
+        else:
+            shards = plan.shards(table)
+            ranks, counts = (
+                [each.rank for each in shards],
+                np.array([each.num_rows for each in shards], dtype=np.float64),
+            )
+        ends = np.interp(np.cumsum(counts) / counts.sum(), *_along(stats, table)) * ranges
+        share = np.diff(ends, prepend=0.0)
+        unit = np.minimum(ends - share / 2, ranges - 0.5).astype(np.int64)
+        share /= np.maximum(np.bincount(unit, share, ranges), 1e-12)[unit]
+        found = list(zip(unit.tolist(), ranks, share.tolist(), strict=True))
+        whole = len(set(unit.tolist())) == ranges
+    else:
+        steps, per_node = table.embedding_dim // column_step(table), 1 if option.kind == "column_wise" else local
+        blocks = {(each.rank // per_node, each.first_column): each.num_columns for each in plan.shards(table)}
+        count = {at: max(1, columns // column_step(table)) for at, columns in blocks.items()}
+        if option.kind in ("table_column_wise", "table_row_wise"):
+            count = {next(iter(count)): steps}
+        found = [(0, place, number / steps) for (place, _), number in count.items()]
+        whole = sum(count.values()) == steps
+    places = [place for _, place, _ in found]
+    return found if whole and len(found) <= most and len(set(places)) == len(places) else None
 
 
 def _no_option(model: CostModel, constraint: Constraint, number: int) -> str:
     top, table, size = model.topology, model.tables[number], float(model.sizes[number])
-    rooms = {"device": top.hbm * model.ranks, "host": top.host * model.nodes, "disk": top.disk * model.nodes}
+    one_rank, one_node = {"table_wise"}, {"table_wise", "table_row_wise", "table_column_wise"}
+    types = set(constraint.types or SHARDINGS)
+    ranks = 1 if types <= one_rank else model.local if types <= one_node else model.ranks
+    nodes = max(1, ranks // model.local)
+    rooms = {"device": top.hbm * ranks, "host": top.host * nodes, "disk": top.disk * nodes}
     short = size - max((rooms[name] for name in constraint.placements or rooms if name in rooms), default=0.0)
     given = "" if constraint == Constraint() else f" under {constraint}"
     return (

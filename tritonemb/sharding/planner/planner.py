@@ -1,7 +1,6 @@
 """`plan`: which rank has which part of which table, on which tier, so that a step is fast and everything fits."""
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -14,14 +13,22 @@ from torch import nn
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.kernels.cpu.plan_search import Problem, place_greedily
+from tritonemb.kernels.cpu.plan_shards import Problem
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
-from tritonemb.sharding.planner.cost_model import CostModel
-from tritonemb.sharding.planner.options import Constraint, Option, PlanError, make_problem, places_in
+from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
+from tritonemb.sharding.planner.cost_model import CostModel, Prediction
+from tritonemb.sharding.planner.options import (
+    Constraint,
+    Option,
+    PlanError,
+    make_problem,
+    named,
+    sharding,
+    shards_in,
+)
 from tritonemb.sharding.planner.report import PlanReport, TableReport
-from tritonemb.sharding.planner.search import Solution, relax, solve, totals
+from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, relax, solve, stay, totals
 from tritonemb.sharding.planner.statistics import TableStats, tables_in
 from tritonemb.sharding.planner.topology import Topology, amount
 from tritonemb.types import TableConfig, checked_number, checked_size
@@ -30,6 +37,7 @@ from tritonemb.utils import did_you_mean
 Array = NDArray[Any]
 _log = logging.getLogger(__name__)
 SAMPLES = 1_024  # of a rank, where nobody says how many
+MOST_RESERVED = 0.5  # of a budget, before nothing fits
 STAYS = 1.02  # of a new plan's load: a running plan's shards stay where they are up to this
 
 
@@ -76,6 +84,11 @@ def plan(
     size, exchange = checked_size("batch_size", batch_size), exchange or ExchangePrecision()
     if checked_number("activation_bytes", activation_bytes) < 0:
         raise ValueError(f"activation_bytes must be at least 0, got {activation_bytes}")
+    if previous is not None and previous.world_size * previous.copies != topology.world_size:
+        raise ValueError(
+            f"previous is a plan for {previous.world_size * previous.copies} ranks, the topology has "
+            f"{topology.world_size}; plan without it, and load a checkpoint, which any plan can"
+        )
     model = CostModel(
         configs, topology, size, optimizer, stats or {}, exchange, dense_parameters=dense_parameters,
         activation_bytes=activation_bytes,
@@ -92,38 +105,88 @@ def plan(
 
 
 def _plan(model: CostModel, bound: list[Constraint], previous: ShardingPlan | None) -> tuple[ShardingPlan, PlanReport]:
+    """The plan for so many copies, whose report is its own, too. PlanError if the tables do not fit."""
     previous = previous if previous is not None and previous.copies == model.copies else None
-    try:
-        options, problem = make_problem(model, bound, previous)
-        solution = solve(problem)
-        if solution is None or solution.violation > 0:
-            raise PlanError(_why_not(model, options, problem, solution))
-    except PlanError as error:
-        raise PlanError(f"{error}; {_remedies(model, bound)}") from None
-    if previous is not None:
-        solution = _stay(model, options, problem, solution, previous)
+    reserve = np.zeros(3)
+    while True:
+        try:
+            options, problem = make_problem(model, bound, previous, reserve.tolist())
+            solution = solve(problem)
+            if solution is None or solution.violation > 0 or (reserve > MOST_RESERVED).any():
+                raise PlanError(_why_not(model, options, problem, solution))
+        except PlanError as error:
+            raise PlanError(f"{error}; {_remedies(model, bound)}") from None
+        made = _made(model, bound, options, problem, solution, {})
+        over = _over(model, made[1].prediction)
+        if not over.any():
+            break
+        reserve += 1.1 * over  # blocks are rounded, and ids not spread evenly: the search does not know exactly
+    if previous is None:
+        return made
+    stayed, kept = _stay(model, options, problem, solution, previous)
+    every = {number: previous.tables.get(table.name) for number, table in enumerate(model.tables)}
+    for some, keep in ((solution, every), (stayed, kept)):  # as it is, if it can stay so; or nearly
+        try:
+            found = _made(model, bound, options, problem, some, keep, previous)
+        except ValueError:  # of tables that were not there, or had other rows
+            continue
+        slower = found[1].load > STAYS * made[1].load
+        allowed = all(
+            (may.types is None or each.option.kind in may.types)
+            and (may.placements is None or each.option.placement in may.placements)
+            for may, each in zip(bound, found[1].tables, strict=True)
+        )
+        if allowed and not slower and not _over(model, found[1].prediction).any():
+            return found
+    return made
+
+
+def _over(model: CostModel, seen: Prediction) -> Array:
+    """By which shares the budgets of device and host memory and disk are exceeded."""
+    top, own = model.topology, model.memory_of_rank
+    used = seen.hbm.max() - own, seen.host.max(initial=0), seen.disk.max(initial=0)
+    over = np.array(used) / np.maximum([top.hbm - own, top.host, top.disk], 1.0) - 1
+    return np.where(over > 1e-9, over, 0.0)
+
+
+def _made(
+    model: CostModel, bound: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution,
+    keep: Mapping[int, Sharding | None], previous: ShardingPlan | None = None,
+) -> tuple[ShardingPlan, PlanReport]:  # fmt: skip
+    """A solution's plan and report; tables to `keep` are as in the `previous` plan. ValueError if that cannot be."""
     shardings: dict[str, Sharding] = {}
     placements: dict[str, TablePlacement] = {}
     picked: list[tuple[Option, Option | None, float]] = []
-    firsts = problem.table_options[:-1].tolist()
-    for table, of_table, first, at in zip(model.tables, options, firsts, solution.chosen.tolist(), strict=True):
+    for number, (table, of_table, may) in enumerate(zip(model.tables, options, bound, strict=True)):
+        first, at = int(problem.table_options[number]), int(solution.placed.chosen[number])
         option, cost = of_table[at - first], solution.cost[first : first + len(of_table)]
-        if option.kind == "server":
+        allowed = Constraint() if model.ranks == 1 else may
+        shards = _shards_of(problem, solution.placed, at)
+        shardings[table.name], found = sharding(table, model.stats[table.name], option, allowed, *shards)
+        share, on_host = option.cached or None, option.on_host or None
+        placements[table.name] = TablePlacement(option.placement, cache_share=share, host_share=on_host)
+        if number in keep:
+            assert previous is not None
+            previous.require_tables([table.name])
+            shardings[table.name], placements[table.name] = previous.tables[table.name], previous.placement(table.name)
+            kind = next(name for name, each in SHARDINGS.items() if each is type(previous.tables[table.name]))
+            tier = placements[table.name].placement
+            found = found._replace(kind=kind, placement=tier, parts=len(previous.tables[table.name].places or [0]))
+        elif option.kind == "server":
             shardings[table.name] = RowWise() if rows_to_shard(table) >= model.ranks > 1 else TableWise(0)
-        else:
-            shardings[table.name] = option.sharding(solution.where[slice(*problem.option_units[at : at + 2])].tolist())
-        placements[table.name] = TablePlacement(option.placement, option.cached or None, option.host_rows or None)
-        mine = option.kind, option.blocks, option.placement
-        others = [n for n, each in enumerate(of_table) if (each.kind, each.blocks, each.placement) != mine]
-        best = min(others, key=cost.__getitem__, default=None)
-        runner_up = (None, 0.0) if best is None else (of_table[best], float(cost[best] - cost[at - first]))
-        picked.append((option, *runner_up))
-    made = ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
-    prediction = model.predict(made)
-    found = zip(model.tables, picked, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
-    tables = tuple(TableReport(table, option, *numbers, *others) for table, (option, *others), *numbers in found)
+        parts_of = solution.parts[first : first + len(of_table)]
+        others = [named(*each, allowed) for each in zip(of_table, parts_of.tolist(), strict=True)]
+        mine = found.kind, found.placement
+        better = [n for n, each in enumerate(others) if (each.kind, each.placement) != mine and np.isfinite(cost[n])]
+        best = min(better, key=cost.__getitem__, default=None)
+        runner_up = (None, 0.0) if best is None else (others[best], float(cost[best] - cost[at - first]))
+        picked.append((found, *runner_up))
+    result = ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
+    prediction = model.predict(result)
+    each_table = zip(model.tables, picked, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
+    tables = tuple(TableReport(table, option, *numbers, *others) for table, (option, *others), *numbers in each_table)
     report = PlanReport(model, tables, prediction, solution.bound, max(solution.greedy, prediction.load))
-    return replace(made, report=report), report
+    return replace(result, report=report), report
 
 
 def _bound_constraints(
@@ -175,28 +238,42 @@ def _numbers_of_copies(
 
 def _stay(
     model: CostModel, options: list[list[Option]], problem: Problem, fresh: Solution, previous: ShardingPlan
-) -> Solution:
-    """The plan in use with as few moves as keep it within `STAYS` of the new one; the new one if that cannot be."""
-    chosen, where = fresh.chosen.copy(), np.full(len(problem.unit_kind), -1)
+) -> tuple[Solution, dict[int, Sharding | None]]:
+    """The plan in use with as few moves as keep it within `STAYS` of the new one; and the tables that stay."""
+    chosen, before = fresh.placed.chosen.copy(), dict[int, list[tuple[int, int, float]]]()
     for number, table in enumerate(model.tables):
         cache, first, same = previous.apply(table).cache, int(problem.table_options[number]), []
         for at, option in enumerate(options[number], first):
-            units = slice(*problem.option_units[at : at + 2])
-            places = places_in(previous, table, option, units.stop - units.start, model)
-            if places is not None:
-                rows = math.ceil(model.rows[number] / option.owners)
+            unit, last = problem.option_units[at : at + 2].tolist()
+            most, stats = int(problem.unit_most[unit:last].sum()), model.stats[table.name]
+            shards = shards_in(previous, table, stats, option, most, model.local)
+            if shards is not None:
+                part = max((share for _, _, share in shards), default=1.0) if option.kind == "row_wise" else 1.0
+                rows = max(1, int(part * rows_to_shard(table)))
                 on_host = cache.host_rows_of(rows) or 0
-                distance = abs(option.cached - cache.rows_of(rows)) + abs(option.host_rows - on_host)
-                same.append((distance, at, units, places))
+                distance = abs(option.cached - cache.rows_of(rows) / rows) + abs(option.on_host - on_host / rows)
+                same.append((distance, at, [(unit + of, place, share) for of, place, share in shards]))
         if same:
-            _, chosen[number], units, places = min(same, key=lambda each: each[:2])
-            where[units] = places
-    unit = max(fresh.bound, 1e-12)
-    scaled = problem._replace(load=problem.load / unit, option_shared=problem.option_shared / unit)
-    where = np.asarray(place_greedily(scaled, chosen, where))
-    stayed = solve(problem, fresh._replace(chosen=chosen, where=where), STAYS * fresh.load / unit)
-    kept = stayed is not None and stayed.violation == 0 and stayed.load <= STAYS * fresh.load * (1 + 1e-9)
-    return stayed if stayed is not None and kept else fresh
+            _, chosen[number], before[number] = min(same, key=lambda each: each[:2])
+    stayed = stay(problem, fresh, chosen, [shard for each in before.values() for shard in each], STAYS * fresh.load)
+    after: dict[int, list[tuple[int, int, float]]] = {number: [] for number in before}
+    tables = np.repeat(np.arange(len(options)), np.diff(problem.table_options))
+    owner = np.repeat(tables, np.diff(problem.option_units))
+    for unit, place, share in zip(*(each.tolist() for each in stayed.placed[1:]), strict=True):
+        if int(owner[unit]) in after:
+            after[int(owner[unit])].append((unit, place, share))
+    return stayed, {
+        number: previous.tables[model.tables[number].name]
+        for number, shards in before.items()
+        if sorted(shards) == sorted(after[number])
+    }
+
+
+def _shards_of(problem: Problem, placed: Placed, option: int) -> tuple[Array, Array, Array]:
+    """Units (from 0 on), places and shares of an option's shards."""
+    first, last = problem.option_units[option : option + 2]
+    mine = (placed.units >= first) & (placed.units < last)
+    return placed.units[mine] - first, placed.places[mine], placed.shares[mine]
 
 
 def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:
@@ -206,16 +283,16 @@ def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, so
             "the tables fit in sum, but no packing was found that keeps every budget, by "
             f"{100 * solution.violation:.2f} % of one"
         )
-    top, found = model.topology, totals(problem)
-    usable, servers = {option.placement for each in options for option in each}, problem.option_server * top.servers
+    top, found = model.topology, totals(problem, fewest_shards(problem, np.inf)[0])
+    usable = {option.placement for each in options for option in each}
     # Of each tier that may be used: shares of it that options take, its size, how many there are, and words for it.
     budgets = [
         (values, float(size), count, f"{amount(size * count)} of {name} ({amount(size)} a {of})", name)
         for tier, name, values, size, count, of in (
-            ("device", "device memory", found.hbm, top.hbm - model.memory_of_rank, model.ranks, "rank"),
-            ("host", "host memory", found.host, top.host, model.nodes, "node"),
-            ("disk", "disk", found.disk, top.disk, model.nodes, "node"),
-            ("server", "memory of servers", servers, top.server_memory, top.servers, "server"),
+            ("device", "device memory", found[:, 1], top.hbm - model.memory_of_rank, model.ranks, "rank"),
+            ("host", "host memory", found[:, 2], top.host, model.nodes, "node"),
+            ("disk", "disk", found[:, 3], top.disk, model.nodes, "node"),
+            ("server", "memory of servers", found[:, 4] * top.servers, top.server_memory, top.servers, "server"),
         ) if tier in usable
     ]  # fmt: skip
     # The fewest bytes that the tables take, each where it takes fewest, beyond what all tiers have.
@@ -236,7 +313,7 @@ def _remedies(model: CostModel, bound: list[Constraint]) -> str:
 
     def fits(rules: list[Constraint] = bound, **changes: Any) -> bool:
         try:
-            return relax(make_problem(replace(model, copies=1, **changes), rules)[1], 0.01) is not None
+            return relax(make_problem(replace(model, copies=1, **changes), rules)[1], slack=0.01) is not None
         except PlanError:
             return False
 

@@ -144,7 +144,7 @@ class PlanReport:
             ("size", lambda each: amount(each.size)),
             ("sharding", lambda each: str(each.option)),
             ("tier", lambda each: each.option.placement),
-            ("cached a rank", lambda each: f"{each.option.cached:,}" if each.option.cached else ""),
+            ("cached", lambda each: f"{100 * each.option.cached:.2g} %" if each.option.cached else ""),
             ("time, all ranks", lambda each: duration(each.seconds)),
             ("next best", lambda each: f"{_on(each.runner_up)}, {duration(each.extra, '+')}" if each.runner_up else ""),
         ]
@@ -166,7 +166,8 @@ class PlanReport:
             f"  time: {duration(each.seconds)} over all ranks, {part:.1f} % of all tables'",
         ]
         if each.option.cached:
-            lines.append(f"  cached: {each.option.cached:,} rows a rank, {each.option.host_rows:,} more in host memory")
+            cached, on_host = 100 * each.option.cached, 100 * each.option.on_host
+            lines.append(f"  cached: {cached:.2g} % of its rows, {on_host:.2g} % more in host memory")
         if each.runner_up is None:
             lines.append("  no other option is better in anything")
         elif each.extra >= 0:
@@ -207,7 +208,7 @@ class PlanReport:
             for name, values, size, _ in _tiers(seen, now.topology) if values.max() > size
         ]  # fmt: skip
         at, _ = now.pieces(plan)
-        few = (at.cached > 0) & (at.cached < now.least_cached(at.table, at.share, at.rows))
+        few = (at.cached > 0) & (at.cached < (1 - 1e-6) * now.least_cached(at.table, at.share, at.rows))
         names = [now.tables[number].name for number in np.unique(at.table[few])]
         return found + [f"table {name!r}: its cache is smaller than the batches in flight" for name in names]
 

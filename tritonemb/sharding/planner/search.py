@@ -1,424 +1,500 @@
-"""The search: an option for each table, and a place for each of its units, so that the slowest rank is fast.
+"""The search: an option for each table, and shards of any size of it, so that the slowest rank is fast.
 
-A table has *options*: a sharding type, into how many parts, on which tier. An option has *units*, which are placed as
-one: a shard on a rank, shards on all ranks of a node, or shards on all ranks. `solve`
+A table has *options*: a sharding type on a tier, with so many rows cached. An option has *units*, ranges of rows or
+all columns, each of which is cut into shards. A shard costs a fixed part and its share of the rest. `solve`
 
-1. chooses options by the LP relaxation (scipy's HiGHS; without it by multipliers of the budgets), whose value is a
-   lower bound of the largest load: no plan is faster;
-2. places units greedily, and by the largest differencing method of Karmarkar and Karp (1982), for several ways
-   (Korf, 2009), and takes the better;
-3. improves: of the rank with the largest load it moves a unit, swaps it with another's, or gives a table another
-   option; then kicks a few units, and again (`kernels/cpu/plan_search.py`).
+1. finds the least load for which an LP chooses options that keep the budgets, as if tables could be mixtures and ranks
+   were one: with a load as limit, a unit needs so many shards at least. No plan is faster. (scipy's HiGHS; without it
+   multipliers of the budgets, and a simple bound.)
+2. chooses options by the LP as a MIP, and places shards greedily, the largest tables first;
+3. for a load as a goal takes some shards away and places them again, tables with other options, too, at the prices of
+   the LP (ruin and recreate, Schrimpf et al., 2000; the loops are in `kernels/cpu/plan_search.py`); then an LP finds
+   the best shares for shards of rows where they are, which drops many. Goals rise until one is kept, then fall.
 
-Loads are shares of the bound, sizes shares of the budgets, so 1 is full. Same problem, same answer.
+Loads are seconds here, and shares of a goal in the loops, sizes shares of the budgets. Same problem, same answer.
 """
 
-import heapq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.plan_search import ALL, NODE, RANK, Problem, improve, place_greedily, usage
+from tritonemb.kernels.cpu.plan_search import ruin_and_recreate
+from tritonemb.kernels.cpu.plan_shards import FINE, WEIGHT, Problem, place_greedily, usage
 
 Array = NDArray[Any]
-Placed = tuple[tuple[float, float], Array, Array]  # how good it is (see `_score`), options, and places of units
-EVALUATIONS = 120_000_000
-OPTIMAL = 1.0002  # of the bound: nothing more is tried
-CLOSE = 1.01  # of the bound: the choice of options is not tried again
-ENOUGH = 1.08  # of the bound, where budgets are tight: polishing does the rest
-SEEDS = 6  # of kicks, until budgets are kept and they gain little
-SLOWER = 0.997  # of the load before, which is little
-BISECTIONS = 7
+OPTIMAL, CLOSE = 1.003, 1.03  # of the bound: nothing more is tried; after some rounds
+PRECISION = 5e-4  # of the bound
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
-# Parts of the bound and of a budget that an item may take, where loads alone are hard to pack, and where budgets are.
-LARGEST_ITEMS = (
-    ((1.0, 1.0), (0.95, 1.0), (0.9, 1.0), (0.85, 1.0), (0.8, 1.0), (0.75, 1.0), (0.6, 1.0)),
-    ((None, 1.0), (None, 0.5), (None, 0.35), (None, 0.25), (None, 0.18), (None, 0.12), (None, 0.08), (None, 0.06)),
-)
-SLACK = 0.025  # of every budget, that whole units need
-ROOM = 1.02  # of the bound: what a rank may have when options are chosen so
-MOST_DIFFERENCED = 4_096  # units
+CHEAP = 0.1  # of a table's mean share of the bound: what options that are tried cost more than its cheapest, at most
+ALIKE = 0.02  # of a budget: by how much they use more or less of it than the option that the MIP has chosen
+DEARER = 0.1  # what budgets cost more than in the LP
+SPARE, MOST_SPARE = 0.016, 0.01  # of each budget: what the MIP leaves, by ranks a table, and at most
+FIT = 0.002  # of the room that a place has left: what it counts where a shard is placed
+HOT, COLD = (0.1, 0.02), (0.005, 0.002)  # temperatures, of what a rank has of a table on average: at first, later
+EVALUATIONS = 2_400, 60_000_000  # of places in a round, for each table and rank, and at most
+ROUNDS, MORE_ROUNDS, PATIENCE = 15, 60, 2  # as long as it is not `CLOSE`; without gain, until something changes
+NEARLY = 0.01  # of all loads: after so little excess the least load that keeps budgets is looked for
+CHEAPER = 0.3  # what costs of options and shards count then, beside the excess, several times; then the goal rises
+FIRST = 0.15, 0.03, 0.4  # of the bound: by how much the first goal is higher, by ranks a table; at least, at most
+FEW = 60  # tables: of fewer more options are tried
+MANY = 20  # tables a rank, from where any tier may be better than the cheapest: small tables fill budgets
+LOWER, RISE, STEP = 0.3, 0.5, 0.002  # of the gap, a goal that is kept; of the excess, and at least, one that is not
+HIGHER = 1.3  # of the gap, as long as budgets are not kept
+TOLERANCE = 1.001e-6  # of a budget
+STAYING = 1e-6  # temperature
+GAIN = 0.97  # of the excess before
+_NONE = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
 
 
 class Relaxed(NamedTuple):
-    """A lower bound of the largest load; the share of each option; and what each adds to the load, with the budgets
-    that it uses at their prices: seconds. `known` are the options that the LP has looked at, `out` those that it
-    may not choose. Unless it is `exact`, that it finds no plan does not prove that there is none.
+    """With a load as limit: a lower bound of the load, shares of options, shards of units, and costs at prices.
+
+    `cost` is what each option, with so many shards, adds to the load, with its budgets at their `prices`: seconds.
+    `known` are the options that the LP has looked at, `out` those that cannot keep the limit.
     """
 
     bound: float
     share: Array
+    shards: Array
     cost: Array
+    prices: Array  # seconds for all of device memory, host memory, disk and servers
     known: Array
     out: Array
-    exact: bool
+    exact: bool  # whether what it finds infeasible is; without scipy it need not be
+
+
+class Placed(NamedTuple):
+    """The option of each table; and the unit, the rank or node and the share of each shard."""
+
+    chosen: Array
+    units: Array
+    places: Array
+    shares: Array
 
 
 class Solution(NamedTuple):
-    """The option of each table, each unit's rank or node (-1: not placed), and how good that is.
+    """`violation` is 0 if all budgets are kept, `load` and `bound` are seconds; `greedy` is the load of greedy packing.
 
-    `violation` is 0 if all budgets are kept, `load` and `bound` are seconds; `greedy` is the load of the greedy start.
+    `cost` is that of each option, see `Relaxed`, with the fewest shards that it can have, `parts`.
     """
 
-    chosen: Array
-    where: Array
+    placed: Placed
     violation: float
     load: float
     bound: float
     greedy: float
-    cost: Array  # of each option, see `Relaxed`
+    cost: Array
+    parts: Array
 
 
-class Totals(NamedTuple):
-    """Of each option, over its items: what the relaxation knows of it."""
-
-    load: Array  # seconds on all ranks
-    peak: Array  # seconds of its largest item
-    most: Array  # of a budget that a unit takes
-    hbm: Array
-    host: Array
-    disk: Array
-
-
-def totals(problem: Problem) -> Totals:
-    """Sums over the items of each option."""
-    width = np.select([problem.unit_kind == RANK, problem.unit_kind == NODE], [1, problem.local], problem.ranks)
-    copies = np.repeat(width / np.diff(problem.unit_items), np.diff(problem.unit_items))
-    unit = np.repeat(np.arange(len(problem.unit_kind)), np.diff(problem.unit_items))
-    option = np.repeat(np.arange(len(problem.option_shared)), np.diff(problem.option_units))[unit]
-    number = len(problem.option_shared)
-    load, hbm, host, disk = (
-        np.bincount(option, values * copies, number)
-        for values in (problem.load, problem.hbm, problem.host, problem.disk)
-    )
-    peak, most = np.zeros(number), np.zeros(number)
-    np.maximum.at(peak, option, problem.load)
-    of_node = np.where(problem.unit_kind == RANK, 1, problem.local)[unit]
-    np.maximum.at(most, option, np.maximum(problem.hbm, np.maximum(problem.host, problem.disk) * of_node))
-    return Totals(load + problem.ranks * problem.option_shared, peak, most, hbm, host, disk)
+def totals(problem: Problem, shards: Array) -> Array:
+    """`[O, 5]`: load on all ranks, and all of each budget that options with so many shards of their units take."""
+    p, nodes = problem, problem.ranks // problem.local
+    sums = p.option_all * np.array([p.ranks, p.ranks, nodes, nodes, 1.0])
+    sums[:, 0] += p.ranks * p.option_common
+    width = np.where(p.unit_node, p.local, 1)[:, None] * np.array([1, 1, 0, 0]) + np.array([0, 0, 1, 1])
+    units = p.fixed * shards[:, None] + p.slope
+    units[:, 0] += p.mutual * shards * (shards - 1)
+    units *= width
+    units[:, 0] += p.ranks * p.unit_common * shards
+    option = np.repeat(np.arange(len(sums)), np.diff(p.option_units))
+    for column in range(4):
+        sums[:, column] += np.bincount(option, units[:, column], len(sums))
+    return sums
 
 
-def relax(
-    problem: Problem, slack: float = 0.0, limit: float = np.inf, largest: float = np.inf, part: float = 1.0,
-    known: Array | None = None, shared: Array | None = None, outer: Array | None = None,
-) -> Relaxed | None:  # fmt: skip
-    """The LP relaxation; None if budgets, each smaller by the share `slack`, cannot be kept.
+def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
+    """The fewest shards of each unit that keep the limit and the budgets of a rank; and which options cannot."""
+    p, tables = problem, len(problem.table_options) - 1
+    option, number = np.repeat(np.arange(len(p.option_all)), np.diff(p.option_units)), len(p.option_all)
+    common = p.option_common + np.bincount(option, p.unit_common, number)
+    least = np.minimum.reduceat(common, p.table_options[:-1])
+    table = np.repeat(np.arange(tables), np.diff(p.table_options))
+    room = np.ones((len(option), 4))
+    room[:, 0] = limit - (least.sum() - least[table] + common)[option]
+    room -= p.fixed
+    with np.errstate(divide="ignore", invalid="ignore"):
+        need = np.where(p.slope <= 0, 0.0, np.where(room > 1e-12, p.slope / room, np.inf)).max(1, initial=1)
+        need[(room < -1e-9 * np.array([max(limit, 1e-30) if np.isfinite(limit) else 1, 1, 1, 1])).any(1)] = np.inf
+        steps = p.unit_steps
+        # Of k shards the largest has ceil(steps / k) of the steps.
+        fewest = np.where(need <= steps, np.ceil(steps / np.maximum(np.floor(steps / need + 1e-9), 1)), np.inf)
+    out = np.bincount(option, fewest > p.unit_most, number) > 0
+    out |= (p.option_all[:, 1:] > 1 + 1e-9).any(1) | (p.option_all[:, 0] + common > limit * (1 + 1e-9))
+    return np.minimum(fewest, p.unit_most).astype(np.int64), out
 
-    With a `limit` no rank may have more load than that. Options with a larger item are out (or those with one above
-    `largest`, or with more than this `part` of a budget), and items are counted by dual feasible functions (Fekete and
-    Schepers, 2001): functions of an item's share of the limit that add up to 1 at most on a rank, since the shares do.
-    With `shared`, what each option adds to the load of every rank, the least sum of that is found instead of the least
-    load. Options `outer` are out, too. Options come into the LP as its prices ask for them; `known` ones are there from
-    the beginning. Without scipy the bound is a simple one.
+
+def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0, known: Array | None = None) -> Relaxed | None:
+    """The LP relaxation; None if budgets, each smaller by `slack`, or a `limit` of loads cannot be kept.
+
+    Options come into the LP as its prices ask for them; `known` ones are there from the beginning.
     """
     starts, numbers = problem.table_options[:-1], np.arange(len(problem.table_options) - 1)
-    table, found = np.repeat(numbers, np.diff(problem.table_options)), totals(problem)
-    smallest = np.minimum.reduceat(found.most, starts)[table]
-    out = found.peak + problem.option_shared > min(limit, largest) * (1 + 1e-9)
-    out |= found.most > 1 + 1e-9  # as a shard on each rank of a node may fit, but not all of them
-    out |= outer if outer is not None else False
-    out |= (found.most > part) & (found.most > smallest * (1 + 1e-9))
+    table = np.repeat(numbers, np.diff(problem.table_options))
+    shards, out = fewest_shards(problem, limit)
     if np.logical_and.reduceat(out, starts).any():
         return None
-    unit = max(float(found.load.max(initial=0)) / problem.ranks, 1e-12)  # in which the LP counts seconds
-    # Rows: load, budgets, cuts. Columns: options, then the largest load, what all ranks share, and what is exceeded.
-    rows = [(found.load / problem.ranks / unit, 0.0)]
-    rows += [(values, size * (1 - slack)) for values, size in _budgets(problem, found) if values.any()]
-    budgets = len(rows)
-    rows += [(values, float(problem.ranks)) for values in _cuts(problem, limit)] if np.isfinite(limit) else []
-    uses, sizes = np.stack([values for values, _ in rows]), np.array([size for _, size in rows])
+    sums, nodes = totals(problem, shards), problem.ranks // problem.local
+    sums[:, 0] /= problem.ranks
+    sizes = np.array([problem.ranks, nodes, nodes, 1.0])
     try:
         from scipy.optimize import linprog
-        from scipy.sparse import block_array, coo_array
+        from scipy.sparse import coo_array
     except ImportError:
-        return _multipliers(problem, found, table, slack, out)
-    inside = _first_options(found, table, out) | (out & False if known is None else known & ~out)
+        return _multipliers(problem, sums, sizes, shards, slack, out)
+    unit = max(float(np.minimum.reduceat(sums[:, 0], starts).sum()), 1e-12)  # in which the LP counts seconds
+    uses = sums / np.append(unit, sizes)
+    inside = _first_options(uses, table, out) | (out & False if known is None else known & ~out)
     while True:
         at = np.flatnonzero(inside)
-        peaks = coo_array((found.peak[at] / unit, (table[at], np.arange(len(at)))), (len(numbers), len(at)))
-        ones = coo_array((np.ones(len(at)), (table[at], np.arange(len(at)))), (len(numbers), len(at)))
-        top, each = np.zeros((len(rows), 2 + len(rows) - 1)), np.tile([-1.0, 1.0], (len(numbers), 1))
-        top[0, 0], top[1:, 2:] = -1.0, -np.eye(len(rows) - 1)
-        above = block_array(
-            [[coo_array(uses[:, at]), coo_array(top)], [peaks, coo_array(np.pad(each, ((0, 0), (0, len(rows) - 1))))]]
-        )
-        last = np.zeros((1, len(at) + len(rows) + 1))
-        last[0, : len(at)], last[0, len(at) + 1] = problem.option_shared[at] / unit, -1.0
-        one = block_array(
-            [
-                [ones, coo_array((len(numbers), len(rows) + 1))],
-                [coo_array(last[:, : len(at)]), coo_array(last[:, len(at) :])],
-            ]
-        )
-        least = np.zeros(len(at)) if shared is None else shared[at] / unit
-        cost = np.concatenate([least, [float(shared is None), 0.0], np.full(len(rows) - 1, EXCEEDED)])
-        top_limit = None if shared is None else limit / unit
-        most = [(0, None)] * len(at) + [(0, top_limit)] + [(0, None)] * len(rows)
-        result = linprog(
-            cost, above.tocsr(), np.append(sizes, np.zeros(len(numbers))), one.tocsr(),
-            np.append(np.ones(len(numbers)), 0.0),
-            bounds=most, method="highs-ds",
-        )  # fmt: skip
+        ones = coo_array((np.ones(len(at)), (table[at], np.arange(len(at)))), (len(numbers), len(at) + 5))
+        above = np.concatenate([uses[at].T, -np.eye(5)], axis=1)
+        cost = np.concatenate([np.zeros(len(at)), [1.0], np.full(4, EXCEEDED)])
+        most = np.append(0.0, np.full(4, 1 - slack))
+        result = linprog(cost, above, most, ones.tocsr(), np.ones(len(numbers)), bounds=(0, None), method="highs-ds")
         assert result.x is not None, result.message
-        prices, of_table = result.ineqlin.marginals, result.eqlin.marginals
-        gain = -prices[: len(rows)] @ uses - prices[len(rows) :][table] * found.peak / unit
-        gain = gain - of_table[-1] * problem.option_shared / unit - of_table[:-1][table]
-        gain = gain if shared is None else gain + shared / unit
+        prices = -result.ineqlin.marginals
+        gain = uses @ prices - result.eqlin.marginals[table]
         gain[inside | out] = 0
         new = np.lexsort((gain, table))[starts]  # the best of each table
         new = new[gain[new] < -1e-7 * max(1.0, float(result.fun))]
         if not len(new):
             break
         inside[new] = True
-    if result.x[len(at) + 2 :].max(initial=0) > 1e-7:
+    if result.x[len(at) + 1 :].max() > 1e-7:
         return None
-    added = found.load / problem.ranks - prices[1:budgets] @ uses[1:budgets] * unit
     share = np.zeros(len(table))
     share[at] = result.x[: len(at)]
-    return Relaxed(float(result.fun) * unit, share, added, inside, out, True)
+    prices = prices[1:] * unit
+    cost = np.where(out, np.inf, sums[:, 0] + uses[:, 1:] @ prices)
+    return Relaxed(float(result.fun) * unit, share, shards, cost, prices, inside, out, True)
 
 
-def _on_all(problem: Problem) -> Array:
-    """What each option adds to the load of every rank."""
-    unit = problem.option_units[:-1]
-    least = np.minimum.reduceat(problem.load, problem.unit_items[:-1])[unit]
-    return np.where(problem.unit_kind[unit] == ALL, least, 0) + problem.option_shared
-
-
-def _within(problem: Problem, limit: float, known: Array) -> Relaxed | None:
-    """The relaxation without options whose largest item does not fit beside what every rank has at least; None if
-    no plan keeps the limit.
-    """
-    found, shared = totals(problem), _on_all(problem)
-    out: Array | None = None
-    peak = np.where(problem.unit_kind[problem.option_units[:-1]] == ALL, shared, found.peak + shared)
-    while True:
-        relaxed = relax(problem, limit=limit, known=known, outer=out)
-        if relaxed is None or relaxed.bound > limit:
-            return None
-        known = known | relaxed.known
-        least = relax(problem, limit=limit * (1 + 1e-6), known=known, shared=shared, outer=out)
-        if least is None:
-            return relaxed
-        known, before = known | least.known, out
-        out = peak + max(least.bound - 1e-6 * limit, 0) - shared > limit
-        if before is not None and (out == before).all():
-            return relaxed
-
-
-def _first_options(found: Totals, table: Array, out: Array) -> Array:
+def _first_options(uses: Array, table: Array, out: Array) -> Array:
     """Of each table the options that are best in something."""
     first = np.zeros(len(table), dtype=bool)
     starts = np.searchsorted(table, np.arange(table[-1] + 1))
-    memory = found.hbm + found.host
-    for values in (found.load, found.peak, found.most, found.hbm, found.host, found.disk + memory, memory):
-        first[np.lexsort((found.load, values, out, table))[starts]] = True
+    for values in (*uses.T, uses[:, 1] + uses[:, 2], uses[:, 1] + uses[:, 2] + uses[:, 3]):
+        first[np.lexsort((uses[:, 0], values, out, table))[starts]] = True
     return first & ~out
 
 
-def _cuts(problem: Problem, limit: float) -> list[Array]:
-    """For each dual feasible function its sum over the items of each option."""
-    starts = problem.table_options[:-1]
-    room = limit - float(np.minimum.reduceat(problem.option_shared, starts).sum())
-    share = problem.load / max(room, 1e-12) * (1 - 1e-9)  # not by rounding above what it is
-    found = [
-        np.where(share > 1 - least, 1.0, np.where(share < least, 0.0, share)) for least in (0.1, 0.2, 0.3, 0.4, 0.5)
-    ]
-    for k in (1, 2, 3, 4):
-        scaled = share * (k + 1)
-        found.append(np.where(np.abs(scaled - np.round(scaled)) < 1e-6, share, np.floor(scaled) / k))
-    return [totals(problem._replace(load=values, option_shared=0 * problem.option_shared)).load for values in found]
-
-
-def _budgets(problem: Problem, found: Totals) -> list[tuple[Array, float]]:
-    nodes = problem.ranks // problem.local
-    sizes = ((found.hbm, problem.ranks), (found.host, nodes), (found.disk, nodes), (problem.option_server, 1))
-    return [(values, float(limit)) for values, limit in sizes]
-
-
-def _multipliers(problem: Problem, found: Totals, table: Array, slack: float, out: Array) -> Relaxed | None:
+def _multipliers(
+    problem: Problem, sums: Array, sizes: Array, shards: Array, slack: float, out: Array
+) -> Relaxed | None:
     """Options whose load, and budgets at prices that rise where one is exceeded, cost least; and the mean load."""
     starts = problem.table_options[:-1]
-    load = np.where(out, np.inf, found.load)
-    cheapest = np.minimum.reduceat(found.load, starts).sum() / problem.ranks
-    bound = max(float(cheapest), float(np.minimum.reduceat(found.peak + problem.option_shared, starts).max()))
-    budgets = _budgets(problem, found)
-    prices, best, cost = np.zeros(len(budgets)), None, load
-    sizes = np.array([size for _, size in budgets])
+    table = np.repeat(np.arange(len(starts)), np.diff(problem.table_options))
+    load, uses = np.where(out, np.inf, sums[:, 0]), sums[:, 1:] / sizes
+    bound = float(np.minimum.reduceat(load, starts).sum())
+    prices, best, cost, least = np.zeros(4), None, load, np.inf
     for _ in range(200):
-        cost = load + sum(price * values for price, (values, _) in zip(prices, budgets, strict=True))
+        cost = load + uses @ prices
         chosen = np.lexsort((cost, table))[starts]
-        over = np.array([values[chosen].sum() for values, _ in budgets]) / sizes - (1 - slack)
-        if (over <= 0).all() and (best is None or load[chosen].sum() < load[best].sum()):
-            best = chosen
-        prices = np.maximum(0, prices + 0.2 * over * cheapest * problem.ranks / sizes)
+        over = uses[chosen].sum(0) - (1 - slack)
+        if (over <= 0).all() and load[chosen].sum() < least:
+            best, least = chosen, load[chosen].sum()
+        prices = np.maximum(0, prices + 0.2 * over * bound)
     if best is None:
         return None
     share = np.zeros(len(table))
     share[best] = 1
-    return Relaxed(bound, share, cost / problem.ranks, np.ones(len(table), dtype=bool), out, False)
+    return Relaxed(bound, share, shards, cost, prices, ~out, out, False)
 
 
-def solve(problem: Problem, home: Solution | None = None, good_enough: float = OPTIMAL) -> Solution | None:
-    """Options and places of units; None if the budgets cannot be kept even by parts of tables.
+def _bound(problem: Problem) -> tuple[float, Relaxed] | None:
+    """A load that no plan is below, and the relaxation for a limit that is hardly above it; None if nothing fits."""
+    found = relax(problem)
+    if found is None:
+        return None
+    low, known = max(found.bound, 1e-12), found.known
+
+    def keep(limit: float) -> Relaxed | None:
+        nonlocal known
+        found = relax(problem, limit, known=known)
+        known = known if found is None else known | found.known
+        return found if found is not None and found.bound <= limit else None
+
+    high, more = low * (1 + PRECISION), 0.01
+    best = keep(high)
+    if best is not None:
+        return low, best
+    while best is None:
+        low, high, more = high, high * (1 + more), 2 * more
+        best = keep(high)
+    while high > low * (1 + PRECISION):
+        middle = (low + high) / 2
+        found = keep(middle)
+        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+    return low, best
+
+
+def solve(problem: Problem) -> Solution | None:
+    """Options and shards of all tables; None if the budgets cannot be kept even by parts of tables."""
+    found = _bound(problem)
+    if found is None:
+        return None
+    bound, relaxed = found
+    starts = problem.table_options[:-1]
+    goal = 1 + float(np.clip(FIRST[0] * problem.ranks / len(starts), *FIRST[1:]))
+    common = problem.option_common + np.bincount(
+        np.repeat(np.arange(len(problem.option_all)), np.diff(problem.option_units)),
+        problem.unit_common * relaxed.shards, len(problem.option_all),
+    )  # fmt: skip
+    more = float(common @ relaxed.share - np.minimum.reduceat(common, starts).sum())  # than `relax` counts
+    relaxed = relax(problem, goal * bound - max(more, 0.0), known=relaxed.known) or relaxed
+    table = np.repeat(np.arange(len(starts)), np.diff(problem.table_options))
+    likely = np.lexsort((-relaxed.share, table))[starts]
+    chosen, sums = _whole(problem, relaxed, likely), totals(problem, relaxed.shards)
+    few, sizes = max(1.0, FEW / len(starts)), problem.ranks * np.array([1, 1 / problem.local, 1 / problem.local])
+    alike = (np.abs(sums[:, 1:4] - sums[chosen[table], 1:4]) <= few * ALIKE * sizes).all(1)
+    cost = np.where(alike, relaxed.cost, np.inf)
+    among = cost <= np.minimum.reduceat(cost, starts)[table] + few * CHEAP / len(starts) * bound
+    among[chosen] = among[likely] = True
+    search = Search(problem, among, relaxed.shards, relaxed.prices, bound)
+    search.consider(search.greedy(search.start(likely), goal))
+    greedy = search.best[1] * bound
+    if search.best > (0.0, OPTIMAL):
+        search.run(search.greedy(search.start(chosen), goal), goal)
+    option = np.repeat(np.arange(len(table)), np.diff(problem.option_units))
+    parts = np.maximum(np.bincount(option, relaxed.shards, len(table)), 1).astype(np.int64)
+    (violation, load), placed = search.best, search.found()
+    return Solution(placed, violation, load * bound, bound, greedy, relaxed.cost, parts)
+
+
+def stay(
+    problem: Problem, fresh: Solution, chosen: Array, shards: list[tuple[int, int, float]], load: float
+) -> Solution:
+    """These options, and as many of these shards as keep a load; tables without any are placed."""
+    among = np.isin(np.arange(len(problem.option_all)), chosen)
+    search = Search(problem, among, np.ones_like(problem.unit_most), np.zeros(4), fresh.bound)
+    placed = search.greedy(search.start(chosen, shards), load / fresh.bound)
+    if search.score(placed) > (0.0, load / fresh.bound):
+        placed, _ = search.recreate(placed, load / fresh.bound, 1, 1.0, STAYING)
+    search.consider(placed)
+    return fresh._replace(placed=search.found(), violation=search.best[0], load=search.best[1] * fresh.bound)
+
+
+def only(problem: Problem, options: Array) -> tuple[Problem, Array, Array]:
+    """The problem with some of its options; their numbers, and those of their units."""
+    p, kept = problem, np.flatnonzero(options)
+    table = np.repeat(np.arange(len(p.table_options) - 1), np.diff(p.table_options))[kept]
+    counts = np.diff(p.option_units)[kept]
+    first = np.repeat(p.option_units[kept] - np.append(0, np.cumsum(counts))[:-1], counts)
+    units = first + np.arange(counts.sum())
+    return Problem(
+        p.ranks, p.local, np.append(0, np.cumsum(np.bincount(table, minlength=len(p.table_options) - 1))),
+        np.append(0, np.cumsum(counts)), p.option_all[kept], p.option_common[kept],
+        *(each[units] for each in p[6:]),
+    ), kept, units  # fmt: skip
+
+
+def _whole(problem: Problem, relaxed: Relaxed, likely: Array) -> Array:
+    """The option of each table that together cost least and keep budgets; the `likely` ones without scipy."""
+    try:
+        from scipy.optimize import LinearConstraint, milp
+        from scipy.sparse import coo_array
+    except ImportError:
+        return likely
+    starts = problem.table_options[:-1]
+    table = np.repeat(np.arange(len(starts)), np.diff(problem.table_options))
+    dearer = relaxed.cost - np.minimum.reduceat(relaxed.cost, starts)[table]
+    sums, nodes = totals(problem, relaxed.shards), problem.ranks // problem.local
+    uses = sums[:, 1:] / [problem.ranks, nodes, nodes, 1]
+    tier = np.where(uses[:, 1:] > 0, [1, 2, 3], 0).max(1)
+    order = np.lexsort((relaxed.cost, tier, table))
+    best = np.zeros(len(table), dtype=bool)  # of its table, on its tier
+    best[order] = np.append(True, (np.diff(table[order]) != 0) | (np.diff(tier[order]) != 0))
+    best &= np.isfinite(relaxed.cost) & (len(starts) >= MANY * problem.ranks)
+    left = min(SPARE * problem.ranks / len(starts), MOST_SPARE)
+    for cheap, spare in ((CHEAP, left), (20 * CHEAP, left), (20 * CHEAP, 0.0)):
+        at = np.flatnonzero(best | (dearer <= cheap / len(starts) * relaxed.bound) | (relaxed.share > 1e-6))
+        one = coo_array((np.ones(len(at)), (table[at], np.arange(len(at)))), (len(starts), len(at))).tocsr()
+        result = milp(
+            sums[at, 0] / max(relaxed.bound, 1e-12) / problem.ranks,
+            constraints=[LinearConstraint(uses[at].T, -np.inf, 1 - spare), LinearConstraint(one, 1, 1)],
+            integrality=np.ones(len(at)), bounds=(0, 1), options={"mip_rel_gap": 1e-3, "node_limit": 200},
+        )  # fmt: skip
+        if result.x is not None:
+            return at[result.x > 0.5]
+    return likely
+
+
+class Search:
+    """Shards of some of a problem's options, at prices of its budgets; loads are shares of a `bound`.
 
     Args:
-        home: a solution to start from, whose options stay: the search ends as soon as budgets are kept and the load is
-            at most `good_enough` times its bound.
+        among: bool `[O]`: the options.
+        shards: the fewest that each unit can have.
+        prices: seconds for all of device memory, host memory, disk and servers.
     """
-    if home is not None:
-        scaled = _scaled(problem, home.bound)
-        _, where = improve(scaled, home.chosen, home.where, EVALUATIONS, good_enough, True, 1)
-        violation, load = _score(scaled, home.chosen, where)
-        return home._replace(where=where, violation=violation, load=load * home.bound)
-    relaxed = relax(problem)
-    if relaxed is None:
-        return None
-    bound = max(relaxed.bound, 1e-12)
-    best, greedy = _place(problem, relaxed, relaxed.known, bound, True)
-    known = relaxed.known
-    if best[0] > (0.0, CLOSE):  # few units a rank, or tight budgets: options with smaller and smaller items
-        tight, low, high = best[0][0] > 0, bound, bound * best[0][1]
-        for _ in range(BISECTIONS if relaxed.exact and not tight else 0):
-            middle = (low + high) / 2
-            found = _within(problem, middle, known)
-            known = known if found is None else known | found.known
-            low, high = (middle, high) if found is None else (low, middle)
-        best, bound = ((best[0][0], best[0][1] * bound / low), *best[1:]), low
-        for largest, part in LARGEST_ITEMS[tight]:
-            limit = (ROOM if largest else np.inf) * bound
-            found = relax(problem, SLACK * tight, limit, (largest or np.inf) * bound, part, known)
-            if found is None:
-                continue
-            known = known | found.known
-            best = min(best, _place(problem, found, known, bound, False)[0], key=lambda each: each[0])
-            if best[0] <= (0.0, ENOUGH if tight else CLOSE):
+
+    def __init__(self, problem: Problem, among: Array, shards: Array, prices: Array, bound: float) -> None:
+        p, self._options, self._units = only(problem, among)
+        loads = np.array([1 / bound, 1, 1, 1, 1])
+        self.problem = p = p._replace(
+            option_all=p.option_all * loads, option_common=p.option_common / bound, unit_common=p.unit_common / bound,
+            fixed=p.fixed * loads[:4], slope=p.slope * loads[:4], mutual=p.mutual / bound,
+        )  # fmt: skip
+        self.tables, nodes, shards = len(p.table_options) - 1, p.ranks // p.local, shards[self._units]
+        # What a shard costs in all, and an option besides: loads, and budgets at their prices.
+        weights = (1 + DEARER) * prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
+        weights = np.append(1.0, weights)
+        width = np.where(p.unit_node, p.local, 1)
+        on_all = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
+        self._per_shard = (p.fixed * on_all) @ weights[:4] + p.unit_common * p.ranks + 2 * p.mutual * shards * width
+        base = totals(p, np.zeros(len(shards))) @ weights
+        option = np.repeat(np.arange(len(base)), np.diff(p.option_units))
+        table = np.repeat(np.arange(self.tables), np.diff(p.table_options))
+        least = base + np.bincount(option, self._per_shard * shards, len(base))
+        self._cost = base - np.minimum.reduceat(least, p.table_options[:-1])[table]
+        self._order = np.lexsort((least, table))
+        sums = totals(p, shards)
+        self._size = sums[:, :2].sum(1) + sums[:, 2:4].sum(1) * p.local
+        self.best, self._best = (np.inf, np.inf), self.start(self._options[p.table_options[:-1]])
+
+    def start(self, chosen: Array, shards: Sequence[tuple[int, int, float]] = ()) -> Placed:
+        """These of the problem's options, with shards."""
+        units, places, shares = (np.array(each) for each in zip(*shards, strict=True)) if shards else _NONE
+        at = np.isin(units, self._units)
+        units = np.searchsorted(self._units, units[at])
+        return Placed(np.searchsorted(self._options, chosen), units, places[at], shares[at].astype(np.float64))
+
+    def found(self) -> Placed:
+        """The best that was considered, in the problem's numbers."""
+        chosen, units, places, shares = self._best
+        return Placed(self._options[chosen], self._units[units], places, shares)
+
+    def consider(self, placed: Placed) -> None:
+        """Keep what is better than the best."""
+        if (score := self.score(placed)) < self.best:
+            self.best, self._best = score, placed
+
+    def score(self, placed: Placed) -> tuple[float, float]:
+        """By how much budgets are exceeded, and the largest load."""
+        load, hbm, host, disk, server = usage(self.problem, *placed)
+        over = sum(float(np.maximum(each - 1 - TOLERANCE, 0).sum()) for each in (hbm, host, disk, server))
+        return over, float(load.max()) + self._common(placed)
+
+    def run(self, placed: Placed, goal: float) -> None:
+        """Ruin and recreate for goals that rise until one is kept, then fall."""
+        excess, stuck, part = np.inf, 0, 1.0
+        for number in range(MORE_ROUNDS):
+            found, left = self.recreate(placed, goal, number, part)
+            stuck = 0 if left < GAIN * excess else stuck + 1
+            placed, excess = (found, left) if left < excess else (placed, excess)
+            if left <= NEARLY * self.problem.ranks:
+                self.consider(placed)
+                self.consider(self.balance(placed) or placed)
+            if self.best <= (0.0, OPTIMAL) or (number >= ROUNDS and self.best <= (0.0, CLOSE)):
                 break
-        for seed in range(SEEDS):
-            before = best[0]
-            best = min(best, _polish(problem, best, known, bound, 2 + seed, EVALUATIONS), key=lambda each: each[0])
-            if best[0] <= (0.0, CLOSE) or (best[0][0] == before[0] == 0 and best[0][1] > SLOWER * before[1]):
+            kept = self.best[0] == 0
+            least = self.best[1] if kept else np.inf
+            if excess == 0 or least <= goal:
+                goal, excess, stuck, part = 1 + (min(goal, least) - 1) * (1 - LOWER), np.inf, 0, 1.0
+            elif stuck >= PATIENCE:
+                stuck, part = 0, part * CHEAPER
+            if part < CHEAPER**3:
+                goal += max(STEP, RISE * excess / self.problem.ranks)
+                goal = min(goal, 0.999 * least) if kept else 1 + HIGHER * (goal - 1)
+                excess, part = np.inf, 1.0
+
+    def _common(self, placed: Placed) -> float:
+        """The load that is on every rank, wherever shards are."""
+        return float(self.problem.option_common[placed.chosen].sum() + self.problem.unit_common[placed.units].sum())
+
+    def _scaled(self, goal: float, placed: Placed) -> tuple[Problem, float]:
+        """With loads as shares of what a goal leaves beside what is on every rank anyway."""
+        p, room = self.problem, max(goal - self._common(placed), 1e-3)
+        scale = np.array([1 / room, 1, 1, 1])
+        return p._replace(
+            option_all=p.option_all * np.append(scale, 1.0), fixed=p.fixed * scale, slope=p.slope * scale,
+            mutual=p.mutual / room,
+        ), room  # fmt: skip
+
+    def greedy(self, start: Placed, goal: float) -> Placed:
+        """With shards of those tables, the largest first, that have none."""
+        scaled, room = self._scaled(goal, start)
+        found = place_greedily(scaled, *start, self._per_shard / room, self._size[start.chosen], FIT)
+        return Placed(start.chosen, *found)
+
+    def recreate(
+        self, placed: Placed, goal: float, number: int, part: float = 1.0, temperature: float | None = None
+    ) -> tuple[Placed, float]:
+        """Ruin and recreate for a goal, and the best shares for what it finds; the excess that is left, in loads."""
+        scaled, room = self._scaled(goal, placed)
+        p, last = self.problem, min(number, 1)
+        evaluations = min(EVALUATIONS[0] * self.tables * p.ranks, EVALUATIONS[1])
+        hot, cold = (temperature or part * each[last] * p.ranks / self.tables for each in (HOT, COLD))
+        found = ruin_and_recreate(
+            scaled, part * self._cost / room, part * self._per_shard / room, self._order, self._size[placed.chosen],
+            *placed, evaluations, hot, cold, part * FIT, number + 1,
+        )  # fmt: skip
+        if temperature is not None:
+            return Placed(*found[0]), self._excess(Placed(*found[0]), goal)
+        both = [self._balanced(Placed(*each), goal) for each in found]
+        return min(both, key=lambda each: each[1])
+
+    def _balanced(self, placed: Placed, goal: float) -> tuple[Placed, float]:
+        while (better := self.balance(placed, goal)) is not None:
+            fewer = len(better.units) < len(placed.units)
+            placed = better
+            if not fewer:
                 break
-    (violation, load), chosen, where = best
-    return Solution(chosen, where, violation, load * bound, bound, greedy * relaxed.bound, relaxed.cost)
+        return placed, self._excess(placed, goal)
 
+    def _excess(self, placed: Placed, goal: float) -> float:
+        load, hbm, host, disk, _ = usage(self.problem, *placed)
+        over = [np.maximum(each - 1, 0).sum() for each in (hbm, host, disk)]
+        load = load + self._common(placed)
+        total = np.maximum(load - goal, 0).sum() + WEIGHT * (over[0] + self.problem.local * (over[1] + over[2]))
+        return float(total) if total > 1e-6 else 0.0
 
-def _scaled(problem: Problem, unit: float) -> Problem:
-    """With loads as shares of this."""
-    return problem._replace(load=problem.load / unit, option_shared=problem.option_shared / unit)
-
-
-def _rounded(problem: Problem, relaxed: Relaxed, known: Array) -> Array:
-    """The option of each table with the largest share; where budgets are exceeded then, cheap others."""
-    tables = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
-    chosen = np.lexsort((-relaxed.share, tables))[problem.table_options[:-1]].astype(np.int64)
-    used = np.stack([values / size for values, size in _budgets(problem, totals(problem))], 1)
-    cost = np.where(relaxed.out | ~known, np.inf, relaxed.cost / max(relaxed.bound, 1e-12))
-    for _ in range(len(chosen)):
-        now = used[chosen].sum(0)
-        over = np.maximum(now - (1 - SLACK), 0).sum()
-        if over <= 1e-9:
-            break
-        after = now + used - used[chosen[tables]]
-        gain = over - np.maximum(after - (1 - SLACK), 0).sum(1)
-        worse = np.maximum(cost - cost[chosen[tables]], 0) + 1e-3
-        best = int(np.where(gain > 1e-9, gain / worse, 0).argmax())
-        if gain[best] <= 1e-9:
-            break
-        chosen[tables[best]] = best
-    return chosen
-
-
-def _place(problem: Problem, relaxed: Relaxed, known: Array, bound: float, differ: bool) -> tuple[Placed, float]:
-    """The options with the largest shares placed and improved, of those that are known; and what greedy packing has."""
-    unit = max(bound, relaxed.bound)
-    some, kept, units = _only(_scaled(problem, unit), known)
-    chosen = np.searchsorted(kept, _rounded(problem, relaxed, known))
-    greedy = place_greedily(some, chosen, np.full(len(some.unit_kind), -1))
-    starts = [greedy, _differencing(some, chosen, greedy)] if differ else [greedy]
-    where = min(starts, key=lambda start: _score(some, chosen, start))
-    packed = _score(some, chosen, greedy)[1] * unit / bound
-    chosen, where = improve(some, chosen, where, EVALUATIONS // 8, OPTIMAL, True, 1)
-    places = np.full(len(problem.unit_kind), -1)
-    places[units] = where
-    placed = (0.0, unit / bound), kept[chosen], places
-    return _polish(problem, placed, known, bound, 1, EVALUATIONS // 8), packed
-
-
-def _polish(problem: Problem, placed: Placed, known: Array, bound: float, seed: int, evaluations: int) -> Placed:
-    """Options and places improved; loads are shares of what the largest is already, as their 16th power is compared."""
-    unit = placed[0][1]
-    some, kept, units = _only(_scaled(problem, unit * bound), known)
-    chosen, where = np.searchsorted(kept, placed[1]), placed[2][units]
-    chosen, where = improve(some, chosen, where, evaluations, OPTIMAL / unit, False, seed)
-    violation, load = _score(some, chosen, where)
-    places = np.full(len(problem.unit_kind), -1)
-    places[units] = where
-    return (violation, load * unit), kept[chosen], places
-
-
-def _only(problem: Problem, known: Array) -> tuple[Problem, Array, Array]:
-    """The problem with some of its options; their numbers, and those of their units."""
-    options = np.flatnonzero(known)
-    units = _ranges(problem.option_units, options)
-    items = _ranges(problem.unit_items, units)
-    table = np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))[options]
-    offsets = [
-        np.concatenate([[0], np.cumsum(counts)])
-        for counts in (
-            np.bincount(table, minlength=len(problem.table_options) - 1),
-            np.diff(problem.option_units)[options],
-            np.diff(problem.unit_items)[units],
+    def balance(self, placed: Placed, goal: float | None = None) -> Placed | None:
+        """The shares of shards of rows, where they are, for which the excess over a goal is least, or without a goal
+        the largest load; None if budgets cannot be kept then, or without scipy. Shards without a share are gone.
+        """
+        try:
+            from scipy.optimize import linprog
+            from scipy.sparse import coo_array
+        except ImportError:
+            return None
+        p, (chosen, units, places, shares) = self.problem, placed
+        nodes, number, free = p.ranks // p.local, len(units), p.unit_steps[units] > FINE
+        load, hbm, host, disk, _ = usage(p, chosen, units, places, np.where(free, 0.0, shares))
+        has = np.concatenate([load + self._common(placed), hbm, host, disk])
+        width = np.where(p.unit_node[units], p.local, 1)
+        node = np.where(p.unit_node[units], places, places // p.local)
+        each = np.repeat(np.arange(number), width)
+        rank = np.repeat(np.where(p.unit_node[units], places * p.local, places), width)
+        rank += np.arange(len(rank)) - np.repeat(np.cumsum(width) - width, width)
+        slope, every, sums = p.slope[units], np.arange(number), len(has)
+        row = np.concatenate([rank, p.ranks + rank, 2 * p.ranks + node, 2 * p.ranks + nodes + node])
+        column = np.concatenate([each, each, every, every])
+        value = np.concatenate([slope[each, 0], slope[each, 1], slope[:, 2], slope[:, 3]])
+        kept = free[column] & (value > 0)
+        row, column, value = row[kept], column[kept], value[kept]
+        most = np.concatenate([np.full(p.ranks, goal or 0.0), np.ones(sums - p.ranks)]) - has
+        if goal is None:
+            more = np.arange(p.ranks)
+            cost, extra = np.append(np.zeros(number), 1.0), np.zeros(p.ranks, np.int64)
+        else:
+            more = extra = np.arange(sums)
+            weights = [np.ones(p.ranks), np.full(p.ranks, WEIGHT), np.full(2 * nodes, WEIGHT * p.local)]
+            cost = np.concatenate([np.zeros(number), *weights])
+        above = coo_array(
+            (np.append(value, -np.ones(len(more))), (np.append(row, more), np.append(column, number + extra))),
+            (sums, len(cost)),
         )
-    ]
-    values = [each[items] for each in (problem.load, problem.hbm, problem.host, problem.disk)]
-    return Problem(
-        problem.ranks, problem.local, offsets[0], offsets[1], problem.unit_kind[units], offsets[2],
-        values[0], values[1], values[2], values[3],
-        problem.option_shared[options], problem.option_server[options],
-    ), options, units  # fmt: skip
-
-
-def _ranges(offsets: Array, which: Array) -> Array:
-    """The numbers from `offsets[n]` to `offsets[n + 1]`, for each n of `which`."""
-    counts = np.diff(offsets)[which]
-    first = np.repeat(offsets[which] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    return np.asarray(first + np.arange(counts.sum()))
-
-
-def _score(problem: Problem, chosen: Array, where: Array) -> tuple[float, float]:
-    """By how much budgets are exceeded, and the largest load."""
-    found = usage(problem, chosen, where)
-    return float(found[-1]), float(found[0].max())
-
-
-def _differencing(problem: Problem, chosen: Array, greedy: Array) -> Array:
-    """Units of one rank by Karmarkar and Karp's differencing of their loads; others as they are placed already."""
-    units = np.concatenate([np.arange(*problem.option_units[option : option + 2]) for option in chosen])
-    alone = units[problem.unit_kind[units] == RANK]
-    if not 2 <= len(alone) <= MOST_DIFFERENCED:
-        return greedy
-    heap: list[tuple[float, int, list[float], list[list[int]]]] = []  # loads of ranks, descending, and units of each
-    others = problem.ranks - 1
-    for number, unit in enumerate(alone.tolist()):
-        load = float(problem.load[problem.unit_items[unit]])
-        heap.append((-load, number, [load] + [0.0] * others, [[unit]] + [[] for _ in range(others)]))
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        (_, _, one, of_one), (_, _, other, of_other) = heapq.heappop(heap), heapq.heappop(heap)
-        sums = [a + b for a, b in zip(one, reversed(other), strict=True)]
-        held = [a + b for a, b in zip(of_one, reversed(of_other), strict=True)]
-        order = sorted(range(problem.ranks), key=lambda rank: -sums[rank])
-        loads = [sums[rank] - sums[order[-1]] for rank in order]
-        heapq.heappush(heap, (-loads[0], number, loads, [held[rank] for rank in order]))
-        number += 1
-    where, table = greedy.copy(), np.repeat(np.arange(len(chosen)), np.diff(problem.option_units)[chosen])
-    table_of = dict(zip(units.tolist(), table.tolist(), strict=True))
-    where[alone] = -1
-    base = usage(problem, chosen, where)[0]
-    for rank, held_units in zip(np.argsort(base, kind="stable").tolist(), heap[0][3], strict=True):
-        apart = {table_of[unit]: unit for unit in held_units}  # units of one table have ranks of their own
-        where[list(apart.values())] = rank
-    return np.asarray(place_greedily(problem, chosen, where))
+        whole, of = np.unique(units[free], return_inverse=True)
+        one = coo_array((np.ones(len(of)), (of, np.flatnonzero(free))), (len(whole), len(cost)))
+        result = linprog(
+            cost, above.tocsr(), most, one.tocsr(), np.ones(len(whole)), bounds=(0, None), method="highs-ds"
+        )
+        if result.x is None:
+            return None
+        shares = np.where(free, result.x[:number], shares)
+        some = shares > 1e-7
+        return Placed(chosen, units[some], places[some], shares[some])
