@@ -261,7 +261,8 @@ def solve(problem: Problem) -> Solution | None:
     option = np.repeat(np.arange(len(table)), np.diff(problem.option_units))
     parts = np.maximum(np.bincount(option, relaxed.shards, len(table)), 1).astype(np.int64)
     (violation, load), placed = search.best, search.found()
-    return Solution(placed, violation, load * bound, bound, greedy, relaxed.cost, parts)
+    load *= bound
+    return Solution(placed, violation, load, min(bound, load), greedy, relaxed.cost, parts)  # nothing may cost anything
 
 
 def stay(
