@@ -228,6 +228,36 @@ def test_the_search_counts_what_the_cost_model_predicts(types, monkeypatch):
     assert plan.report.bound <= plan.report.load
 
 
+@pytest.mark.parametrize(
+    ("table", "stats", "topology"),
+    [
+        ((64_000, 64), {"pooling_factor": 50.0, "row_share": (0.9, *[0.1 / 63] * 63)}, (4, 4)),
+        ((300_000, 128), {"row_share": (0.95, *[0.05 / 63] * 63)}, (8, 4)),
+        ((500_000, 28, torch.float16), {"pooling_factor": 9.0}, (12, 2)),
+        ((300_000, 100, torch.bfloat16), {}, (12, 2)),
+        ((900_000, 5), {"pooling_factor": 0.0}, (8, 2)),
+        ((3, 7), {}, (5, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("types", [None, ("row_wise",), ("column_wise",), ("grid", "table_wise")])
+def test_odd_tables_keep_their_budgets_and_stay_where_they_are(table, stats, topology, types):
+    rows, dim, *dtype = table
+    config = te.TableConfig("a", rows, dim, **({"dtype": dtype[0]} if dtype else {}))
+    ranks, local = topology
+    if types == ("grid", "table_wise") and local in (1, ranks):
+        types = ("table_wise",)
+    use = {"a": TableStats(**stats)}
+    own = CostModel([config], te.Topology(ranks, local), 256, stats=use).memory_of_rank
+    size = rows * (dim * config.dtype.itemsize + 4)
+    cluster = te.Topology(ranks, local, hbm=own + 3 * size + 1e7, host=2 * size + 1e6)
+    made = {"batch_size": 256, "stats": use, "constraints": {"a": Constraint(types=types)}}
+    plan = te.plan([config], cluster, **made)
+    fits(plan, [config], cluster, 256, stats=use)
+    assert plan.shards(config)
+    assert te.plan([config], cluster, **made, previous=plan).diff(plan).bytes == 0
+
+
 def test_rows_fill_what_others_leave():
     tables = [te.TableConfig(f"t{n}", 1_000_000, 64) for n in range(3)]
     stats = {"t0": TableStats(40.0), "t1": TableStats(20.0), "t2": TableStats(6.0)}
@@ -304,12 +334,13 @@ def test_what_an_error_names_helps():
     te.plan([te.TableConfig(f"t{n}", 4_000_000, 64, dtype=torch.bfloat16) for n in range(8)], topology, batch_size=64)
 
 
-def test_a_table_that_grows_moves_little():
+@pytest.mark.parametrize("number", [7, 47])  # on one rank; the largest, sharded by rows
+def test_a_table_that_grows_moves_little(number):
     tables, stats = zipf_tables(100, 5)
     topology = te.Topology(8)
     before = te.plan(tables, topology, batch_size=512, stats=stats)
     grown = [
-        te.TableConfig(t.name, int(t.num_embeddings * (1.1 if n == 7 else 1)), t.embedding_dim)
+        te.TableConfig(t.name, int(t.num_embeddings * (1.1 if n == number else 1)), t.embedding_dim)
         for n, t in enumerate(tables)
     ]
     after = te.plan(grown, topology, batch_size=512, stats=stats, previous=before)

@@ -265,8 +265,14 @@ def _stay(
     return stayed, {
         number: previous.tables[model.tables[number].name]
         for number, shards in before.items()
-        if sorted(shards) == sorted(after[number])
+        if sorted(shards) == sorted(after[number]) and not _other_rows(previous, model.tables[number])
     }
+
+
+def _other_rows(plan: ShardingPlan, table: TableConfig) -> bool:
+    """Whether a plan's blocks are those of a table with another number of rows."""
+    sharding = plan.tables[table.name]
+    return isinstance(sharding, RowWise) and sharding.rows is not None and sum(sharding.rows) != rows_to_shard(table)
 
 
 def _shards_of(problem: Problem, placed: Placed, option: int) -> tuple[Array, Array, Array]:

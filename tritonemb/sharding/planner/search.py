@@ -269,13 +269,15 @@ def stay(
     problem: Problem, fresh: Solution, chosen: Array, shards: list[tuple[int, int, float]], load: float
 ) -> Solution:
     """These options, and as many of these shards as keep a load; tables without any are placed."""
+    bound = max(fresh.bound, 1e-12)
+    goal = load / bound
     among = np.isin(np.arange(len(problem.option_all)), chosen)
-    search = Search(problem, among, np.ones_like(problem.unit_most), np.zeros(4), fresh.bound)
-    placed = search.greedy(search.start(chosen, shards), load / fresh.bound)
-    if search.score(placed) > (0.0, load / fresh.bound):
-        placed, _ = search.recreate(placed, load / fresh.bound, 1, 1.0, STAYING)
+    search = Search(problem, among, np.ones_like(problem.unit_most), np.zeros(4), bound)
+    placed = search.greedy(search.start(chosen, shards), goal)
+    if search.score(placed) > (0.0, goal):
+        placed, _ = search.recreate(placed, goal, 1, 1.0, STAYING)
     search.consider(placed)
-    return fresh._replace(placed=search.found(), violation=search.best[0], load=search.best[1] * fresh.bound)
+    return fresh._replace(placed=search.found(), violation=search.best[0], load=search.best[1] * bound)
 
 
 def only(problem: Problem, options: Array) -> tuple[Problem, Array, Array]:
