@@ -1,4 +1,4 @@
-"""The options of tables: each sharding type, number of parts and tier, with what it costs; and the search's problem."""
+"""The options of tables: each sharding type and tier, with what its shards cost; and the search's problem."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ from tritonemb.sharding.planner.options import (
     shards_in,
 )
 from tritonemb.sharding.planner.report import PlanReport, TableReport
-from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, relax, solve, stay, totals
+from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, relax, solve, stay, tables_of, totals
 from tritonemb.sharding.planner.statistics import TableStats, tables_in
 from tritonemb.sharding.planner.topology import Topology, amount
 from tritonemb.types import TableConfig, checked_number, checked_size
@@ -257,8 +257,7 @@ def _stay(
             _, chosen[number], before[number] = min(same, key=lambda each: each[:2])
     stayed = stay(problem, fresh, chosen, [shard for each in before.values() for shard in each], STAYS * fresh.load)
     after: dict[int, list[tuple[int, int, float]]] = {number: [] for number in before}
-    tables = np.repeat(np.arange(len(options)), np.diff(problem.table_options))
-    owner = np.repeat(tables, np.diff(problem.option_units))
+    owner = np.repeat(tables_of(problem), np.diff(problem.option_units))
     for unit, place, share in zip(*(each.tolist() for each in stayed.placed[1:]), strict=True):
         if int(owner[unit]) in after:
             after[int(owner[unit])].append((unit, place, share))

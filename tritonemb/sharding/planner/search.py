@@ -52,7 +52,7 @@ class Relaxed(NamedTuple):
     """With a load as limit: a lower bound of the load, shares of options, shards of units, and costs at prices.
 
     `cost` is what each option, with so many shards, adds to the load, with its budgets at their `prices`: seconds.
-    `known` are the options that the LP has looked at, `out` those that cannot keep the limit.
+    `known` are the options that the LP has looked at.
     """
 
     bound: float
@@ -61,8 +61,6 @@ class Relaxed(NamedTuple):
     cost: Array
     prices: Array  # seconds for all of device memory, host memory, disk and servers
     known: Array
-    out: Array
-    exact: bool  # whether what it finds infeasible is; without scipy it need not be
 
 
 class Placed(NamedTuple):
@@ -89,6 +87,17 @@ class Solution(NamedTuple):
     parts: Array
 
 
+def tables_of(problem: Problem) -> Array:
+    """The table of each option."""
+    return np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
+
+
+def by_option(problem: Problem, of_units: Array) -> Array:
+    """Sums over the units of each option."""
+    option = np.repeat(np.arange(len(problem.option_all)), np.diff(problem.option_units))
+    return np.bincount(option, of_units, len(problem.option_all))
+
+
 def totals(problem: Problem, shards: Array) -> Array:
     """`[O, 5]`: load on all ranks, and all of each budget that options with so many shards of their units take."""
     p, nodes = problem, problem.ranks // problem.local
@@ -99,21 +108,18 @@ def totals(problem: Problem, shards: Array) -> Array:
     units[:, 0] += p.mutual * shards * (shards - 1)
     units *= width
     units[:, 0] += p.ranks * p.unit_common * shards
-    option = np.repeat(np.arange(len(sums)), np.diff(p.option_units))
     for column in range(4):
-        sums[:, column] += np.bincount(option, units[:, column], len(sums))
+        sums[:, column] += by_option(p, units[:, column])
     return sums
 
 
 def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
     """The fewest shards of each unit that keep the limit and the budgets of a rank; and which options cannot."""
-    p, tables = problem, len(problem.table_options) - 1
-    option, number = np.repeat(np.arange(len(p.option_all)), np.diff(p.option_units)), len(p.option_all)
-    common = p.option_common + np.bincount(option, p.unit_common, number)
+    p, table = problem, tables_of(problem)
+    common = p.option_common + by_option(p, p.unit_common)
     least = np.minimum.reduceat(common, p.table_options[:-1])
-    table = np.repeat(np.arange(tables), np.diff(p.table_options))
-    room = np.ones((len(option), 4))
-    room[:, 0] = limit - (least.sum() - least[table] + common)[option]
+    room = np.ones((len(p.fixed), 4))
+    room[:, 0] = np.repeat(limit - (least.sum() - least[table] + common), np.diff(p.option_units))
     room -= p.fixed
     with np.errstate(divide="ignore", invalid="ignore"):
         need = np.where(p.slope <= 0, 0.0, np.where(room > 1e-12, p.slope / room, np.inf)).max(1, initial=1)
@@ -121,7 +127,7 @@ def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
         steps = p.unit_steps
         # Of k shards the largest has ceil(steps / k) of the steps.
         fewest = np.where(need <= steps, np.ceil(steps / np.maximum(np.floor(steps / need + 1e-9), 1)), np.inf)
-    out = np.bincount(option, fewest > p.unit_most, number) > 0
+    out = by_option(p, fewest > p.unit_most) > 0
     out |= (p.option_all[:, 1:] > 1 + 1e-9).any(1) | (p.option_all[:, 0] + common > limit * (1 + 1e-9))
     return np.minimum(fewest, p.unit_most).astype(np.int64), out
 
@@ -131,8 +137,7 @@ def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0, known: Ar
 
     Options come into the LP as its prices ask for them; `known` ones are there from the beginning.
     """
-    starts, numbers = problem.table_options[:-1], np.arange(len(problem.table_options) - 1)
-    table = np.repeat(numbers, np.diff(problem.table_options))
+    starts, table = problem.table_options[:-1], tables_of(problem)
     shards, out = fewest_shards(problem, limit)
     if np.logical_and.reduceat(out, starts).any():
         return None
@@ -149,11 +154,11 @@ def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0, known: Ar
     inside = _first_options(uses, table, out) | (out & False if known is None else known & ~out)
     while True:
         at = np.flatnonzero(inside)
-        ones = coo_array((np.ones(len(at)), (table[at], np.arange(len(at)))), (len(numbers), len(at) + 5))
+        ones = coo_array((np.ones(len(at)), (table[at], np.arange(len(at)))), (len(starts), len(at) + 5))
         above = np.concatenate([uses[at].T, -np.eye(5)], axis=1)
         cost = np.concatenate([np.zeros(len(at)), [1.0], np.full(4, EXCEEDED)])
         most = np.append(0.0, np.full(4, 1 - slack))
-        result = linprog(cost, above, most, ones.tocsr(), np.ones(len(numbers)), bounds=(0, None), method="highs-ds")
+        result = linprog(cost, above, most, ones.tocsr(), np.ones(len(starts)), bounds=(0, None), method="highs-ds")
         assert result.x is not None, result.message
         prices = -result.ineqlin.marginals
         gain = uses @ prices - result.eqlin.marginals[table]
@@ -169,7 +174,7 @@ def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0, known: Ar
     share[at] = result.x[: len(at)]
     prices = prices[1:] * unit
     cost = np.where(out, np.inf, sums[:, 0] + uses[:, 1:] @ prices)
-    return Relaxed(float(result.fun) * unit, share, shards, cost, prices, inside, out, True)
+    return Relaxed(float(result.fun) * unit, share, shards, cost, prices, inside)
 
 
 def _first_options(uses: Array, table: Array, out: Array) -> Array:
@@ -185,8 +190,7 @@ def _multipliers(
     problem: Problem, sums: Array, sizes: Array, shards: Array, slack: float, out: Array
 ) -> Relaxed | None:
     """Options whose load, and budgets at prices that rise where one is exceeded, cost least; and the mean load."""
-    starts = problem.table_options[:-1]
-    table = np.repeat(np.arange(len(starts)), np.diff(problem.table_options))
+    starts, table = problem.table_options[:-1], tables_of(problem)
     load, uses = np.where(out, np.inf, sums[:, 0]), sums[:, 1:] / sizes
     bound = float(np.minimum.reduceat(load, starts).sum())
     prices, best, cost, least = np.zeros(4), None, load, np.inf
@@ -201,7 +205,7 @@ def _multipliers(
         return None
     share = np.zeros(len(table))
     share[best] = 1
-    return Relaxed(bound, share, shards, cost, prices, ~out, out, False)
+    return Relaxed(bound, share, shards, cost, prices, ~out)
 
 
 def _bound(problem: Problem) -> tuple[float, Relaxed] | None:
@@ -219,8 +223,6 @@ def _bound(problem: Problem) -> tuple[float, Relaxed] | None:
 
     high, more = low * (1 + PRECISION), 0.01
     best = keep(high)
-    if best is not None:
-        return low, best
     while best is None:
         low, high, more = high, high * (1 + more), 2 * more
         best = keep(high)
@@ -239,13 +241,10 @@ def solve(problem: Problem) -> Solution | None:
     bound, relaxed = found
     starts = problem.table_options[:-1]
     goal = 1 + float(np.clip(FIRST[0] * problem.ranks / len(starts), *FIRST[1:]))
-    common = problem.option_common + np.bincount(
-        np.repeat(np.arange(len(problem.option_all)), np.diff(problem.option_units)),
-        problem.unit_common * relaxed.shards, len(problem.option_all),
-    )  # fmt: skip
+    common = problem.option_common + by_option(problem, problem.unit_common * relaxed.shards)
     more = float(common @ relaxed.share - np.minimum.reduceat(common, starts).sum())  # than `relax` counts
     relaxed = relax(problem, goal * bound - max(more, 0.0), known=relaxed.known) or relaxed
-    table = np.repeat(np.arange(len(starts)), np.diff(problem.table_options))
+    table = tables_of(problem)
     likely = np.lexsort((-relaxed.share, table))[starts]
     chosen, sums = _whole(problem, relaxed, likely), totals(problem, relaxed.shards)
     few, sizes = max(1.0, FEW / len(starts)), problem.ranks * np.array([1, 1 / problem.local, 1 / problem.local])
@@ -258,11 +257,12 @@ def solve(problem: Problem) -> Solution | None:
     greedy = search.best[1] * bound
     if search.best > (0.0, OPTIMAL):
         search.run(search.greedy(search.start(chosen), goal), goal)
-    option = np.repeat(np.arange(len(table)), np.diff(problem.option_units))
-    parts = np.maximum(np.bincount(option, relaxed.shards, len(table)), 1).astype(np.int64)
+    parts = np.maximum(by_option(problem, relaxed.shards), 1).astype(np.int64)
     (violation, load), placed = search.best, search.found()
     load *= bound
-    return Solution(placed, violation, load, min(bound, load), greedy, relaxed.cost, parts)  # nothing may cost anything
+    return Solution(
+        placed, violation, load, min(bound, load), greedy, relaxed.cost, parts
+    )  # where nothing costs anything the load is 0
 
 
 def stay(
@@ -283,7 +283,7 @@ def stay(
 def only(problem: Problem, options: Array) -> tuple[Problem, Array, Array]:
     """The problem with some of its options; their numbers, and those of their units."""
     p, kept = problem, np.flatnonzero(options)
-    table = np.repeat(np.arange(len(p.table_options) - 1), np.diff(p.table_options))[kept]
+    table = tables_of(p)[kept]
     counts = np.diff(p.option_units)[kept]
     first = np.repeat(p.option_units[kept] - np.append(0, np.cumsum(counts))[:-1], counts)
     units = first + np.arange(counts.sum())
@@ -301,8 +301,7 @@ def _whole(problem: Problem, relaxed: Relaxed, likely: Array) -> Array:
         from scipy.sparse import coo_array
     except ImportError:
         return likely
-    starts = problem.table_options[:-1]
-    table = np.repeat(np.arange(len(starts)), np.diff(problem.table_options))
+    starts, table = problem.table_options[:-1], tables_of(problem)
     dearer = relaxed.cost - np.minimum.reduceat(relaxed.cost, starts)[table]
     sums, nodes = totals(problem, relaxed.shards), problem.ranks // problem.local
     uses = sums[:, 1:] / [problem.ranks, nodes, nodes, 1]
@@ -349,9 +348,7 @@ class Search:
         on_all = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
         self._per_shard = (p.fixed * on_all) @ weights[:4] + p.unit_common * p.ranks + 2 * p.mutual * shards * width
         base = totals(p, np.zeros(len(shards))) @ weights
-        option = np.repeat(np.arange(len(base)), np.diff(p.option_units))
-        table = np.repeat(np.arange(self.tables), np.diff(p.table_options))
-        least = base + np.bincount(option, self._per_shard * shards, len(base))
+        table, least = tables_of(p), base + by_option(p, self._per_shard * shards)
         self._cost = base - np.minimum.reduceat(least, p.table_options[:-1])[table]
         self._order = np.lexsort((least, table))
         sums = totals(p, shards)
