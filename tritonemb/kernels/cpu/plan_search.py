@@ -28,10 +28,10 @@ from tritonemb.kernels.cpu.plan_shards import (
 
 Array = NDArray[Any]
 WHOLE_TABLE, ANY_TABLE, OF_NODE, SAME_NODE = 0.3, 0.1, 0.2, 0.5  # how often what is taken away is so
-RUINED = 10  # shards that are taken away and placed again, at most
+RUINED, MANY, OFTEN = 10, 40, 0.02  # shards that are taken away and placed again, at most; of one node, so often
 LOOKED_AT = 0.5  # of options, a part
 BY_SIZE = 0.7  # how often the largest are placed first
-TOURNAMENT = 6  # ranks, of which that with the most excess is ruined
+TOURNAMENT, ALL = 6, 0.2  # ranks, of which that with the most excess is ruined; how often it is one of all
 
 
 class Ruin(NamedTuple):
@@ -60,12 +60,16 @@ def _note(p, s, r, table, whole):
 def _choose(p, s, r):
     """Shards of a rank with much excess, of its node and of others, are what goes; and sometimes any table."""
     rank, highest, r.counts[:] = 0, -1.0, 0
-    for _ in range(1 + np.random.randint(TOURNAMENT)):
-        other = np.random.randint(p.ranks)
+    every = np.random.random() < ALL
+    for number in range(p.ranks if every else 1 + np.random.randint(TOURNAMENT)):
+        other = number if every else np.random.randint(p.ranks)
         value = s.rank[2, other] + s.node[2, other // p.local] / p.local
+        value *= np.random.random() if every else 1.0
         if value > highest:
             rank, highest = other, value
     node, near, wanted = rank // p.local, np.random.random() < SAME_NODE, 1 + np.random.randint(RUINED)
+    if np.random.random() < OFTEN:
+        near, wanted = True, MANY
     for _ in range(4 * RUINED):
         if np.random.random() < ANY_TABLE:
             _note(p, s, r, np.random.randint(len(s.chosen)), True)
@@ -171,7 +175,7 @@ def ruin_and_recreate(
     np.random.seed(seed)
     s = start(p, chosen.copy(), units, places, shares, fit)
     best_chosen, best_shards, trial = s.chosen.copy(), room_for(s), room_for(s)
-    found, most = copy_all(p, s, best_shards), 5 * RUINED
+    found, most = copy_all(p, s, best_shards), 5 * RUINED + MANY
     r = Ruin(
         np.zeros(3, np.int64), np.full(len(chosen), -1), np.empty(most, np.int64), np.empty(most, np.int64),
         np.empty(most, np.bool_), np.empty(most, np.int64), room_for(s),

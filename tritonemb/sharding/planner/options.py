@@ -38,8 +38,11 @@ from tritonemb.types import Placement, TableConfig
 
 Array = NDArray[Any]
 CACHE_SHARES = (0.0, 0.03, 0.1, 0.3)  # of a shard's rows that are cached; at least those of prefetched batches
+HOST_SHARES = (0.0, 0.1, 0.4, 0.7)  # of a shard on disk that is cached in host memory
+LARGE = 0.01  # of all device or host memory: tables of more may cache shares between these, too
+FINE_CACHE_SHARES = (0.05, 0.15, 0.2, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8)
+FINE_HOST_SHARES = (0.05, 0.15, 0.2, 0.25, 0.3, 0.35, 0.45, 0.5, 0.55, 0.6, 0.65, 0.75, 0.8, 0.85)
 CACHE_MARGIN, CACHE_PARTS = 64, 64  # rows more, of each of up to so many shards
-HOST_SHARES = (0.0, 0.1, 0.4)  # of a shard on disk that is cached in host memory
 WIDE_IDS = 2.0**31 - 1  # rows: ids of a shard that has more are sent as 8 bytes
 ROUNDING = 1e-6  # of every budget, which is not used
 ROW_RANGES = (1, 2, 4, 8)  # of a table whose ids are not spread evenly over its rows; others are one range
@@ -92,6 +95,15 @@ class Option(NamedTuple):
         return self.kind.replace("_", "-") + (f" ({self.parts} parts)" if self.parts > 1 else "")
 
 
+class Tier(NamedTuple):
+    """Where tables of at least so many bytes may be, and shares of their rows that are cached."""
+
+    placement: Placement
+    cached: float = 0.0
+    on_host: float = 0.0
+    least: float = 0.0
+
+
 class Variant(NamedTuple):
     """Options of all tables that differ in their tables only: of each its units, `[tables, units]`; see `Problem`."""
 
@@ -119,12 +131,15 @@ def make_problem(
     `reserve` are shares of the budgets of device and host memory and disk that are left alone.
     """
     topology = model.topology
-    tiers: list[tuple[Placement, float, float]] = [("device", 0.0, 0.0)]
+    large = LARGE * topology.hbm * model.ranks, LARGE * topology.host * model.nodes
+    tiers = [Tier("device")]
     if topology.host:
-        tiers += [("host", share, 0.0) for share in CACHE_SHARES]
+        tiers += [Tier("host", share) for share in CACHE_SHARES]
+        tiers += [Tier("host", share, least=large[0]) for share in FINE_CACHE_SHARES]
     if topology.disk:
         of_host = HOST_SHARES if topology.host else HOST_SHARES[:1]
-        tiers += [("disk", share, on_host) for share in CACHE_SHARES[::2] for on_host in of_host]
+        tiers += [Tier("disk", share, on_host) for share in CACHE_SHARES[::2] for on_host in of_host]
+        tiers += [Tier("disk", 0.0, on_host, large[1]) for on_host in FINE_HOST_SHARES if topology.host]
     may = {name: np.array([each.types is None or name in each.types for each in bound]) for name in SHARDINGS}
     may |= {
         name: np.array([each.placements is None or name in each.placements for each in bound]) for name in PLACEMENTS
@@ -140,7 +155,7 @@ def make_problem(
         kinds += [("table_row_wise", 1), ("grid", 1), ("table_column_wise", 1)]
     found = [_variant(model, may, kind, units, tier, reserve) for kind, units in kinds for tier in tiers]
     if topology.servers:
-        found.append(_variant(model, may, "server", 0, ("server", 0.0, 0.0), reserve))
+        found.append(_variant(model, may, "server", 0, Tier("server"), reserve))
     return _assemble(model, [each for each in found if each is not None], bound, previous)
 
 
@@ -149,11 +164,11 @@ def _variant(
     may: Mapping[str, Array],
     kind: str,
     units: int,
-    tier: tuple[Placement, float, float],
+    tier: Tier,
     reserve: Sequence[float],
 ) -> Variant | None:
     """Costs of every table that may be sharded so, on a tier with shares of rows cached; None if none may."""
-    placement, share, host_share = tier
+    placement, share, host_share, least_bytes = tier
     tables, top, ranks, local = model.tables, model.topology, model.ranks, model.local
     skewed = np.array([bool(model.stats[t.name].row_share) and not t.is_dynamic for t in tables])
     rows_of = np.array([rows_to_shard(table) for table in tables])
@@ -177,7 +192,7 @@ def _variant(
         steps = most = one
     if kind == "table_column_wise":
         allowed &= columns >= local
-    number = np.flatnonzero(allowed & may[placement])
+    number = np.flatnonzero(allowed & may[placement] & (model.sizes >= least_bytes))
     if not len(number):
         return None
     rows, dims = model.rows[number][:, None], model.dims[number][:, None]

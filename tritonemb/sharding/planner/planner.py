@@ -255,7 +255,9 @@ def _stay(
                 same.append((distance, at, [(unit + of, place, share) for of, place, share in shards]))
         if same:
             _, chosen[number], before[number] = min(same, key=lambda each: each[:2])
-    stayed = stay(problem, fresh, chosen, [shard for each in before.values() for shard in each], STAYS * fresh.load)
+    units, places, shares = np.array([shard for each in before.values() for shard in each]).reshape(-1, 3).T
+    running = Placed(chosen, units.astype(np.int64), places.astype(np.int64), shares)
+    stayed = stay(problem, fresh, running, STAYS * fresh.load)
     after: dict[int, list[tuple[int, int, float]]] = {number: [] for number in before}
     owner = np.repeat(tables_of(problem), np.diff(problem.option_units))
     for unit, place, share in zip(*(each.tolist() for each in stayed.placed[1:]), strict=True):

@@ -7,14 +7,14 @@ all columns, each of which is cut into shards. A shard costs a fixed part and it
    were one: with a load as limit, a unit needs so many shards at least. No plan is faster. (scipy's HiGHS; without it
    multipliers of the budgets, and a simple bound.)
 2. chooses options by the LP as a MIP, and places shards greedily, the largest tables first;
-3. for a load as a goal takes some shards away and places them again, tables with other options, too, at the prices of
-   the LP (ruin and recreate, Schrimpf et al., 2000; the loops are in `kernels/cpu/plan_search.py`); then an LP finds
-   the best shares for shards of rows where they are, which drops many. Goals rise until one is kept, then fall.
+3. for a load as a goal takes some shards away and places them again (ruin and recreate, Schrimpf et al., 2000; the
+   loops are in `kernels/cpu/plan_search.py`); then an LP finds the best shares for shards of rows where they are, which
+   drops many. First options stay, until budgets are kept; then tables get other ones, too, at prices of budgets that
+   begin with the LP's, and fall for what is left unused. Goals rise until one is kept, then fall.
 
 Loads are seconds here, and shares of a goal in the loops, sizes shares of the budgets. Same problem, same answer.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,23 +29,24 @@ PRECISION = 5e-4  # of the bound
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
 CHEAP = 0.1  # of a table's mean share of the bound: what options that are tried cost more than its cheapest, at most
 ALIKE = 0.02  # of a budget: by how much they use more or less of it than the option that the MIP has chosen
-DEARER = 0.1  # what budgets cost more than in the LP
+DEARER = 0.1  # what budgets cost more than in the LP at first
+USED, PACE, DEAREST = 0.997, 10.0, (-0.7, 0.5)  # of budgets: what prices aim at, how fast they follow, and how far
 SPARE, MOST_SPARE = 0.016, 0.01  # of each budget: what the MIP leaves, by ranks a table, and at most
 FIT = 0.002  # of the room that a place has left: what it counts where a shard is placed
 HOT, COLD = (0.1, 0.02), (0.005, 0.002)  # temperatures, of what a rank has of a table on average: at first, later
 EVALUATIONS = 2_400, 60_000_000  # of places in a round, for each table and rank, and at most
-ROUNDS, MORE_ROUNDS, PATIENCE = 12, 60, 2  # as long as it is not `CLOSE`; without gain, until something changes
+FIRST_ROUNDS = 6  # with the options that the MIP has chosen, at most
+ROUNDS, MORE_ROUNDS, PATIENCE = 12, 100, 2  # as long as it is not `CLOSE`; without gain, until something changes
 NEARLY = 0.01  # of all loads: after so little excess the least load that keeps budgets is looked for
 CHEAPER = 0.3  # what costs of options and shards count then, beside the excess, several times; then the goal rises
 FIRST = 0.15, 0.03, 0.4  # of the bound: by how much the first goal is higher, by ranks a table; at least, at most
 FEW = 60  # tables: of fewer more options are tried
 MANY = 20  # tables a rank, from where any tier may be better than the cheapest: small tables fill budgets
-LOWER, RISE, STEP = 0.3, 0.5, 0.002  # of the gap, a goal that is kept; of the excess, and at least, one that is not
+LOWER, RISE, STEP = 0.15, 0.5, 0.002  # of the gap, a goal that is kept; of the excess, and at least, one that is not
 HIGHER = 1.3  # of the gap, as long as budgets are not kept
 TOLERANCE = 1.001e-6  # of a budget
 STAYING = 1e-6  # temperature
 GAIN = 0.97  # of the excess before
-_NONE = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
 
 
 class Relaxed(NamedTuple):
@@ -253,31 +254,37 @@ def solve(problem: Problem) -> Solution | None:
     among = cost <= np.minimum.reduceat(cost, starts)[table] + few * CHEAP / len(starts) * bound
     among[chosen] = among[likely] = True
     search = Search(problem, among, relaxed.shards, relaxed.prices, bound)
-    search.consider(search.greedy(search.start(likely), goal))
+    search.consider(search.greedy(search.start(_without_shards(likely)), goal))
     greedy = search.best[1] * bound
     if search.best > (0.0, OPTIMAL):
-        search.run(search.greedy(search.start(chosen), goal), goal)
+        first = Search(problem, np.isin(np.arange(len(table)), chosen), relaxed.shards, relaxed.prices, bound)
+        placed, left = first.greedy(first.start(_without_shards(chosen)), goal), 1.0
+        for number in range(FIRST_ROUNDS):
+            placed, left = first.recreate(placed, goal, number) if left > 0 else (placed, left)
+        search.run(search.start(first.found(placed)), goal)
     parts = np.maximum(by_option(problem, relaxed.shards), 1).astype(np.int64)
-    (violation, load), placed = search.best, search.found()
+    (violation, load), placed = search.best, search.found(search.best_placed)
     load *= bound
     return Solution(
         placed, violation, load, min(bound, load), greedy, relaxed.cost, parts
     )  # where nothing costs anything the load is 0
 
 
-def stay(
-    problem: Problem, fresh: Solution, chosen: Array, shards: list[tuple[int, int, float]], load: float
-) -> Solution:
+def stay(problem: Problem, fresh: Solution, before: Placed, load: float) -> Solution:
     """These options, and as many of these shards as keep a load; tables without any are placed."""
     bound = max(fresh.bound, 1e-12)
     goal = load / bound
-    among = np.isin(np.arange(len(problem.option_all)), chosen)
+    among = np.isin(np.arange(len(problem.option_all)), before.chosen)
     search = Search(problem, among, np.ones_like(problem.unit_most), np.zeros(4), bound)
-    placed = search.greedy(search.start(chosen, shards), goal)
+    placed = search.greedy(search.start(before), goal)
     if search.score(placed) > (0.0, goal):
         placed, _ = search.recreate(placed, goal, 1, 1.0, STAYING)
-    search.consider(placed)
-    return fresh._replace(placed=search.found(), violation=search.best[0], load=search.best[1] * bound)
+    violation, highest = search.score(placed)
+    return fresh._replace(placed=search.found(placed), violation=violation, load=highest * bound)
+
+
+def _without_shards(chosen: Array) -> Placed:
+    return Placed(chosen, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
 
 def only(problem: Problem, options: Array) -> tuple[Problem, Array, Array]:
@@ -341,36 +348,41 @@ class Search:
             fixed=p.fixed * loads[:4], slope=p.slope * loads[:4], mutual=p.mutual / bound,
         )  # fmt: skip
         self.tables, nodes, shards = len(p.table_options) - 1, p.ranks // p.local, shards[self._units]
-        # What a shard costs in all, and an option besides: loads, and budgets at their prices.
-        weights = (1 + DEARER) * prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
-        weights = np.append(1.0, weights)
-        width = np.where(p.unit_node, p.local, 1)
-        on_all = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
-        self._per_shard = (p.fixed * on_all) @ weights[:4] + p.unit_common * p.ranks + 2 * p.mutual * shards * width
-        base = totals(p, np.zeros(len(shards))) @ weights
-        table, least = tables_of(p), base + by_option(p, self._per_shard * shards)
-        self._cost = base - np.minimum.reduceat(least, p.table_options[:-1])[table]
-        self._order = np.lexsort((least, table))
+        self._shards, self._dearer = shards, np.full(4, 1 + DEARER)
+        self._prices = prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
+        self._set_costs()
         sums = totals(p, shards)
         self._size = sums[:, :2].sum(1) + sums[:, 2:4].sum(1) * p.local
-        self.best, self._best = (np.inf, np.inf), self.start(self._options[p.table_options[:-1]])
+        self.best, self.best_placed = (np.inf, np.inf), self.start(_without_shards(self._options[p.table_options[:-1]]))
 
-    def start(self, chosen: Array, shards: Sequence[tuple[int, int, float]] = ()) -> Placed:
-        """These of the problem's options, with shards."""
-        units, places, shares = (np.array(each) for each in zip(*shards, strict=True)) if shards else _NONE
-        at = np.isin(units, self._units)
-        units = np.searchsorted(self._units, units[at])
-        return Placed(np.searchsorted(self._options, chosen), units, places[at], shares[at].astype(np.float64))
+    def _set_costs(self) -> None:
+        """What a shard costs in all, and an option besides: loads, and budgets at their prices."""
+        p, weights = self.problem, np.append(1.0, self._dearer * self._prices)
+        width = np.where(p.unit_node, p.local, 1)
+        on_all = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
+        self._per_shard = (
+            (p.fixed * on_all) @ weights[:4] + p.unit_common * p.ranks + 2 * p.mutual * self._shards * width
+        )
+        base = totals(p, np.zeros(len(width))) @ weights
+        table, least = tables_of(p), base + by_option(p, self._per_shard * self._shards)
+        self._cost = base - np.minimum.reduceat(least, p.table_options[:-1])[table]
+        self._order = np.lexsort((least, table))
 
-    def found(self) -> Placed:
-        """The best that was considered, in the problem's numbers."""
-        chosen, units, places, shares = self._best
+    def start(self, placed: Placed) -> Placed:
+        """These of the problem's options and shards in numbers of this search."""
+        at = np.isin(placed.units, self._units)
+        units = np.searchsorted(self._units, placed.units[at])
+        return Placed(np.searchsorted(self._options, placed.chosen), units, placed.places[at], placed.shares[at])
+
+    def found(self, placed: Placed) -> Placed:
+        """In the problem's numbers."""
+        chosen, units, places, shares = placed
         return Placed(self._options[chosen], self._units[units], places, shares)
 
     def consider(self, placed: Placed) -> None:
         """Keep what is better than the best."""
         if (score := self.score(placed)) < self.best:
-            self.best, self._best = score, placed
+            self.best, self.best_placed = score, placed
 
     def score(self, placed: Placed) -> tuple[float, float]:
         """By how much budgets are exceeded, and the largest load."""
@@ -383,6 +395,7 @@ class Search:
         excess, stuck, part = np.inf, 0, 1.0
         for number in range(MORE_ROUNDS):
             found, left = self.recreate(placed, goal, number, part)
+            self._follow(found)
             stuck = 0 if left < GAIN * excess else stuck + 1
             placed, excess = (found, left) if left < excess else (placed, excess)
             if left <= NEARLY * self.problem.ranks:
@@ -400,6 +413,13 @@ class Search:
                 goal += max(STEP, RISE * excess / self.problem.ranks)
                 goal = min(goal, 0.999 * least) if kept else 1 + HIGHER * (goal - 1)
                 excess, part = np.inf, 1.0
+
+    def _follow(self, placed: Placed) -> None:
+        """Make budgets dearer that are exceeded in all, and cheaper those of which something is left."""
+        used = np.array([each.mean() for each in usage(self.problem, *placed)[1:]])
+        low, high = DEAREST
+        self._dearer = np.clip(self._dearer * (1 + PACE * (used - USED)), 1 + low, 1 + high)
+        self._set_costs()
 
     def _common(self, placed: Placed) -> float:
         """The load that is on every rank, wherever shards are."""
