@@ -40,20 +40,22 @@ class SumsExchange:
             return own
         device = own.rows[0].device
         counts = torch.tensor([rows.shape[0] for rows in own.rows], dtype=torch.int64, device=device)
-        told = self.group.all_gather(torch.cat([counts, _exponent(own.sums)]), "sizes").tolist()
+        exponent = _exponent(own.sums) if self._precision.scales_by_size else counts.new_zeros(1)
+        told = self.group.all_gather(torch.cat([counts, exponent]), "sizes").tolist()
         by_rank = [(counts, self._precision.scale_below(exponent)) for *counts, exponent in told]
         if not any(any(counts) for counts, _ in by_rank):
             return own
-        message = [torch.cat(own.rows).to(self._number).view(torch.uint8)]
+        parts = [torch.cat(own.rows).to(self._number).view(torch.uint8)]
         for dim, tables in self._tables.items():
-            sums = torch.cat([own.sums[table] for table in tables])
-            message.append(self._codecs[dim].pack(sums, by_rank[self.group.rank][1]))
-        sizes = [sum(self._sizes(counts, device)) for counts, _ in by_rank]
-        longest = -(-max(sizes) // 8) * 8  # each rank's part begins with numbers of rows
-        gathered = _all_gather_padded(self.group, torch.cat(message), longest, "row gradients")
-        parts = [self._parse(part, *each) for part, each in zip(gathered, by_rank, strict=True)]
+            some = [own.sums[table] for table in tables]
+            sums = some[0] if len(some) == 1 else torch.cat(some)
+            parts.append(self._codecs[dim].pack(sums, by_rank[self.group.rank][1]))
+        longest = max(sum(self._sizes(counts, device)) for counts, _ in by_rank)
+        longest = -(-longest // 8) * 8  # each rank's part begins with numbers of rows
+        gathered = _all_gather_padded(self.group, parts, longest, "row gradients")
+        found = [self._parse(part, *each) for part, each in zip(gathered, by_rank, strict=True)]
         return RowSums(
-            *([torch.cat(each) for each in zip(*tables, strict=True)] for tables in zip(*parts, strict=True))
+            *([torch.cat(each) for each in zip(*tables, strict=True)] for tables in zip(*found, strict=True))
         )
 
     def _sizes(self, counts: Sequence[int], device: torch.device) -> list[int]:
@@ -96,12 +98,13 @@ def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None =
         raise RuntimeError(f"rank {rank} has refused its batch; its own error says why")
     if not any(counts):
         return rows
-    gathered = _all_gather_padded(group, rows, max(counts), "rows")
+    gathered = _all_gather_padded(group, [rows], max(counts), "rows")
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).unique()
 
 
-def _all_gather_padded(group: RankGroup, message: Tensor, longest: int, kind: str) -> Tensor:
-    return group.all_gather(torch.nn.functional.pad(message, (0, longest - message.numel())), kind)
+def _all_gather_padded(group: RankGroup, parts: Sequence[Tensor], longest: int, kind: str) -> Tensor:
+    message = torch.cat([*parts, parts[0].new_zeros(longest - sum(part.numel() for part in parts))])
+    return group.all_gather(message, kind)
 
 
 class ColumnBlock(NamedTuple):

@@ -72,9 +72,14 @@ class ExchangePrecision:
             return self.gradient_scale
         return float(1 << (max(1, num_samples) - 1).bit_length()) if self.backward in _SCALED else 1.0
 
+    @property
+    def scales_by_size(self) -> bool:
+        """Whether `scale_below` depends on the exponent."""
+        return self.gradient_scale is None and self.backward in _SCALED
+
     def scale_below(self, exponent: int) -> float:
         """What sums of gradients are multiplied with that are smaller than `2^exponent`."""
-        if self.gradient_scale is not None or self.backward not in _SCALED:
+        if not self.scales_by_size:
             return self.scale(1)
         return 2.0 ** (int(math.log2(LIMITS[CODECS[self.backward]][0])) - max(exponent, -100))
 

@@ -44,7 +44,7 @@ CACHE_BYTES = 40.0  # tag, clock and flags of a cached row, and its part of the 
 PAGE_OVERHEAD = 1.03  # of a table on disk: checksums and flags of its pages
 PREFETCHED = 2  # batches whose ids a rank has at once
 PINNED = 3  # batches whose distinct rows a cache has room for, at least
-RUNTIME_BYTES = 80e6  # of a rank of several: connections and buffers of its collectives, and code that is loaded
+RUNTIME_BYTES = 120e6  # of a rank: code that its first step loads, and what allocators and connections keep
 # Passes over distinct rows that cost as much as so many ids each, as measured on CPUs: a row's sums are exchanged,
 # matched and applied where ranks have other columns of it, or copies.
 WHOLE_ROW_IDS, GATHERED_IDS = 6, 2
@@ -251,8 +251,7 @@ class CostModel:
     def memory_of_rank(self) -> float:
         """Device memory of every rank besides its shards: batches, their vectors and gradients, and other layers."""
         vectors = np.where(self.unpooled, self.ids, self.batch_size * self.features) * self.dims
-        batches = PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum()
-        batches += RUNTIME_BYTES if self.topology.world_size > 1 else 0
+        batches = PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum() + RUNTIME_BYTES
         return float(batches) + DENSE_BYTES * self.dense_parameters + self.activation_bytes
 
     def pieces(self, plan: ShardingPlan) -> tuple[Pieces, Array]:

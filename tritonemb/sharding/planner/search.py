@@ -36,7 +36,8 @@ FIT = 0.002  # of the room that a place has left: what it counts where a shard i
 HOT, COLD = (0.1, 0.02), (0.005, 0.002)  # temperatures, of what a rank has of a table on average: at first, later
 EVALUATIONS = 2_400, 60_000_000  # of places in a round, for each table and rank, and at most
 FIRST_ROUNDS = 6  # with the options that the MIP has chosen, at most
-ROUNDS, MORE_ROUNDS, PATIENCE = 12, 100, 2  # as long as it is not `CLOSE`; without gain, until something changes
+ROUNDS, MORE_ROUNDS, IDLE = 12, 100, 40  # as long as it is not `CLOSE`; without a better plan
+PATIENCE = 2  # rounds without gain, until something changes
 NEARLY = 0.01  # of all loads: after so little excess the least load that keeps budgets is looked for
 CHEAPER = 0.3  # what costs of options and shards count then, beside the excess, several times; then the goal rises
 FIRST = 0.15, 0.03, 0.4  # of the bound: by how much the first goal is higher, by ranks a table; at least, at most
@@ -392,16 +393,20 @@ class Search:
 
     def run(self, placed: Placed, goal: float) -> None:
         """Ruin and recreate for goals that rise until one is kept, then fall."""
-        excess, stuck, part = np.inf, 0, 1.0
+        excess, stuck, part, last = np.inf, 0, 1.0, 0
         for number in range(MORE_ROUNDS):
             found, left = self.recreate(placed, goal, number, part)
             self._follow(found)
             stuck = 0 if left < GAIN * excess else stuck + 1
             placed, excess = (found, left) if left < excess else (placed, excess)
+            before = self.best
             if left <= NEARLY * self.problem.ranks:
                 self.consider(placed)
                 self.consider(self.balance(placed) or placed)
+            last = number if self.best < before else last
             if self.best <= (0.0, OPTIMAL) or (number >= ROUNDS and self.best <= (0.0, CLOSE)):
+                break
+            if number - last >= IDLE and self.best[0] == 0:
                 break
             kept = self.best[0] == 0
             least = self.best[1] if kept else np.inf
