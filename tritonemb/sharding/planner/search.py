@@ -44,7 +44,7 @@ FIRST = 0.15, 0.03, 0.4  # of the bound: by how much the first goal is higher, b
 FEW = 60  # tables: of fewer more options are tried
 MANY = 20  # tables a rank, from where any tier may be better than the cheapest: small tables fill budgets
 LOWER, RISE, STEP = 0.15, 0.5, 0.002  # of the gap, a goal that is kept; of the excess, and at least, one that is not
-HIGHER = 1.3  # of the gap, as long as budgets are not kept
+BACK, HIGHER = 0.3, 1.3  # of the way to the load of the best plan; of the gap, as long as budgets are not kept
 TOLERANCE = 1.001e-6  # of a budget
 STAYING = 1e-6  # temperature
 GAIN = 0.97  # of the excess before
@@ -415,9 +415,9 @@ class Search:
             elif stuck >= PATIENCE:
                 stuck, part = 0, part * CHEAPER
             if part < CHEAPER**3:
-                goal += max(STEP, RISE * excess / self.problem.ranks)
+                goal += max(STEP, RISE * excess / self.problem.ranks, BACK * (least - goal) if kept else 0.0)
                 goal = min(goal, 0.999 * least) if kept else 1 + HIGHER * (goal - 1)
-                excess, part = np.inf, 1.0
+                placed, excess, part = self.best_placed if kept else placed, np.inf, 1.0
 
     def _follow(self, placed: Placed) -> None:
         """Make budgets dearer that are exceeded in all, and cheaper those of which something is left."""
