@@ -185,7 +185,8 @@ def _made(
     prediction = model.predict(result)
     each_table = zip(model.tables, picked, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
     tables = tuple(TableReport(table, option, *numbers, *others) for table, (option, *others), *numbers in each_table)
-    report = PlanReport(model, tables, prediction, solution.bound, max(solution.greedy, prediction.load))
+    load = prediction.load  # cached rows are rounded up
+    report = PlanReport(model, tables, prediction, min(solution.bound, load), max(solution.greedy, load))
     return replace(result, report=report), report
 
 

@@ -392,7 +392,7 @@ class Search:
         return over, float(load.max()) + self._common(placed)
 
     def run(self, placed: Placed, goal: float) -> None:
-        """Ruin and recreate for goals that rise until one is kept, then fall."""
+        """Ruin and recreate for goals that rise until one is kept, then fall; in between from the best plan again."""
         excess, stuck, part, last = np.inf, 0, 1.0, 0
         for number in range(MORE_ROUNDS):
             found, left = self.recreate(placed, goal, number, part)
