@@ -95,7 +95,7 @@ class Option(NamedTuple):
         return self.kind.replace("_", "-") + (f" ({self.parts} parts)" if self.parts > 1 else "")
 
 
-class Tier(NamedTuple):
+class TierOption(NamedTuple):
     """Where tables of at least so many bytes may be, and shares of their rows that are cached."""
 
     placement: Placement
@@ -132,14 +132,14 @@ def make_problem(
     """
     topology = model.topology
     large = LARGE * topology.hbm * model.ranks, LARGE * topology.host * model.nodes
-    tiers = [Tier("device")]
+    tiers = [TierOption("device")]
     if topology.host:
-        tiers += [Tier("host", share) for share in CACHE_SHARES]
-        tiers += [Tier("host", share, least=large[0]) for share in FINE_CACHE_SHARES]
+        tiers += [TierOption("host", share) for share in CACHE_SHARES]
+        tiers += [TierOption("host", share, least=large[0]) for share in FINE_CACHE_SHARES]
     if topology.disk:
         of_host = HOST_SHARES if topology.host else HOST_SHARES[:1]
-        tiers += [Tier("disk", share, on_host) for share in CACHE_SHARES[::2] for on_host in of_host]
-        tiers += [Tier("disk", 0.0, on_host, large[1]) for on_host in FINE_HOST_SHARES if topology.host]
+        tiers += [TierOption("disk", share, on_host) for share in CACHE_SHARES[::2] for on_host in of_host]
+        tiers += [TierOption("disk", 0.0, on_host, large[1]) for on_host in FINE_HOST_SHARES if topology.host]
     may = {name: np.array([each.types is None or name in each.types for each in bound]) for name in SHARDINGS}
     may |= {
         name: np.array([each.placements is None or name in each.placements for each in bound]) for name in PLACEMENTS
@@ -155,7 +155,7 @@ def make_problem(
         kinds += [("table_row_wise", 1), ("grid", 1), ("table_column_wise", 1)]
     found = [_variant(model, may, kind, units, tier, reserve) for kind, units in kinds for tier in tiers]
     if topology.servers:
-        found.append(_variant(model, may, "server", 0, Tier("server"), reserve))
+        found.append(_variant(model, may, "server", 0, TierOption("server"), reserve))
     return _assemble(model, [each for each in found if each is not None], bound, previous)
 
 
@@ -164,7 +164,7 @@ def _variant(
     may: Mapping[str, Array],
     kind: str,
     units: int,
-    tier: Tier,
+    tier: TierOption,
     reserve: Sequence[float],
 ) -> Variant | None:
     """Costs of every table that may be sharded so, on a tier with shares of rows cached; None if none may."""

@@ -185,7 +185,7 @@ def _made(
     prediction = model.predict(result)
     each_table = zip(model.tables, picked, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
     tables = tuple(TableReport(table, option, *numbers, *others) for table, (option, *others), *numbers in each_table)
-    load = prediction.load  # cached rows are rounded up
+    load = prediction.load  # with whole rows cached, so it may be a little below the bound
     report = PlanReport(model, tables, prediction, min(solution.bound, load), max(solution.greedy, load))
     return replace(result, report=report), report
 
