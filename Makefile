@@ -63,12 +63,13 @@ test-selection:
 	$(QUIET) $(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --quick $(ARGS)
 	$(QUIET) $(FEWEST) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --quick -m "triton and not slow" $(ARGS)
 
-# All but the longest sweeps. Everything by the CPU kernels; the public tests by the references; then the public tests
-# and those of the kernels by Triton kernels that are interpreted.
+# What `make test` leaves out, but for the longest sweeps. Everything by the CPU kernels; the public tests by the
+# references; then those of the kernels, and the public ones, by Triton kernels that are interpreted.
 test-more: $(VENV)/.dev
-	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
-	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "public and not slow" $(BY_REFERENCE) $(ARGS)
-	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "(triton or public) and not slow" $(ARGS)
+	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) --rest $(ARGS)
+	$(QUIET) $(QUICK) $(BIN)/python -m pytest -n $(JOBS) --quick -m "public and not slow" $(BY_REFERENCE) $(ARGS)
+	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) --rest -m "triton and not slow" $(ARGS)
+	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) --quick -m "public and not (triton or slow)" $(ARGS)
 
 test-all: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "" $(ARGS)

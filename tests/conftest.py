@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers import INTERPRETED
 from tests.ranks import Ranks
-from tests.selection import Meter, group_of, limit_examples, select
+from tests.selection import Meter, group_of, limit_examples, rest, select
 from tritonemb.ops.registry import forced
 
 _COMMON = {
@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kernels", choices=("reference", "cpu", "triton"), help="let these serve every op in tests marked public"
     )
     parser.addoption("--quick", action="store_true", help="each value of a parameter once, nothing marked more")
+    parser.addoption("--rest", action="store_true", help="what --quick leaves out, and tests of Hypothesis")
     parser.addoption("--measure", type=Path, metavar="FILE", help="append the CPU seconds of every test to this file")
 
 
@@ -47,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say what would run it."""
+    if config.getoption("--rest"):
+        done = {item.nodeid for item in rest(items)}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+        items[:] = [item for item in items if item.nodeid not in done]
     if config.getoption("--quick"):
         items[:], others = select(items)
         config.hook.pytest_deselected(items=others)

@@ -2,7 +2,8 @@
 
 `--quick` leaves out tests marked `more`. Of a test with parameters it keeps as few cases as show every value of every
 parameter once (six optimizers on three placements are six cases, not eighteen), and of a test marked `few(n)` no more
-than `n` of these. Hypothesis makes few examples. `make test-more` runs everything.
+than `n` of these. Hypothesis makes few examples. `--rest` leaves out what `--quick` has run, but for tests of
+Hypothesis, which make more examples then.
 
 `--measure FILE` appends one line of JSON a test: its id, and the seconds of CPU that it and its processes took.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 RANKS, RANKS_EXAMPLES = "ranks", 3
 
@@ -29,6 +30,11 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
             functions[item.nodeid.split("[", 1)[0]].append(item)
     kept = {item.nodeid for cases in functions.values() for item in cover(cases)[: most_cases(cases[0])]}
     return [item for item in items if item.nodeid in kept], [item for item in items if item.nodeid not in kept]
+
+
+def rest(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of all tests those that `--rest` leaves out."""
+    return [item for item in select(items)[0] if not is_hypothesis_test(getattr(item, "obj", None))]
 
 
 def most_cases(item: pytest.Item) -> int | None:

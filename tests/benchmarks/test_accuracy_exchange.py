@@ -27,7 +27,7 @@ def planted(num_rows: int) -> Dataset:
     return Dataset("planted", features, train=rows.slice(0, num_rows // 2), test=rows.slice(num_rows // 2, num_rows))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_every_precision_learns_and_sends_what_its_codec_says() -> None:
     config = dataclasses.replace(preset("synthetic"), epochs=2, batch_size=64)
     rows = {row["exchange"]: row for row in compare(config, planted(3003), seeds=range(1), world=2)}

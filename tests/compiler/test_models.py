@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import tritonemb as te
 from tests.compiler.graphs import Recorded, copies_of, count_ops
 from tests.compiler.models import DCN, DLRM, DeepFM, SequenceTower, TwoTower
-from tests.helpers import breadth
 
 BATCH_SIZE, NUM_STEPS = 64, 100
 # Losses in float32 after up to 100 steps whose sums are taken in another order.
@@ -137,6 +136,7 @@ def table_shapes(model: nn.Module) -> set[tuple[int, ...]]:
 # Of models of one kind, some in the long sweep alone. Models of many tables take ten seconds to be traced.
 SELDOM = {"deepfm": pytest.mark.slow, "dlrm": pytest.mark.more}
 QUICK = [pytest.param(name, marks=SELDOM.get(name, ())) for name in CASES]
+SMALL = [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in CASES]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -185,7 +185,7 @@ class TestGraphs:
         torch.testing.assert_close(found, train(other, case, optimizers[1:], steps), rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("name", breadth(CASES, ["dcn"]))
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.more
 def test_by_inductor_a_hundred_steps_have_the_same_losses(name):
     case = CASES[name]
@@ -220,7 +220,7 @@ def test_by_inductor_no_table_is_copied():
     assert not any(torch.equal(bag.weight, old) for bag, old in zip(model.emb_l, before, strict=True))
 
 
-@pytest.mark.parametrize("name", breadth(CASES, ["dcn"]))
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.more
 def test_evaluation_has_the_same_results(name):
     case = CASES[name]

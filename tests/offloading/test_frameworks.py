@@ -245,7 +245,11 @@ def test_lightning(tmp_path, tiers, options):
 @pytest.mark.parametrize("tiers", EVERYWHERE)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}],
+    [
+        {"bf16": True},
+        {"gradient_accumulation_steps": 2},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"gradient_checkpointing": True})),
+    ],
     ids=lambda each: "".join(each) or "plain",
 )
 def test_hugging_face_trainer(tmp_path, monkeypatch, tiers, options):

@@ -74,7 +74,7 @@ def job(rank: int, ranks: int, *args: Any) -> Any:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ranks_train_as_one(ranks, size, optimizer, tmp_path):
     expected, gradients = of_one(str(tmp_path), optimizer)

@@ -35,7 +35,7 @@ def test_bits_are_those_of_one_process(cache, ahead, dynamic):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("number", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_over_flight_they_are_the_same(number):
     pytest.importorskip("pyarrow.flight")
     expected = alone(16, dynamic=ADMITTED)

@@ -68,8 +68,8 @@ def test_processes_have_the_bits_of_threads(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("staleness", "log"),
     [
-        (0, "memory"),
         (3, "disk"),
+        pytest.param(0, "memory", marks=pytest.mark.slow),
         pytest.param(0, "disk", marks=pytest.mark.slow),
         pytest.param(3, "memory", marks=pytest.mark.slow),
     ],
@@ -107,8 +107,7 @@ def test_a_server_loads_nothing_that_only_trainers_need():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("sign", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_nothing_outlives_the_command(tmp_path, sign):
     command = [sys.executable, "-m", "tritonemb", "train", "--data", "synthetic", "--epochs", "50"]
     command += ["--servers", "2", "--staleness", "4", "--out", str(tmp_path / "run"), "--server-log", "disk"]

@@ -114,7 +114,7 @@ def test_a_run_is_resumed_on_other_servers(ranks, tmp_path, checkpoints):
     assert found[0] == [loss for loss in expected[0] if loss[0] > 18]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_checkpoint_goes_to_other_tiers_and_numbers_of_ranks(ranks, tmp_path):
     run(ranks, 2, 2, tmp_path / "servers", epochs=1, checkpoints=EVERY)
     checkpoint = tmp_path / "servers/checkpoints/step-18"

@@ -125,7 +125,7 @@ def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
 
 def on_four(name: str) -> pytest.MarkDecorator:
     """Four ranks for one optimizer of a kind; for all of them in the longest tests."""
-    return pytest.mark.more if name in ("adam", "ftrl", "partial_row_wise_lamb", "custom adam") else pytest.mark.slow
+    return pytest.mark.more if name in ("ftrl", "custom adam") else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
     assert not run(ranks, given)
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", sorted(ALONE))
 @pytest.mark.few(2)
 def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, kind, world):

@@ -57,8 +57,8 @@ def both(rank, world, model, codec, backend, local):
 CASES = [
     ("dlrm", "fp16", "aot_eager", 2, 0),
     pytest.param("dlrm", "fp32", "tritonemb", 2, 0, marks=pytest.mark.more),
-    pytest.param("dcn", "int8", "inductor", 2, 0, marks=pytest.mark.more),
-    pytest.param("dlrm", "bf16", "inductor", 4, 2, marks=pytest.mark.more),
+    pytest.param("dcn", "int8", "inductor", 2, 0, marks=pytest.mark.slow),
+    pytest.param("dlrm", "bf16", "inductor", 4, 2, marks=pytest.mark.slow),
     pytest.param("dcn", "fp8_e5m2", "tritonemb", 4, 2, marks=pytest.mark.more),
 ]
 
@@ -118,7 +118,7 @@ def varying(rank, world, dynamic):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_batches_of_other_sizes_compile_few_graphs(ranks, dynamic):
     for graphs, losses, expected in ranks(2).run(varying, 2, dynamic):
         assert graphs <= (3 if dynamic is None else 2)  # of seven sizes
@@ -176,7 +176,7 @@ def accumulated(rank, world, backend):
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.slow)])
 def test_a_graph_averages_gradients_and_buffers_as_ddp_does(ranks, backend):
     (compiled, eager), (other, _) = ranks(2).run(accumulated, 2, backend)
     for name, gradient in compiled[0].items():

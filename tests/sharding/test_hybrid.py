@@ -192,7 +192,7 @@ def in_parts(rank, world, kind, number, compiled):
 
 
 @pytest.mark.parametrize(("world", "number", "compiled"), [(2, 2, False), (1, 4, False), (4, 2, True), (2, 7, True)])
-@pytest.mark.parametrize("kind", [dlrm, dcn])
+@pytest.mark.parametrize("kind", [dlrm, pytest.param(dcn, marks=pytest.mark.slow)])
 @pytest.mark.few(1)
 def test_sub_batches_train_as_the_whole_batch(ranks, world, number, compiled, kind):
     """Seven are more than there are samples."""

@@ -191,7 +191,7 @@ def trained(rank, world, exchange, overlapped, steps, dense):
 
 @pytest.mark.parametrize("dense", ["ddp", pytest.param("fsdp", marks=pytest.mark.more)])
 @pytest.mark.parametrize("codec", ["fp16", pytest.param("int8", marks=pytest.mark.more)])
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_bit_depends_on_what_runs_beside_it(ranks, world, codec, dense):
     found = [
         ranks(world).run(trained, world, ExchangePrecision(codec, "bf16"), overlapped, 5, dense)

@@ -258,16 +258,18 @@ def start(folder: Path, *kind: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
 
 
+LONG = (
+    ("sync", "dynamic", 4), ("sync", "disk", 2), ("async", "disk", 12), ("sync", "disk", 12), ("async", "dynamic", 12),
+)  # fmt: skip
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 @pytest.mark.parametrize(
     ("kind", "placement", "kills"),
     [
         ("async", "disk", 2),
-        ("sync", "dynamic", 4),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("sync", "disk", 2), ("async", "disk", 12), ("sync", "disk", 12), ("async", "dynamic", 12))
-        ),
+        ("sync", "dynamic", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG),
     ],
 )
 @pytest.mark.timeout(600)

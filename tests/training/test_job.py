@@ -145,7 +145,7 @@ def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epoch
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("placement", ["device", "disk"])
+@pytest.mark.parametrize("placement", [pytest.param("device", marks=pytest.mark.slow), "disk"])
 def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_path, placement):
     """No vocabulary; tables of 40 rows for 50 ids and missing ones, which come in their second occurrence."""
 

@@ -106,7 +106,7 @@ def undisturbed(data, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 20))])
 @pytest.mark.timeout(900)
 @pytest.mark.more
 def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, kills):

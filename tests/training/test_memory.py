@@ -64,7 +64,7 @@ def test_five_gigabytes_train_within_two(tmp_path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.more
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_log(tmp_path):
     """Four times the rows add less than their own size: what is kept of a row is a logit and a label, for the AUC."""
     peaks = []
