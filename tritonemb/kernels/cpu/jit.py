@@ -176,6 +176,14 @@ def called(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function)
 
 
+def uncounted(function: Callable[..., Any]) -> Any:
+    """Likewise, for small functions that are called very often with many arrays, of which Numba would count references.
+    It can make no arrays, and return none.
+    """
+    _tasks.add(function.__qualname__)
+    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, _nrt=False)(function)
+
+
 def inlined(function: Callable[..., Any]) -> Any:
     """Likewise, and always inline it: arrays are passed in pieces, so a call costs more than a short row."""
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True)(function)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.jit import called, compiled
+from tritonemb.kernels.cpu.jit import compiled, uncounted
 from tritonemb.kernels.cpu.plan_shards import (
     NEXT,
     UNIT,
@@ -46,7 +46,7 @@ class Ruin(NamedTuple):
     before: Any  # units, places and shares of all shards of the tables
 
 
-@called
+@uncounted
 def _note(p, s, r, table, whole):
     """Remember a table as it is, and whether all of it goes."""
     if r.place_of[table] < 0:
@@ -56,7 +56,7 @@ def _note(p, s, r, table, whole):
     r.whole[r.place_of[table]] |= whole
 
 
-@called
+@uncounted
 def _choose(p, s, r):
     """Shards of a rank with much excess, of its node and of others, are what goes; and sometimes any table."""
     rank, highest, r.counts[:] = 0, -1.0, 0
@@ -88,7 +88,7 @@ def _choose(p, s, r):
         rank = node * p.local + np.random.randint(p.local) if near else np.random.randint(p.ranks)
 
 
-@called
+@uncounted
 def _take_away(p, s, r, units, shares):
     """Take away what was chosen: shares of units, and tables as units below 0; how many, and what that changes."""
     number, change = 0, 0.0
@@ -109,7 +109,7 @@ def _take_away(p, s, r, units, shares):
     return number, change
 
 
-@called
+@uncounted
 def _put_back(p, s, r):
     """Undo all of a step."""
     for each in range(r.counts[0]):
@@ -120,27 +120,33 @@ def _put_back(p, s, r):
         put(p, s, r.before[0][each], r.before[1][each], r.before[2][each])
 
 
-@called
-def _cost(p, s, cost, per_shard, tables):
-    """Of tables as they are, beside their excess."""
-    total = 0.0
-    for table in tables:
-        option = s.chosen[table]
-        total += cost[option]
-        for unit in range(p.option_units[option], p.option_units[option + 1]):
-            total += per_shard[unit] * s.shards_of[unit]
+@uncounted
+def _cost(p, s, cost, per_shard, table):
+    """Of a table as it is, beside its excess."""
+    option = s.chosen[table]
+    total = cost[option]
+    for unit in range(p.option_units[option], p.option_units[option + 1]):
+        total += per_shard[unit] * s.shards_of[unit]
     return total
 
 
-@called
-def _insert_best(p, s, cost, per_shard, order, table, to):
+@uncounted
+def _cost_of_all(p, s, cost, per_shard, tables):
+    total = 0.0
+    for table in tables:
+        total += _cost(p, s, cost, per_shard, table)
+    return total
+
+
+@uncounted
+def _insert_best(p, s, cost, least_cost, per_shard, order, table, to):
     """Give a table that is not placed an option and shards that cost least together with the excess; some options are
     not looked at. What that adds to the excess, and how many places were looked at.
     """
     least, best, tried, number = np.inf, -1, 1, 0
     for each in range(p.table_options[table], p.table_options[table + 1]):
         option = order[each]
-        if cost[option] >= least:
+        if least_cost[option] >= least:
             break
         if best >= 0 and np.random.random() >= LOOKED_AT:
             continue
@@ -149,7 +155,7 @@ def _insert_best(p, s, cost, per_shard, order, table, to):
         for unit in range(p.option_units[option], p.option_units[option + 1]):
             change, looked = fill(p, s, unit, 1.0, per_shard[unit])
             total, tried = total + change, tried + looked
-        total += _cost(p, s, cost, per_shard, np.array([table]))
+        total += _cost(p, s, cost, per_shard, table)
         if total < least:
             least, best, number = total, option, copy(p, s, table, to, 0)
         remove(p, s, table)
@@ -162,15 +168,15 @@ def _insert_best(p, s, cost, per_shard, order, table, to):
 
 @compiled
 def ruin_and_recreate(
-    p, cost, per_shard, order, size, chosen, units, places, shares, evaluations, hot, cold, fit, seed
+    p, cost, least_cost, per_shard, order, size, chosen, units, places, shares, evaluations, hot, cold, fit, seed
 ):  # fmt: skip
     """Options and shards with no load above 1 and no budget exceeded, or little: the best, and the last.
 
     Ruin and recreate (Schrimpf et al., 2000; Shaw, 1998): shards of a rank or node, and of others, or all shards of
     their tables, are taken away and placed again, mostly the largest first, a table that has none with the option that
-    adds least to the excess and to what it costs: `cost [O]`, and `per_shard [U]` for each shard. `order [O]` has the
-    options of each table by cost, `size [T]` says which tables are large. Changes are accepted as in annealing, at
-    temperatures from `hot` to `cold`, in loads.
+    adds least to the excess and to what it costs: `cost [O]`, and `per_shard [U]` for each shard; `least_cost [O]` is
+    with the fewest shards. `order [O]` has the options of each table by that, `size [T]` says which tables are large.
+    Changes are accepted as in annealing, at temperatures from `hot` to `cold`, in loads.
     """
     np.random.seed(seed)
     s = start(p, chosen.copy(), units, places, shares, fit)
@@ -190,7 +196,7 @@ def ruin_and_recreate(
         step, used = step + 1, used + p.ranks
         _choose(p, s, r)
         tables = r.tables[: r.counts[0]]
-        dearer = -_cost(p, s, cost, per_shard, tables)
+        dearer = -_cost_of_all(p, s, cost, per_shard, tables)
         number, change = _take_away(p, s, r, units, shares)
         by_size = np.random.random() < BY_SIZE
         for each in range(number):
@@ -203,11 +209,11 @@ def ruin_and_recreate(
             keys[each] = -large * (0.7 + 0.6 * np.random.random()) if by_size else np.random.random()
         for each in np.argsort(keys[:number]):
             if units[each] < 0:
-                added, tried = _insert_best(p, s, cost, per_shard, order, -1 - units[each], trial)
+                added, tried = _insert_best(p, s, cost, least_cost, per_shard, order, -1 - units[each], trial)
             else:
                 added, tried = fill(p, s, units[each], shares[each], per_shard[units[each]])
             change, used = change + added, used + tried
-        dearer += _cost(p, s, cost, per_shard, tables)
+        dearer += _cost_of_all(p, s, cost, per_shard, tables)
         if change + dearer > 1e-12 and np.random.random() >= np.exp(-(change + dearer) / temperature):
             _put_back(p, s, r)
         else:

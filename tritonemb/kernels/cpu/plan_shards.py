@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.jit import called, compiled, inlined
+from tritonemb.kernels.cpu.jit import called, compiled, inlined, uncounted
 
 Array = NDArray[Any]
 LOAD, HBM, HOST, DISK, SERVER = range(5)
@@ -114,7 +114,7 @@ def _add(p, s, unit, place, fixed, share):
     return change
 
 
-@called
+@uncounted
 def add_to_all(p, s, option, sign):
     """Add what an option costs everywhere; what that changes of the excess."""
     change, costs = 0.0, p.option_all[option]
@@ -131,7 +131,7 @@ def add_to_all(p, s, option, sign):
     return change
 
 
-@called
+@uncounted
 def excess_of_all(p, s):
     return s.rank[2].sum() + s.node[2].sum() + WEIGHT * p.ranks * _over(s.server[0])
 
@@ -150,7 +150,7 @@ def _shard_at(p, s, unit, place):
     return shard
 
 
-@called
+@uncounted
 def _add_mutual(p, s, shard, sign):
     """Add what a shard and the others of its unit cost because there are others; what that changes of the excess."""
     unit, change, others = s.shard[shard, UNIT], 0.0, 0.0
@@ -168,7 +168,7 @@ def _add_mutual(p, s, shard, sign):
     return change
 
 
-@called
+@uncounted
 def put(p, s, unit, place, share):
     """Place a share of a unit, as a shard or with that which is there; what that changes of the excess."""
     shard = _shard_at(p, s, unit, place)
@@ -190,7 +190,7 @@ def put(p, s, unit, place, share):
     return _add_mutual(p, s, shard, 1.0) + _add(p, s, unit, place, 1.0, share)
 
 
-@called
+@uncounted
 def take(p, s, shard):
     """Take a shard away; what that changes of the excess."""
     unit, place = s.shard[shard, UNIT], s.shard[shard, PLACE]
@@ -215,7 +215,7 @@ def take(p, s, shard):
     return change + _add(p, s, unit, place, -1.0, -s.share[shard])
 
 
-@called
+@uncounted
 def remove(p, s, table):
     """Take all of a table away; what that changes of the excess."""
     option = s.chosen[table]
@@ -273,7 +273,7 @@ def _room_on_node(p, s, unit, node, fixed, room):
     return room
 
 
-@called
+@uncounted
 def _look(p, s, unit, share, per_shard, offset):
     """Set the `room` of all places for a unit, and the `value`, by share: of the shard, and of what is left empty."""
     nodes, node_unit = p.ranks // p.local, p.unit_node[unit]
@@ -329,7 +329,7 @@ def _look(p, s, unit, share, per_shard, offset):
     return places
 
 
-@called
+@uncounted
 def _look_over(p, s, unit, share, places, noise):
     """Set the `value` of places: the excess that a share adds there."""
     width = p.local if p.unit_node[unit] else 1
@@ -352,7 +352,7 @@ def _look_over(p, s, unit, share, places, noise):
         s.value[place] *= noise[place]
 
 
-@called
+@uncounted
 def _not_with_others(p, s, unit):
     """A rank has one shard of a table: places with those of the option's other units are out."""
     option = s.chosen[s.table[unit]]
@@ -372,7 +372,7 @@ def _best_place(s, places):
     return best
 
 
-@called
+@uncounted
 def fill(p, s, unit, share, per_shard):
     """Place a share of a unit where it fits, in few shards; what fits nowhere where it adds least to the excess.
 
@@ -419,7 +419,7 @@ def fill(p, s, unit, share, per_shard):
     return change, tried
 
 
-@called
+@uncounted
 def copy(p, s, table, to, number):
     """Write a table's shards, their units, places and shares, behind the first `number`; how many there are then."""
     option = s.chosen[table]
@@ -431,7 +431,7 @@ def copy(p, s, table, to, number):
     return number
 
 
-@called
+@uncounted
 def copy_all(p, s, to):
     """Write all shards, table by table; how many."""
     number = 0

@@ -29,20 +29,20 @@ PRECISION = 5e-4  # of the bound
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
 CHEAP = 0.1  # of a table's mean share of the bound: what options that are tried cost more than its cheapest, at most
 ALIKE = 0.02  # of a budget: by how much they use more or less of it than the option that the MIP has chosen
-DEARER = 0.1  # what budgets cost more than in the LP at first
-USED, PACE, DEAREST = 0.997, 10.0, (-0.7, 0.5)  # of budgets: what prices aim at, how fast they follow, and how far
+DEARER = -0.7, 0.1, 0.5  # what budgets cost more than in the LP: at least, at first, at most
+USED, PACE = 0.997, 10.0  # of budgets: what prices aim at, and how fast they follow
 SPARE, MOST_SPARE = 0.016, 0.01  # of each budget: what the MIP leaves, by ranks a table, and at most
 FIT = 0.002  # of the room that a place has left: what it counts where a shard is placed
 HOT, COLD = (0.1, 0.02), (0.005, 0.002)  # temperatures, of what a rank has of a table on average: at first, later
 EVALUATIONS = 2_400, 60_000_000  # of places in a round, for each table and rank, and at most
 FIRST_ROUNDS = 6  # with the options that the MIP has chosen, at most
-ROUNDS, MORE_ROUNDS, IDLE = 12, 100, 40  # as long as it is not `CLOSE`; without a better plan
+ROUNDS, MORE_ROUNDS, IDLE = 12, 300, 40  # as long as it is not `CLOSE`; without a better plan
 PATIENCE = 2  # rounds without gain, until something changes
 NEARLY = 0.01  # of all loads: after so little excess the least load that keeps budgets is looked for
 CHEAPER = 0.3  # what costs of options and shards count then, beside the excess, several times; then the goal rises
 FIRST = 0.15, 0.03, 0.4  # of the bound: by how much the first goal is higher, by ranks a table; at least, at most
 FEW = 60  # tables: of fewer more options are tried
-MANY = 20  # tables a rank, from where any tier may be better than the cheapest: small tables fill budgets
+SMALL_TABLES = 20  # tables a rank, from where any tier may be better than the cheapest: small tables fill budgets
 LOWER, RISE, STEP = 0.15, 0.5, 0.002  # of the gap, a goal that is kept; of the excess, and at least, one that is not
 BACK, HIGHER = 0.3, 1.3  # of the way to the load of the best plan; of the gap, as long as budgets are not kept
 TOLERANCE = 1.001e-6  # of a budget
@@ -255,16 +255,16 @@ def solve(problem: Problem) -> Solution | None:
     among = cost <= np.minimum.reduceat(cost, starts)[table] + few * CHEAP / len(starts) * bound
     among[chosen] = among[likely] = True
     search = Search(problem, among, relaxed.shards, relaxed.prices, bound)
-    search.consider(search.greedy(search.start(_without_shards(likely)), goal))
+    search.consider(search.greedy(search.to_own(_without_shards(likely)), goal))
     greedy = search.best[1] * bound
     if search.best > (0.0, OPTIMAL):
         first = Search(problem, np.isin(np.arange(len(table)), chosen), relaxed.shards, relaxed.prices, bound)
-        placed, left = first.greedy(first.start(_without_shards(chosen)), goal), 1.0
+        placed, left = first.greedy(first.to_own(_without_shards(chosen)), goal), 1.0
         for number in range(FIRST_ROUNDS):
             placed, left = first.recreate(placed, goal, number) if left > 0 else (placed, left)
-        search.run(search.start(first.found(placed)), goal)
+        search.run(search.to_own(first.to_problem(placed)), goal)
     parts = np.maximum(by_option(problem, relaxed.shards), 1).astype(np.int64)
-    (violation, load), placed = search.best, search.found(search.best_placed)
+    (violation, load), placed = search.best, search.to_problem(search.best_placed)
     load *= bound
     return Solution(
         placed, violation, load, min(bound, load), greedy, relaxed.cost, parts
@@ -277,11 +277,11 @@ def stay(problem: Problem, fresh: Solution, before: Placed, load: float) -> Solu
     goal = load / bound
     among = np.isin(np.arange(len(problem.option_all)), before.chosen)
     search = Search(problem, among, np.ones_like(problem.unit_most), np.zeros(4), bound)
-    placed = search.greedy(search.start(before), goal)
+    placed = search.greedy(search.to_own(before), goal)
     if search.score(placed) > (0.0, goal):
         placed, _ = search.recreate(placed, goal, 1, 1.0, STAYING)
     violation, highest = search.score(placed)
-    return fresh._replace(placed=search.found(placed), violation=violation, load=highest * bound)
+    return fresh._replace(placed=search.to_problem(placed), violation=violation, load=highest * bound)
 
 
 def _without_shards(chosen: Array) -> Placed:
@@ -317,7 +317,7 @@ def _whole(problem: Problem, relaxed: Relaxed, likely: Array) -> Array:
     order = np.lexsort((relaxed.cost, tier, table))
     best = np.zeros(len(table), dtype=bool)  # of its table, on its tier
     best[order] = np.append(True, (np.diff(table[order]) != 0) | (np.diff(tier[order]) != 0))
-    best &= np.isfinite(relaxed.cost) & (len(starts) >= MANY * problem.ranks)
+    best &= np.isfinite(relaxed.cost) & (len(starts) >= SMALL_TABLES * problem.ranks)
     left = min(SPARE * problem.ranks / len(starts), MOST_SPARE)
     for cheap, spare in ((CHEAP, left), (20 * CHEAP, left), (20 * CHEAP, 0.0)):
         at = np.flatnonzero(best | (dearer <= cheap / len(starts) * relaxed.bound) | (relaxed.share > 1e-6))
@@ -349,15 +349,15 @@ class Search:
             fixed=p.fixed * loads[:4], slope=p.slope * loads[:4], mutual=p.mutual / bound,
         )  # fmt: skip
         self.tables, nodes, shards = len(p.table_options) - 1, p.ranks // p.local, shards[self._units]
-        self._shards, self._dearer = shards, np.full(4, 1 + DEARER)
+        self._shards, self._dearer = shards, np.full(4, 1 + DEARER[1])
         self._prices = prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
         self._set_costs()
         sums = totals(p, shards)
         self._size = sums[:, :2].sum(1) + sums[:, 2:4].sum(1) * p.local
-        self.best, self.best_placed = (np.inf, np.inf), self.start(_without_shards(self._options[p.table_options[:-1]]))
+        self.best, self.best_placed = (np.inf, np.inf), _without_shards(p.table_options[:-1])
 
     def _set_costs(self) -> None:
-        """What a shard costs in all, and an option besides: loads, and budgets at their prices."""
+        """What a shard costs in all, an option besides, and with the fewest shards: loads, and budgets at prices."""
         p, weights = self.problem, np.append(1.0, self._dearer * self._prices)
         width = np.where(p.unit_node, p.local, 1)
         on_all = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
@@ -366,17 +366,17 @@ class Search:
         )
         base = totals(p, np.zeros(len(width))) @ weights
         table, least = tables_of(p), base + by_option(p, self._per_shard * self._shards)
-        self._cost = base - np.minimum.reduceat(least, p.table_options[:-1])[table]
-        self._order = np.lexsort((least, table))
+        cheapest = np.minimum.reduceat(least, p.table_options[:-1])[table]
+        self._cost, self._least, self._order = base - cheapest, least - cheapest, np.lexsort((least, table))
 
-    def start(self, placed: Placed) -> Placed:
-        """These of the problem's options and shards in numbers of this search."""
+    def to_own(self, placed: Placed) -> Placed:
+        """The problem's options and shards in this search's numbers, without those that it does not have."""
         at = np.isin(placed.units, self._units)
         units = np.searchsorted(self._units, placed.units[at])
         return Placed(np.searchsorted(self._options, placed.chosen), units, placed.places[at], placed.shares[at])
 
-    def found(self, placed: Placed) -> Placed:
-        """In the problem's numbers."""
+    def to_problem(self, placed: Placed) -> Placed:
+        """This search's options and shards in the problem's numbers."""
         chosen, units, places, shares = placed
         return Placed(self._options[chosen], self._units[units], places, shares)
 
@@ -422,8 +422,7 @@ class Search:
     def _follow(self, placed: Placed) -> None:
         """Make budgets dearer that are exceeded in all, and cheaper those of which something is left."""
         used = np.array([each.mean() for each in usage(self.problem, *placed)[1:]])
-        low, high = DEAREST
-        self._dearer = np.clip(self._dearer * (1 + PACE * (used - USED)), 1 + low, 1 + high)
+        self._dearer = np.clip(self._dearer * (1 + PACE * (used - USED)), 1 + DEARER[0], 1 + DEARER[2])
         self._set_costs()
 
     def _common(self, placed: Placed) -> float:
@@ -454,8 +453,8 @@ class Search:
         evaluations = min(EVALUATIONS[0] * self.tables * p.ranks, EVALUATIONS[1])
         hot, cold = (temperature or part * each[last] * p.ranks / self.tables for each in (HOT, COLD))
         found = ruin_and_recreate(
-            scaled, part * self._cost / room, part * self._per_shard / room, self._order, self._size[placed.chosen],
-            *placed, evaluations, hot, cold, part * FIT, number + 1,
+            scaled, *(part / room * each for each in (self._cost, self._least, self._per_shard)), self._order,
+            self._size[placed.chosen], *placed, evaluations, hot, cold, part * FIT, number + 1,
         )  # fmt: skip
         if temperature is not None:
             return Placed(*found[0]), self._excess(Placed(*found[0]), goal)
