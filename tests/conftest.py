@@ -49,9 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say what would run it."""
     if config.getoption("--rest"):
-        done = {item.nodeid for item in rest(items)}
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
-        items[:] = [item for item in items if item.nodeid not in done]
+        items[:], others = rest(items)
+        config.hook.pytest_deselected(items=others)
     if config.getoption("--quick"):
         items[:], others = select(items)
         config.hook.pytest_deselected(items=others)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import settings
 
 RANKS, RANKS_EXAMPLES = "ranks", 3
 
@@ -32,9 +32,11 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     return [item for item in items if item.nodeid in kept], [item for item in items if item.nodeid not in kept]
 
 
-def rest(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of all tests those that `--rest` leaves out."""
-    return [item for item in select(items)[0] if not is_hypothesis_test(getattr(item, "obj", None))]
+def rest(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests that `--rest` runs, in their order, and the others."""
+    functions = [(item.nodeid, getattr(item, "obj", None)) for item in select(items)[0]]
+    done = {name for name, function in functions if not getattr(function, "is_hypothesis_test", False)}
+    return [item for item in items if item.nodeid not in done], [item for item in items if item.nodeid in done]
 
 
 def most_cases(item: pytest.Item) -> int | None:

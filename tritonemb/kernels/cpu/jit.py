@@ -170,18 +170,17 @@ def compiled(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-def called(function: Callable[..., Any]) -> Any:
+def called(function: Callable[..., Any], **options: bool) -> Any:
     """Compile a part of kernels that only kernels call: without what Python would need, which takes time to compile."""
     _tasks.add(function.__qualname__)
-    return numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function)
+    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, **options)(function)
 
 
 def uncounted(function: Callable[..., Any]) -> Any:
     """Likewise, for small functions that are called very often with many arrays, of which Numba would count references.
     It can make no arrays, and return none.
     """
-    _tasks.add(function.__qualname__)
-    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, _nrt=False)(function)
+    return called(function, _nrt=False)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
