@@ -24,6 +24,7 @@ from tritonemb.kernels.triton_utils import TablesOfDtype
 from tritonemb.layout import make_layout
 from tritonemb.ops import row_update as row_update_op
 from tritonemb.ops.registry import forced
+from tritonemb.ops.row_update import FusedTables
 from tritonemb.optim import OPTIMIZERS
 
 NUM_STEPS = 20
@@ -162,6 +163,49 @@ def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(non
     assert_same_bits(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert any(found[0][1].values()) == (nonfinite == "skip")
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_gradients_of_each_lookup_are_those_of_the_output(pooled, implementation, request):
+    """Also of one that has no ids; tables have other dims, so that only a gradient as a whole has columns to spare."""
+    device = request.getfixturevalue("device") if implementation == "triton" else torch.device("cpu")
+    configs = [te.TableConfig(f"t{dim}", 9, dim) for dim in (3, 8, 5, 1)]
+    layout = make_layout(configs, [config.name for config in configs], pooled, device)
+    sizes = [2, 0, 7, 3]
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randint(9, (sum(sizes),), generator=generator).to(device)
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(device)
+    rows = [1] * 4 if pooled else sizes
+    parts = [torch.randn(n, config.embedding_dim, generator=generator) for n, config in zip(rows, configs, strict=True)]
+    weights = [torch.randn(9, config.embedding_dim, generator=generator) for config in configs]
+    if pooled:
+        whole = torch.cat(parts, 1)
+    else:  # what is beside a gradient belongs to no column
+        whole = torch.cat([torch.nn.functional.pad(part, (0, 8 - part.shape[1]), value=torch.nan) for part in parts])
+    updated, summed = [], []
+    for grad in (whole.to(device), [part.to(device) for part in parts]):
+        own = [weight.clone().to(device) for weight in weights]
+        counters = (
+            [torch.zeros((), dtype=torch.int64, device=device)],
+            [torch.zeros(4, dtype=torch.int64, device=device)],
+        )
+        fused = FusedTables(
+            own, [], *counters, torch.tensor(0.5, device=device), "sgd", list(te.optim.SGD().hyperparameters)
+        )
+        sums = [torch.zeros_like(weight) for weight in own]
+        with forced(implementation):
+            row_update_op.row_update_(fused, grad, offsets, None, values, layout)
+            row_update_op.row_gradients_(
+                sums, grad, offsets, None, row_update_op.row_groups(values, offsets, layout), layout
+            )
+        updated.append([weight.cpu() for weight in own])
+        summed.append([each.cpu() for each in sums])
+    for n, weight in enumerate(weights):
+        assert torch.equal(updated[0][n], updated[1][n])
+        assert torch.equal(summed[0][n], summed[1][n])
+        torch.testing.assert_close(updated[1][n], weight - 0.5 * summed[1][n])
+    assert sum(bool(each.any()) for each in summed[1]) == 3
 
 
 @pytest.mark.parametrize("bag_size", [1, 3])

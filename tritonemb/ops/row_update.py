@@ -72,7 +72,8 @@ def row_update_(
     What `nonfinite="raise"` refuses is a ValueError, before anything is changed.
 
     Args:
-        grad: gradient of the output, `[B, width]` or `[N, width]`; or those of each lookup, where nothing is traced.
+        grad: gradient of the output, `[B, width]` or `[N, width]`; or those of each lookup, `[B, dim]` or `[n, dim]`,
+            where nothing is traced.
         offsets, sample_weights: of the batch.
         groups: its distinct rows, or its ids `[N]`, which are grouped first.
     """
@@ -97,8 +98,7 @@ def _update(
     dtypes = fact(weights, dtypes_of)
     name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds gradients
-    if not by_cpu and not isinstance(grad, Tensor):
-        grad = torch.cat(grad, 1 if layout.pooled else 0)
+    grad = grad if by_cpu else _together(grad, layout)
     if isinstance(groups, Tensor):
         check_ids(groups, layout.multiplicity)
         groups = groups if by_cpu else row_groups(groups, offsets, layout)
@@ -120,6 +120,15 @@ def _update(
     count_pass(learning_rate)
 
 
+def _together(grad: Tensor | Sequence[Tensor], layout: Layout) -> Tensor:
+    """The gradients of lookups as that of the output."""
+    if isinstance(grad, Tensor):
+        return grad
+    if layout.pooled:
+        return torch.cat([*grad], 1)
+    return torch.cat([torch.nn.functional.pad(each, (0, layout.width - each.shape[1])) for each in grad])
+
+
 def count_pass(learning_rate: Tensor) -> None:
     """Count in `passes` that this backward pass, if there is one, updates tables."""
     if (task := torch._C._current_graph_task_id()) >= 0:  # eager or compiled
@@ -137,16 +146,24 @@ define(
 
 
 def row_gradients_(
-    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
-    layout: Layout, compact: bool = False, max_gradient: float = torch.inf,
+    sums: Sequence[Tensor], grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None,
+    groups: RowGroups, layout: Layout, compact: bool = False, max_gradient: float = torch.inf,
 ) -> None:  # fmt: skip
     """Write the sum of each distinct row's gradients; no autograd.
 
     `sums` are zeros `[T]`, `[rows, dim]` each; if `compact`, `[distinct rows, dim]` (of one table: at least as many).
     Each element of `grad` is clamped to ±`max_gradient` first. All else as in `row_update_`.
     """
-    kernel("row_gradients_", grad.device, dtypes_of(sums))(
-        sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient
+    name, where = "row_gradients_", (offsets.device, dtypes_of(sums))
+    kernel(name, *where)(
+        sums,
+        grad if chosen(name, *where) == CPU else _together(grad, layout),
+        offsets,
+        sample_weights,
+        groups,
+        layout,
+        compact,
+        max_gradient,
     )
 
 

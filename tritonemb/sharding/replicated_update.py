@@ -108,8 +108,9 @@ class ReplicatedUpdate(ShardUpdate):
             of_table.mul_(1.0 / self.average)
         if self.whole_rows is None:
             return sums
-        values, offsets, grad, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
-        return RowSums(*row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout)))
+        values, offsets, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
+        lookup = Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout)
+        return RowSums(*row_sums(sums.sums, lookup))
 
 
 class PinnedRows:
@@ -168,8 +169,8 @@ class PinnedRows:
 
 def _as_batch(
     tables: Sequence[TableConfig], sums: RowSums, row_ids: Sequence[Tensor | None] = ()
-) -> tuple[Tensor, Tensor, Tensor, Layout]:
-    """Rows and their gradients as an unpooled batch of one sample: values, offsets, gradient, layout.
+) -> tuple[Tensor, Tensor, Layout]:
+    """Rows as an unpooled batch of one sample: values, offsets, layout.
 
     `row_ids`: of tables whose "rows" are slots, the row in each.
     """
@@ -187,9 +188,7 @@ def _as_batch(
             layout.tables[table, ROW_IDS] = of_slots.data_ptr()
     layout = layout._replace(table_names=lines_of(table.name for table in tables))
     offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
-    widest = max(of_table.shape[1] for of_table in sums.sums)
-    grad = torch.cat([torch.nn.functional.pad(s, (0, widest - s.shape[1])) for s in sums.sums])
-    return values, offsets, grad, layout
+    return values, offsets, layout
 
 
 def _apply(
@@ -197,9 +196,9 @@ def _apply(
     row_ids: Sequence[Tensor | None] = (),
 ) -> None:  # fmt: skip
     """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
-    values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
+    values, offsets, layout = _as_batch(tables, sums, row_ids)
     fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
-    ops.row_update_(fused, grad, offsets, None, values, layout)
+    ops.row_update_(fused, sums.sums, offsets, None, values, layout)
 
 
 class _Cut(NamedTuple):

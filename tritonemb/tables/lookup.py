@@ -584,7 +584,9 @@ def configs_of(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[
     return [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
 
 
-def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> tuple[list[Tensor], list[Tensor]]:
+def row_sums(
+    grad: Tensor | Sequence[Tensor], lookup: Lookup, max_gradient: float | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device."""
     layout, groups = lookup.layout, lookup.groups
     first_rows = layout.tables[:, FIRST_ROW].contiguous()
@@ -593,7 +595,7 @@ def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) ->
     counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
     sizes = counts.tolist()
     dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
-    sums = [torch.zeros(n, dim, device=grad.device) for n, dim in zip(sizes, dims, strict=True)]
+    sums = [torch.zeros(n, dim, device=rows.device) for n, dim in zip(sizes, dims, strict=True)]
     ops.row_gradients_(
         sums, grad, lookup.offsets, lookup.sample_weights, groups, layout, compact=True, max_gradient=bound
     )
