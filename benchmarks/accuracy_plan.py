@@ -57,6 +57,7 @@ def plans(topology: te.Topology) -> dict[str, ShardingPlan]:
         "halves": [TableWise(n // 4) for n in range(8)],
         "row-wise": [RowWise()] * 8,
         "column-wise": [ColumnWise()] * 8,
+        "column-wise on rank 0": [ColumnWise([0, 0])] * 8,
         "data-parallel": [DataParallel()] * 8,
         "long bags on rank 1": [TableWise(int(ids > 4)) for ids in POOLING],
         "long bags row-wise": [RowWise() if ids > 4 else TableWise(0) for ids in POOLING],
@@ -66,7 +67,7 @@ def plans(topology: te.Topology) -> dict[str, ShardingPlan]:
     }
     random = np.random.default_rng(0)
     choices: list[Sharding] = [TableWise(0), TableWise(1), RowWise(), ColumnWise(), DataParallel()]
-    for n in range(8):
+    for n in range(7):
         kinds[f"random {n}"] = [choices[at] for at in random.integers(len(choices), size=8)]
     names = [table.name for table in TABLES]
     found = {name: ShardingPlan(dict(zip(names, kind, strict=True)), RANKS) for name, kind in kinds.items()}
@@ -140,7 +141,7 @@ def memory() -> list[dict[str, Any]]:
         stats = {table.name: TableStats(4.0) for table in tables}
         plan = te.plan(tables, topology, batch_size=BATCH, stats=stats)
         seen = CostModel(tables, topology, BATCH, stats=stats).predict(plan)
-        ranks = Ranks(size)
+        ranks = Ranks(size, "spawn")
         measured = ranks.run(grown, ShardingPlan(plan.tables, size))
         ranks.close()
         found += [
@@ -154,7 +155,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.parse_args(arguments)
     of_memory = memory()
-    ranks = Ranks(RANKS)
+    ranks = Ranks(RANKS, "spawn")
     topology = ranks.run(calibrated)[0]
     chosen = plans(topology)
     by_rank = ranks.run(timed, {name: ShardingPlan(plan.tables, RANKS) for name, plan in chosen.items()})

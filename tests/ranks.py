@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# What the server of new processes imports for all of them.
+PRELOADED = ["torch", "torch._dynamo", "tritonemb.sharding", "tritonemb.training", "tests.ranks"]
 TIMEOUT = 240.0  # seconds that a case may take
 KEPT: set[dist.ProcessGroup] = set()  # of this process; cases to come use them again
 
@@ -28,8 +30,9 @@ class Ranks:
     starts new ones.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, method: str = "forkserver") -> None:
         self.size = size
+        self._method = method  # "spawn": as torchrun does; each process imports everything by itself
         self._workers: list[tuple[mp.Process, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -65,7 +68,9 @@ class Ranks:
         self._workers = []
 
     def _start(self) -> None:
-        port, context = free_port(), mp.get_context("spawn")
+        port, context = free_port(), mp.get_context(self._method)
+        if self._method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, port, there), daemon=True)
