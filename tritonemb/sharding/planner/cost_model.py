@@ -47,7 +47,7 @@ PINNED = 3  # batches whose distinct rows a cache has room for, at least
 RUNTIME_BYTES = 120e6  # of a rank: code that its first step loads, and what allocators and connections keep
 # Passes over distinct rows that cost as much as so many ids each, as measured on CPUs: a row's sums are exchanged,
 # matched and applied where ranks have other columns of it, or copies.
-WHOLE_ROW_IDS, GATHERED_IDS = 6, 2
+WHOLE_ROW_IDS, GATHERED_IDS = 6, 3
 DENSE_BYTES = 16  # a parameter of the other layers: weight, gradient, and two states of Adam
 _CODEC_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.1}
 
@@ -180,9 +180,9 @@ class CostModel:
         everywhere = np.where(replicated, self.distinct_of_job[table], distinct)
         copies = np.where(replicated, world, self.copies)
         gathered = copies * distinct  # summed rows that a rank updates with
-        seconds = np.zeros((len(table), len(STAGES)))
+        seconds, number = np.zeros((len(table), len(STAGES))), np.where(at.rows < 2**31, 4, 8)  # bytes of a row's
         if ranks > 1:
-            received = ids * np.where(at.rows < 2**31, 4, 8) + 4 * np.where(unpooled, 0, bags)
+            received = ids * number + 4 * np.where(unpooled, 0, bags)
             control = top.control_bandwidth / (self.local if self.nodes > 1 else 1)
             seconds[:, IDS] = np.where(replicated, 0, received / control + ids / top.routing_rate)
             part = (at.share + at.rows / np.maximum(self.rows[table], 1)) / 2
@@ -193,7 +193,8 @@ class CostModel:
         seconds[:, LOOKUP] = ids / top.lookup_rate + (ids * w * e + bags * w * 4) / top.lookup_bandwidth
         seconds[:, UPDATE] = (ids * w * 4 + everywhere * 2 * record) / top.update_bandwidth
         outside = (top.nodes > 1) & (replicated | (self.copies > 1))
-        wire = (gathered - distinct) * (8 + 4 * w) / np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
+        wire = (gathered - distinct) * (number + w * _CODEC_BYTES[self.exchange.backward])
+        wire /= np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
         added = GATHERED_IDS * gathered / top.id_rate
         seconds[:, REPLICATED] = np.where(copies > 1, wire + added + gathered * w * 4 / top.update_bandwidth, 0)
         if self.optimizer.reads_whole_rows:
