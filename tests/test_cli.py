@@ -500,6 +500,7 @@ def test_the_version_is_printed(capsys):
 @pytest.mark.parametrize(
     ("given", "found"), [(None, "0"), pytest.param("active", "30000000000", marks=pytest.mark.more)]
 )
+@pytest.mark.more
 def test_threads_of_the_command_do_not_spin(given, found):
     """OpenMP says what it was loaded with."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}

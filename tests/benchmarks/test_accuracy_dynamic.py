@@ -48,6 +48,7 @@ def planted(kind: type[Dataset] = Dataset, num_rows: int = 400) -> Dataset:
 
 
 @pytest.mark.parametrize("kind", [Dataset, InOrder])
+@pytest.mark.more
 def test_the_study_compares_all_arms_and_finds_the_same_bits(kind):
     rows = {row["arm"]: row for row in compare(CONFIG, planted(kind), range(2))}
     assert list(rows) == [REFERENCE, SAME, OWN, *EVICTED, HASHED, FREQUENT]

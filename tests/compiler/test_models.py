@@ -142,6 +142,7 @@ SMALL = [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) fo
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.few(1)
 class TestGraphs:
+    @pytest.mark.more
     def test_one_lookup_one_grouping_one_gradient(self, name):
         case = CASES[name]
         model, plain = pair(case)

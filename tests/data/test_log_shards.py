@@ -108,6 +108,7 @@ def test_every_row_of_a_log_is_in_one_shard(logs, kind, size, count, rule, split
     chunk_bytes=st.tuples(st.integers(300, 20_000), st.integers(300, 20_000)),
     rule=st.sampled_from(RULES),
 )
+@pytest.mark.more
 def test_a_shard_goes_on_with_the_same_bits(logs, kind, count, data, batch_size, chunk_bytes, rule):
     shard = (data.draw(st.integers(0, count - 1)), count)
     how = {"seed": 1, "epoch": 2, "shuffle": True, "shard": shard}

@@ -182,6 +182,7 @@ print("ended", flush=True)
 """
 
 
+@pytest.mark.more
 def test_a_host_that_is_killed_is_named(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     hosts = [

@@ -81,6 +81,7 @@ def test_a_cut_at_any_byte_falls_between_lines(tmp_path_factory, byte):
     assert numbers(log, "train") == list(range(expected))
 
 
+@pytest.mark.more
 def test_random_rows_do_not_depend_on_chunks_or_splits_of_bad_rows(tmp_path):
     lines = [*numbered(400), "bad"]
     path = write(tmp_path, lines)

@@ -158,6 +158,7 @@ def test_shards_are_dealt_to_the_workers(workers):
         assert sum(map(len, stream)) == 60
 
 
+@pytest.mark.more
 def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with DataLoaderWorkers(bundle, 2) as workers:

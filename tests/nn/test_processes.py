@@ -87,7 +87,7 @@ def run_alone(command: str, **variables: str) -> str:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.few(1)
+@pytest.mark.more
 def test_a_forked_child_trains(num_threads):
     """PyTorch refuses it where an earlier test has started threads of autograd."""
     assert run_alone(f"check_a_forked_child({num_threads}); print('done')").strip() == "done"

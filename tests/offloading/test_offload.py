@@ -549,6 +549,7 @@ def test_a_layer_in_two_places_is_not_tiled():
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.few(1)
 def test_parameters_that_are_not_always_stepped(seed, tmp_path):
     """Passes over sub-groups that begin and end anywhere, with states loaded in between."""
 

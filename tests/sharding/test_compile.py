@@ -177,6 +177,7 @@ def accumulated(rank, world, backend):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.slow)])
+@pytest.mark.more
 def test_a_graph_averages_gradients_and_buffers_as_ddp_does(ranks, backend):
     (compiled, eager), (other, _) = ranks(2).run(accumulated, 2, backend)
     for name, gradient in compiled[0].items():

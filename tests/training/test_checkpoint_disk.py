@@ -163,7 +163,7 @@ class TestRanks:
             pytest.param("copies", False, marks=pytest.mark.slow),
         ],
     )
-    @pytest.mark.few(1)
+    @pytest.mark.more
     def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(self, ranks, tmp_path, plan, asynchronous):
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True, checkpoint_async=asynchronous)
         job = partial(sharded, plan=plan, checkpoints=options)

@@ -316,6 +316,7 @@ def read_damaged(rank: int, path: str) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.more
 def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp_path):
     ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
     path = tmp_path / "step-1"

@@ -114,6 +114,7 @@ class Crash(Callback):
             raise InterruptedError("crash")
 
 
+@pytest.mark.more
 def test_a_text_log_of_several_epochs_is_converted_once_with_the_same_bits(tmp_path, capsys):
     text, converted = tmp_path / "text", tmp_path / "converted"
     train(text_run(text, 1), verbose=False)
@@ -131,7 +132,7 @@ def test_a_text_log_of_several_epochs_is_converted_once_with_the_same_bits(tmp_p
 
 
 @pytest.mark.parametrize(("begun", "resumed"), [(1, 3), (3, 1), (3, 2)])
-@pytest.mark.few(1)
+@pytest.mark.more
 def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epochs(tmp_path, begun, resumed):
     """Its position is one in text or in Parquet, whatever its epochs say now."""
     folder, whole = tmp_path / "run", tmp_path / "whole"

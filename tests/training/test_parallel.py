@@ -71,7 +71,6 @@ def test_uneven_shares_change_nothing(ranks, size, rows):
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"precision": "fp16"}, {"precision": "bf16"}], ids=str)
-@pytest.mark.few(1)
 @pytest.mark.more
 def test_other_ways_to_step_agree_too(ranks, options):
     """997 rows in steps of 600: in the last one, ranks have different numbers of batches."""
@@ -94,7 +93,7 @@ def test_two_runs_have_the_same_bits(ranks):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.few(1)
+@pytest.mark.more
 def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
     """On as many ranks the bits are those of a run that never stopped, generators included."""
     options = {"dropout": 0.2, "log_every": 3}
@@ -116,7 +115,6 @@ def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
     ("before", "after"),
     [(1, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 4), (1, 4)))],
 )
-@pytest.mark.few(1)
 @pytest.mark.more
 def test_another_number_of_ranks_goes_on_in_mid_epoch(ranks, tmp_path, before, after):
     """Each row is seen once: there are 600 samples in the epoch, whose shares keep to the ranks that it began with."""

@@ -173,6 +173,7 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.more
 def test_a_given_prefetch_depth_on_several_ranks(ranks, world):
     for depth in (0, 3):
         found = [ranks(world).run(sharded, seed, depth) for seed in range(2)]
