@@ -589,7 +589,6 @@ class ServedTables:
             return
         order = [(batch, rank) for batch in batches for rank in sorted(batch.ids) if batch.ids[rank]]
         lr = max(batch.lr for batch in batches)
-        widest = max(table.config.embedding_dim for table in self.dynamic)
         ids = [
             torch.cat([table.index.ids[:0], *(batch.ids[rank][place] for batch, rank in order)])
             for place, table in enumerate(self.dynamic)
@@ -597,23 +596,21 @@ class ServedTables:
         values = find_all(self.dynamic, ids)  # -1 of ids that were refused, or evicted since, which take no gradient
         grads = list[Tensor]()
         for place, table in enumerate(self.dynamic):
-            dim = table.config.embedding_dim
             self._mark(place, values[place])
             if self.versions is not None:
                 self._renew(place, values[place])
-            sums = [batch.others[rank][place] for batch, rank in order]
-            grads += sums if dim == widest else [torch.nn.functional.pad(each, (0, widest - dim)) for each in sums]
+            sums = (batch.others[rank][place] for batch, rank in order)
+            grads.append(torch.cat([torch.empty(0, table.config.embedding_dim), *sums]))
+            if self.spec.trainers > 1:
+                grads[-1].mul_(1.0 / self.spec.trainers)
         if lr != self.tables.current_learning_rate and order:
             self.tables.set_learning_rate(lr)
-        grad = torch.cat(grads) if grads else torch.empty(0, widest)
-        if self.spec.trainers > 1:
-            grad.mul_(1.0 / self.spec.trainers)
         lookup = self._pin(values)
         if lookup is None:
             batch, layout = self._batch(values), self._layout()
             groups = ops.row_groups(batch.values(), batch.offsets(), layout)
             lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)
-        self.tables.update.step(self.tables, grad, lookup, [] if self.tables.cache is None else [lookup])
+        self.tables.update.step(self.tables, grads, lookup, [] if self.tables.cache is None else [lookup])
 
 
 def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:

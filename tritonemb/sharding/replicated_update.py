@@ -78,7 +78,7 @@ class ReplicatedUpdate(ShardUpdate):
         return find
 
     @torch.no_grad()
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
+    def step(self, tables: TableSet, grad: Tensor | list[Tensor], lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
         """One step on the rows of the batches of all these ranks, in place, which are unpinned then; a collective."""
         pinned, configs, optimizer = PinnedRows(tables, pins), tables.configs, tables.optimizer
         assert optimizer is not None

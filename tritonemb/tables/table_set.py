@@ -69,8 +69,10 @@ class LocalUpdate:
         return None
 
     @torch.no_grad()
-    def step(self, tables: "TableSet", grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
-        """One step of the optimizer on the rows of a batch, whose slots are unpinned then."""
+    def step(
+        self, tables: "TableSet", grad: Tensor | list[Tensor], lookup: Lookup, pins: Sequence[Lookup] = ()
+    ) -> None:
+        """`ops.row_update_` on the rows of a batch, whose slots are unpinned then."""
         for pinned in pins:
             pinned.dirty = True
         try:
