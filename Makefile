@@ -93,6 +93,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	for patch in tests/planted/*.patch; do git apply --check "$$patch" || exit 1; done
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py $(ARGS)
