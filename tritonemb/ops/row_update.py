@@ -155,16 +155,8 @@ def row_gradients_(
     Each element of `grad` is clamped to ±`max_gradient` first. All else as in `row_update_`.
     """
     name, where = "row_gradients_", (offsets.device, dtypes_of(sums))
-    kernel(name, *where)(
-        sums,
-        grad if chosen(name, *where) == CPU else _together(grad, layout),
-        offsets,
-        sample_weights,
-        groups,
-        layout,
-        compact,
-        max_gradient,
-    )
+    grad = grad if chosen(name, *where) == CPU else _together(grad, layout)
+    kernel(name, *where)(sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
 
 
 def _dense(*args: Any) -> list[Tensor]:

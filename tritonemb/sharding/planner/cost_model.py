@@ -180,9 +180,9 @@ class CostModel:
         everywhere = np.where(replicated, self.distinct_of_job[table], distinct)
         copies = np.where(replicated, world, self.copies)
         gathered = copies * distinct  # summed rows that a rank updates with
-        seconds, number = np.zeros((len(table), len(STAGES))), np.where(at.rows < 2**31, 4, 8)  # bytes of a row's
+        seconds, id_bytes = np.zeros((len(table), len(STAGES))), np.where(at.rows < 2**31, 4, 8)
         if ranks > 1:
-            received = ids * number + 4 * np.where(unpooled, 0, bags)
+            received = ids * id_bytes + 4 * np.where(unpooled, 0, bags)
             control = top.control_bandwidth / (self.local if self.nodes > 1 else 1)
             seconds[:, IDS] = np.where(replicated, 0, received / control + ids / top.routing_rate)
             part = (at.share + at.rows / np.maximum(self.rows[table], 1)) / 2
@@ -193,7 +193,7 @@ class CostModel:
         seconds[:, LOOKUP] = ids / top.lookup_rate + (ids * w * e + bags * w * 4) / top.lookup_bandwidth
         seconds[:, UPDATE] = (ids * w * 4 + everywhere * 2 * record) / top.update_bandwidth
         outside = (top.nodes > 1) & (replicated | (self.copies > 1))
-        wire = (gathered - distinct) * (number + w * _CODEC_BYTES[self.exchange.backward])
+        wire = (gathered - distinct) * (id_bytes + w * _CODEC_BYTES[self.exchange.backward])
         wire /= np.where(outside, top.inter_bandwidth, top.intra_bandwidth)
         added = GATHERED_IDS * gathered / top.id_rate
         seconds[:, REPLICATED] = np.where(copies > 1, wire + added + gathered * w * 4 / top.update_bandwidth, 0)
