@@ -28,7 +28,7 @@ from tritonemb.kernels.cpu.plan_shards import (
 
 Array = NDArray[Any]
 WHOLE_TABLE, ANY_TABLE, OF_NODE, SAME_NODE = 0.3, 0.1, 0.2, 0.5  # how often what is taken away is so
-RUINED, MANY, OFTEN = 10, 40, 0.02  # shards that are taken away and placed again, at most; of one node, so often
+RUINED, MANY, OFTEN = 5, 40, 0.005  # shards that are taken away and placed again, at most; of one node, so often
 LOOKED_AT = 0.5  # of options, a part
 BY_SIZE = 0.7  # how often the largest are placed first
 TOURNAMENT, ALL = 6, 0.2  # ranks, of which that with the most excess is ruined; how often it is one of all

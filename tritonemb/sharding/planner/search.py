@@ -35,8 +35,9 @@ SPARE, MOST_SPARE = 0.016, 0.01  # of each budget: what the MIP leaves, by ranks
 FIT = 0.002  # of the room that a place has left: what it counts where a shard is placed
 HOT, COLD = (0.1, 0.02), (0.005, 0.002)  # temperatures, of what a rank has of a table on average: at first, later
 EVALUATIONS = 2_400, 60_000_000  # of places in a round, for each table and rank, and at most
+LONGER = 6.25, 1.0, 4.0  # how many times as many where ranks have few tables: by ranks a table; at least, at most
 FIRST_ROUNDS = 6  # with the options that the MIP has chosen, at most
-ROUNDS, MORE_ROUNDS, IDLE = 12, 300, 40  # as long as it is not `CLOSE`; without a better plan
+ROUNDS, MORE_ROUNDS, IDLE = 12, 160, 40  # as long as it is not `CLOSE`; without a better plan
 PATIENCE = 2  # rounds without gain, until something changes
 NEARLY = 0.01  # of all loads: after so little excess the least load that keeps budgets is looked for
 CHEAPER = 0.3  # what costs of options and shards count then, beside the excess, several times; then the goal rises
@@ -451,6 +452,7 @@ class Search:
         scaled, room = self._scaled(goal, placed)
         p, last = self.problem, min(number, 1)
         evaluations = min(EVALUATIONS[0] * self.tables * p.ranks, EVALUATIONS[1])
+        evaluations = int(evaluations * np.clip(LONGER[0] * p.ranks / self.tables, *LONGER[1:]))
         hot, cold = (temperature or part * each[last] * p.ranks / self.tables for each in (HOT, COLD))
         found = ruin_and_recreate(
             scaled, *(part / room * each for each in (self._cost, self._least, self._per_shard)), self._order,
