@@ -149,6 +149,21 @@ def test_a_table_that_only_several_nodes_have_room_for_is_not_put_on_one():
     fits(spread, [table], topology, 64)
 
 
+def test_a_large_table_is_on_one_tier():
+    """The LP would have parts of it on several: its bound is lower, and it finds room where there is none."""
+    tables = [te.TableConfig("large", 40_000_000, 64), *(te.TableConfig(f"t{n}", 1_000_000, 64) for n in range(20))]
+    topology = te.Topology(4, hbm=2 * GB, host=9 * GB, disk=12 * GB)
+    plan = te.plan(tables, topology, batch_size=256)
+    fits(plan, tables, topology, 256)
+    mixed = relaxed(tables, topology, {})
+    assert mixed.bound < 0.95 * plan.report.bound
+    assert plan.report.bound <= plan.report.load <= 1.03 * plan.report.bound
+    less = topology.but(disk=9 * GB)
+    assert relaxed(tables, less, {}) is not None
+    with pytest.raises(te.PlanError, match=r"short of one of them: each table is on one tier alone; it fits with"):
+        te.plan(tables, less, batch_size=256)
+
+
 def relaxed(tables, topology, stats, slack=0.0):
     """The relaxation of the problem, with budgets cut by `slack`; None if it is not feasible."""
     try:
@@ -238,7 +253,7 @@ def test_the_search_counts_what_the_cost_model_predicts(types, monkeypatch):
         ((900_000, 5), {"pooling_factor": 0.0}, (8, 2)),
         ((3, 7), {}, (5, 1)),
     ],
-    ids=str,
+    ids=["hot range", "hotter range", "fp16", "bf16", "no ids", "fewer rows than ranks"],
 )
 @pytest.mark.parametrize("types", [None, ("row_wise",), ("column_wise",), ("grid", "table_wise")])
 def test_odd_tables_keep_their_budgets_and_stay_where_they_are(table, stats, topology, types):

@@ -307,11 +307,11 @@ def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, so
     taken = sum(values * size for values, size, *_ in budgets)
     least = float(np.minimum.reduceat(taken, problem.table_options[:-1]).sum())
     short = max(least - sum(size * count for _, size, count, *_ in budgets), 0.0)
-    by = f"short by {amount(short)}" if short else "short of one of them: not every table may be on every tier"
+    of = budgets[0][-1] if len(budgets) == 1 else "memory in all"
+    by = f"by {amount(short)} of {of}" if short else "of one of them: each table is on one tier alone"
     return (
         f"{len(model.tables)} tables need {amount(model.sizes.sum() * model.copies)} with their states, "
-        f"{amount(least)} with caches and buffers; there is {', '.join(has for *_, has, _ in budgets)}: {by} of "
-        f"{budgets[0][-1] if len(budgets) == 1 else 'memory in all'}"
+        f"{amount(least)} with caches and buffers; there is {', '.join(has for *_, has, _ in budgets)}: short {by}"
     )
 
 

@@ -4,9 +4,9 @@ A table has *options*: a sharding type on a tier, with so many rows cached. An o
 all columns, each of which is cut into shards. A shard costs a fixed part and its share of the rest. `solve`
 
 1. finds the least load for which an LP chooses options that keep the budgets, as if tables could be mixtures and ranks
-   were one: with a load as limit, a unit needs so many shards at least. No plan is faster. (scipy's HiGHS; without it
-   multipliers of the budgets, and a simple bound.)
-2. chooses options by the LP as a MIP, and places shards greedily, the largest tables first;
+   were one: with a load as limit, a unit needs so many shards at least. No plan is faster. A MIP, with one option for
+   each table, raises this bound. (scipy's HiGHS; without it multipliers of the budgets, and a simple bound.)
+2. chooses options by the MIP, and places shards greedily, the largest tables first;
 3. for a load as a goal takes some shards away and places them again (ruin and recreate, Schrimpf et al., 2000; the
    loops are in `kernels/cpu/plan_search.py`); then an LP finds the best shares for shards of rows where they are, which
    drops many. First options stay, until budgets are kept; then tables get other ones, too, at prices of budgets that
@@ -24,12 +24,15 @@ from tritonemb.kernels.cpu.plan_search import ruin_and_recreate
 from tritonemb.kernels.cpu.plan_shards import FINE, WEIGHT, Problem, place_greedily, usage
 
 Array = NDArray[Any]
-OPTIMAL, CLOSE = 1.003, 1.03  # of the bound: nothing more is tried; after some rounds
+INFEASIBLE = 2  # a status of scipy's
+OPTIMAL, CLOSE = 1.003, 1.0295  # of the bound: nothing more is tried; after some rounds
 PRECISION = 5e-4  # of the bound
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
 CHEAP = 0.1  # of a table's mean share of the bound: what options that are tried cost more than its cheapest, at most
 ALIKE = 0.02  # of a budget: by how much they use more or less of it than the option that the MIP has chosen
 DEARER = -0.7, 0.1, 0.5  # what budgets cost more than in the LP: at least, at first, at most
+ENOUGH = 1.03  # of the bound: options that cost no more in all are chosen from few
+MOST_CHOICES = 10_000_000  # tables times options, up to which a MIP raises the bound
 USED, PACE = 0.997, 10.0  # of budgets: what prices aim at, and how fast they follow
 SPARE, MOST_SPARE = 0.016, 0.01  # of each budget: what the MIP leaves, by ranks a table, and at most
 FIT = 0.002  # of the room that a place has left: what it counts where a shard is placed
@@ -37,7 +40,7 @@ HOT, COLD = (0.1, 0.02), (0.005, 0.002)  # temperatures, of what a rank has of a
 EVALUATIONS = 2_400, 60_000_000  # of places in a round, for each table and rank, and at most
 LONGER = 6.25, 1.0, 4.0  # how many times as many where ranks have few tables: by ranks a table; at least, at most
 FIRST_ROUNDS = 6  # with the options that the MIP has chosen, at most
-ROUNDS, MORE_ROUNDS, IDLE = 12, 160, 40  # as long as it is not `CLOSE`; without a better plan
+ROUNDS, MORE_ROUNDS, IDLE = 12, 260, 40  # as long as it is not `CLOSE`; without a better plan
 PATIENCE = 2  # rounds without gain, until something changes
 NEARLY = 0.01  # of all loads: after so little excess the least load that keeps budgets is looked for
 CHEAPER = 0.3  # what costs of options and shards count then, beside the excess, several times; then the goal rises
@@ -216,23 +219,41 @@ def _bound(problem: Problem) -> tuple[float, Relaxed] | None:
     found = relax(problem)
     if found is None:
         return None
-    low, known = max(found.bound, 1e-12), found.known
+    low, known, best = max(found.bound, 1e-12), found.known, found
 
-    def keep(limit: float) -> Relaxed | None:
-        nonlocal known
+    def keep(limit: float) -> bool:
+        nonlocal known, best
         found = relax(problem, limit, known=known)
-        known = known if found is None else known | found.known
-        return found if found is not None and found.bound <= limit else None
+        if found is not None:
+            known, best = known | found.known, found if found.bound <= limit else best
+        return found is not None and found.bound <= limit
 
     high, more = low * (1 + PRECISION), 0.01
-    best = keep(high)
-    while best is None:
+    while not keep(high):
         low, high, more = high, high * (1 + more), 2 * more
-        best = keep(high)
     while high > low * (1 + PRECISION):
         middle = (low + high) / 2
-        found = keep(middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        low, high = (low, middle) if keep(middle) else (middle, high)
+    return _whole_bound(problem, low, best)
+
+
+def _whole_bound(problem: Problem, low: float, best: Relaxed) -> tuple[float, Relaxed] | None:
+    """A bound that a MIP has raised from `low`: each table has one option, no mixture; and the relaxation for it. None
+    if nothing fits. Where there are many tables mixtures are few, and the MIP would take long.
+    """
+    starts, table, known, more = problem.table_options[:-1], tables_of(problem), best.known, PRECISION
+    while (found := relax(problem, high := low * (1 + more), known=known)) is not None:
+        best, known, able = found, known | found.known, np.isfinite(found.cost)
+        # Other options cost so much that plans which have one are above the limit.
+        among = able & (found.bound + found.cost - np.minimum.reduceat(found.cost, starts)[table] <= high)
+        if among.sum() * len(starts) > MOST_CHOICES:
+            break
+        least = _choose(problem, found, np.flatnonzero(among))[1]
+        if least < np.inf and least <= high:
+            return max(low, least), best
+        if high == np.inf:
+            return None
+        low, more = high, np.inf if least == np.inf and among.sum() == able.sum() else 2 * more
     return low, best
 
 
@@ -249,7 +270,7 @@ def solve(problem: Problem) -> Solution | None:
     relaxed = relax(problem, goal * bound - max(more, 0.0), known=relaxed.known) or relaxed
     table = tables_of(problem)
     likely = np.lexsort((-relaxed.share, table))[starts]
-    chosen, sums = _whole(problem, relaxed, likely), totals(problem, relaxed.shards)
+    chosen, sums = _whole(problem, relaxed, likely, bound), totals(problem, relaxed.shards)
     few, sizes = max(1.0, FEW / len(starts)), problem.ranks * np.array([1, 1 / problem.local, 1 / problem.local])
     alike = (np.abs(sums[:, 1:4] - sums[chosen[table], 1:4]) <= few * ALIKE * sizes).all(1)
     cost = np.where(alike, relaxed.cost, np.inf)
@@ -303,13 +324,35 @@ def only(problem: Problem, options: Array) -> tuple[Problem, Array, Array]:
     ), kept, units  # fmt: skip
 
 
-def _whole(problem: Problem, relaxed: Relaxed, likely: Array) -> Array:
-    """The option of each table that together cost least and keep budgets; the `likely` ones without scipy."""
+def _choose(problem: Problem, relaxed: Relaxed, among: Array, spare: float = 0.0) -> tuple[Array | None, float]:
+    """An option of each table, `among` these, that together cost least and keep budgets, each smaller by `spare`; None
+    if none are found. And a load that none of these is below: infinite if there are none, 0 without scipy.
+    """
     try:
         from scipy.optimize import LinearConstraint, milp
         from scipy.sparse import coo_array
     except ImportError:
-        return likely
+        return None, 0.0
+    table, nodes = tables_of(problem)[among], problem.ranks // problem.local
+    if not np.bincount(table, minlength=len(problem.table_options) - 1).all():
+        return None, np.inf
+    sums, unit = totals(problem, relaxed.shards)[among], max(relaxed.bound, 1e-12)
+    one = coo_array((np.ones(len(among)), (table, np.arange(len(among)))), (table[-1] + 1, len(among))).tocsr()
+    budgets = LinearConstraint((sums[:, 1:] / [problem.ranks, nodes, nodes, 1]).T, -np.inf, 1 - spare)
+    result = milp(
+        sums[:, 0] / problem.ranks / unit, constraints=[budgets, LinearConstraint(one, 1, 1)],
+        integrality=np.ones(len(among)), bounds=(0, 1), options={"mip_rel_gap": 2 * PRECISION, "node_limit": 200},
+    )  # fmt: skip
+    if result.status == INFEASIBLE:
+        return None, np.inf
+    chosen = None if result.x is None else among[result.x > 0.5]
+    return chosen, (result.mip_dual_bound or 0.0) * unit
+
+
+def _whole(problem: Problem, relaxed: Relaxed, likely: Array, bound: float) -> Array:
+    """The option of each table that together cost least and keep budgets: of those that cost little more than the best
+    of a table, or, if that is above the bound, of all; the `likely` ones without scipy.
+    """
     starts, table = problem.table_options[:-1], tables_of(problem)
     dearer = relaxed.cost - np.minimum.reduceat(relaxed.cost, starts)[table]
     sums, nodes = totals(problem, relaxed.shards), problem.ranks // problem.local
@@ -320,17 +363,17 @@ def _whole(problem: Problem, relaxed: Relaxed, likely: Array) -> Array:
     best[order] = np.append(True, (np.diff(table[order]) != 0) | (np.diff(tier[order]) != 0))
     best &= np.isfinite(relaxed.cost) & (len(starts) >= SMALL_TABLES * problem.ranks)
     left = min(SPARE * problem.ranks / len(starts), MOST_SPARE)
-    for cheap, spare in ((CHEAP, left), (20 * CHEAP, left), (20 * CHEAP, 0.0)):
-        at = np.flatnonzero(best | (dearer <= cheap / len(starts) * relaxed.bound) | (relaxed.share > 1e-6))
-        one = coo_array((np.ones(len(at)), (table[at], np.arange(len(at)))), (len(starts), len(at))).tocsr()
-        result = milp(
-            sums[at, 0] / max(relaxed.bound, 1e-12) / problem.ranks,
-            constraints=[LinearConstraint(uses[at].T, -np.inf, 1 - spare), LinearConstraint(one, 1, 1)],
-            integrality=np.ones(len(at)), bounds=(0, 1), options={"mip_rel_gap": 1e-3, "node_limit": 200},
-        )  # fmt: skip
-        if result.x is not None:
-            return at[result.x > 0.5]
-    return likely
+    found, least = likely, np.inf
+    for cheap, spare in ((CHEAP, left), (20 * CHEAP, left), (np.inf, left), (np.inf, 0.0)):
+        near = best | (dearer <= cheap / len(starts) * relaxed.bound) | (relaxed.share > 1e-6)
+        chosen, _ = _choose(problem, relaxed, np.flatnonzero(near & np.isfinite(relaxed.cost)), spare)
+        if chosen is None:
+            continue
+        load = float(sums[chosen, 0].sum()) / problem.ranks
+        found, least = (chosen, load) if load < least else (found, least)
+        if load <= ENOUGH * bound or cheap == np.inf:
+            break
+    return found
 
 
 class Search:
