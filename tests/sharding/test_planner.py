@@ -204,6 +204,7 @@ MODELS = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("number", "ranks"), MODELS)
 def test_plans_with_tight_budgets_fit_and_are_near_the_bound(number, ranks, seed):

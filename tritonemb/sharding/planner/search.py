@@ -25,7 +25,7 @@ from tritonemb.kernels.cpu.plan_shards import FINE, WEIGHT, Problem, place_greed
 
 Array = NDArray[Any]
 INFEASIBLE = 2  # a status of scipy's
-OPTIMAL, CLOSE = 1.003, 1.0295  # of the bound: nothing more is tried; after some rounds
+OPTIMAL, CLOSE = 1.003, 1.0299  # of the bound: nothing more is tried; after some rounds
 PRECISION = 5e-4  # of the bound
 EXCEEDED = 1e3  # cost in the LP of a budget that is exceeded by all of it, in loads
 CHEAP = 0.1  # of a table's mean share of the bound: what options that are tried cost more than its cheapest, at most
