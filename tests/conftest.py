@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers import INTERPRETED
 from tests.ranks import Ranks
-from tests.selection import Meter, group_of, limit_examples, rest, select
+from tests.selection import Meter, limit_examples, rest, schedule, select
 from tritonemb.ops.registry import forced
 
 _COMMON = {
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--quick", action="store_true", help="each value of a parameter once, nothing marked more")
     parser.addoption("--rest", action="store_true", help="what --quick leaves out, and tests of Hypothesis")
-    parser.addoption("--measure", type=Path, metavar="FILE", help="append the CPU seconds of every test to this file")
+    parser.addoption("--measure", type=Path, metavar="FILE", help="write what each test costs to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,23 +47,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say what would run it."""
-    if config.getoption("--rest"):
-        items[:], others = rest(items)
-        config.hook.pytest_deselected(items=others)
+    """Select, order, and skip what this machine cannot run."""
+    has_cuda = torch.cuda.is_available()
+    lacking = {
+        "gpu": None if has_cuda else "needs a CUDA device",
+        "triton": None if has_cuda or INTERPRETED else "needs TRITON_INTERPRET=1 or a CUDA device",
+    }
+    reasons = {name: reason for name, reason in lacking.items() if reason}
+    if config.getoption("--quick") or config.getoption("--rest"):
+        chosen, deselected = select(items) if config.getoption("--quick") else rest(items)
+        deselected += [item for item in chosen if any(map(item.get_closest_marker, reasons))]
+        items[:] = [item for item in chosen if not any(map(item.get_closest_marker, reasons))]
+        config.hook.pytest_deselected(items=deselected)
     if config.getoption("--quick"):
-        items[:], others = select(items)
-        config.hook.pytest_deselected(items=others)
         for item in items:
             limit_examples(item)
-            if config.pluginmanager.hasplugin("xdist"):
-                item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    has_cuda = torch.cuda.is_available()
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        items[:] = schedule(items)
     for item in items:
-        if item.get_closest_marker("gpu") and not has_cuda:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.get_closest_marker("triton") and not has_cuda and not INTERPRETED:
-            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 or a CUDA device"))
+        for name, reason in reasons.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

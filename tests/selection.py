@@ -1,11 +1,12 @@
-"""Which tests `make test` runs, and what each of them costs.
+"""Which tests `make test` runs, in which order, and what each of them costs.
 
 `--quick` leaves out tests marked `more`. Of a test with parameters it keeps as few cases as show every value of every
 parameter once (six optimizers on three placements are six cases, not eighteen), and of a test marked `few(n)` no more
 than `n` of these. Hypothesis makes few examples. `--rest` leaves out what `--quick` has run, but for tests of
 Hypothesis, which make more examples then.
 
-`--measure FILE` appends one line of JSON a test: its id, and the seconds of CPU that it and its processes took.
+pytest-xdist hands out groups of tests in their order, so the dearest comes first. `costs.json` beside this file has the
+CPU seconds that a case of a test takes; `--measure FILE` writes such a file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import pytest
 from hypothesis import settings
 
 RANKS, RANKS_EXAMPLES = "ranks", 3
+COSTS = Path(__file__).with_name("costs.json")
+CHEAP = 0.1  # CPU seconds a case: more than the median, less than what is worth a line in costs.json
+CPU_SECONDS = "cpu_seconds"
 
 
 def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -27,9 +31,9 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not (item.get_closest_marker("more") or item.get_closest_marker("slow")):
-            functions[item.nodeid.split("[", 1)[0]].append(item)
-    kept = {item.nodeid for cases in functions.values() for item in cover(cases)[: most_cases(cases[0])]}
-    return [item for item in items if item.nodeid in kept], [item for item in items if item.nodeid not in kept]
+            functions[function_of(item.nodeid)].append(item)
+    chosen = {item.nodeid for cases in functions.values() for item in cover(cases)[: most_cases(cases[0])]}
+    return [item for item in items if item.nodeid in chosen], [item for item in items if item.nodeid not in chosen]
 
 
 def rest(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -71,27 +75,55 @@ def limit_examples(item: pytest.Item) -> None:
         function._hypothesis_internal_use_settings = settings(asked, max_examples=most)
 
 
+def function_of(nodeid: str) -> str:
+    """The id of a test without its parameters and group."""
+    return nodeid.partition("[")[0].partition("@")[0]
+
+
 def group_of(item: pytest.Item) -> str:
     """Tests of one group run in one process: those that share ranks, else those of one file, which share fixtures."""
     return RANKS if "ranks" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
 
 
+def schedule(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests by group, the group that takes longest first: what is long must not begin last."""
+    costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+    totals: Counter[str] = Counter()
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+        totals[group_of(item)] += costs.get(function_of(item.nodeid), CHEAP / 2)
+    return sorted(items, key=lambda item: (-totals[group_of(item)], group_of(item)))
+
+
 class Meter:
-    """Appends what each test cost to a file, one for each process of pytest-xdist."""
+    """Writes what a case of each test costs, on average: `{test: CPU seconds}`, but for cheap ones."""
 
     def __init__(self, path: Path) -> None:
-        worker = os.environ.get("PYTEST_XDIST_WORKER")
-        self._path = path.with_suffix(f".{worker}{path.suffix}") if worker else path
+        self._path = path
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._begin = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        self._begin = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before = cpu_seconds()
-        try:
-            return (yield)
-        finally:
-            line = {"test": item.nodeid, "seconds": round(cpu_seconds() - before, 3)}
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    def pytest_runtest_makereport(self, call: pytest.CallInfo) -> Iterator[None]:
+        report = yield
+        if call.when == "teardown":
+            report.user_properties.append((CPU_SECONDS, cpu_seconds() - self._begin))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self._seconds[function_of(report.nodeid)].append(dict(report.user_properties)[CPU_SECONDS])
+
+    def pytest_sessionfinish(self) -> None:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            old = json.loads(self._path.read_text()) if self._path.exists() else {}
+            new = {name: round(sum(seconds) / len(seconds), 2) for name, seconds in self._seconds.items()}
+            costs = {name: seconds for name, seconds in (old | new).items() if seconds > CHEAP}
+            self._path.write_text(json.dumps(costs, indent=0, sort_keys=True) + "\n")
 
 
 def cpu_seconds() -> float:

@@ -1,9 +1,10 @@
 """Does `make test` notice mistakes? `python tools/planted.py [names]`, or `make planted`.
 
 Each `tests/planted/NAME.patch` plants one mistake. It is applied to a copy of the tree, and there the tests of
-`make test` run until one fails: those that the patch's `Tests:` line names first, then all. A mistake that no test
-notices has survived. What was found goes to `build/planted.json`, line by line: a second call goes on where the first
-one ended. A patch or a tree that has changed since is run again.
+`make test` run until one fails: those that the patch's `Tests:` line names first, then all; with `--more`, then those
+of `make test-more` that it names. A mistake that no test notices has survived. Outcomes go to `build/planted.json`,
+line by line: a second call continues where the first one ended. A patch or a tree that has changed since is run again.
+`--record` writes the outcomes to `tests/planted/results.json`. `--check` only checks that every patch applies.
 
 The tree without a mistake runs first (`unchanged`), as a test that always fails would find everything;
 `--no-unchanged` goes without.
@@ -26,19 +27,27 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from run_tests import NO_TESTS, Pass, selections
+
 ROOT = Path(__file__).parents[1]
-NO_TESTS = 5  # pytest's exit status where nothing was selected
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?:@[\w/.]+)?(?: - |$)", re.MULTILINE)  # without pytest-xdist's group
 
 
 @dataclass
 class Outcome:
-    """What became of a mistake: `status` is found, survived, timeout, or error where the patch does not apply."""
+    """What became of a mistake.
+
+    Args:
+        status: found, survived, timeout, or error where the patch does not apply.
+        test: the one that failed first.
+        selection: the last one that ran: "test" of `make test`, "more" of `make test-more`.
+    """
 
     name: str
     digest: str
     status: str
     test: str
+    selection: str
     seconds: int
 
 
@@ -47,20 +56,30 @@ def main() -> None:
     patches = [
         path for path in sorted(options.patches.glob("*.patch")) if not options.names or path.stem in options.names
     ]
+    if options.check:
+        checks = [subprocess.run(["git", "apply", "--check", path], cwd=ROOT, check=False) for path in patches]
+        sys.exit(any(check.returncode for check in checks))
     options.results.parent.mkdir(parents=True, exist_ok=True)
     tree = digest_of_tree()
     done = read(options.results)
     outcomes = []
     if not options.no_unchanged:
-        outcome = once("unchanged", None, tree, done, options)
+        outcomes.append(outcome := once("unchanged", None, tree, done, options))
         if outcome.status != "survived":
             sys.exit(f"without any mistake {outcome.test or 'the selection'} already ends with: {outcome.status}")
     for path in patches:
         digest = hashlib.sha256(path.read_bytes() + tree.encode()).hexdigest()[:16]
         outcomes.append(once(path.stem, path, digest, done, options))
-    found = sum(outcome.status == "found" for outcome in outcomes)
-    print(f"{found} of {len(outcomes)} found; survived: {[o.name for o in outcomes if o.status != 'found']}")
-    sys.exit(len(outcomes) - found > options.most_survivors)
+    if options.record:
+        table = {
+            o.name: {"status": o.status, "selection": o.selection, "test": o.test}
+            for o in outcomes
+            if o.name != "unchanged"
+        }
+        (options.patches / "results.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    survivors = [o.name for o in outcomes if (o.status, o.selection) != ("found", "test") and o.name != "unchanged"]
+    print(f"{len(patches) - len(survivors)} of {len(patches)} found by make test; not: {survivors}")
+    sys.exit(len(survivors) > options.most_survivors)
 
 
 def parse() -> argparse.Namespace:
@@ -72,6 +91,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest-xdist; 0: none of them")
     parser.add_argument("--first-only", action="store_true", help="only the tests that the patch names first")
     parser.add_argument("--no-unchanged", action="store_true", help="do not run the tree without a mistake")
+    parser.add_argument(
+        "--more", action="store_true", help="run the tests of `make test-more`, too, that the patch names"
+    )
+    parser.add_argument("--record", action="store_true", help="write results.json beside the patches")
+    parser.add_argument("--check", action="store_true", help="only check that all patches apply")
     parser.add_argument("--most-survivors", type=int, default=2, help="more than these are an error")
     return parser.parse_args()
 
@@ -110,30 +134,35 @@ def run(name: str, patch: Path | None, digest: str, options: argparse.Namespace)
                 ["git", "apply", str(patch)], cwd=copy, capture_output=True, text=True, check=False
             )
             if applied.returncode:
-                return Outcome(name, digest, "error", applied.stderr.strip(), 0)
-        status, test = "survived", ""
-        for arguments in stages(patch, options.first_only):
-            status, test = run_tests(copy, arguments, begin + options.timeout, options.jobs)
+                return Outcome(name, digest, "error", applied.stderr.strip(), "", 0)
+        status, test, selection = "survived", "", ""
+        for selection, arguments in stages(patch, options):
+            passes = [step for queue in selections()[selection] for step in queue]
+            status, test = run_passes(copy, passes, arguments, begin + options.timeout, options.jobs)
             if status != "survived":
                 break
-    return Outcome(name, digest, status, test, round(time.monotonic() - begin))
+    return Outcome(name, digest, status, test, selection, round(time.monotonic() - begin))
 
 
-def stages(patch: Path | None, first_only: bool) -> Iterator[str]:
-    """Arguments of pytest: the tests that a patch names first, then all."""
-    named = re.search(r"^Tests: (.+)$", patch.read_text(), re.MULTILINE) if patch else None
+def stages(patch: Path | None, options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
+    """Selections and arguments of pytest: the tests that a patch names first, then all."""
+    line = re.search(r"^Tests: (.+)$", patch.read_text(), re.MULTILINE) if patch else None
+    named = line[1].split() if line else []
     if named:
-        yield named[1]
-    if not first_only:
-        yield ""
+        yield "test", named
+    if not options.first_only:
+        yield "test", []
+    if named and options.more:
+        yield "more", named
 
 
-def run_tests(copy: Path, arguments: str, deadline: float, jobs: int) -> tuple[str, str]:
+def run_passes(copy: Path, passes: list[Pass], arguments: list[str], deadline: float, jobs: int) -> tuple[str, str]:
     """The status, and the test that failed first."""
-    for command in commands(f"-x -q -p no:cacheprovider {arguments}", jobs):
-        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    for step in passes:
+        command = step.command(["-x", "-q", "-p", "no:cacheprovider", *arguments], jobs)
+        environment = step.environment() | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
         with subprocess.Popen(
-            command, shell=True, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, start_new_session=True,
         ) as process:  # fmt: skip
             try:
@@ -145,13 +174,6 @@ def run_tests(copy: Path, arguments: str, deadline: float, jobs: int) -> tuple[s
             failed = FAILED.search(output)
             return "found", failed[1] if failed else " / ".join(output.splitlines()[-3:])
     return "survived", ""
-
-
-def commands(arguments: str, jobs: int) -> list[str]:
-    """The commands of pytest that `make test` runs, with these arguments."""
-    make = ["make", "--dry-run", "--no-print-directory", "test-selection", f"VENV={sys.prefix}", f"JOBS={jobs}"]
-    shown = subprocess.run([*make, f"ARGS={arguments}"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [line for line in shown.stdout.splitlines() if " -m pytest " in line]
 
 
 def tracked() -> list[str]:

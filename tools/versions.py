@@ -1,4 +1,4 @@
-"""Run a core selection of the tests on other versions: `make test-versions [ARGS="--python 3.13"]`.
+"""Run a core selection of the tests on other versions: `python tools/versions.py [--python 3.13]`.
 
 Each case is an environment of its own in build/versions, kept for the next time, with the library as it is installed
 from here. Interpreters that are not on the PATH as python3.12 and so on are named, and the command ends with status 1;
