@@ -1,429 +1,289 @@
-"""Figures of the library's structure: size, imports, names, and what a batch crosses. `python tools/house.py [--slow]`
+"""Ceilings of the library's structure. `python tools/house.py [--check | --list FIGURE | --write]`
 
-Prints each figure as it was (`house_before.json` beside this file), as it is now in the tree `--root`, and its target.
+Prints each figure and its ceiling, the figure's value in `tools/ceilings.toml`. `--check` fails if a figure is above
+its ceiling; if none is, it lowers the ceilings that are above their figures, except where the variable CI is set.
+`--write` sets every ceiling to its figure.
 
-- lines: as `ruff format` leaves them. statements: every `ast.stmt` node, docstrings included.
-- public docstrings: of modules, classes, functions and methods whose path has no leading underscore; overloads count
-  once. One is lost if it was there before, and a class, function or `Class.method` of that name has none now.
-- import circles: strongly connected components of modules. Imports in functions and under TYPE_CHECKING count. An edge
-  goes to the module that is named, be it a package's `__init__`, but not to the packages above it.
-- imports of kernels: import statements outside `kernels/` and `ops/`; "all" has those of layout and error texts, too.
-- class names used twice: of top-level classes.
-- files that a batch crosses: distinct files of the package in which a Python function runs, in any thread, after the
-  loader has returned the batch of step 5 and before the end of the dense optimizer's step 5. The loader itself and its
-  threads are left out. Other steps that are prefetched or trained meanwhile count. `te.nn.DLRM` on synthetic data,
-  eager, on the CPU; a first training in the same process has compiled and loaded all. The sharded cases are row-wise
-  on two gloo ranks, whose files are united. Timing decides about two or three files.
-- wrapper types of a batch: classes of the package of which an instance was made in that window, sharded on disk, and
-  holds a tensor: in an attribute, an item, a builtin container of these, or in an instance of another such class. The
-  loader's batch and its parts count; modules, exceptions and contexts of autograd functions do not.
-- first train: `tritonemb train` on synthetic data with an empty kernel cache, then with a full one: the difference is
-  compiling, which is silent unless a line of output says "compil...". On a machine that does more than this, CPU
-  seconds tell what wall time does not.
-- make test: wall time with `--time`, or the sum of JUnit files with `--junit`.
+- arguments: functions with 8 or more arguments, methods and nested functions included. Positional and keyword arguments
+  count; `self`, `cls`, `*args` and `**kwargs` do not. `arguments.kernels` has all functions of `kernels/`, where a
+  pointer, a size and a stride are an argument each.
+- files, lines: of each package; `root` has the modules outside packages, `kernels` is without `kernels.cpu`, and
+  `sharding` without `sharding.planner`. `lines.tests` has the Python files of `tests/`.
+- fmt_comments: `# fmt: skip` and `# fmt: off`.
+- import_cycles: modules that are in a cycle. Imports in functions and under TYPE_CHECKING count. An edge goes to the
+  module that is named, be it a package's `__init__`, but not to the packages above it.
+- long_classes, long_files: over 300 lines, over 450 lines.
+- phrases: of `tools/words.txt`, in names and text of the library, of `tools/*.py`, and of `docs/` and `README.md`.
+- vague_names: variables, attributes and parameters that match `VAGUE_NAME`, per 1,000 of all; each occurrence counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
+import gc
 import os
-import shutil
-import subprocess
+import re
 import sys
-import tempfile
-import threading
-import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
-from typing import Any
-from xml.etree import ElementTree
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tritonemb"
-BEFORE = Path(__file__).with_name("house_before.json")
-CASES = ("device", "disk", "sharded", "sharded_disk")
-STEP, LAST_STEP = 5, 12
-ROWS: tuple[tuple[str, str, float | None], ...] = (
-    ("lines", "lines", 29_000),
-    ("files", "files", 150),
-    ("statements", "statements", 18_500),
-    ("documented", "public docstrings", None),
-    ("lost", "public docstrings lost", 0),
-    ("undocumented", "public names without a docstring", None),
-    ("circles", "import circles", 0),
-    ("kernel_imports", "imports of kernels from above ops", 0),
-    ("kernel_imports_all", "imports of kernels from above ops, all", None),
-    ("twice", "class names used twice", 0),
-    ("twice_private", "class names used twice, private", 0),
-    ("device", "files a batch crosses: tables on device", 15),
-    ("disk", "files a batch crosses: tables on disk", 28),
-    ("sharded", "files a batch crosses: sharded", 38),
-    ("sharded_disk", "files a batch crosses: sharded, on disk", None),
-    ("wrappers", "wrapper types of a batch", 7),
-    ("test_seconds", "make test, seconds", 360),
-    ("compile_seconds", "first train, seconds of compiling", 15),
-    ("compile_cpu", "first train, CPU seconds of compiling", None),
-    ("silent_seconds", "first train, seconds of silent compiling", 0),
-)
-LISTS = {
-    "files": [*CASES, "wrappers"],
-    "docstrings": ["undocumented", "lost", "gone"],
-    "circles": ["circles"],
-    "imports": ["kernel_imports"],
-    "classes": ["twice", "twice_private"],
-    "output": ["output"],
-}
-Figures = dict[str, float]
-Lists = dict[str, list[str]]
+CEILINGS, WORDS = "tools/ceilings.toml", "tools/words.txt"
+SUBPACKAGES = ("kernels/cpu", "sharding/planner")  # with figures of their own
+MAX_ARGUMENTS, MAX_CLASS_LINES, MAX_FILE_LINES = 7, 300, 450
+VAGUE_NAME = re.compile("_*(found|each|own|mine|there|here|given|kept|held|made|taken|some|others|rest|after|before)")
+FMT_COMMENT = re.compile(r"#\s*fmt:\s*(skip|off)")
 
 
-def read_sources(root: Path) -> Lists:
-    """What the sources alone tell; a figure is the length of its list."""
+@dataclass(frozen=True)
+class Source:
+    """A Python file of the library; `path` is relative to the root of the repository."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(self.text)))
+
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n")
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def package(self) -> str:
+        """Name in the figures: `tables`, `kernels.cpu`, or `root`."""
+        folder = self.path.removeprefix(f"{PACKAGE}/").rpartition("/")[0]
+        package = folder if folder in SUBPACKAGES else folder.split("/")[0]
+        return package.replace("/", ".") or "root"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value, and the places that it counts or is the sum of."""
+
+    value: float
+    places: list[str]
+
+
+Figures = dict[str, Figure]
+
+
+def count(places: Iterable[str]) -> Figure:
+    listed = list(places)
+    return Figure(len(listed), listed)
+
+
+def measure(root: Path) -> Figures:
+    """All figures of the repository at `root`, sorted by name."""
     paths = sorted((root / PACKAGE).rglob("*.py"))
-    names = [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    trees = dict(zip(names, (ast.parse(path.read_text()) for path in paths), strict=True))
-    known: dict[str, bool] = {}
-    classes = defaultdict(list)
-    kernels: Lists = {"kernel_imports": [], "kernel_imports_all": []}
-    edges: dict[str, set[str]] = {}
-    for module, tree in trees.items():
-        for name, node in public(module, tree):
-            known[name] = known.get(name, False) or ast.get_docstring(node) is not None
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(module)
-        edges[module] = set()
-        for text, imported in imports(tree):
-            targets = {name if name in trees else name.rpartition(".")[0] for name in imported}
-            edges[module] |= targets & trees.keys() - {module}
-            inside = {name.split(".")[2] for name in imported if name.startswith(f"{PACKAGE}.kernels.")}
-            if inside and module.split(".")[1:2] not in (["kernels"], ["ops"]):
-                kernels["kernel_imports_all"].append(f"{module}: {text}")
-                if not inside <= {"layout", "errors"}:
-                    kernels["kernel_imports"].append(f"{module}: {text}")
-    twice = [f"{name}: {', '.join(modules)}" for name, modules in classes.items() if len(modules) > 1]
-    return kernels | {
-        "files": [str(path.relative_to(root)) for path in paths],
-        "statements": [type(n).__name__ for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.stmt)],
-        "documented": [name for name, has_docstring in known.items() if has_docstring],
-        "undocumented": [name for name, has_docstring in known.items() if not has_docstring],
-        "circles": circles(edges),
-        "twice": [text for text in twice if not text.startswith("_")],
-        "twice_private": [text for text in twice if text.startswith("_")],
+    sources = [Source(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
+    kernels = [source for source in sources if source.package.startswith("kernels")]
+    library = [source for source in sources if source not in kernels]
+    figures = size_figures(root, sources) | phrase_figures(root)
+    figures["arguments.kernels"] = count(long_signatures(kernels))
+    figures["arguments.library"] = count(long_signatures(library))
+    figures["fmt_comments"] = count(fmt_comments(sources))
+    figures["import_cycles"] = count(import_cycles(import_graph(sources)))
+    figures["long_classes"] = count(long_classes(sources))
+    figures["long_files"] = count(f"{s.path}: {s.num_lines} lines" for s in sources if s.num_lines > MAX_FILE_LINES)
+    figures["vague_names"] = vague_names(sources)
+    return dict(sorted(figures.items()))
+
+
+def size_figures(root: Path, sources: Iterable[Source]) -> Figures:
+    lines: dict[str, dict[str, int]] = defaultdict(dict)
+    for source in sources:
+        lines[source.package][source.path] = lines["total"][source.path] = source.num_lines
+    figures = {f"files.{package}": count(sizes) for package, sizes in lines.items()}
+    for path in (root / "tests").rglob("*.py"):
+        lines["tests"][path.relative_to(root).as_posix()] = path.read_text().count("\n")
+    for package, sizes in lines.items():
+        longest_first = sorted(sizes, key=lambda path: -sizes[path])
+        figures[f"lines.{package}"] = Figure(sum(sizes.values()), [f"{path}: {sizes[path]}" for path in longest_first])
+    return figures
+
+
+def long_signatures(sources: Iterable[Source]) -> Iterator[str]:
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_arguments(node.args) > MAX_ARGUMENTS:
+                yield f"{source.path}:{node.lineno} {node.name}: {num_arguments(node.args)} arguments"
+
+
+def num_arguments(arguments: ast.arguments) -> int:
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    return len(positional) + len(arguments.kwonlyargs) - (positional[:1] in (["self"], ["cls"]))
+
+
+def long_classes(sources: Iterable[Source]) -> Iterator[str]:
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef) and (num_lines := node.end_lineno - node.lineno + 1) > MAX_CLASS_LINES:
+                yield f"{source.path}:{node.lineno} {node.name}: {num_lines} lines"
+
+
+def fmt_comments(sources: Iterable[Source]) -> Iterator[str]:
+    for source in sources:
+        for number, line in enumerate(source.text.splitlines(), 1):
+            if FMT_COMMENT.search(line):
+                yield f"{source.path}:{number}"
+
+
+def import_graph(sources: Iterable[Source]) -> dict[str, set[str]]:
+    """The modules of the library that a module imports."""
+    imported = {source.module: list(imported_names(source)) for source in sources}
+    modules = imported.keys()
+    return {
+        module: {name if name in modules else name.rpartition(".")[0] for name in names} & modules - {module}
+        for module, names in imported.items()
     }
 
 
-def public(name: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """A module, class or function and what is public in it."""
-    if any(part.startswith("_") for part in name.split(".")):
-        return
-    yield name, node
-    for child in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from public(f"{name}.{child.name}", child)
-
-
-def imports(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
-    """Each absolute import statement and the full names that it imports."""
-    for node in ast.walk(tree):
+def imported_names(source: Source) -> Iterator[str]:
+    for node in source.nodes:
         if isinstance(node, ast.Import):
-            yield ast.unparse(node), [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"a relative import is not understood: {ast.unparse(node)}"
-            yield ast.unparse(node), [f"{node.module}.{alias.name}" for alias in node.names]
+            if node.level:
+                raise ValueError(f"{source.path}:{node.lineno}: relative imports are not supported")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def circles(edges: dict[str, set[str]]) -> list[str]:
-    """Strongly connected components of more than one module, as text with their edges."""
-
-    def reachable(start: str) -> set[str]:
-        seen, todo = set(), [*edges[start]]
-        while todo:
-            if (module := todo.pop()) not in seen:
-                seen.add(module)
-                todo += edges[module]
-        return seen
-
-    reached = {module: reachable(module) for module in edges}
-    found = {frozenset(other for other in reached[m] if m in reached[other]) for m in edges if m in reached[m]}
-    texts = []
-    for circle in sorted(found, key=lambda circle: (-len(circle), sorted(circle))):
-        arrows = [f"{module} -> {', '.join(sorted(edges[module] & circle))}" for module in sorted(circle)]
-        texts.append("\n    ".join([f"{len(circle)} modules", *arrows]))
-    return texts
+def import_cycles(graph: dict[str, set[str]]) -> Iterator[str]:
+    reachable = {module: reachable_modules(graph, module) for module in graph}
+    for module in graph:
+        if cyclic := sorted(name for name in graph[module] if module in reachable[name]):
+            yield f"{module} imports {', '.join(cyclic)}"
 
 
-def formatted_lines(root: Path) -> int:
-    """Lines of the package in the format of its own settings."""
-    ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(root / PACKAGE, Path(folder) / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(root / "pyproject.toml", folder)
-        subprocess.run([ruff, "format", "--quiet", "--no-cache", PACKAGE], cwd=folder, check=True)
-        return sum(path.read_text().count("\n") for path in Path(folder, PACKAGE).rglob("*.py"))
+def reachable_modules(graph: dict[str, set[str]], start: str) -> set[str]:
+    visited: set[str] = set()
+    stack = [start]
+    while stack:
+        imported = graph[stack.pop()] - visited
+        visited |= imported
+        stack += imported
+    return visited
 
 
-def short(name: str) -> str:
-    """`Class.method`, or a name alone: what stays when a module is renamed."""
-    parts = name.split(".")
-    return ".".join(parts[next((at for at, part in enumerate(parts) if part[0].isupper()), -1) :])
+def vague_names(sources: Iterable[Source]) -> Figure:
+    occurrences = [(source.path, line, name) for source in sources for line, name in names(source)]
+    places = [f"{path}:{line} {name}" for path, line, name in occurrences if VAGUE_NAME.fullmatch(name)]
+    return Figure(round(1000 * len(places) / max(len(occurrences), 1), 1), places)
 
 
-def compare_docstrings(now: Lists, before: Lists) -> Lists:
-    """Docstrings lost, and names documented before that are gone or renamed."""
-    with_one, without = ({short(name) for name in now[key]} for key in ("documented", "undocumented"))
-    missing = [name for name in before.get("documented", ()) if short(name) not in with_one]
-    lost = [name for name in missing if short(name) in without]
-    return {"lost": lost, "gone": [name for name in missing if name not in lost]}
+def names(source: Source) -> Iterator[tuple[int, str]]:
+    """Lines and names of variables, attributes and parameters."""
+    for node in source.nodes:
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute):
+            yield node.end_lineno or node.lineno, node.attr
 
 
-class Probe:
-    """A profiler of all threads that notes files and wrapper types while its window is open."""
-
-    def __init__(self) -> None:
-        self.codes: set[CodeType] = set()
-        self.wrappers: set[type] = set()
-        self._open = False
-        self._muted: set[int | None] = set()  # threads that read the data
-        self._batches = self.steps = 0
-
-    def install(self) -> None:
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Note nothing in this thread, nor in those that it starts."""
-        before = {thread.ident for thread in threading.enumerate()}
-        self._muted.add(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._muted |= {thread.ident for thread in threading.enumerate()} - before
-            self._muted.discard(threading.get_ident())
-
-    def watch(self, data: Any) -> Any:
-        """The data set, whose iterators open the window when they return the batch of step 5."""
-        probe = self
-
-        class Watched:
-            def __next__(self) -> Any:
-                with probe._reading():
-                    batch = super().__next__()  # type: ignore[misc]
-                probe._batches += 1
-                if probe._batches == STEP:
-                    probe._open = True
-                    for part in (*vars(batch).values(), batch):
-                        probe._note(part)
-                return batch
-
-        def watched(method: Any) -> Any:
-            def call(*args: Any, **options: Any) -> Any:
-                with probe._reading():
-                    result = method(*args, **options)
-                if hasattr(type(result), "__next__") and not isinstance(result, Watched):
-                    object.__setattr__(result, "__class__", type("Stream", (Watched, type(result)), {}))
-                return result
-
-            return call
-
-        kind = type(data)
-        methods = {
-            name: watched(method)
-            for base in reversed(kind.__mro__)
-            for name, method in vars(base).items()
-            if isinstance(method, FunctionType) and not name.startswith("_")
-        }
-        object.__setattr__(data, "__class__", type(kind.__name__, (kind,), methods))
-        return data
-
-    def step_done(self, *_: object) -> None:
-        """A hook behind the dense optimizer's step."""
-        self.steps += 1
-        self._open &= self.steps < STEP
-
-    def _profile(self, frame: FrameType, event: str, result: Any) -> None:
-        if not self._open or threading.get_ident() in self._muted:
-            return
-        self.codes.add(frame.f_code)
-        if event == "call" and frame.f_back is not None:
-            self.codes.add(frame.f_back.f_code)
-        elif event == "return" and frame.f_code.co_name == "__init__":
-            self._note(next(iter(frame.f_locals.values()), None))
-        elif event == "return" and isinstance(result, tuple) and frame.f_code.co_name in ("<lambda>", "_make"):
-            self._note(result)  # made by a named tuple's `__new__` or `_make`
-
-    def _note(self, instance: Any) -> None:
-        if type(instance).__module__.split(".")[0] == PACKAGE and type(instance) not in self.wrappers:
-            from torch import Tensor, autograd, nn
-
-            if not isinstance(instance, nn.Module | BaseException | autograd.Function | autograd.function.FunctionCtx):
-                todo = [*instance] if isinstance(instance, tuple) else []
-                todo += [getattr(instance, name, None) for name in getattr(type(instance), "__slots__", ())]
-                todo += getattr(instance, "__dict__", {}).values()
-                while todo:
-                    value = todo.pop()
-                    if type(value) in (list, tuple, set, deque, dict):
-                        todo += value.values() if isinstance(value, dict) else value
-                    elif isinstance(value, Tensor) or type(value) in self.wrappers:
-                        self.wrappers.add(type(instance))
+def phrase_figures(root: Path) -> Figures:
+    pattern = phrase_pattern((root / WORDS).read_text())
+    paths = {
+        "docs": [root / "README.md", *(root / "docs").rglob("*.md")],
+        "library": (root / PACKAGE).rglob("*.py"),
+        "tools": (root / "tools").glob("*.py"),
+    }
+    return {
+        f"phrases.{area}": count(place for path in sorted(group) for place in phrases(root, path, pattern))
+        for area, group in paths.items()
+    }
 
 
-def trace(root: Path, case: str) -> Lists:
-    """Train a case twice, the second time with a probe; in a process of its own, one for each rank."""
-    import torch
+def phrase_pattern(words: str) -> re.Pattern[str]:
+    """A pattern of lower-case text, whose first group is a phrase that counts; allowed uses match without it.
 
-    import tritonemb as te
-    from tritonemb.data import make_synthetic
-
-    probe, sharded = Probe(), case.startswith("sharded")
-
-    def train(probed: bool) -> None:
-        torch.manual_seed(0)
-        data = make_synthetic(num_train=4_000, num_test=400)
-        tables = data.tables(16)
-        if case.endswith("disk"):  # so few rows are cached that every step evicts some
-            tables = [replace(table, placement="disk", cache=te.CacheConfig(share=0.05)) for table in tables]
-        if probed:
-            data = probe.watch(data)
-            probe.install()
-        model: Any = te.nn.DLRM(tables, data.num_dense, (32,), (32,), optimizer=te.optim.RowWiseAdagrad(lr=0.02))
-        if sharded:
-            plan = te.sharding.ShardingPlan({table.name: te.sharding.RowWise() for table in tables}, 2, 2)
-            model = te.HybridParallel(model, plan)
-
-        def adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
-            optimizer = torch.optim.Adam(parameters, lr=lr)
-            if probed:
-                optimizer.register_step_post_hook(probe.step_done)
-            return optimizer
-
-        te.Trainer(model, data, dense_optimizer=adam, batch_size=32, max_steps=LAST_STEP, verbose=False).fit()
-
-    if sharded:
-        torch.distributed.init_process_group("gloo")
-    train(probed=False)
-    train(probed=True)
-    sys.setprofile(None)
-    if not probe.codes or probe.steps != LAST_STEP:
-        raise RuntimeError("the batch of step 5 was not seen to leave the loader, or its update not seen to end")
-    if sharded:
-        torch.distributed.destroy_process_group()
-    package = root / PACKAGE
-    paths = {Path(code.co_filename) for code in probe.codes if code.co_flags & 1}  # functions, no bodies of modules
-    files = [str(path.relative_to(package)) for path in paths if path.is_relative_to(package)]
-    return {case: files, "wrappers": [f"{kind.__module__}.{kind.__qualname__}" for kind in probe.wrappers]}
+    Only letters continue a word, so `row_holder_id` has `holder`. A space may be the end of a line of a comment.
+    """
+    lines = [line for line in words.lower().splitlines() if line and not line.startswith("#")]
+    allowed, avoided = (
+        "|".join(re.escape(line.strip("! ")).replace(r"\ ", r"\s+(?:#\s*)?") for line in lines if line[0] in marks)
+        for marks in ("!", "abcdefghijklmnopqrstuvwxyz")
+    )
+    return re.compile(rf"(?<![a-z])(?:(?:{allowed or '(?!)'})|({avoided}))(?![a-z])")
 
 
-def trace_all(root: Path) -> Lists:
-    """The files of each case, and the wrapper types of the last one."""
-    lists: Lists = {}
-    for case in CASES:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        with tempfile.TemporaryDirectory() as folder:
-            words = [__file__, "--root", str(root), "--trace", case, "--json", f"{folder}/found"]
-            command = [sys.executable, *(torchrun if case.startswith("sharded") else []), *words]
-            done = subprocess.run(command, cwd=root, env=environment(root), capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-            found = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
-        lists |= {key: sorted({name for each in found for name in each[key]}) for key in (case, "wrappers")}
-    return lists
+def phrases(root: Path, path: Path, pattern: re.Pattern[str]) -> Iterator[str]:
+    text = path.read_text().lower()
+    for match in pattern.finditer(text):
+        if match[1]:
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"{path.relative_to(root).as_posix()}:{line} {re.sub('[^a-z-]+', ' ', match[1])}"
 
 
-def environment(root: Path, **more: str) -> dict[str, str]:
-    """That of a subprocess which imports the package of this tree."""
-    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | dict(os.environ) | {"PYTHONPATH": str(root)} | more
+def read_ceilings(path: Path) -> dict[str, float]:
+    return tomllib.loads(path.read_text()) if path.exists() else {}
 
 
-def time_first_train(root: Path) -> tuple[Figures, Lists]:
-    """Seconds for which a first run of the command compiles, and for how many of them it says nothing about it."""
-    command = [sys.executable, "-m", PACKAGE, "train", "--data", "synthetic", "--max-steps", "20"]
-    output: list[list[str]] = []
-    walls, cpus = [], []
-    with tempfile.TemporaryDirectory() as cache:
-        given = environment(root, TRITONEMB_CACHE_DIR=cache, PYTHONUNBUFFERED="1")
-        subprocess.run([*command, "--help"], env=given, check=True, capture_output=True)  # writes Python's own cache
-        for _ in range(2):
-            start, before, lines = time.perf_counter(), os.times(), []
-            with subprocess.Popen(
-                command, env=given, cwd=cache, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            ) as process:
-                for line in process.stdout or ():
-                    lines.append(f"{time.perf_counter() - start:6.1f} s  {line.rstrip()}")  # noqa: PERF401
-            if process.returncode:
-                raise RuntimeError("\n".join(lines))
-            walls.append(time.perf_counter() - start)
-            after = os.times()
-            cpus.append(after.children_user + after.children_system - before.children_user - before.children_system)
-            output.append(lines)
-    wall, cpu = (round(max(0.0, cold - warm), 1) for cold, warm in (walls, cpus))
-    said = any("compil" in line.lower() for line in output[0])
-    figures = {"compile_seconds": wall, "compile_cpu": cpu, "silent_seconds": 0 if said else wall}
-    return figures, {"output": [*output[0], *output[1]]}
+def write_ceilings(path: Path, figures: Figures) -> None:
+    lines = [f'"{name}" = {figure.value}\n' for name, figure in figures.items()]
+    path.write_text("# Lowered by `make lint`; CONTRIBUTING.md says when one may be raised.\n" + "".join(lines))
 
 
-def time_tests(root: Path, junit: Iterable[Path]) -> float:
-    """Seconds of `make test`, read or measured."""
-    suites = [suite for path in junit for suite in ElementTree.parse(path).iter("testsuite")]
-    if suites:
-        return round(sum(float(suite.get("time", 0)) for suite in suites), 1)
-    start = time.perf_counter()
-    subprocess.run(["make", "test"], cwd=root, check=True, stdout=sys.stderr)
-    return round(time.perf_counter() - start, 1)
+def check(figures: Figures, path: Path) -> bool:
+    """Whether no figure is above its ceiling; prints those that are, or lowers the ceilings in `path`."""
+    ceilings = read_ceilings(path)
+    high = [name for name, figure in figures.items() if figure.value > ceilings.get(name, 0)]
+    for name in high:
+        print(f"{name} is {figures[name].value:,}, above its ceiling of {ceilings.get(name, 0):,}")
+        print(f"    places: python tools/house.py --list {name}")
+    if high:
+        print(f"Bring them down, or raise the ceilings in {CEILINGS} in a commit of its own that says why.")
+        return False
+    low = [name for name, ceiling in ceilings.items() if name not in figures or figures[name].value < ceiling]
+    if low and os.environ.get("CI"):
+        print(f"`python tools/house.py --check` lowers the ceilings of {', '.join(low)}")
+    elif low:
+        write_ceilings(path, figures)
+        print(f"Lowered the ceilings of {', '.join(low)}; commit {CEILINGS}")
+    return True
 
 
-def print_table(now: Figures, before: Figures) -> None:
-    print(f"{'figure':<44}{'before':>9}{'now':>9}{'target':>12}")
-    for key, label, target in ROWS:
-        old, new = (f"{values[key]:,}" if key in values else "-" for values in (before, now))
-        wanted = "" if target is None else f"<= {target:,}" if target else "0"
-        reached = "" if target is None or key not in now else "  yes" if now[key] <= target else "  no"
-        print(f"{label:<44}{old:>9}{new:>9}{wanted:>12}{reached}")
+def print_table(figures: Figures, ceilings: dict[str, float]) -> None:
+    print(f"{'figure':<24}{'now':>9}{'ceiling':>9}")
+    for name, figure in figures.items():
+        print(f"{name:<24}{figure.value:>9,}{ceilings.get(name, 0):>9,}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path.cwd(), help="the tree to measure")
-    parser.add_argument("--json", type=Path, help="write figures and lists to this file, into what it has")
-    parser.add_argument("--slow", action="store_true", help="trace batches and time the first train, too")
-    parser.add_argument("--first-train", action="store_true", help="time the first train, too")
-    parser.add_argument("--time", action="store_true", help="run and time make test, too")
-    parser.add_argument("--junit", type=Path, nargs="*", default=[], help="JUnit files of make test")
-    for name in LISTS:
-        parser.add_argument(f"--{name}", action="store_true", help=f"list {', '.join(LISTS[name])}")
-    parser.add_argument("--trace", choices=CASES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    root = given.root.resolve()
-    if given.trace:
-        given.json.with_suffix(f".{os.environ.get('RANK', 0)}").write_text(json.dumps(trace(root, given.trace)))
-        return
-    figures: Figures
-    before = json.loads(BEFORE.read_text()) if BEFORE.exists() else {"figures": {}, "lists": {}}
-    lists, figures = read_sources(root), {"lines": formatted_lines(root)}
-    lists |= compare_docstrings(lists, before["lists"])
-    if given.slow or given.files:
-        lists |= trace_all(root)
-    figures |= {key: len(lists[key]) for key, _, _ in ROWS if key in lists}
-    if given.slow or given.first_train or given.output:
-        seconds, output = time_first_train(root)
-        figures, lists = figures | seconds, lists | output
-    if given.time or given.junit:
-        figures["test_seconds"] = time_tests(root, given.junit)
-    if given.json:
-        kept = {key: values for key, values in lists.items() if key not in ("files", "statements")}
-        old = json.loads(given.json.read_text()) if given.json.exists() else {"figures": {}, "lists": {}}
-        new = {"figures": old["figures"] | figures, "lists": old["lists"] | kept}
-        given.json.write_text(json.dumps(new) + "\n")
-    print_table(figures, before["figures"])
-    for key in (key for name, keys in LISTS.items() if getattr(given, name) for key in keys):
-        print(f"\n{key}: {len(lists[key])}", *lists[key], sep="\n  ")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository to measure")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="fail if a figure is above its ceiling; lower the others")
+    action.add_argument("--list", metavar="FIGURE", help="print the places that a figure counts")
+    action.add_argument("--write", action="store_true", help="set every ceiling to its figure")
+    options = parser.parse_args(arguments)
+    figures, path = measure(options.root), options.root / CEILINGS
+    if options.check:
+        return 0 if check(figures, path) else 1
+    if options.list and options.list not in figures:
+        parser.error(f"unknown figure {options.list!r}; one of {', '.join(figures)}")
+    if options.list:
+        print(*figures[options.list].places, sep="\n")
+    elif options.write:
+        write_ceilings(path, figures)
+    else:
+        print_table(figures, read_ceilings(path))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    gc.disable()  # collections visit every syntax tree again, which doubles the time
+    sys.exit(main())
