@@ -32,9 +32,9 @@ from tritonemb.sharding.planner.cost_model import (
     CostModel,
     Pieces,
 )
-from tritonemb.sharding.planner.statistics import TableStats
-from tritonemb.sharding.planner.topology import amount
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import Placement, TableConfig
+from tritonemb.utils import amount
 
 Array = NDArray[Any]
 CACHE_SHARES = (0.0, 0.03, 0.1, 0.3)  # of a shard's rows that are cached; at least those of prefetched batches
