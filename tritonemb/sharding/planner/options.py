@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.plan_shards import FINE, Problem
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import (
     COLUMNS_ROUNDED_TOGETHER,
@@ -32,6 +31,7 @@ from tritonemb.sharding.planner.cost_model import (
     CostModel,
     Pieces,
 )
+from tritonemb.sharding.planner.shard_packing import FINE, Problem
 from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import Placement, TableConfig
 from tritonemb.utils import amount

@@ -13,7 +13,6 @@ from torch import nn
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.kernels.cpu.plan_shards import Problem
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
@@ -29,6 +28,7 @@ from tritonemb.sharding.planner.options import (
 )
 from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, relax, solve, stay, tables_of, totals
+from tritonemb.sharding.planner.shard_packing import Problem
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import TableStats
