@@ -102,6 +102,16 @@ def listed(names: Iterable[str], most: int = 60) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def amount(size: float) -> str:
+    """Bytes, with a unit of 1000."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while abs(size) >= 999.5 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    digits = ".0f" if units[0] == "B" else ".3g" if abs(size) < 1e4 else ",.0f"
+    return f"{size:{digits}} {units[0]}"
+
+
 def end_with_torchrun() -> None:
     """Let this rank get SIGTERM when the torchrun that started it ends: one that is killed ends no ranks. On Linux."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

@@ -2,11 +2,11 @@
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,13 +20,10 @@ from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer, LogMode
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
+from tritonemb.tables.cached_server_table import ParallelModel, ShardedServerTables
 from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import Closing, on_error
-
-if TYPE_CHECKING:  # what loads FSDP, which takes longer than all else that a server's process needs
-    from tritonemb.sharding.collection import ShardedCollection
-    from tritonemb.sharding.placement import PlacedShard
 
 
 @dataclass(frozen=True)
@@ -165,19 +162,16 @@ def attach(
     Raises:
         ValueError: the model has no such tables, or the servers have others of that name.
     """
-    from tritonemb.sharding import HybridParallel
-    from tritonemb.sharding.collection import ShardedCollection
-
     group = RankGroup() if group is None else group
-    if group.size > 1 and isinstance(model, HybridParallel) and isinstance(staleness, int) and staleness == 0:
+    if group.size > 1 and isinstance(model, ParallelModel) and isinstance(staleness, int) and staleness == 0:
         model.shard_server_tables()
     found = collections_on_servers(model)
     if not found:
         raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
     for name, tables in found.items():
-        if exchange != EXACT and (isinstance(tables, ShardedCollection) or _holds(staleness, group)):
+        if exchange != EXACT and (isinstance(tables, ShardedServerTables) or _holds(staleness, group)):
             raise ValueError(f"without staleness rows are moved as they are, not as {exchange}; leave exchange out")
-        if isinstance(tables, ShardedCollection):
+        if isinstance(tables, ShardedServerTables):
             servers.clients.append(_attach_shards(tables, servers, accumulate, group, name))
         else:
             client = _client(tables, servers, staleness, accumulate, group, name, exchange)
@@ -192,15 +186,12 @@ def _holds(staleness: Any, group: RankGroup) -> bool:
     return group.size == 1 and isinstance(staleness, int) and staleness == 0
 
 
-def collections_on_servers(model: nn.Module) -> dict[str, "TableSet | ShardedCollection"]:
+def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedServerTables]:
     """By their paths in the model; "tables" if that is one itself."""
-    from tritonemb.sharding import HybridParallel
-    from tritonemb.sharding.collection import ShardedCollection
-
-    found = dict[str, TableSet | ShardedCollection]()
-    for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
-        tables = module if isinstance(module, ShardedCollection) else module.__dict__.get("table_set")
-        if isinstance(tables, TableSet | ShardedCollection) and tables.configs[0].placement == "server":
+    found = dict[str, TableSet | ShardedServerTables]()
+    for path, module in (model.module if isinstance(model, ParallelModel) else model).named_modules():
+        tables = module if isinstance(module, ShardedServerTables) else module.__dict__.get("table_set")
+        if isinstance(tables, TableSet | ShardedServerTables) and tables.configs[0].placement == "server":
             found[path or "tables"] = tables
     return found
 
@@ -227,19 +218,12 @@ def _client(
 
 
 def _attach_shards(
-    tables: "ShardedCollection", servers: Servers, accumulate: int, group: RankGroup, name: str
+    tables: ShardedServerTables, servers: Servers, accumulate: int, group: RankGroup, name: str
 ) -> ShardedRows:
     """Of each rank's shards, a collection on the servers."""
-    for each in tables.placement.shards:
-        config = tables.configs[each.table]
-        if each.shard.num_columns < config.embedding_dim:
-            raise ValueError(
-                f"table {config.name!r} is on embedding servers, which have whole rows; shard it by rows, or not at all"
-            )
+    ranges = tables.server_rows()
     spec = _spec(tables, tables.server_seeds, servers, group, trainers=1, staleness=0, exact=True, batches=accumulate)
-    parts = [
-        (f"{name}@{group.rank}.{n}", _of_shards(spec, shards, len(servers))) for n, shards in enumerate(tables.shards)
-    ]
+    parts = [(f"{name}@{group.rank}.{n}", _of_shards(spec, rows, len(servers))) for n, rows in enumerate(ranges)]
     own = [HeldRows(servers.connections, *part, 0, [None] * len(spec.tables)) for part in parts]
     every = [part for of_rank in group.all_gather_object(parts) for part in of_rank]
     made = ShardedRows(servers.connections, every, own, group)
@@ -247,19 +231,18 @@ def _attach_shards(
     return made
 
 
-def _of_shards(spec: CollectionSpec, shards: "Sequence[PlacedShard]", servers: int) -> CollectionSpec:
+def _of_shards(spec: CollectionSpec, rows: Mapping[int, tuple[int, int]], servers: int) -> CollectionSpec:
     parts: list[tuple[int, int] | None] = [(0, 0)] * len(spec.tables)
     owners = list(spec.owners)
-    for number, shard in ((each.table, each.shard) for each in shards):
-        table, parts[number] = spec.tables[number], (shard.first_row, shard.num_rows)
-        if table.num_embeddings is None:
-            firsts = owners_of(shard.num_rows, servers, number)
-            owners[number] = tuple(shard.first_row + first for first in firsts)
+    for number, (first_row, num_rows) in rows.items():
+        parts[number] = first_row, num_rows
+        if spec.tables[number].num_embeddings is None:
+            owners[number] = tuple(first_row + first for first in owners_of(num_rows, servers, number))
     return replace(spec, owners=tuple(owners), parts=tuple(parts))
 
 
 def _spec(
-    tables: "TableSet | ShardedCollection", seeds: Sequence[int], servers: Servers, group: RankGroup, **how: Any
+    tables: TableSet | ShardedServerTables, seeds: Sequence[int], servers: Servers, group: RankGroup, **how: Any
 ) -> CollectionSpec:
     """The same for all trainers."""
     if tables.optimizer is None:

@@ -30,11 +30,11 @@ from tritonemb.sharding.placement import (
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.tables.cached_server_table import RowStore
+from tritonemb.tables.cached_server_table import RowStore, ShardedServerTables
 from tritonemb.tables.cached_table import CachedTable, is_metadata_only, only_parameters
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures
-from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables
+from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import Groups, TableSet, kind_of
@@ -47,7 +47,7 @@ Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Gro
 ShardedLookup = tuple[IdExchange, list[TableSet]]
 
 
-class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
+class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of modules
     """A collection whose tables are sharded over ranks; see `ShardedEmbeddingBagCollection`.
 
     The shards are no parameters of this module, as nobody else may update or average them: `table_weights` has them.
@@ -62,7 +62,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
     ) -> None:  # fmt: skip
         assert collection.optimizer is not None
         nn.Module.__init__(self)
-        OptimizedTables.__init__(self, collection.optimizer)
+        ShardedServerTables.__init__(self, collection.optimizer)
         self.configs, self.feature_names = tuple(map(plan.apply, collection.configs)), collection.feature_names
         self.bounds_check = collection.table_set.bounds_check
         self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
@@ -88,7 +88,6 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         replicated = self.placement.on(groups.shards.rank, "replicated")
         self._replicated = self._make_tables(replicated, self.bounds_check)
         self.server_seeds = [table.seed for table in collection.tables if isinstance(table, ServerTable)]
-        self.service: TableService | None = None
         self._checked: list[tuple[str, str, int]] = []  # features whose ids no exchange checks
         if self._lookups and groups.shards.size > 1 and self.bounds_check == "raise":
             configs = [self.configs[each.table] for each in replicated]
@@ -100,15 +99,22 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
     def _make_lookups(self) -> list[ShardedLookup]:
         raise NotImplementedError
 
-    @property
-    def shards(self) -> list[list[PlacedShard]]:
-        """This rank's, of each of `locals`, in the order of its tables."""
-        return self._local_shards
+    def server_rows(self) -> list[dict[int, tuple[int, int]]]:
+        for placed in self.placement.shards:
+            config = self.configs[placed.table]
+            if placed.shard.num_columns < config.embedding_dim:
+                raise ValueError(
+                    f"table {config.name!r} is on embedding servers, which have whole rows; shard it by rows, or not "
+                    "at all"
+                )
+        return [
+            {placed.table: (placed.shard.first_row, placed.shard.num_rows) for placed in shards}
+            for shards in self._local_shards
+        ]
 
-    def attach(self, service: TableService, own: Sequence[RowStore]) -> None:
-        """Let these servers have the rows of tables whose placement is "server": a `RowStore` for each of `locals`."""
+    def attach(self, service: TableService, stores: Sequence[RowStore]) -> None:
         self.service = service
-        for tables, store in zip(self.locals, own, strict=True):
+        for tables, store in zip(self.locals, stores, strict=True):
             tables.attach(store)
 
     @functools.cached_property

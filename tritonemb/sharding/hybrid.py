@@ -27,12 +27,13 @@ from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.tables.cached_server_table import ParallelModel
 from tritonemb.tables.lookup import PrefetchedFeatures
 
 Dense = Literal["ddp", "fsdp"]
 
 
-class HybridParallel(nn.Module):
+class HybridParallel(ParallelModel):
     """A model whose fused embedding collections are sharded over the ranks of a job; other layers are on each rank.
 
     Every rank calls it with its own samples, in step with the others. Gradients of tables and other layers are averaged
@@ -125,7 +126,7 @@ class HybridParallel(nn.Module):
         sharded = self._sharded(found)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
         self._on_servers = [collection for collection in fused if collection.table_set.on_servers]
-        self.module: nn.Module = _replace(model, sharded)
+        self.module = _replace(model, sharded)
         _materialise(self.module, table_device)
         self.pipeline = pipeline
         computed = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)

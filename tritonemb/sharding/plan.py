@@ -4,19 +4,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Protocol, Self, get_args
 
 from tritonemb.layout import rows_to_shard
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import Placement, TableConfig, checked_size
-from tritonemb.utils import JsonFile
-
-if TYPE_CHECKING:
-    from tritonemb.sharding.planner.report import PlanDiff, PlanReport
-    from tritonemb.sharding.planner.statistics import TableStats
+from tritonemb.utils import JsonFile, amount
 
 Ranks = Sequence[int]
 SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update replicated than to exchange
 COLUMNS_ROUNDED_TOGETHER = 8  # of a 16-bit row: one random counter rounds them
+SHOWN = 40  # tables, those that cost or move most
 
 
 @dataclass(frozen=True)
@@ -245,6 +243,47 @@ class TablePlacement:
 
 
 @dataclass(frozen=True)
+class PlanDiff:
+    """What moves between two plans: bytes of rows and states by table, and tables whose tier changes.
+
+    `fraction` is of all tables' bytes.
+    """
+
+    moved: Mapping[str, float]
+    tiers: Mapping[str, tuple[str, str]]
+    total: float
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.moved.values())
+
+    @property
+    def fraction(self) -> float:
+        return self.bytes / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{amount(self.bytes)} of {amount(self.total)} move between ranks ({100 * self.fraction:.1f} %)"]
+        moved = sorted(self.moved.items(), key=lambda each: (-each[1], each[0]))
+        lines += [f"  {name}: {amount(size)}" for name, size in moved[:SHOWN] if size]
+        lines += [f"  {name}: from {before} to {after}" for name, (before, after) in sorted(self.tiers.items())]
+        return "\n".join(lines)
+
+
+class PlanExplanation(Protocol):
+    """The part of a `te.sharding.PlanReport` that a plan calls."""
+
+    def summary(self) -> str: ...
+
+    def explain(self, name: str) -> str: ...
+
+    def to_html(self) -> str: ...
+
+    def diff(self, before: "ShardingPlan", after: "ShardingPlan") -> PlanDiff: ...
+
+    def check(self, plan: "ShardingPlan", stats: Mapping[str, TableStats]) -> list[str]: ...
+
+
+@dataclass(frozen=True)
 class ShardingPlan(JsonFile):
     """How each table is sharded, for a job of a certain size.
 
@@ -265,7 +304,7 @@ class ShardingPlan(JsonFile):
     local_world_size: int = 0
     placements: Mapping[str, TablePlacement] = field(default_factory=dict)
     copies: int = 1
-    report: "PlanReport | None" = field(default=None, compare=False, repr=False)
+    report: PlanExplanation | None = field(default=None, compare=False, repr=False)
 
     WHAT, NEEDED = "a sharding plan", ("world_size", "tables")
     MEMBERS: ClassVar[Iterable[str]] = ("world_size", "local_world_size", "copies", "tables")
@@ -307,15 +346,15 @@ class ShardingPlan(JsonFile):
         """A page without scripts: pictures of each rank's time and memory, and the tables."""
         return self._known().to_html()
 
-    def diff(self, other: "ShardingPlan") -> "PlanDiff":
+    def diff(self, other: "ShardingPlan") -> PlanDiff:
         """What moves from `other` to this plan; at least one of them was made by `te.plan`, and knows the sizes."""
         return (self.report or other._known()).diff(other, self)
 
-    def check(self, stats: "Mapping[str, TableStats]") -> list[str]:
+    def check(self, stats: Mapping[str, TableStats]) -> list[str]:
         """Reasons to plan anew, a line each: what these statistics change so far that the plan is out of balance."""
         return self._known().check(self, stats)
 
-    def _known(self) -> "PlanReport":
+    def _known(self) -> PlanExplanation:
         if self.report is None:
             raise ValueError("this plan was read or written by hand; te.plan(...) makes plans that explain themselves")
         return self.report

@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage import Counts
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedRowsOfIds, DynamicStatistics
+from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.types import Device, TableConfig
 
@@ -83,6 +84,38 @@ class RowStore(TableService, Protocol):
 
     def write_records(self, table: str, rows: Tensor, records: Tensor) -> SentRows:
         """See `DiskRows.write`."""
+
+
+class ShardedServerTables(OptimizedTables):
+    """Tables on servers, sharded over trainers, each of which has the rows of its shards while it uses them.
+
+    `server_seeds` are those of tables whose placement is "server".
+    """
+
+    configs: tuple[TableConfig, ...]
+    server_seeds: list[int]
+    service: TableService | None = None
+
+    def server_rows(self) -> list[dict[int, tuple[int, int]]]:
+        """The first row and the number of rows of this trainer's shards, by table, a dict for each `RowStore`.
+
+        ValueError where a table is not sharded by rows alone.
+        """
+        raise NotImplementedError
+
+    def attach(self, service: TableService, stores: Sequence[RowStore]) -> None:
+        """Let these servers have the rows of tables whose placement is "server": a store for each dict."""
+        raise NotImplementedError
+
+
+class ParallelModel(nn.Module):
+    """A model, `module`, that is trained on several ranks, and can shard its tables on servers over them."""
+
+    module: nn.Module
+
+    def shard_server_tables(self) -> None:
+        """Make `ShardedServerTables` of collections on servers; a collective, before servers are attached."""
+        raise NotImplementedError
 
 
 class ServerRows:

@@ -79,6 +79,13 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert run(tmp_path) == (misses, 0, found, 0)
 
 
+def test_the_cache_is_another_one_when_a_file_beside_a_kernel_has_changed(tmp_path):
+    (tmp_path / "helper.py").write_text("STEP = 1")
+    before = jit._kernel_cache_dir.__wrapped__(tmp_path)
+    (tmp_path / "helper.py").write_text("STEP = 2")
+    assert jit._kernel_cache_dir.__wrapped__(tmp_path) != before
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_cache_that_cannot_be_written_is_replaced(tmp_path):
     tmp_path.chmod(0o500)
@@ -121,7 +128,7 @@ def calls(*functions) -> None:
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(jit, "_kernel_cache_dir", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(jit, "_kernel_cache_dir", lambda folder: tmp_path / "kernels")
     monkeypatch.setattr(jit, "_finished", [])
     jit._warn_once.cache_clear()
     return tmp_path / "kernels"
@@ -210,7 +217,7 @@ def test_a_kernel_that_is_compiled_is_logged_once_and_optimized_once(monkeypatch
     optimize = base._optimize_final_module
     noted = lambda library: optimized.append(library.name) or optimize(library)  # noqa: E731
     monkeypatch.setattr(base, "_optimize_final_module", noted, raising=False)
-    monkeypatch.setattr(jit, "_kernel_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(jit, "_kernel_cache_dir", lambda folder: tmp_path)
     monkeypatch.setenv("TRITONEMB_CACHE_DIR", str(tmp_path))
     caplog.set_level(logging.INFO, logger="tritonemb")
     kernel, array = jit.compiled(increase_twice), np.zeros(3, dtype=np.int64)

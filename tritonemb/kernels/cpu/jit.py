@@ -1,9 +1,9 @@
 """How CPU kernels are compiled, by Numba, and run on threads.
 
 Kernels release the GIL and are cached on disk. Numba's own cache looks at one source file only, so a kernel would stay
-stale when a helper in another file changes. Here the cache's folder is named after a hash of all kernel sources, and of
-the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it. Where a file in it is damaged, or none can be
-written, kernels are compiled anew, with one warning.
+stale when a helper in another file changes. Here the cache's folder is named after a hash of all sources here, of those
+beside the kernel, and of the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it. Where a file in it
+is damaged, or none can be written, kernels are compiled anew, with one warning.
 
 A kernel's tasks run on as many threads as its caller asks for, itself one of them. Compiled code draws and runs them,
 because a thread that runs Python waits for the interpreter's lock, longer than a small task takes. The threads are
@@ -50,11 +50,12 @@ _DEFAULT_FLAGS = Flags().values()
 
 
 @functools.cache
-def _kernel_cache_dir() -> Path:
+def _kernel_cache_dir(folder: Path) -> Path:
+    """The cache of kernels in a folder, which may use functions of the files beside them and of those here."""
     digest = hashlib.sha256(f"{numba.__version__} {sys.version}".encode())
     here, kernels, package = Path(__file__).parents[:3]
     constants = kernels / "random.py", package / "layout.py", package / "optimizers.py"
-    for source in (*sorted(here.glob("*.py")), *constants):
+    for source in (*sorted({*here.glob("*.py"), *folder.glob("*.py")}), *constants):
         digest.update(source.read_bytes())
     return kernel_folder() / digest.hexdigest()[:16]
 
@@ -164,7 +165,8 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a kernel, called from Python, at its first call."""
     dispatcher = numba.njit(**_OPTIONS)(function)
-    dispatcher._cache = _Files(str(_kernel_cache_dir()), f"{function.__module__}.{function.__qualname__}", "")
+    folder = _kernel_cache_dir(Path(sys.modules[function.__module__].__file__ or __file__).parent)
+    dispatcher._cache = _Files(str(folder), f"{function.__module__}.{function.__qualname__}", "")
     kernel = f"{function.__module__.rpartition('.')[2]}.{function.__name__.lstrip('_')}"
     dispatcher._compiler.compile = _compiling(kernel, function.__qualname__)(dispatcher._compiler.compile)
     return dispatcher

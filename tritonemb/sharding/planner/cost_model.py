@@ -28,8 +28,8 @@ from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
-from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.planner.topology import Topology
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import TableConfig
 
 Array = NDArray[Any]

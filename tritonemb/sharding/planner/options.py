@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.plan_shards import FINE, Problem
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import (
     COLUMNS_ROUNDED_TOGETHER,
@@ -32,9 +31,10 @@ from tritonemb.sharding.planner.cost_model import (
     CostModel,
     Pieces,
 )
-from tritonemb.sharding.planner.statistics import TableStats
-from tritonemb.sharding.planner.topology import amount
+from tritonemb.sharding.planner.shard_packing import FINE, Problem
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import Placement, TableConfig
+from tritonemb.utils import amount
 
 Array = NDArray[Any]
 CACHE_SHARES = (0.0, 0.03, 0.1, 0.3)  # of a shard's rows that are cached; at least those of prefetched batches

@@ -13,7 +13,6 @@ from torch import nn
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.kernels.cpu.plan_shards import Problem
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
@@ -29,10 +28,12 @@ from tritonemb.sharding.planner.options import (
 )
 from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, relax, solve, stay, tables_of, totals
-from tritonemb.sharding.planner.statistics import TableStats, tables_in
-from tritonemb.sharding.planner.topology import Topology, amount
+from tritonemb.sharding.planner.shard_packing import Problem
+from tritonemb.sharding.planner.statistics import tables_in
+from tritonemb.sharding.planner.topology import Topology
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import TableConfig, checked_number, checked_size
-from tritonemb.utils import did_you_mean
+from tritonemb.utils import amount, did_you_mean
 
 Array = NDArray[Any]
 _log = logging.getLogger(__name__)

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonemb.layout import rows_to_shard
-from tritonemb.sharding.plan import Shard, ShardingPlan
+from tritonemb.sharding.plan import SHOWN, PlanDiff, Shard, ShardingPlan
 from tritonemb.sharding.planner.cost_model import STAGES, CostModel, Prediction
 from tritonemb.sharding.planner.options import Option
-from tritonemb.sharding.planner.statistics import TableStats
-from tritonemb.sharding.planner.topology import Topology, amount
+from tritonemb.sharding.planner.topology import Topology
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import TableConfig
+from tritonemb.utils import amount
 
 Array = NDArray[Any]
-SHOWN = 40  # tables, those that cost most
 DRIFT = 0.1  # of the mean load, by which the slowest rank may be slower than planned
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 
@@ -42,33 +42,6 @@ class TableReport:
     size: float
     runner_up: Option | None
     extra: float
-
-
-@dataclass(frozen=True)
-class PlanDiff:
-    """What moves between two plans: bytes of rows and states by table, and tables whose tier changes.
-
-    `fraction` is of all tables' bytes.
-    """
-
-    moved: Mapping[str, float]
-    tiers: Mapping[str, tuple[str, str]]
-    total: float
-
-    @property
-    def bytes(self) -> float:
-        return sum(self.moved.values())
-
-    @property
-    def fraction(self) -> float:
-        return self.bytes / self.total if self.total else 0.0
-
-    def __str__(self) -> str:
-        lines = [f"{amount(self.bytes)} of {amount(self.total)} move between ranks ({100 * self.fraction:.1f} %)"]
-        moved = sorted(self.moved.items(), key=lambda each: (-each[1], each[0]))
-        lines += [f"  {name}: {amount(size)}" for name, size in moved[:SHOWN] if size]
-        lines += [f"  {name}: from {before} to {after}" for name, (before, after) in sorted(self.tiers.items())]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -181,7 +154,8 @@ class PlanReport:
 
     def diff(self, before: ShardingPlan, after: ShardingPlan) -> PlanDiff:
         """See `ShardingPlan.diff`."""
-        older, newer = ((each.report or self).model for each in (before, after))
+        reports = [plan.report if isinstance(plan.report, PlanReport) else self for plan in (before, after)]
+        older, newer = (report.model for report in reports)
         were, moved, tiers = {table.name: table for table in older.tables}, {}, {}
         for table, size in zip(newer.tables, newer.sizes.tolist(), strict=True):
             name, was = table.name, were.get(table.name)

@@ -8,7 +8,7 @@ all columns, each of which is cut into shards. A shard costs a fixed part and it
    each table, raises this bound. (scipy's HiGHS; without it multipliers of the budgets, and a simple bound.)
 2. chooses options by the MIP, and places shards greedily, the largest tables first;
 3. for a load as a goal takes some shards away and places them again (ruin and recreate, Schrimpf et al., 2000; the
-   loops are in `kernels/cpu/plan_search.py`); then an LP finds the best shares for shards of rows where they are, which
+   loops are in `ruin_and_recreate.py`); then an LP finds the best shares for shards of rows where they are, which
    drops many. First options stay, until budgets are kept; then tables get other ones, too, at prices of budgets that
    begin with the LP's, and fall for what is left unused. Goals rise until one is kept, then fall.
 
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonemb.kernels.cpu.plan_search import ruin_and_recreate
-from tritonemb.kernels.cpu.plan_shards import FINE, WEIGHT, Problem, place_greedily, usage
+from tritonemb.sharding.planner.ruin_and_recreate import ruin_and_recreate
+from tritonemb.sharding.planner.shard_packing import FINE, WEIGHT, Problem, place_greedily, usage
 
 Array = NDArray[Any]
 INFEASIBLE = 2  # a status of scipy's

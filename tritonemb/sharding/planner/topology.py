@@ -155,16 +155,6 @@ class Topology(JsonFile):
         return found
 
 
-def amount(size: float) -> str:
-    """Bytes, with a unit of 1000."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while abs(size) >= 999.5 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    digits = ".0f" if units[0] == "B" else ".3g" if abs(size) < 1e4 else ",.0f"
-    return f"{size:{digits}} {units[0]}"
-
-
 def machine(device: str = "cpu") -> str:
     """What a calibration holds for: processor, how many CPUs the process may use, and the device."""
     import torch

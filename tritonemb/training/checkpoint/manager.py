@@ -25,6 +25,7 @@ from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.tables.cached_server_table import ShardedServerTables
 from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import TableService
@@ -118,7 +119,7 @@ def load_model(
 ) -> None:  # fmt: skip
     """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    here, there = _on_servers(model), on_each_rank(group, lambda: saved_on_servers(Path(path)))
+    here, there = collections_on_servers(model), on_each_rank(group, lambda: saved_on_servers(Path(path)))
     servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[str, Tensor]()
     for name, chains in there.items():
         if name not in here:
@@ -164,7 +165,7 @@ def load_model(
 
 
 def _load_servers(
-    here: Mapping[str, TableSet | ShardedCollection],
+    here: Mapping[str, TableSet | ShardedServerTables],
     there: Mapping[str, list[list[Path]]],
     tensors: Mapping[str, Tensor],
 ) -> None:
@@ -179,7 +180,7 @@ def _load_servers(
             _service(tables).load(config.name, fields)
 
 
-def _service(tables: TableSet | ShardedCollection) -> TableService:
+def _service(tables: TableSet | ShardedServerTables) -> TableService:
     assert tables.service is not None
     return tables.service
 
@@ -191,11 +192,7 @@ def _prefix(collection: str) -> str:
 
 def services_of(model: nn.Module) -> dict[str, TableService]:
     """Of a model's collections on embedding servers, by path."""
-    return {path: each.service for path, each in _on_servers(model).items() if each.service is not None}
-
-
-def _on_servers(model: nn.Module) -> dict[str, TableSet | ShardedCollection]:
-    return collections_on_servers(model)
+    return {path: each.service for path, each in collections_on_servers(model).items() if each.service is not None}
 
 
 def _room_for(entry: TensorStorageMetadata) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shards of tables on ranks and nodes: what they cost there, and where there is room for more. For the planner.
+"""Shards of tables on ranks and nodes: what they cost there, and where there is room for more.
 
 The excess is what loads have above 1, and budgets. One thread.
 """

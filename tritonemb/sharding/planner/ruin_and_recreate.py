@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonemb.kernels.cpu.jit import compiled, uncounted
-from tritonemb.kernels.cpu.plan_shards import (
+from tritonemb.sharding.planner.shard_packing import (
     NEXT,
     UNIT,
     add_to_all,
