@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.layout import rows_to_shard
+from tritonemb.layout import INDEX_BYTES, rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
 from tritonemb.sharding.planner.statistics import TableStats
@@ -39,7 +39,6 @@ PLACEMENTS = ("device", "host", "disk", "server")
 DEVICE, HOST, DISK, SERVER = range(len(PLACEMENTS))
 DIRECT, HIERARCHICAL, REPLICAS = range(3)  # how pooled vectors are exchanged
 CACHED = (0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a table's rows, between which misses are interpolated
-INDEX_BYTES = 23.0  # of a dynamic table, a row
 CACHE_BYTES = 40.0  # tag, clock and flags of a cached row, and its part of the transfer buffers
 PAGE_OVERHEAD = 1.03  # of a table on disk: checksums and flags of its pages
 PREFETCHED = 2  # batches whose ids a rank has at once
