@@ -30,7 +30,7 @@ from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
 from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.types import TableConfig
+from tritonemb.types import CODECS, TableConfig
 
 Array = NDArray[Any]
 STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "misses", "replicated")
@@ -48,7 +48,8 @@ RUNTIME_BYTES = 120e6  # of a rank: code that its first step loads, and what all
 # matched and applied where ranks have other columns of it, or copies.
 WHOLE_ROW_IDS, GATHERED_IDS = 6, 3
 DENSE_BYTES = 16  # a parameter of the other layers: weight, gradient, and two states of Adam
-_CODEC_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.1}
+# Of an element; 8 more of a row with a scale and an offset, which is taken to have 80 columns.
+_CODEC_BYTES = {name: codec.dtype.itemsize + codec.row_wise * 0.1 for name, codec in CODECS.items()}
 
 
 class Pieces(NamedTuple):
