@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.cases import OURS, Case, close, copy_contender, fbgemm_op
 from benchmarks.clock import Clock, Contender
 from benchmarks.peers import has_fbgemm
-from tritonemb.kernels.packing import CODECS, INT8
 from tritonemb.ops import make_packing, quantize_pack, quantize_unpack
+from tritonemb.types import CODECS
 
 NUM_TABLES, NUM_RANKS = 26, 8
 
@@ -33,7 +33,7 @@ class Codec(NamedTuple):
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     num_rows = 8 if tiny else 16384 if device.type == "cuda" else 2048
     for name, direction in product(CODECS, ("pack", "unpack")):
-        for dim in (64, 128, 256) if name == INT8 and device.type == "cuda" else (128,):
+        for dim in (64, 128, 256) if name == "int8" and device.type == "cuda" else (128,):
             shape = f"rows {num_rows:,} T{NUM_TABLES} D{dim}"
             yield Case(f"codec {name} {direction}", shape, partial(make, name, direction, num_rows, dim))
 
@@ -43,12 +43,12 @@ def make(name: str, direction: str, num_rows: int, dim: int, clock: Clock) -> li
     torch.manual_seed(0)
     matrix = torch.randn(num_rows, NUM_TABLES * dim, device=device)
     codecs = {OURS: our_codec(name, dim, device)}
-    if name != INT8:
-        codecs["torch"] = casts(CODECS[name], num_rows, dim)
+    if name != "int8":
+        codecs["torch"] = casts(CODECS[name].dtype, num_rows, dim)
     elif device.type == "cpu":
         byte_ops = torch.ops.quantized
         codecs["torch"] = by_rows(byte_ops.embedding_bag_byte_prepack, byte_ops.embedding_bag_byte_unpack, dim)
-    if name == INT8 and has_fbgemm():
+    if name == "int8" and has_fbgemm():
         codecs["fbgemm"] = by_rows(
             lambda rows: fbgemm_op("FloatToFused8BitRowwiseQuantized")(rows),
             lambda rows: fbgemm_op("Fused8BitRowwiseQuantizedToFloat")(rows),
@@ -59,7 +59,8 @@ def make(name: str, direction: str, num_rows: int, dim: int, clock: Clock) -> li
     num_bytes = matrix.nbytes + message.nbytes
     # What a cast rounds to; of int8, half a step of a vector's range over 255.
     step = 0.5 * float(matrix.max() - matrix.min()) / 255
-    rtol, atol = (1e-6, step) if name == INT8 else (torch.finfo(CODECS[name]).eps, 2**-9)  # below: subnormal float8
+    # Below 2^-9: subnormal float8.
+    rtol, atol = (1e-6, step) if name == "int8" else (torch.finfo(CODECS[name].dtype).eps, 2**-9)
     right = close(matrix, rtol=rtol, atol=atol)
     found = []
     for each, (pack, unpack) in codecs.items():

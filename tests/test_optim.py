@@ -69,9 +69,10 @@ def test_hyperparameters_are_flat_and_in_order(kind):
         assert getattr(plain, part) == getattr(kind(), part, 0.0)
     options = {"weight_decay": 0.1, "max_gradient": 2, "max_norm": 3, "stochastic_rounding": False, "nonfinite": "skip"}
     given = kind(weight_decay_mode="decoupled", **options).hyperparameters
-    assert given[:6] == (0.1, 2.0, 2.0, 3.0, 0.0, 2.0)
+    in_ratio = {"lamb": "decoupled", "partial_row_wise_lamb": "decoupled", "lars_sgd": "l2"}.get(kind.name)
+    assert given[:6] == (0.1, 3.0 if in_ratio == "decoupled" else 2.0, 2.0, 3.0, 0.0, 2.0)
     assert kind(weight_decay_mode="none", nonfinite="raise").hyperparameters[:6] == (0, 0, math.inf, math.inf, 1, 1)
-    assert kind(weight_decay_mode="l2").hyperparameters.weight_decay_mode == 1.0
+    assert kind(weight_decay_mode="l2").hyperparameters.weight_decay_mode == (3.0 if in_ratio == "l2" else 1.0)
 
 
 def test_decay_is_decoupled_by_default_for_adams_family_only():

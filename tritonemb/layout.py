@@ -30,6 +30,10 @@ LEAST_ROWS = 4_096  # of a partition, where there are several: one that is full 
 GROWN_ROWS = 14  # of each set of a partition of a dynamic table; with more, the partition gets another set
 MOST_USES = 2**31 - 1  # that are counted of a row of a dynamic table, and its last step
 ALIGNMENT = 64  # bytes, of the digests of a dynamic table, so that those of a set lie in one cache line
+SET_BYTES = 5 * WAYS + 4  # of a dynamic table's index: digest and row of each slot, and the number in overflow slots
+# Of a full dynamic table's index, per row: id, step and count of uses, place in `free`, and sets of 5/4 slots. Overflow
+# slots, 5 bytes more, are not counted: one row in a hundred gets one, and host memory is provided as it is written.
+INDEX_BYTES = 8 + 2 * 4 + 4 + SET_BYTES * 5 // (4 * WAYS)
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
 
 

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 WeightDecayMode = Literal["none", "l2", "decoupled"]
 NonFinite = Literal["propagate", "raise", "skip"]
+DECAY_MODES = (*get_args(WeightDecayMode), "trust_ratio")  # of kernels: the trust ratio includes the decay
 _DECAYS = ("beta1", "beta2")
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2", "max_gradient", "max_norm", *_DECAYS)
 
@@ -29,7 +30,7 @@ class Hyperparameters(NamedTuple):
     """Every optimizer's constants in one flat, fixed order: what the kernels receive. Unused ones are zero."""
 
     weight_decay: float = 0.0
-    weight_decay_mode: float = 0.0  # index into WeightDecayMode
+    weight_decay_mode: float = 0.0  # index into DECAY_MODES
     max_gradient: float = math.inf
     max_norm: float = math.inf
     stochastic_rounding: float = 1.0
@@ -76,6 +77,7 @@ class Optimizer:
     states: ClassVar[tuple[StateSpec, ...]] = ()
     reads_whole_rows: ClassVar[bool] = False  # whether what becomes of an element depends on others of its row
     reads_squares: ClassVar[bool] = False  # whether it depends on the mean of squares of their gradients alone
+    trust_ratio_decay: ClassVar[WeightDecayMode | None] = None  # the mode that a trust ratio includes, if there is one
     corrects_bias: ClassVar[bool] = False  # whether the step divides by 1 - beta1^t and 1 - beta2^t
 
     def __post_init__(self) -> None:
@@ -101,7 +103,8 @@ class Optimizer:
     def hyperparameters(self) -> Hyperparameters:
         """The constants in the order the kernels expect, without the learning rate, which is a tensor."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        values["weight_decay_mode"] = get_args(WeightDecayMode).index(self.weight_decay_mode)
+        mode = "trust_ratio" if self.weight_decay_mode == self.trust_ratio_decay else self.weight_decay_mode
+        values["weight_decay_mode"] = DECAY_MODES.index(mode)
         values["nonfinite"] = get_args(NonFinite).index(self.nonfinite)
         values |= {name: math.inf for name in ("max_gradient", "max_norm") if values[name] is None}
         return Hyperparameters(**{name: float(values[name]) for name in Hyperparameters._fields if name in values})
@@ -177,6 +180,7 @@ class LAMB(Adam):
 
     name: ClassVar[str] = "lamb"
     reads_whole_rows: ClassVar[bool] = True
+    trust_ratio_decay: ClassVar[WeightDecayMode | None] = "decoupled"
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ class LARSSGD(Optimizer):
     name: ClassVar[str] = "lars_sgd"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("momentum_buffer", True),)
     reads_whole_rows: ClassVar[bool] = True
+    trust_ratio_decay: ClassVar[WeightDecayMode | None] = "l2"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,35 @@ Device = torch.device | str | None
 TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@dataclass(frozen=True)
+class Codec:
+    """How an element of a row or gradient crosses the network; see `kernels/quantize.py`.
+
+    Args:
+        dtype: of its code.
+        largest: the largest value.
+        first_lost: the first magnitude that does not round to `largest` or below: it saturates.
+        scales_gradients: by default; its smallest numbers are larger than gradients of a mean may be.
+        row_wise: whether each row has a scale and an offset.
+    """
+
+    dtype: torch.dtype
+    largest: float
+    first_lost: float
+    scales_gradients: bool = False
+    row_wise: bool = False
+
+
+CODECS = {
+    "fp32": Codec(torch.float32, torch.finfo(torch.float32).max, math.inf),
+    "fp16": Codec(torch.float16, 65504.0, 65520.0, scales_gradients=True),
+    "bf16": Codec(torch.bfloat16, torch.finfo(torch.bfloat16).max, 2.0**128 - 2.0**119),
+    "fp8_e4m3": Codec(torch.float8_e4m3fn, 448.0, 464.0 + 2.0**-15, scales_gradients=True),
+    "fp8_e5m2": Codec(torch.float8_e5m2, 57344.0, 61440.0, scales_gradients=True),
+    "int8": Codec(torch.uint8, 2.0**125, 2.0**125 + 2.0**102, row_wise=True),
+}
+
+
 def checked_size(title: str, value: Any, least: int = 1) -> int:
     """An integer of any kind, say NumPy's, as an `int`; TypeError or ValueError if it is none, or less than `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():

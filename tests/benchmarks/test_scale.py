@@ -9,6 +9,7 @@ import torch
 from benchmarks import results_file, scale, scale_page
 from benchmarks.scale import How
 from benchmarks.simulate import Stage, period, simulate
+from tritonemb.layout import INDEX_BYTES
 from tritonemb.sharding.planner import PlanError, TableStats, Topology, plan
 from tritonemb.types import TableConfig
 
@@ -91,7 +92,7 @@ def test_a_hundred_trillion_parameters_fit_in_16_bits_alone():
     assert "26 tables need 406 TB with their states" in refused["error"]
     assert "short by " in refused["error"]
     assert "16-bit tables" in refused["error"]
-    assert fits["row_bytes"] == 64 * 2 + 4 + 23
+    assert fits["row_bytes"] == 64 * 2 + 4 + INDEX_BYTES
     assert fits["bytes_a_server"] * 30 < 360e12
     assert fits["step_s"] == pytest.approx(scale.persia(6.25)["step_s"], rel=0.05)
 

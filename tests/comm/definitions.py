@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tritonemb as te
 from tritonemb.comm.id_exchange import IdRoute
-from tritonemb.kernels.packing import CODECS
+from tritonemb.types import CODECS
 
 FEATURES = ("a", "b", "c")
 
@@ -178,7 +178,7 @@ def rounded(values: Tensor, codec: str) -> Tensor:
     """Values after they crossed: to nearest, what is too large at the largest."""
     if codec == "fp32":
         return values
-    dtype = CODECS[codec]
+    dtype = CODECS[codec].dtype
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype).float()
 

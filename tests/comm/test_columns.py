@@ -12,7 +12,7 @@ from tests.comm.definitions import ColumnsCase, columns_cases, rounded
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision, PooledExchange, SequenceExchange
-from tritonemb.kernels.packing import CODECS
+from tritonemb.types import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 
@@ -61,8 +61,8 @@ def bytes_of(case: ColumnsCase, rank: int) -> dict[str, tuple[int, int]]:
     """`columns · code size` for each sample and each other rank that has a share in its vector; one sends nothing."""
     widths = [sum(size for _, size in runs) for runs in case.runs]
     others = [other for other in range(len(widths)) if other != rank]
-    there = sum(case.rows[other] * widths[rank] for other in others) * CODECS[case.forward].itemsize
-    back = sum(case.rows[rank] * widths[other] for other in others) * CODECS[case.backward].itemsize
+    there = sum(case.rows[other] * widths[rank] for other in others) * CODECS[case.forward].dtype.itemsize
+    back = sum(case.rows[rank] * widths[other] for other in others) * CODECS[case.backward].dtype.itemsize
     return {"pooled": (there, 0), "pooled gradients": (back, 0)} if others else {}
 
 
@@ -175,6 +175,6 @@ def test_rows_come_back_to_the_ids_that_asked(ranks, codecs, once):
             assert torch.equal(back[i], rounded(values[row], codecs[0]))
             assert torch.equal(values_grad[row], rounded(grad[i] * 2.0, codecs[1]) / 8.0)
         own = found[rank][5][rank]
-        size, size_back = CODECS[codecs[0]].itemsize, CODECS[codecs[1]].itemsize
+        size, size_back = CODECS[codecs[0]].dtype.itemsize, CODECS[codecs[1]].dtype.itemsize
         assert parts["rows"] == ((sum(found[rank][5]) - own) * 8 * size, 0)
         assert parts["rows gradients"] == ((back.shape[0] - own) * 8 * size_back, 0)

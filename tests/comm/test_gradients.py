@@ -14,7 +14,7 @@ from tests.comm.definitions import rounded
 from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, exchange_columns
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.kernels.packing import CODECS
+from tritonemb.types import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 
@@ -109,7 +109,7 @@ def test_every_rank_has_all_sums_in_the_order_of_ranks(ranks, world):
 
 def bytes_of_row(case: SumsCase, dim: int) -> int:
     number = 8 if case.table_rows >= 2**31 else 4
-    return number + (8 - dim // -4 * 4 if case.codec == "int8" else dim * CODECS[case.codec].itemsize)
+    return number + (8 - dim // -4 * 4 if case.codec == "int8" else dim * CODECS[case.codec].dtype.itemsize)
 
 
 def too_large(rank):

@@ -39,6 +39,14 @@ def public_names() -> list[str]:
     return [*names, "tritonemb.nn.fuse.FuseReport"]
 
 
+def test_every_codec_is_listed():
+    from tritonemb.sharding import ExchangePrecision
+    from tritonemb.types import CODECS
+
+    page, reference = (ROOT / "docs/parallel.md").read_text(), ExchangePrecision.__doc__ or ""
+    assert [name for name in CODECS if f"`{name}`" not in page or f'"{name}"' not in reference] == []
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'tritonemb[docs]'")

@@ -22,6 +22,7 @@ from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.layout import Layout, dynamic_rows, make_index, make_layout
 from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.types import CODECS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -382,11 +383,10 @@ def cross_cases() -> Iterator[Case]:
 
 
 def exchange_cases() -> Iterator[Case]:
-    codecs = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8")
-    for codec in codecs:
+    for codec in CODECS:
         case = functools.partial(exchange, codec, torch.float32, (128, 128, 64, 128), False, False)
         yield Case(f"exchange-{codec}", case, True)
-    for codec, dtype in itertools.product(codecs, FLOATS):
+    for codec, dtype in itertools.product(CODECS, FLOATS):
 
         def call(codec: str = codec, dtype: torch.dtype = dtype) -> None:
             for dims, scaled, mapped in itertools.product(

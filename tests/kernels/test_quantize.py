@@ -16,10 +16,12 @@ from tests.strategies import seeds
 from tritonemb.kernels import quantize as kernels
 from tritonemb.kernels.cpu import quantize as cpu_kernels
 from tritonemb.kernels.cpu.quantize import narrowed, row_codes, scaled
-from tritonemb.kernels.packing import CODECS, INT8, ROW_PARAMETERS, Packing, make_packing
+from tritonemb.kernels.packing import ROW_PARAMETERS, Packing, make_packing
 from tritonemb.kernels.random import narrow_by_torch
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
+from tritonemb.types import CODECS
 
+INT8 = "int8"
 DIMS = (1, 3, 4, 60, 64, 100, 128, 257, 700)
 MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = [codec for codec in CODECS if codec != INT8]
@@ -36,7 +38,7 @@ def counter(device: torch.device | str = "cpu") -> Tensor:
 
 def values_of(message: Tensor, codec: str) -> Tensor:
     """A message of a floating point codec as numbers, NaN as one that they do not hold."""
-    return message.view(CODECS[codec]).float().nan_to_num(nan=0.12345, posinf=torch.inf, neginf=-torch.inf)
+    return message.view(CODECS[codec].dtype).float().nan_to_num(nan=0.12345, posinf=torch.inf, neginf=-torch.inf)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
@@ -72,7 +74,7 @@ def message_by_hand(matrix: Tensor, parts: Sequence[Sequence[tuple[int, int]]], 
         torch.cat([torch.empty(matrix.shape[0], 0), *[matrix[:, c : c + w].float() for c, w in part]], dim=1)
         for part in parts
     ]
-    return torch.cat([narrow_by_torch(part, CODECS[codec]).reshape(-1).view(torch.uint8) for part in cast])
+    return torch.cat([narrow_by_torch(part, CODECS[codec].dtype).reshape(-1).view(torch.uint8) for part in cast])
 
 
 @pytest.mark.parametrize("codec", FLOATS)
@@ -85,8 +87,8 @@ def test_messages_are_the_ranks_columns_cast(codec, problem):
     packing = make_packing(parts, matrix.shape[1], codec)
     message = kernels.quantize_pack_reference(matrix, packing, counter())
     assert torch.equal(values_of(message, codec), values_of(message_by_hand(matrix, parts, codec), codec))
-    assert packing.row_bytes == matrix.shape[1] * CODECS[codec].itemsize
-    assert packing.part_bytes == tuple(sum(w for _, w in part) * CODECS[codec].itemsize for part in parts)
+    assert packing.row_bytes == matrix.shape[1] * CODECS[codec].dtype.itemsize
+    assert packing.part_bytes == tuple(sum(w for _, w in part) * CODECS[codec].dtype.itemsize for part in parts)
 
 
 def test_an_int8_row_is_its_codes_and_its_scale_and_offset():
@@ -233,7 +235,7 @@ def pack_by_hand(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
     """Row by row and piece by piece; arguments and result as of `quantize_pack`."""
-    num_rows, dtype = matrix.shape[0], CODECS[packing.codec]
+    num_rows, dtype = matrix.shape[0], CODECS[packing.codec].dtype
     message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
     for row, to in enumerate(range(num_rows) if rows is None else rows.tolist()):
         for columns, codes, parameters in pieces_of(message, packing, num_rows, to):
@@ -261,7 +263,7 @@ def unpack_by_hand(
                 row_scale, row_offset = parameters.clone().view(torch.float32)
                 x = codes[: columns.stop - columns.start].float() * row_scale + row_offset
             else:
-                x = codes.clone().view(CODECS[packing.codec]).float()
+                x = codes.clone().view(CODECS[packing.codec].dtype).float()
             x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
             matrix[row, columns] = narrowed(x, dtype)
     return matrix
@@ -269,7 +271,7 @@ def unpack_by_hand(
 
 def pieces_of(message: Tensor, packing: Packing, num_rows: int, row: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Of each piece of a row, if the message has that row: its columns, and the bytes of its codes and of its scale."""
-    size = CODECS[packing.codec].itemsize
+    size = CODECS[packing.codec].dtype.itemsize
     for column, width, num_codes, part, first, stride, scales in packing.pieces.tolist() if 0 <= row < num_rows else ():
         of_row = message[(part * num_rows + row * stride) * size :]
         codes = of_row[first * size : (first + num_codes) * size]
@@ -332,7 +334,7 @@ def test_triton_takes_matrices_that_are_not_contiguous(device, codec):
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.startswith("fp8")])
 def test_triton_rounds_to_fp8_like_pytorch(device, codec):
     """Every code, the middle of every gap, its neighbours."""
-    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(CODECS[codec]).float()
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(CODECS[codec].dtype).float()
     every = every[every.isfinite()].unique()
     middle = (every[1:] + every[:-1]) / 2
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
@@ -340,9 +342,9 @@ def test_triton_rounds_to_fp8_like_pytorch(device, codec):
     matrix = torch.cat([every, middle, *near]).unsqueeze(0).to(device)
     packing = make_packing([[(0, matrix.shape[1])]], matrix.shape[1], codec, device)
     message = kernels.quantize_pack(matrix, packing, counter(device))
-    assert torch.equal(message, matrix[0].to(CODECS[codec]).view(torch.uint8))
+    assert torch.equal(message, matrix[0].to(CODECS[codec].dtype).view(torch.uint8))
     found = kernels.quantize_unpack(message, packing, torch.float32, counter(device))
-    assert torch.equal(found[0], message.view(CODECS[codec]).float())
+    assert torch.equal(found[0], message.view(CODECS[codec].dtype).float())
 
 
 def test_user_mistakes_have_a_name():

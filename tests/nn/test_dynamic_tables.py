@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, configurations
+from tritonemb.layout import INDEX_BYTES, WAYS, make_index
 from tritonemb.nn.collections import TableCollection
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import prefetch
@@ -475,6 +476,9 @@ def test_capacity_in_bytes():
     index = sum(part.nbytes for part in table.index) - table.index.digests.nbytes // 2 * 5  # but overflow slots
     used = sum(tensor.nbytes for tensor in (table.weight, *table.buffers())) + index
     assert 0.97e6 < used < 1.01e6  # rounded up to whole partitions
+    whole = make_index(1_000_000)
+    overflow_slots = whole.rows.numel() - whole.overflowed.numel() * WAYS
+    assert (sum(part.nbytes for part in whole) - 5 * overflow_slots) // len(whole.ids) == INDEX_BYTES
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from tritonemb.comm import data_parallel, output_exchange
 from tritonemb.comm.data_parallel import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, PooledExchange
-from tritonemb.kernels.packing import CODECS, make_packing
+from tritonemb.kernels.packing import make_packing
 from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
 from tritonemb.ops.row_update import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.types import CODECS
 
 pytestmark = pytest.mark.public
 OPS = torch.ops.tritonemb

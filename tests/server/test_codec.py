@@ -8,9 +8,9 @@ import torch
 import tritonemb as te
 from tests.server.jobs import batches, local_servers, make, train, train_all
 from tests.server.test_staleness import same
-from tritonemb.ops.quantize import CODECS
 from tritonemb.server import flush
 from tritonemb.sharding import ExchangePrecision
+from tritonemb.types import CODECS
 
 HALF = ExchangePrecision("fp16", "bf16")
 DYNAMIC = {

@@ -18,7 +18,6 @@ from tests.sharding.test_hybrid import BATCH, KEYS, dcn, dlrm, part, plan, table
 from tests.sharding.test_hybrid import batch as batch_of
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import OutputExchange
-from tritonemb.ops.quantize import CODECS
 from tritonemb.sharding import (
     ColumnWise,
     DataParallel,
@@ -30,6 +29,7 @@ from tritonemb.sharding import (
     TableRowWise,
     TableWise,
 )
+from tritonemb.types import CODECS
 
 SEVEN = [f"t{n}" for n in range(7)]
 

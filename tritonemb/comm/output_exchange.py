@@ -31,11 +31,11 @@ from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.comm.id_exchange import RowRoutes
 from tritonemb.ops import quantize
 from tritonemb.ops.bag import Bags, weight_gradient
-from tritonemb.ops.quantize import CODECS, LIMITS, Packing, make_packing
+from tritonemb.ops.quantize import Packing, make_packing
 from tritonemb.ops.registry import define
+from tritonemb.types import CODECS
 
 ColumnRange = tuple[int, int]  # first column, number of columns
-_SCALED = ("fp16", "fp8_e4m3", "fp8_e5m2")  # whose smallest numbers are larger than gradients of a mean may be
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class ExchangePrecision:
         """What the gradients of `num_samples` samples are multiplied with."""
         if self.gradient_scale is not None:
             return self.gradient_scale
-        return float(1 << (max(1, num_samples) - 1).bit_length()) if self.backward in _SCALED else 1.0
+        return float(1 << (max(1, num_samples) - 1).bit_length()) if CODECS[self.backward].scales_gradients else 1.0
 
     @property
     def scales_by_size(self) -> bool:
         """Whether `scale_below` depends on the exponent."""
-        return self.gradient_scale is None and self.backward in _SCALED
+        return self.gradient_scale is None and CODECS[self.backward].scales_gradients
 
     def scale_below(self, exponent: int) -> float:
         """What sums of gradients are multiplied with that are smaller than `2^exponent`."""
         if not self.scales_by_size:
             return self.scale(1)
-        return 2.0 ** (int(math.log2(LIMITS[CODECS[self.backward]][0])) - max(exponent, -100))
+        return 2.0 ** (int(math.log2(CODECS[self.backward].largest)) - max(exponent, -100))
 
 
 EXACT = ExchangePrecision("fp32", "fp32")
@@ -269,10 +269,10 @@ class PooledExchange(OutputExchange):
         by_table = [list(zip(_starts(own), (size for _, size in own), strict=True))]
         self._parts = _PartSums(columns, width)
         forward, backward = self.precision.forward, self.precision.backward
-        self._sent = MessageCodec(by_table if forward == "int8" else whole, own_width, forward)
+        self._sent = MessageCodec(by_table if CODECS[forward].row_wise else whole, own_width, forward)
         self._received = MessageCodec(self._parts.columns, self._parts.width, forward)
         self._sent_back = MessageCodec(columns, width, backward)
-        self._received_back = MessageCodec(by_table if backward == "int8" else whole, own_width, backward)
+        self._received_back = MessageCodec(by_table if CODECS[backward].row_wise else whole, own_width, backward)
         self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
         self._own, self._alone = own, group.size == 1 and average == 1
 

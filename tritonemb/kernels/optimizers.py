@@ -16,7 +16,7 @@ from tritonemb.kernels.cpu.optimizers import power
 from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_by_torch, tl
 from tritonemb.layout import DIM, FIRST_ROW, ROW_DIM, TABLE, Layout, TableRow, TensorList, names_in
 from tritonemb.memory import empty_result
-from tritonemb.optimizers import KINDS, OPTIMIZERS, Custom, Hyperparameters, NonFinite, WeightDecayMode, customs
+from tritonemb.optimizers import DECAY_MODES, KINDS, OPTIMIZERS, Custom, Hyperparameters, NonFinite, customs
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
     tl.constexpr(KINDS[name]) for name in OPTIMIZERS
@@ -27,8 +27,8 @@ _READ = ["weight_decay", "max_norm", "eps", "beta1", "beta2", "momentum", "eta",
 WEIGHT_DECAY, MAX_NORM, EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2, REST1, REST2 = (
     tl.constexpr(_CONSTANTS.index(name)) for name in _READ
 )
-DECAY_MODES, NONFINITE_MODES = get_args(WeightDecayMode), get_args(NonFinite)
-NO_DECAY, L2_DECAY, DECOUPLED_DECAY = (tl.constexpr(mode) for mode in range(3))
+NONFINITE_MODES = get_args(NonFinite)
+NO_DECAY, L2_DECAY, DECOUPLED_DECAY, RATIO_DECAY = (tl.constexpr(mode) for mode in range(len(DECAY_MODES)))
 
 
 @jit
@@ -68,9 +68,9 @@ def step_rows(
     `h` points to what `constants_of` lists, `corrections` to 1 - beta1^t and 1 - beta2^t, all float32; there may be a
     pointer for each row, `[ROWS]`, to corrections of its own.
     """
-    if DECAY == L2_DECAY and KIND != LARS_SGD:
+    if DECAY == L2_DECAY:
         g = g + tl.load(h + WEIGHT_DECAY) * w
-    if DECAY == DECOUPLED_DECAY and KIND != LAMB and KIND != PARTIAL_ROW_WISE_LAMB:
+    if DECAY == DECOUPLED_DECAY:
         w = w * (1.0 - lr * tl.load(h + WEIGHT_DECAY))
     if KIND == SGD:
         w = w - lr * g
@@ -85,7 +85,7 @@ def step_rows(
     elif KIND == LARS_SGD:
         weight_norm, norm = _norm(w, ROWS, BLOCK), _norm(g, ROWS, BLOCK)
         divisor = norm
-        if DECAY == L2_DECAY:
+        if DECAY == RATIO_DECAY:
             divisor = norm + tl.load(h + WEIGHT_DECAY) * weight_norm
             g = g + tl.load(h + WEIGHT_DECAY) * w
         safe = tl.where(divisor > 0, divisor, 1.0)
@@ -111,7 +111,7 @@ def step_rows(
         ROW_WISE: tl.constexpr = KIND == PARTIAL_ROW_WISE_ADAM or KIND == PARTIAL_ROW_WISE_LAMB
         state1, state2, direction = _adam_rows(state1, state2, g, dim, h, corrections, ROW_WISE, ROWS, BLOCK)
         if KIND == LAMB or KIND == PARTIAL_ROW_WISE_LAMB:
-            if DECAY == DECOUPLED_DECAY:
+            if DECAY == RATIO_DECAY:
                 direction = direction + tl.load(h + WEIGHT_DECAY) * w
             weight_norm, norm = _norm(w, ROWS, BLOCK), _norm(direction, ROWS, BLOCK)
             good = (weight_norm > 0) & (norm > 0)
@@ -176,11 +176,11 @@ def step_by_torch(
     Returns the new rows and states.
     """
     decay, mode = h.weight_decay, DECAY_MODES[int(h.weight_decay_mode)]
-    if not w.shape[0] or (optimizer == "ftrl" and float(lr) == 0.0):
+    if not w.shape[0]:
         return w, states
-    if decay and mode == "l2" and optimizer != "lars_sgd":
+    if decay and mode == "l2":
         g = g + decay * w
-    if decay and mode == "decoupled" and "lamb" not in optimizer:
+    if decay and mode == "decoupled":
         w = w * (1 - lr * decay)
     if optimizer in customs:
         w, states = _step_by_user(customs[optimizer], w, states, g, lr, torch.as_tensor(t, device=w.device), table)
@@ -193,13 +193,15 @@ def step_by_torch(
         states = [states[0] + g.square()]
         w = w - lr * g / (_sqrt(states[0]) + h.eps)
     elif optimizer == "lars_sgd":
-        decay = decay if mode == "l2" else 0.0
+        decay = decay if mode == "trust_ratio" else 0.0
         weight_norm, norm = _norm_by_torch(w), _norm_by_torch(g)
         divisor = norm + decay * weight_norm
         adjusted = torch.where(divisor > 0, lr * h.eta * weight_norm / divisor, 0.0)
         states = [h.momentum * states[0] + adjusted * (g + decay * w)]
         w = w - states[0]
     elif optimizer == "ftrl":
+        if float(lr) == 0.0:
+            return w, states
         z, n = states
         grown = n + g.square()
         z = z + (g - (_sqrt(grown) - _sqrt(n)) / lr * w)
@@ -207,17 +209,17 @@ def step_by_torch(
         w = torch.where(z.abs() <= h.l1, 0.0, -shrunk / ((h.beta + _sqrt(grown)) / lr + h.l2))
         states = [z, grown]
     else:
-        assert optimizer in ("adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb")
-        row_wise = optimizer.startswith("partial_row_wise")
-        square = _mean_of_squares(g, mean_of_squares) if row_wise else g.square()
+        spec = OPTIMIZERS[optimizer]
+        assert spec.corrects_bias
+        square = g.square() if spec.states[1].per_element else _mean_of_squares(g, mean_of_squares)
         m = h.beta1 * states[0] + (1 - h.beta1) * g
         v = h.beta2 * states[1] + (1 - h.beta2) * square
         states = [m, v]
         # As tensors: on a GPU a tensor over a number would be the tensor times a rounded reciprocal.
         correct1, correct2 = (w.new_tensor(1 - power.py_func(beta, t)) for beta in (h.beta1, h.beta2))
         direction = m / correct1 / (_sqrt(v / correct2) + h.eps)
-        if "lamb" in optimizer:
-            if mode == "decoupled":
+        if spec.trust_ratio_decay:
+            if mode == "trust_ratio":
                 direction = direction + decay * w
             weight_norm, norm = _norm_by_torch(w), _norm_by_torch(direction)
             lr = lr * torch.where((weight_norm > 0) & (norm > 0), weight_norm / norm, 1.0)

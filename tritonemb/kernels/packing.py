@@ -18,26 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.types import Device
+from tritonemb.types import CODECS, Device
 
-CODECS: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.uint8,
-}
-INT8 = "int8"
-# The largest value, and the first magnitude that does not round to it or below: by what an element travels as.
-LIMITS = {
-    torch.float32: (torch.finfo(torch.float32).max, math.inf),
-    torch.float16: (65504.0, 65520.0),
-    torch.bfloat16: (torch.finfo(torch.bfloat16).max, 2.0**128 - 2.0**119),
-    torch.float8_e4m3fn: (448.0, 464.0 + 2.0**-15),
-    torch.float8_e5m2: (57344.0, 61440.0),
-    torch.uint8: (2.0**125, 2.0**125 + 2.0**102),
-}
+# By what an element travels as: its largest value, and the first magnitude that does not round to it or below.
+LIMITS = {codec.dtype: (codec.largest, codec.first_lost) for codec in CODECS.values()}
 PIECE = 512  # columns; an int8 code's step is the range of at most so many elements over 255
 ROW_PARAMETERS = 8  # bytes: scale and offset, float32
 
@@ -82,18 +66,19 @@ def make_packing(parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: 
                 raise ValueError(
                     f"part {part}: {size} columns from column {first} on are not in a matrix of {width} columns"
                 )
-    size, aligned = CODECS[codec].itemsize, 4 if codec == INT8 else 1
+    row_wise, size = CODECS[codec].row_wise, CODECS[codec].dtype.itemsize
+    aligned = 4 if row_wise else 1
     pieces: list[list[int]] = []
     part_bytes: list[int] = []
     for runs in parts:
-        cut = _cut(runs if codec == INT8 else _merge(runs))
+        cut = _cut(runs if row_wise else _merge(runs))
         num_codes = sum(num_columns for _, num_columns in cut)
         padded = -(-num_codes // aligned) * aligned
-        row_bytes = padded * size + (ROW_PARAMETERS * len(cut) if codec == INT8 else 0)
+        row_bytes = padded * size + (ROW_PARAMETERS * len(cut) if row_wise else 0)
         start, place = sum(part_bytes), 0
         for index, (column, num_columns) in enumerate(cut):
             codes = num_columns + (padded - num_codes if index == len(cut) - 1 else 0)
-            parameters = padded + ROW_PARAMETERS * index if codec == INT8 else 0
+            parameters = padded + ROW_PARAMETERS * index if row_wise else 0
             pieces.append([column, num_columns, codes, start // size, place, row_bytes // size, parameters])
             place += num_columns
         part_bytes.append(row_bytes)

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from tritonemb.kernels.cpu.quantize import quantize_pack as quantize_pack_reference  # noqa: F401
 from tritonemb.kernels.cpu.quantize import quantize_unpack as quantize_unpack_reference  # noqa: F401
-from tritonemb.kernels.packing import CODECS, INT8, LIMITS, Packing
+from tritonemb.kernels.packing import LIMITS, Packing
 from tritonemb.kernels.triton_utils import CODES, bits_of, cdiv, jit, launch, narrow, next_power_of_2, tl, widen
+from tritonemb.types import CODECS
 
 INT8_CODE = 5
 _TILE = 2048  # elements of a program; half as many if each is reached by itself, with an address and a mask of its own
@@ -152,8 +153,9 @@ def quantize_pack(
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     num_rows = matrix.shape[0]
     message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
-    counted = scale is not None or LIMITS[matrix.dtype] > LIMITS[CODECS[packing.codec]]
-    _launch(_pack_kernel, matrix, message, packing, num_rows, saturated, scale, rows, CODECS[packing.codec], counted)
+    dtype = CODECS[packing.codec].dtype
+    counted = scale is not None or LIMITS[matrix.dtype] > LIMITS[dtype]
+    _launch(_pack_kernel, matrix, message, packing, num_rows, saturated, scale, rows, dtype, counted)
     return message
 
 
@@ -166,7 +168,7 @@ def quantize_unpack(
     num_message_rows = message.numel() // max(1, packing.row_bytes)
     num_rows = num_message_rows if rows is None else rows.numel()
     matrix = torch.empty(num_rows, packing.width, dtype=dtype, device=message.device)
-    counted = scale is not None or LIMITS[CODECS[packing.codec]] > LIMITS[dtype]
+    counted = scale is not None or LIMITS[CODECS[packing.codec].dtype] > LIMITS[dtype]
     _launch(_unpack_kernel, matrix, message, packing, num_message_rows, saturated, scale, rows, dtype, counted)
     return matrix
 
@@ -175,7 +177,7 @@ def _launch(
     kernel: Any, matrix: Tensor, message: Tensor, packing: Packing, num_message_rows: int, saturated: Tensor,
     scale: Tensor | None, rows: Tensor | None, written: torch.dtype, counted: bool,
 ) -> None:  # fmt: skip
-    is_int8, dtype, num_rows = packing.codec == INT8, CODECS[packing.codec], matrix.shape[0]
+    codec, num_rows = CODECS[packing.codec], matrix.shape[0]
     stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
     aligned = matrix.data_ptr() % 16 == 0 and message.data_ptr() % 16 == 0 and stride % packing.vector == 0
     vector = packing.vector if aligned else 1
@@ -183,10 +185,10 @@ def _launch(
     ROWS = max(1, (_TILE if vector > 1 else _TILE // 2) // COLUMNS)
     launch(
         kernel, (cdiv(num_rows, ROWS), packing.pieces.shape[0]),
-        bits_of(matrix), bits_of(message.view(dtype)), message.view(torch.float32) if is_int8 else message,
+        bits_of(matrix), bits_of(message.view(codec.dtype)), message.view(torch.float32) if codec.row_wise else message,
         packing.pieces, None if rows is None else rows.contiguous(), scale, saturated,
         stride, num_rows, num_message_rows,
-        MATRIX=CODES[matrix.dtype], CODE=INT8_CODE if is_int8 else CODES[dtype], COUNTED=counted,
+        MATRIX=CODES[matrix.dtype], CODE=INT8_CODE if codec.row_wise else CODES[codec.dtype], COUNTED=counted,
         LARGEST=LIMITS[written][0], FIRST_LOST=LIMITS[written][1],
         VECTOR=vector, ROWS=ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip

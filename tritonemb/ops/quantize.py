@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.packing import CODECS, LIMITS, Packing, make_packing
+from tritonemb.kernels.packing import Packing, make_packing
 from tritonemb.ops.registry import define, kernel
 from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 
-__all__ = ["CODECS", "LIMITS", "Packing", "make_packing", "quantize_pack", "quantize_unpack"]
+__all__ = ["Packing", "make_packing", "quantize_pack", "quantize_unpack"]
 
 MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACKING = "Tensor pieces, str codec, SymInt width, SymInt[] part_bytes, SymInt widest, SymInt vector, bool complete"

@@ -27,12 +27,21 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import LEAST_ROWS, MOST_PARTITIONS, NO_ROW, Layout, nonzero, partition_sizes, segment_offsets
+from tritonemb.layout import (
+    INDEX_BYTES,
+    LEAST_ROWS,
+    MOST_PARTITIONS,
+    NO_ROW,
+    Layout,
+    nonzero,
+    partition_sizes,
+    segment_offsets,
+)
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
 from tritonemb.storage import record_of
 from tritonemb.storage.store import cpu_kernels
-from tritonemb.tables.dynamic_table import INDEX_BYTES, DynamicTable, find_all
+from tritonemb.tables.dynamic_table import DynamicTable, find_all
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, give_rows, prefetch_batch
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet

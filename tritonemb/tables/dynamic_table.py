@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from tritonemb.layout import (
     GROWN_ROWS,
+    INDEX_BYTES,
     MOST_USES,
+    SET_BYTES,
     WAYS,
     DynamicIndex,
     dynamic_rows,
@@ -35,7 +37,6 @@ from tritonemb.types import Device, TableConfig
 from tritonemb.utils import require
 
 R = TypeVar("R")
-INDEX_BYTES = 16 + 4 + WAYS * 5 // 25  # a row: id, step, count, free row, and slots
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class DynamicTable(Table):
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far."""
         made, sets = int(self.index.num_made.sum()), int(self.index.num_sets.sum())
-        num_bytes = made * (self._row_bytes + 16) + sets * (WAYS * 5 + 4)
+        num_bytes = made * (self._row_bytes + 16) + sets * SET_BYTES
         return DynamicStatistics(**self._counted, rows=self.num_rows, capacity=len(self.index.ids), num_bytes=num_bytes)
 
     def extra_repr(self) -> str:

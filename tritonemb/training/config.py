@@ -15,11 +15,11 @@ from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server import AtMost
 from tritonemb.sharding import ExchangePrecision
 from tritonemb.training.schedule import Schedule, ScheduleOptions
-from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
+from tritonemb.types import CODECS, AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 from tritonemb.utils import Options, did_you_mean, listed, number, require
 
 Config = TypeVar("Config")
-Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
+CodecName: TypeAlias = Literal[tuple(CODECS)]  # type: ignore[valid-type]
 Precision = Literal["fp32", "bf16", "fp16"]
 EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
@@ -98,14 +98,14 @@ class ParallelOptions(Options):
     Args:
         plan: a sharding plan (JSON): where each table goes (tritonemb plan makes one); made here if not given.
         dense_layers: all layers but the tables: a copy on every rank (ddp), or sharded over the ranks (fsdp).
-        exchange: in how many bits embeddings cross between ranks: fp32, fp16, bf16, fp8_e4m3, fp8_e5m2, int8.
+        exchange: in how many bits embeddings cross between ranks, see `ExchangePrecision`.
         exchange_gradients: likewise their gradients.
     """
 
     plan: Path | None = None
     dense_layers: Literal["ddp", "fsdp"] = "ddp"
-    exchange: Codec = "fp16"
-    exchange_gradients: Codec = "bf16"
+    exchange: CodecName = "fp16"
+    exchange_gradients: CodecName = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +131,8 @@ class ServersOptions(Options):
     staleness: int = number(0, least=0)
     staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
     server_log: Literal["memory", "disk", "fsync"] | None = None
-    server_exchange: Codec = "fp32"
-    server_exchange_gradients: Codec = "fp32"
+    server_exchange: CodecName = "fp32"
+    server_exchange_gradients: CodecName = "fp32"
     server_certificate: Path | None = None
     server_key: Path | None = None
 

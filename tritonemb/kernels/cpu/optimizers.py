@@ -4,7 +4,7 @@ import numpy as np
 
 from tritonemb.kernels.cpu.jit import inlined
 from tritonemb.kernels.cpu.simd import sum_of_squares
-from tritonemb.optimizers import KINDS, OPTIMIZERS, Hyperparameters
+from tritonemb.optimizers import DECAY_MODES, KINDS, OPTIMIZERS, Hyperparameters
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
     KINDS[name] for name in OPTIMIZERS
@@ -12,7 +12,7 @@ SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_W
 ASSIGN, PLACE = KINDS["assign"], KINDS["place"]
 (WEIGHT_DECAY, WEIGHT_DECAY_MODE, MAX_GRADIENT, MAX_NORM, STOCHASTIC_ROUNDING, NONFINITE,
  EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2) = range(len(Hyperparameters._fields))  # fmt: skip
-NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
+NO_DECAY, L2_DECAY, DECOUPLED_DECAY, RATIO_DECAY = range(len(DECAY_MODES))
 ONE, ZERO = np.float32(1), np.float32(0)
 
 
@@ -96,13 +96,10 @@ def _ftrl(w, linear, total, g, lr, beta, l1, l2):
 def apply(kind, w, first, second, g, lr, step, h):
     """One step of optimizer `kind` on row `w` with states `first` and `second`; `g` is used up."""
     decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
-    if kind == FTRL and lr == ZERO:
-        return
-    if decay != ZERO and mode == L2_DECAY and kind != LARS_SGD:
+    if decay != ZERO and mode == L2_DECAY:
         for j in range(w.size):
             g[j] += decay * w[j]
-    is_lamb = kind == LAMB or kind == PARTIAL_ROW_WISE_LAMB
-    if decay != ZERO and mode == DECOUPLED_DECAY and not is_lamb:
+    if decay != ZERO and mode == DECOUPLED_DECAY:
         keep = ONE - lr * decay
         for j in range(w.size):
             w[j] *= keep
@@ -120,14 +117,16 @@ def apply(kind, w, first, second, g, lr, step, h):
             first[j] += g[j] * g[j]
             w[j] -= lr * g[j] / (np.sqrt(first[j]) + eps)
     elif kind == LARS_SGD:
-        _lars(w, first, g, lr, np.float32(h[MOMENTUM]), np.float32(h[ETA]), decay if mode == L2_DECAY else ZERO)
+        _lars(w, first, g, lr, np.float32(h[MOMENTUM]), np.float32(h[ETA]), decay if mode == RATIO_DECAY else ZERO)
     elif kind == FTRL:
+        if lr == ZERO:
+            return
         _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
     else:
         row_wise = kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB
         _adam_direction(first, second, row_wise, g, h, step)
-        if is_lamb:
-            _lamb(w, g, lr, decay if mode == DECOUPLED_DECAY else ZERO)
+        if kind == LAMB or kind == PARTIAL_ROW_WISE_LAMB:
+            _lamb(w, g, lr, decay if mode == RATIO_DECAY else ZERO)
         else:
             _subtract(w, lr, g)
     if h[MAX_NORM] < np.inf:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.packing import CODECS, INT8, LIMITS, ROW_PARAMETERS, Packing
+from tritonemb.kernels.packing import LIMITS, ROW_PARAMETERS, Packing
+from tritonemb.types import CODECS
 
 
 def quantize_pack(
@@ -13,17 +14,17 @@ def quantize_pack(
 ) -> Tensor:
     """See `ops.quantize.quantize_pack`. Rows of the message that `rows` leaves out hold anything."""
     message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
-    dtype = CODECS[packing.codec]
+    codec = CODECS[packing.codec]
     inside = slice(None) if rows is None else (rows >= 0) & (rows < matrix.shape[0])
     to = slice(None) if rows is None else rows[inside]
     for column, width, num_codes, codes_view, scales_view in _views(message, packing, matrix.shape[0]):
-        x = scaled(matrix[inside, column : column + width].float(), scale, dtype, saturated)
-        if packing.codec == INT8:
+        x = scaled(matrix[inside, column : column + width].float(), scale, codec.dtype, saturated)
+        if codec.row_wise:
             codes, parameters = row_codes(x)
             codes_view[to] = torch.nn.functional.pad(codes, (0, num_codes - width))
             scales_view[to] = parameters.contiguous().view(torch.uint8)
         else:
-            codes_view[to] = narrowed(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            codes_view[to] = narrowed(x, codec.dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return message
 
 
@@ -36,14 +37,14 @@ def quantize_unpack(
     inside = slice(None) if rows is None else (rows >= 0) & (rows < num_message_rows)
     source = slice(None) if rows is None else rows[inside]
     num_rows = num_message_rows if rows is None else rows.numel()
-    matrix = torch.zeros(num_rows, packing.width, dtype=dtype, device=message.device)
+    codec, matrix = CODECS[packing.codec], torch.zeros(num_rows, packing.width, dtype=dtype, device=message.device)
     for column, width, _, codes_view, scales_view in _views(message, packing, num_message_rows):
         codes = codes_view[source]
-        if packing.codec == INT8:
+        if codec.row_wise:
             row_scale, row_offset = scales_view[source].contiguous().view(torch.float32).split(1, dim=1)
             x = codes[:, :width].float() * row_scale + row_offset
         else:
-            x = codes.contiguous().view(CODECS[packing.codec]).float()
+            x = codes.contiguous().view(codec.dtype).float()
         x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
         matrix[inside, column : column + width] = narrowed(x, dtype)
     return matrix
@@ -51,7 +52,7 @@ def quantize_unpack(
 
 def _views(message: Tensor, packing: Packing, num_rows: int) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
     """For each piece: first column, columns, codes, and the bytes of its codes and of its rows' scales, by row."""
-    size = CODECS[packing.codec].itemsize
+    size = CODECS[packing.codec].dtype.itemsize
     for column, width, num_codes, part, first, stride, scales in packing.pieces.tolist():
         rows = message[part * size * num_rows : (part + stride) * size * num_rows].view(num_rows, stride * size)
         codes = rows[:, first * size : (first + num_codes) * size]

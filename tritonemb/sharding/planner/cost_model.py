@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.layout import rows_to_shard
+from tritonemb.layout import INDEX_BYTES, rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import TableStats
-from tritonemb.types import TableConfig
+from tritonemb.types import CODECS, TableConfig
 
 Array = NDArray[Any]
 STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "misses", "replicated")
@@ -39,7 +39,6 @@ PLACEMENTS = ("device", "host", "disk", "server")
 DEVICE, HOST, DISK, SERVER = range(len(PLACEMENTS))
 DIRECT, HIERARCHICAL, REPLICAS = range(3)  # how pooled vectors are exchanged
 CACHED = (0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a table's rows, between which misses are interpolated
-INDEX_BYTES = 23.0  # of a dynamic table, a row
 CACHE_BYTES = 40.0  # tag, clock and flags of a cached row, and its part of the transfer buffers
 PAGE_OVERHEAD = 1.03  # of a table on disk: checksums and flags of its pages
 PREFETCHED = 2  # batches whose ids a rank has at once
@@ -49,7 +48,8 @@ RUNTIME_BYTES = 120e6  # of a rank: code that its first step loads, and what all
 # matched and applied where ranks have other columns of it, or copies.
 WHOLE_ROW_IDS, GATHERED_IDS = 6, 3
 DENSE_BYTES = 16  # a parameter of the other layers: weight, gradient, and two states of Adam
-_CODEC_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "int8": 1.1}
+# Of an element; 8 more of a row with a scale and an offset, which is taken to have 80 columns.
+_CODEC_BYTES = {name: codec.dtype.itemsize + codec.row_wise * 0.1 for name, codec in CODECS.items()}
 
 
 class Pieces(NamedTuple):
