@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
@@ -60,16 +58,3 @@ def test_a_fused_step_is_that_of_bags_of_one():
         train(pooled, [(batch, grad)])
         train(unpooled, [(batch, torch.cat([grad[:, :5], grad[:, 5:]]))])
     assert_same_bits(contents(unpooled), contents(pooled))
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_compiled_it_returns_the_same():
-    collection = make_collection([te.TableConfig(n, 9, 5, pooling="none") for n in "ab"], te.optim.SGD(), pooled=False)
-    twin = copy.deepcopy(collection)
-    compiled = torch.compile(collection, fullgraph=True)
-    for batch, grad in random_steps(collection, 3, weighted=True):
-        found, expected = compiled(batch), twin(batch)
-        assert found.to_lists() == expected.to_lists()
-        found.values().backward(grad)
-        expected.values().backward(grad)
-    assert_same_bits(contents(collection), contents(twin))
