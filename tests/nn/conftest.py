@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from tritonemb.nn import single_table
@@ -16,3 +19,11 @@ def no_call_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_calls(no_call_is_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_table, "FEW_ELEMENTS", 1 << 18)
+
+
+@pytest.fixture
+def frozen_objects() -> Iterator[None]:
+    """`gc.collect` looks at what the test has made, and at nothing older, which takes long."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -13,7 +13,6 @@ import torch
 
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents, output_of
-from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
 from tritonemb.storage import HostRows, StorageError
 from tritonemb.storage.disk import RowFile
@@ -74,42 +73,23 @@ def test_ignored_ids_read_as_zero_and_update_nothing(placement, pooled):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@pytest.mark.parametrize("message", BAD_OFFSETS)
-def test_offsets_that_nobody_looked_at(message, request):
-    if request.config.getoption("--kernels") == "reference":
-        pytest.skip("references do not check offsets")
-    for pooled in (True, False):
-        mine, twin = make(pooled=pooled), make("device", pooled=pooled)
-        batch = unchecked(["u", "shared"], torch.tensor([1, 2, 3, 4]), offsets=torch.tensor(BAD_OFFSETS[message]))
-        for use in (lambda: output_of(mine, batch), lambda: mine.group(batch)):  # noqa: B023
-            with pytest.raises(ValueError, match=message):
-                use()
-        trained_alike(mine, twin)
-
-
 @pytest.mark.parametrize("placement", ELSEWHERE)
-def test_a_gradient_that_is_not_finite_names_the_row_of_the_table(placement):
-    """Its slot has another number."""
-    mine = make(placement, te.optim.SGD(nonfinite="raise"))
-    twin = make("device", te.optim.SGD(nonfinite="raise"))
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite(placement, nonfinite):
+    """The error names the row of the table: its slot has another number."""
+    mine, twin = (make(where, te.optim.SGD(nonfinite=nonfinite)) for where in (placement, "device"))
     before = contents(mine)
     grad = torch.ones(2, 10)
     grad[1, 8] = float("nan")  # the table of genres, whose rows 61 and 7 sample 1 has
     for collection in (mine, twin):
-        with pytest.raises(ValueError, match="table 'genre': the gradient of row 7 is NaN or infinite"):
-            collection(batch_of([[400], [444]], [[3], [61, 7]])).backward(grad)
-    assert_same_bits(contents(mine), before)
-    trained_alike(mine, twin)
-
-
-@pytest.mark.parametrize("placement", ELSEWHERE)
-def test_rows_with_such_gradients_are_skipped_and_counted(placement):
-    mine, twin = (make(where, te.optim.SGD(nonfinite="skip")) for where in (placement, "device"))
-    for collection in (mine, twin):
-        grad = torch.ones(2, 10)
-        grad[1, 8] = float("nan")
-        collection(batch_of([[400], [444]], [[3], [61, 7]])).backward(grad)
-        assert collection.skipped_rows() == {"user": 0, "genre": 2}
+        out = collection(batch_of([[400], [444]], [[3], [61, 7]]))
+        if nonfinite == "raise":
+            with pytest.raises(ValueError, match="table 'genre': the gradient of row 7 is NaN or infinite"):
+                out.backward(grad)
+            assert_same_bits(contents(collection), before)
+        else:
+            out.backward(grad)
+            assert collection.skipped_rows() == {"user": 0, "genre": 2}
     trained_alike(mine, twin)
 
 
