@@ -98,28 +98,16 @@ def test_an_ignored_id_counts_in_the_length_of_its_bag():
     assert torch.equal(out[0], collection.tables[0].weight[2] / 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool])
-def test_ids_of_a_wrong_dtype(dtype):
-    batch = te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, dtype=dtype), lengths=torch.tensor([1, 1]))
-    for optimizer in (None, te.optim.SGD()):
-        collection = make_collection(TABLES, optimizer)
-        with pytest.raises(TypeError, match=f"ids must be int32 or int64, got {dtype}"):
-            collection(batch)
-
-
-def test_ids_of_a_wrong_shape():
-    batch = te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, 1, dtype=torch.int64), lengths=torch.tensor([1, 1]))
-    for collection in (make_collection(TABLES, None), make()):
-        with pytest.raises(ValueError, match=r"ids must be 1-D, got shape \(2, 1\)"):
-            collection(batch)
-
-
-def test_grouping_checks_ids_too():
-    lengths = torch.tensor([1, 1])
-    with pytest.raises(TypeError, match=r"ids must be int32 or int64, got torch\.float32"):
-        make().group(te.KeyedJaggedTensor(["u", "shared"], torch.tensor([0.5, 1.5]), lengths=lengths))
-    with pytest.raises(ValueError, match=r"ids must be 1-D, got shape \(2, 1\)"):
-        make().group(te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, 1, dtype=torch.int64), lengths=lengths))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool, None])
+def test_ids_of_a_wrong_dtype_or_shape(dtype):
+    values = torch.ones(2, 1, dtype=torch.int64) if dtype is None else torch.ones(2, dtype=dtype)
+    error, message = TypeError, f"ids must be int32 or int64, got {dtype}"
+    if dtype is None:
+        error, message = ValueError, r"ids must be 1-D, got shape \(2, 1\)"
+    batch = te.KeyedJaggedTensor(["u", "shared"], values, lengths=torch.tensor([1, 1]))
+    for use in (make_collection(TABLES, None), make(), make().group):
+        with pytest.raises(error, match=message):
+            use(batch)
 
 
 def test_a_batch_that_is_none():
