@@ -60,7 +60,7 @@ def test_compiled_steps_equal_the_references(mode):
         specs = [kind(lr=0.05, **decay, **limits[i % 2]) for i, kind in enumerate(KINDS)]
         models.append(Several([make_collection(CONFIGS, spec) for spec in specs]))
     model, twin = models
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for step, (batch, grad) in enumerate(random_steps(model.collections[0], NUM_STEPS, weighted=True)):
         for module in (*model.collections, *twin.collections):
             module.set_learning_rate(0.05 / (1 + step % 4))

@@ -12,7 +12,16 @@ from hypothesis import given
 from torch import nn
 
 import tritonemb as te
-from tests.helpers import assert_same_bits, configurations, contents, fewer, make_collection, random_steps, train
+from tests.helpers import (
+    assert_same_bits,
+    configurations,
+    contents,
+    fewer,
+    make_collection,
+    output_of,
+    random_steps,
+    train,
+)
 from tests.strategies import DIMS, TABLE_DTYPES, problems
 
 pytestmark = pytest.mark.public
@@ -95,21 +104,22 @@ def test_awkward_names_compile():
     assert_same_bits(contents(collection), contents(twin))
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_ordinary_gradients_are_those_of_torchs_embedding_bag(pooling):
-    collection = make_collection([te.TableConfig("table", 30, 8, pooling=pooling)], None)
-    bag = nn.EmbeddingBag(30, 8, mode=pooling, include_last_offset=True)
-    bag.weight.data.copy_(collection.tables[0].weight.data)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (collection, bag)]
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_ordinary_gradients_are_those_of_torchs_modules(pooling):
+    pooled = pooling != "none"
+    collection = make_collection([te.TableConfig("table", 30, 8, pooling=pooling)], None, pooled)
+    twin = nn.EmbeddingBag(30, 8, mode=pooling, include_last_offset=True) if pooled else nn.Embedding(30, 8)
+    twin.weight.data.copy_(collection.tables[0].weight.data)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (collection, twin)]
     for batch, grad in random_steps(collection, 5):
-        for module, optimizer in zip((collection, bag), optimizers, strict=True):
+        outputs = output_of(collection, batch), twin(batch.values(), *([batch.offsets()] if pooled else []))
+        for output, optimizer in zip(outputs, optimizers, strict=True):
             optimizer.zero_grad()
-            out = module(batch) if module is collection else bag(batch.values(), batch.offsets())
-            out.backward(grad)
+            output.backward(grad)
             optimizer.step()
         # Sums of a few normal values in another order.
-        torch.testing.assert_close(collection.tables[0].weight.grad, bag.weight.grad, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(collection.tables[0].weight, bag.weight, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(collection.tables[0].weight.grad, twin.weight.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(collection.tables[0].weight, twin.weight, rtol=1e-6, atol=1e-6)
 
 
 def test_ordinary_gradients_add_up():

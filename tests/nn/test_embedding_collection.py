@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
-from torch import nn
 
 import tritonemb as te
 from tests import plain
-from tests.helpers import assert_same_bits, contents, fewer, make_collection, random_steps, train
+from tests.helpers import assert_same_bits, contents, fewer, make_collection, train
 from tests.strategies import DIMS, TABLE_DTYPES, problems
 
 pytestmark = pytest.mark.public
@@ -30,19 +29,6 @@ def test_rows_under_the_batchs_keys_and_offsets(problem):
     # One product of float32 numbers: exact in float64, rounded once to float32, then to the tables' dtype.
     expected = plain.unpooled_lookup(configs, weights, batch, batch.weights_or_none())
     assert torch.equal(result.values(), expected.to(dtype))
-
-
-def test_ordinary_gradients_are_those_of_torchs_embedding():
-    collection = make_collection([te.TableConfig("t", 9, 5, pooling="none")], None, pooled=False)
-    embedding = nn.Embedding(9, 5)
-    embedding.weight.data.copy_(collection.tables[0].weight.data)
-    for batch, grad in random_steps(collection, 3):
-        for module in (collection, embedding):
-            module.zero_grad()
-        collection(batch).values().backward(grad)
-        embedding(batch.values()).backward(grad)
-        # A few values summed in another order.
-        torch.testing.assert_close(collection.tables[0].weight.grad, embedding.weight.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_a_fused_step_is_that_of_bags_of_one():
