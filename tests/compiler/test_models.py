@@ -30,49 +30,41 @@ MOST_GRAPHS = 3
 Step = tuple[Any, ...]
 
 
-def drawn(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def by_seed(draw: Callable[[torch.Generator], Step]) -> Callable[[int], list[Step]]:
+    """A function that makes a number of steps, each of its own seed."""
+    return lambda count: [draw(torch.Generator().manual_seed(number)) for number in range(count)]
 
 
-def dlrm_steps(count: int) -> list[Step]:
-    steps = []
-    for number in range(count):
-        g = drawn(number)
-        lengths = [torch.randint(0, 4, (BATCH_SIZE,), generator=g) for _ in ROWS]
-        ids = [torch.randint(rows, (int(n.sum()),), generator=g) for rows, n in zip(ROWS, lengths, strict=True)]
-        offsets = [n.cumsum(0) - n for n in lengths]
-        steps.append((torch.randn(BATCH_SIZE, 13, generator=g), ids, offsets))
-    return steps
+@by_seed
+def dlrm_steps(g: torch.Generator) -> Step:
+    lengths = [torch.randint(0, 4, (BATCH_SIZE,), generator=g) for _ in ROWS]
+    ids = [torch.randint(rows, (int(n.sum()),), generator=g) for rows, n in zip(ROWS, lengths, strict=True)]
+    return torch.randn(BATCH_SIZE, 13, generator=g), ids, [n.cumsum(0) - n for n in lengths]
 
 
-def field_steps(count: int, num_dense: int = 0) -> list[Step]:
-    steps = []
-    for number in range(count):
-        g = drawn(number)
-        sparse = torch.stack([torch.randint(rows, (BATCH_SIZE,), generator=g) for rows in ROWS], 1)
-        steps.append((torch.randn(BATCH_SIZE, num_dense, generator=g), sparse) if num_dense else (sparse,))
-    return steps
+@by_seed
+def field_steps(g: torch.Generator) -> Step:
+    return (torch.stack([torch.randint(rows, (BATCH_SIZE,), generator=g) for rows in ROWS], 1),)
 
 
-def tower_steps(count: int) -> list[Step]:
-    steps = []
-    for number in range(count):
-        g = drawn(number)
-        user, country, item = (torch.randint(rows, (BATCH_SIZE,), generator=g) for rows in (50, 5, 70))
-        lengths = torch.randint(0, 4, (BATCH_SIZE,), generator=g)
-        offsets = F.pad(lengths.cumsum(0), (1, 0))
-        steps.append((user, country, item, torch.randint(9, (int(offsets[-1]),), generator=g), offsets))
-    return steps
+@by_seed
+def dense_and_field_steps(g: torch.Generator) -> Step:
+    sparse = torch.stack([torch.randint(rows, (BATCH_SIZE,), generator=g) for rows in ROWS], 1)
+    return torch.randn(BATCH_SIZE, 13, generator=g), sparse
 
 
-def sequence_steps(count: int) -> list[Step]:
-    steps = []
-    for number in range(count):
-        g = drawn(number)
-        user, item = (torch.randint(1, rows, (BATCH_SIZE,), generator=g) for rows in (50, 70))
-        present = torch.randint(2, (BATCH_SIZE, 5), generator=g)
-        steps.append((user, torch.randint(1, 70, (BATCH_SIZE, 5), generator=g) * present, item))
-    return steps
+@by_seed
+def tower_steps(g: torch.Generator) -> Step:
+    user, country, item = (torch.randint(rows, (BATCH_SIZE,), generator=g) for rows in (50, 5, 70))
+    offsets = F.pad(torch.randint(0, 4, (BATCH_SIZE,), generator=g).cumsum(0), (1, 0))
+    return user, country, item, torch.randint(9, (int(offsets[-1]),), generator=g), offsets
+
+
+@by_seed
+def sequence_steps(g: torch.Generator) -> Step:
+    user, item = (torch.randint(1, rows, (BATCH_SIZE,), generator=g) for rows in (50, 70))
+    present = torch.randint(2, (BATCH_SIZE, 5), generator=g)
+    return user, torch.randint(1, 70, (BATCH_SIZE, 5), generator=g) * present, item
 
 
 def click_loss(out: Tensor) -> Tensor:
@@ -92,7 +84,7 @@ class Case:
 
 CASES = {
     "dlrm": Case(lambda: DLRM(ROWS, 8), dlrm_steps, click_loss, 1),
-    "dcn": Case(lambda: DCN(ROWS), lambda count: field_steps(count, 13), click_loss, 1),
+    "dcn": Case(lambda: DCN(ROWS), dense_and_field_steps, click_loss, 1),
     "deepfm": Case(lambda: DeepFM(ROWS), field_steps, click_loss, 1),
     "two-tower": Case(lambda: TwoTower(50, 5, 70, 9), tower_steps, in_batch_softmax, 1),
     # A row for every id of a history has another form than one for every sample.
