@@ -48,7 +48,8 @@ def refuse_fused_updates(rank: int, size: int) -> None:
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     plain = Model()
     te.fuse(plain)
-    DistributedDataParallel(plain)(ids + rank).sum().backward()
+    parallel = DistributedDataParallel(plain)
+    parallel(ids + rank).sum().backward()
     whole = Model()
     (sum(whole(ids + number).sum() for number in range(size)) / size).backward()
     # Means of two gradients, taken in another order.

@@ -296,7 +296,7 @@ def test_a_compiled_model_takes_a_prefetched_batch(backend):
         admission = te.AdmissionConfig(appearances=2)
         tables = [config(), config("item", features=["item", "user"], admission=admission)]
         collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
-        called = torch.compile(collection, fullgraph=True, backend=backend) if compiled else collection
+        called = torch.compile(collection, fullgraph=True, dynamic=True, backend=backend) if compiled else collection
         for ids, _ in batches(4):
             step(called, prefetch(collection, ids))
         with torch.no_grad():

@@ -300,26 +300,6 @@ class TestFused:
             module(ids).sum().backward()
         assert_same_bits(dict(modules[0].state_dict()), dict(modules[1].state_dict()))
 
-    def test_optimizer_view_and_schedules(self):
-        module = te.nn.EmbeddingBag(ROWS, DIM, optimizer=te.optim.SGD(lr=1.0))
-        view = module.fused_optimizer
-        schedule = torch.optim.lr_scheduler.StepLR(view, step_size=1, gamma=0.5)
-        schedule.step()
-        assert module.learning_rate == 0.5
-        module.set_learning_rate(0.25)
-        assert view.param_groups[0]["lr"] == 0.25
-        before = module.weight.detach().clone()
-        module(torch.tensor([[3]])).sum().backward()
-        torch.testing.assert_close(before[3] - module.weight[3], torch.full((DIM,), 0.25))
-        other = te.nn.EmbeddingBag(ROWS, DIM, optimizer=te.optim.SGD(lr=1.0))
-        other.fused_optimizer.load_state_dict(view.state_dict())
-        assert other.learning_rate == 0.25
-        assert te.nn.EmbeddingBag(3, 2).fused_optimizer is None
-        with pytest.raises(ValueError, match="no fused optimizer"):
-            te.nn.EmbeddingBag(3, 2).set_learning_rate(0.1)
-        with pytest.raises(ValueError, match="learning rate"):
-            module.set_learning_rate(-1.0)
-
     def test_weights_get_their_gradient_before_the_update(self):
         module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum", optimizer=te.optim.SGD(lr=1.0))
         twin = nn.EmbeddingBag(ROWS, DIM, mode="sum")
