@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.nn.tiers import ELSEWHERE
 from tritonemb.nn import single_table
 
 
@@ -27,3 +28,9 @@ def frozen_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(params=ELSEWHERE)
+def placement(request: pytest.FixtureRequest) -> str:
+    """Where a table lives that is not on the device."""
+    return request.param

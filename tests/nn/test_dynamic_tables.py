@@ -29,7 +29,11 @@ TIERS: dict[str, dict[str, Any]] = {
     "host": {"placement": "host", "cache": te.CacheConfig(rows=32)},
     "disk": {"placement": "disk", "cache": te.CacheConfig(rows=32, host_rows=64)},
 }
-on_tiers = pytest.mark.parametrize("tier", TIERS)
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def batches(number: int, keys: Sequence[str] = ("user", "item"), seed: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -123,7 +127,6 @@ def test_rows_without_pooling_and_ids_of_32_bits():
     assert torch.isin(torch.tensor([-5, 3]), table_of(dynamic).ids()).all()
 
 
-@on_tiers
 @pytest.mark.parametrize("static", TIERS)
 def test_beside_static_tables_whose_ids_are_checked(tier, static):
     tables = [config(**TIERS[tier]), te.TableConfig("item", 10, 12, **TIERS[static])]
@@ -176,7 +179,6 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier, device):
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-@on_tiers
 def test_every_prefetch_depth_gives_the_same_bits(depth, tier, device):
     """Also of ids that are refused: they are read beside rows that the batches before have changed."""
 
@@ -239,7 +241,6 @@ def test_threads_may_prefetch_read_and_evaluate_at_once(tier):
     assert_same_bits(run(True), run(False))
 
 
-@on_tiers
 def test_a_batch_that_was_prefetched_too_early_is_an_error(tier):
     table = config(capacity=30, eviction=te.EvictionConfig(protect=2), **TIERS[tier])
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
@@ -250,7 +251,6 @@ def test_a_batch_that_was_prefetched_too_early_is_an_error(tier):
         step(collection, later)
 
 
-@on_tiers
 @pytest.mark.parametrize("offsets", [[0, 3, 1, 4], [0, 1, 2, 9], [1, 1, 2, 4], [0, 1, 2, 3]])
 def test_offsets_that_nobody_looked_at_give_no_id_a_row(tier, offsets):
     collection = te.nn.EmbeddingBagCollection([config(**TIERS[tier])], te.optim.SGD())
@@ -261,7 +261,6 @@ def test_offsets_that_nobody_looked_at_give_no_id_a_row(tier, offsets):
     assert table_of(collection).ids().tolist() == []
 
 
-@on_tiers
 def test_an_accumulated_step_is_that_of_the_whole_batch(tier):
     def run(parts: int) -> Tensor:
         torch.manual_seed(3)
@@ -276,7 +275,6 @@ def test_an_accumulated_step_is_that_of_the_whole_batch(tier):
     assert torch.equal(run(1), run(3))
 
 
-@on_tiers
 def test_accumulating_more_micro_batches_than_are_protected_is_an_error(tier):
     table = config(capacity=4, eviction=te.EvictionConfig(protect=2), **TIERS[tier])
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
@@ -322,7 +320,6 @@ def bag(*ids: int) -> te.KeyedJaggedTensor:
     return te.KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
 
 
-@on_tiers
 def test_a_batch_without_room_changes_nothing(tier):
     tables = [config(capacity=9, **TIERS[tier]), config("item", capacity=4, features=["user"], **TIERS[tier])]
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
@@ -407,7 +404,6 @@ def test_counts_for_admission_are_halved():
     assert table_of(collection).ids().tolist() == [7]
 
 
-@on_tiers
 def test_insert_lookup_remove_and_export(tmp_path, tier):
     collection = te.nn.EmbeddingBagCollection([config(dim=3, **TIERS[tier])], te.optim.RowWiseAdagrad(lr=0.1))
     table = table_of(collection)

@@ -21,10 +21,15 @@ pytestmark = pytest.mark.public
 ROWS, DIM = 11, 6
 SIZES = [3, 0, 7, 1, 4]
 IDS = torch.tensor([[1, 2], [3, 1]])
-both = pytest.mark.parametrize("kinds", [BAG, ROW], ids=["bag", "row"])
 forms = pytest.mark.parametrize(
     ("kinds", "mode"), [(BAG, {"mode": "sum"}), (BAG, {"mode": "mean"}), (ROW, {})], ids=["sum", "mean", "row"]
 )
+
+
+@pytest.fixture(params=[BAG, ROW], ids=["bag", "row"])
+def kinds(request):
+    """A module of PyTorch and ours."""
+    return request.param
 
 
 def summing(kinds: tuple[type, type]) -> dict[str, str]:
@@ -32,7 +37,6 @@ def summing(kinds: tuple[type, type]) -> dict[str, str]:
     return {"mode": "sum"} if kinds is BAG else {}
 
 
-@both
 def test_sparse_gradients_are_pytorchs(kinds):
     module = kinds[1](ROWS, DIM, sparse=True, padding_idx=1, **summing(kinds))
     ids = torch.tensor([[5, 1, 5], [0, 9, 5]])
@@ -49,7 +53,6 @@ def test_sparse_gradients_are_pytorchs(kinds):
     torch.testing.assert_close(module.weight.grad.to_dense(), 2 * gradient.to_dense())
 
 
-@both
 @pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
 def test_pytorchs_sparse_optimizers_train_it(kinds, kind):
     pair = twins(kinds, ROWS, DIM, sparse=True, **summing(kinds))
@@ -96,7 +99,6 @@ def test_max_norm_scales_the_table_in_place(kinds, options):
     assert torch.equal(ours.weight[unused], before[unused])
 
 
-@both
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,7 +113,6 @@ def test_bad_options_raise_what_pytorch_raises(kinds, options):
     assert_same_error(*(lambda kind=kind: kind.from_pretrained(torch.zeros(3)) for kind in kinds))
 
 
-@both
 def test_signatures_are_pytorchs_and_an_optimizer(kinds):
     for name in ("__init__", "from_pretrained", "forward"):
         theirs, ours = (list(inspect.signature(getattr(kind, name)).parameters.values()) for kind in kinds)
@@ -120,7 +121,6 @@ def test_signatures_are_pytorchs_and_an_optimizer(kinds):
         assert [(p.default, p.kind) for p in ours[: len(theirs)]] == [(p.default, p.kind) for p in theirs]
 
 
-@both
 def test_attributes_and_text_are_pytorchs(kinds):
     options = [{}, {"max_norm": 2.0, "norm_type": 1.0, "scale_grad_by_freq": True}, {"padding_idx": -1, "sparse": True}]
     options += [{"mode": "sum"}, {"include_last_offset": True}] if kinds is BAG else []
@@ -134,7 +134,6 @@ def test_attributes_and_text_are_pytorchs(kinds):
     assert "SGD" in repr(kinds[1](3, 2, optimizer=te.optim.SGD()))
 
 
-@both
 def test_a_new_module_has_the_weights_of_pytorchs(kinds):
     for options in ({}, {"padding_idx": 3}, {"dtype": torch.bfloat16}, {"_freeze": True} if kinds is ROW else {}):
         weights = []
@@ -145,7 +144,6 @@ def test_a_new_module_has_the_weights_of_pytorchs(kinds):
         assert weights[0].requires_grad == weights[1].requires_grad
 
 
-@both
 def test_state_dicts_go_both_ways(kinds):
     theirs, ours = (kind(ROWS, DIM) for kind in kinds)
     assert list(ours.state_dict()) == ["weight"]
@@ -157,7 +155,6 @@ def test_state_dicts_go_both_ways(kinds):
         ours.load_state_dict(kinds[0](ROWS, DIM + 1).state_dict())
 
 
-@both
 def test_from_pretrained(kinds):
     weight, ids = torch.randn(ROWS, DIM), torch.tensor([[1, 2]])
     for freeze in (True, False):
@@ -170,7 +167,6 @@ def test_from_pretrained(kinds):
     compare(*(kind.from_pretrained(transposed, freeze=False) for kind in kinds), ids)
 
 
-@both
 @pytest.mark.parametrize("optimizer", [None, te.optim.Adagrad(lr=0.1)], ids=["plain", "fused"])
 def test_copies_pickles_and_casts(kinds, optimizer):
     module = kinds[1](ROWS, DIM, padding_idx=0, optimizer=optimizer)
@@ -190,7 +186,6 @@ def test_copies_pickles_and_casts(kinds, optimizer):
         half(IDS).sum().backward()
 
 
-@both
 def test_meta_modules(kinds):
     for options in ({}, {"padding_idx": 1}, {"sparse": True}, *([{"mode": "max"}] if kinds is BAG else [])):
         module = kinds[1](ROWS, DIM, device="meta", **options)
@@ -206,7 +201,6 @@ def test_meta_modules(kinds):
     assert module.step == 1
 
 
-@both
 def test_without_gradients_and_with_autocast(kinds):
     theirs, ours = twins(kinds, ROWS, DIM, padding_idx=1)
     ids = random_ids(4, 3, rows=ROWS)
@@ -220,7 +214,6 @@ def test_without_gradients_and_with_autocast(kinds):
                 compare(theirs, ours, ids)
 
 
-@both
 def test_functional_transforms(kinds):
     ids, results = random_ids(3, 4, rows=ROWS), []
     for module in twins(kinds, ROWS, DIM, padding_idx=1, **summing(kinds)):
@@ -276,7 +269,6 @@ class TestCompiled:
                 results.append((output, dense(holder.weight.grad), weights.grad))
             torch.testing.assert_close(*results, **TOLERANCE)
 
-    @both
     def test_fused_updates_equal_eager_ones(self, kinds):
         module = kinds[1](ROWS, DIM, padding_idx=1, optimizer=te.optim.Adam(lr=0.1))
         twin = copy.deepcopy(module)
@@ -330,7 +322,6 @@ class TestFused:
         assert (module.weight != before).any(1).nonzero().flatten().tolist() == [1, 4]
         assert not module.exp_avg[2].any()
 
-    @both
     def test_pretrained_and_frozen(self, kinds):
         weight, ids = torch.randn(ROWS, DIM), torch.tensor([[1]])
         frozen = kinds[1].from_pretrained(weight.clone(), optimizer=te.optim.SGD(lr=1.0))
@@ -339,7 +330,6 @@ class TestFused:
         free(ids).sum().backward()
         torch.testing.assert_close(free.weight[1], weight[1] - 1)
 
-    @both
     def test_what_cannot_be_fused_is_refused(self, kinds):
         kind, ids = kinds[1], torch.tensor([[1]])
         with pytest.raises(TypeError, match=r"tritonemb\.optim"):

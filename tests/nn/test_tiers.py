@@ -108,7 +108,6 @@ def test_any_stream_of_ids(stream, placement, policy, depth):
 
 
 @not_interpreted
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_ids_of_one_set_use_the_overflow_and_leave_it(placement):
     """Their set has 32 ways; the other 61 sets stay empty."""
     ids = ids_of_one_set(20_000, 62)[:100]
@@ -156,7 +155,6 @@ def evaluated(collection, steps):
                 yield output_of(collection, batch)
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize(
     "calls",

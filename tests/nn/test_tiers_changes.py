@@ -18,7 +18,11 @@ from tritonemb.tables.lookup import Lookup
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]
 ROW_BYTES = {"user": 20, "genre": 12}
-PLACES = pytest.mark.parametrize("placement", ["host", "disk", CACHED])
+
+
+@pytest.fixture(params=["host", "disk", CACHED])
+def placement(request):
+    return request.param
 
 
 def make(placement, seed_steps=0):
@@ -43,7 +47,6 @@ def train(*collections, users, genres):
         collection(batch_of(users, genres)).sum().backward()
 
 
-@PLACES
 def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
     mine = make(placement)
     for first in range(0, 300, 60):
@@ -66,7 +69,6 @@ def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
 
 
 @pytest.mark.parametrize("part", [True, False])
-@PLACES
 def test_loading_in_place_while_a_batch_waits(placement, part):
     """As `torch.distributed.checkpoint` does it, which writes to the tensors of `state_dict`."""
     mine, saved = make(placement, 2), contents(make("device", 3))
@@ -127,7 +129,6 @@ def while_gradients_are_accumulated(collection):
             yield contents(collection)
 
 
-@PLACES
 @pytest.mark.parametrize(
     "saves",
     [
@@ -143,7 +144,6 @@ def test_saving_loses_no_update(saves, placement):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@PLACES
 @pytest.mark.usefixtures("frozen_objects")
 def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
     mine, twin = make(placement), make("device")

@@ -13,7 +13,7 @@ import torch
 
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents
-from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
+from tests.nn.tiers import not_interpreted, outputs_of, same, seeded, varied_steps
 from tritonemb.storage import HostRows, StorageError
 from tritonemb.storage.disk import RowFile
 from tritonemb.tables.cache import RowTransfer
@@ -39,7 +39,6 @@ def trained_alike(mine, twin):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_gradient_that_is_not_finite(placement, nonfinite):
     """The error names the row of the table: its slot has another number."""
@@ -70,7 +69,6 @@ def test_placements_and_caches_that_do_not_go_together():
         te.nn.EmbeddingBagCollection([te.TableConfig("t", 9, 2, placement="disk", init=torch.nn.init.zeros_)])
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_module_stays_where_it_was_made(placement):
     mine, twin = make(placement), make("device")
     for move in (lambda: mine.double(), lambda: mine.to("meta"), lambda: mine.bfloat16()):
@@ -87,7 +85,6 @@ def test_a_module_stays_where_it_was_made(placement):
     trained_alike(mine, twin)
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_module_without_memory(placement):
     config = te.TableConfig("t", 10**12, 4, placement=placement, cache=CacheConfig(rows=5))
     mine = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(), device="meta")
@@ -110,7 +107,6 @@ def test_weights_of_samples_get_no_gradient():
             assert mine(batch).shape == (1, 10)
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_without_an_optimizer_rows_are_looked_up_and_not_trained(placement):
     """A gradient that nobody would apply does not get lost in silence."""
     mine, twin = make(placement, None), make("device", None)
@@ -141,7 +137,6 @@ def test_frozen_tables():
     assert_same_bits(contents(mine), contents(twin))
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_lookup_has_one_backward(placement):
     """After it, other rows may be in the slots."""
     mine = make(placement)
@@ -159,7 +154,6 @@ def test_a_lookup_has_one_backward(placement):
     assert_same_bits(contents(mine), before)
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_groups_serve_one_lookup_and_are_made_again_for_others(placement):
     """As when a forward is computed again for its backward."""
     mine, twin = make(placement), make("device")
@@ -248,7 +242,6 @@ def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, oper
             use()
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_what_cannot_be_loaded_changes_nothing(placement):
     mine, twin = make(placement), make("device")
     steps = varied_steps(twin, 2, sizes=(20,))
@@ -262,7 +255,6 @@ def test_what_cannot_be_loaded_changes_nothing(placement):
     trained_alike(mine, twin)
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_change_that_fails_leaves_the_cache_as_it_should_be(placement):
     """Whatever the user's code raises, and however far it came: rows on the device are those below."""
     mine = make(placement)
@@ -300,7 +292,6 @@ def test_an_interruption_while_rows_are_moved_is_named(monkeypatch):
         mine(batch)
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_cache_that_is_too_large_for_the_device(placement):
     config = te.TableConfig("t", 10**15, 64, placement=placement)
     with pytest.raises(

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents, output_of
-from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, placed, same, seeded, varied_steps
+from tests.nn.tiers import not_interpreted, outputs_of, placed, same, seeded, varied_steps
 from tests.strategies import TABLE_DTYPES
 from tritonemb.types import CacheConfig
 
@@ -24,7 +24,11 @@ pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 12, features=["u", "shared"]), te.TableConfig("shared", 70, 5, pooling="mean")]
 PLACEMENTS = [("device",), ("host",), ("disk",), (CACHED,)]
 OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.1)
-elsewhere = pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+
+
+@pytest.fixture(params=PLACEMENTS[1:], ids=str)
+def placements(request):
+    return request.param
 
 
 def make(placements, seed_steps=0, **options):
@@ -44,7 +48,6 @@ def pinned(collection) -> int:
     return int((collection.cache._directory.pins > 0).sum())
 
 
-@elsewhere
 def test_keys_shapes_and_dtypes_are_those_of_tables_on_the_device(placements):
     for optimizer in (OPTIMIZER, te.optim.Adam(), te.optim.SGD(), None):
         mine, twin = make(placements, optimizer=optimizer), make(PLACEMENTS[0], optimizer=optimizer)
@@ -64,7 +67,6 @@ def test_a_state_dict_goes_from_any_placement_into_any(source, to):
     assert_same_bits(contents(second), contents(first))
 
 
-@elsewhere
 def test_loading_while_batches_that_were_brought_ahead_wait(placements):
     """They read the rows that were loaded, not those that were there when they were brought."""
     loaded = contents(make(PLACEMENTS[0], 5))
@@ -81,7 +83,6 @@ def test_loading_while_batches_that_were_brought_ahead_wait(placements):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@elsewhere
 def test_loading_and_saving_while_another_thread_brings_batches(placements):
     """Rows that leave their slots meanwhile do not come after those that are loaded."""
     mine, loaded = make(placements, 3), contents(make(PLACEMENTS[0], 5))
@@ -105,7 +106,6 @@ def test_loading_and_saving_while_another_thread_brings_batches(placements):
         brought.result()
 
 
-@elsewhere
 def test_loading_a_part(placements):
     """Weights without states keep the states, also those that are only in slots."""
     given = {name: value for name, value in contents(make(PLACEMENTS[0], 5)).items() if name.endswith("weight")}
@@ -124,7 +124,6 @@ def test_loading_a_part(placements):
 
 
 @pytest.mark.parametrize("dtype", TABLE_DTYPES, ids=str)
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_state_dict_can_be_written_to_a_file(placement, dtype):
     config = te.TableConfig("t", 50, 6, dtype=dtype)
     mine = seeded([config], te.optim.PartialRowWiseAdam(), True, (placement,))
@@ -149,7 +148,6 @@ def test_reset_parameters_begins_anew(placements):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@elsewhere
 def test_a_table_whose_rows_a_batch_holds_is_not_reset(placements):
     mine = make(placements, 2)
     before, out = contents(mine), mine(batch_of(1, 2))
@@ -167,7 +165,6 @@ def test_first_values_by_an_init():
         assert_same_bits(contents(seeded(typed, None, True, ("host",))), contents(seeded(typed, None)))
 
 
-@elsewhere
 def test_rows_are_held_until_the_backward_has_been_or_cannot_come(placements):
     mine = make(placements)
     batch = batch_of(1, 2, 3)
@@ -187,7 +184,6 @@ def test_rows_are_held_until_the_backward_has_been_or_cannot_come(placements):
     assert pinned(mine) == 0
 
 
-@elsewhere
 @pytest.mark.usefixtures("frozen_objects")
 def test_rows_are_given_up_where_a_step_fails(placements):
     mine = make(placements, optimizer=te.optim.SGD(nonfinite="raise"))
@@ -209,7 +205,6 @@ def test_rows_are_given_up_where_a_step_fails(placements):
     assert_same_bits(contents(mine), before)
 
 
-@elsewhere
 def test_a_collection_goes_when_nobody_has_it(placements):
     """At once: its memory may be most of the machine's."""
     mine = make(placements, 2)
@@ -236,7 +231,6 @@ def test_nothing_is_left_on_disk(tmp_path):
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-@elsewhere
 def test_another_default_device(placements):
     """What lives in host memory lives there, wherever a `with` of the user's makes tensors."""
     mine, twin = make(placements, 3), make(PLACEMENTS[0], 3)
@@ -250,7 +244,6 @@ def test_another_default_device(placements):
     same(outputs_of(mine, steps), outputs_of(twin, steps))
 
 
-@elsewhere
 def test_fake_tables(placements):
     """Shapes without memory, for whoever plans."""
     with FakeTensorMode():

@@ -148,7 +148,6 @@ class AllocatedElements(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_step_moves_the_rows_of_its_batch_however_many_there_are(placement):
     """Count bytes, and counted elements of all tensors that a step makes."""
     moved, allocated = [], []

@@ -45,7 +45,6 @@ def growing_steps(num_steps, more_samples, max_length, key="unused"):
 
 
 @pytest.mark.parametrize("optimizer", [te.optim.Adam(lr=0.1), te.optim.SGD(lr=0.1)], ids=lambda o: o.name)
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_overflows_grow_while_batches_are_trained(placement, optimizer, monkeypatch):
     """Batches grow, so that slots move to larger memory again and again, all four batches that are held with them."""
     grown = []
@@ -97,7 +96,6 @@ def test_overflows_of_many_tables_grow_at_once(monkeypatch):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 def test_new_orders_of_keys_while_overflows_grow(placement):
     """What keys mean is made by one thread while the other moves slots to other memory."""
     twin, mine = (seeded(TABLES, te.optim.SGD(lr=0.1), True, (where,)) for where in ("device", placement))
