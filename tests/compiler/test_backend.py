@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 from importlib.metadata import entry_points
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
@@ -39,6 +39,7 @@ def batch(batch_size, length):
     return flat, torch.arange(batch_size) * 3, torch.randint(0, 50, (batch_size, length))
 
 
+@pytest.mark.more
 def test_training_with_several_batch_sizes():
     model = Model()
     twin = copy.deepcopy(model)
@@ -90,14 +91,12 @@ def test_it_is_registered_once():
     not any(point.name == "tritonemb" for point in entry_points(group="torch_dynamo_backends")),
     reason="needs the package to be installed: pip install -e .",
 )
-def test_by_name_without_importing_it():
-    program = """
-import sys
-from torch._dynamo.backends.registry import lookup_backend
-assert "tritonemb" not in sys.modules
-backend = lookup_backend("tritonemb")
-assert backend is sys.modules["tritonemb.compiler"].tritonemb
-print("fine")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
-    assert done.stdout.strip() == "fine", done.stderr
+def test_by_name_without_importing_it(monkeypatch):
+    """Dynamo loads the entry point on the first use of its name."""
+    (entry_point,) = [point for point in entry_points(group="torch_dynamo_backends") if point.name == "tritonemb"]
+    monkeypatch.setattr(registry, "_BACKENDS", {"tritonemb": entry_point})
+    monkeypatch.setattr(registry, "_COMPILER_FNS", {})
+    monkeypatch.delitem(sys.modules, "tritonemb.compiler")
+    monkeypatch.setattr(tritonemb, "compiler", None)
+    backend = torch._dynamo.lookup_backend("tritonemb")
+    assert backend is sys.modules["tritonemb.compiler"].tritonemb

@@ -50,23 +50,47 @@ def ragged(batch_size, num_ids):
     return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, num_ids + 1, (batch_size - 1,)).sort()[0]])
 
 
+def call(module, *args):
+    return module(*args)
+
+
+def bags(mode, *dims, **options):
+    return [nn.EmbeddingBag(ROWS, dim, mode=mode, **options) for dim in dims]
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_bags_of_offsets(mode, dtype):
     offsets = ragged(6, 14).to(dtype)
     assert (offsets.diff() == 0).any() or offsets[-1] == 14, "some bag is empty"
-    check(
-        [nn.EmbeddingBag(ROWS, dim, mode=mode) for dim in (3, 8, 1)], lambda m, *a: m(*a), ids(14, dtype=dtype), offsets
-    )
+    check(bags(mode, 3, 8, 1), call, ids(14, dtype=dtype), offsets)
 
 
-def test_bags_of_offsets_that_end_with_the_number_of_ids():
-    modules = [nn.EmbeddingBag(ROWS, 4, mode=mode, include_last_offset=True) for mode in ("sum", "mean")]
-    check(modules, lambda m, *a: m(*a), ids(9), torch.tensor([0, 0, 4, 9, 9]))
+def ended_bags(**options):
+    return bags("sum", 4, include_last_offset=True, **options) + bags("mean", 4, include_last_offset=True, **options)
 
 
-def test_bags_of_one_length():
-    check([nn.EmbeddingBag(ROWS, dim, mode="mean") for dim in (3, 5)], lambda m, *a: m(*a), ids(5, 4))
+def padded_bags():
+    return bags("sum", 3, padding_idx=0) + bags("mean", 4, padding_idx=-1) + bags("mean", 5, padding_idx=4)
+
+
+PADDED = torch.tensor([4, 10, 0, 4, 1, 2, 10]), torch.tensor([0, 1, 2, 2, 4])
+
+
+@pytest.mark.parametrize(
+    ("modules", "args"),
+    [
+        (ended_bags, lambda: (ids(9), torch.tensor([0, 0, 4, 9, 9]))),
+        (lambda: bags("mean", 3, 5), lambda: (ids(5, 4),)),
+        (lambda: bags("mean", 3, 3), lambda: (ids(0), torch.zeros(4).long())),
+        (padded_bags, lambda: (ids(5, 3),)),
+        (padded_bags, lambda: PADDED),
+        (lambda: ended_bags(padding_idx=1), lambda: (torch.tensor([3, 1, 4, 2]), torch.tensor([0, 2, 2]))),
+    ],
+    ids=["ended", "one length", "all empty", "padding", "padding of offsets", "padding of the last bag"],
+)  # with padding, the last bag has all that is left
+def test_bags(modules, args):
+    check(modules(), call, *args())
 
 
 def test_bags_of_several_forms_and_dtypes_of_ids():
@@ -76,24 +100,20 @@ def test_bags_of_several_forms_and_dtypes_of_ids():
             return module(flat, offsets)
         return module(matrix if form == 4 else wide)
 
-    modules = [nn.EmbeddingBag(ROWS, dim, mode="sum") for dim in (3, 4, 5)]
+    modules = bags("sum", 3, 4, 5)
     check(modules, use, ids(9, dtype=torch.int32), ragged(5, 9).int(), ids(5, 2), ids(5, 3, dtype=torch.int32))
-
-
-def test_all_bags_empty():
-    check([nn.EmbeddingBag(ROWS, 3, mode="mean") for _ in range(2)], lambda m, *a: m(*a), ids(0), torch.zeros(4).long())
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
 def test_rows_that_are_bags_of_one_id_are_exact(shape):
     modules = [nn.Embedding(ROWS, dim, padding_idx=padding) for dim, padding in ((3, None), (4, 2), (5, -1))]
-    check(modules, lambda m, i: m(i), ids(*shape))
+    check(modules, call, ids(*shape))
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 3, 2), ()])
 def test_rows_of_ids_of_any_shape(shape):
     modules = [nn.Embedding(ROWS, 4, padding_idx=padding) for padding in (None, 2, -1)]
-    check(modules, lambda m, i: m(i), ids(*shape))
+    check(modules, call, ids(*shape))
 
 
 def test_functions():
@@ -117,25 +137,6 @@ def test_per_sample_weights_have_gradients_and_others_have_ones():
     check(modules, use, ids(5, 3), torch.randn(5, 3))
 
 
-def test_padding_has_no_part_in_a_bag():
-    modules = [
-        nn.EmbeddingBag(ROWS, dim, mode=mode, padding_idx=padding)
-        for dim, mode, padding in ((3, "sum", 0), (4, "mean", -1), (5, "mean", 4))
-    ]
-    check(modules, lambda m, *a: m(*a), ids(5, 3))
-    check(
-        copy.deepcopy(modules),
-        lambda m, *a: m(*a),
-        torch.tensor([4, 10, 0, 4, 1, 2, 10]),
-        torch.tensor([0, 1, 2, 2, 4]),
-    )
-
-
-def test_with_padding_the_last_bag_has_all_that_is_left():
-    modules = [nn.EmbeddingBag(ROWS, 4, mode=m, include_last_offset=True, padding_idx=1) for m in ("sum", "mean")]
-    check(modules, lambda m, *a: m(*a), torch.tensor([3, 1, 4, 2]), torch.tensor([0, 2, 2]))
-
-
 def test_one_weight_in_two_modules_and_one_module_twice():
     first, second = nn.EmbeddingBag(ROWS, 4, mode="sum"), nn.EmbeddingBag(ROWS, 4, mode="mean")
     second.weight = first.weight
@@ -146,14 +147,13 @@ def test_one_weight_in_two_modules_and_one_module_twice():
 def test_tables_of_16_bits(dtype):
     # Bags are summed in float32 and rounded once; PyTorch may round at every addition: some units of the last place.
     eps = torch.finfo(dtype).eps
-    modules = [nn.EmbeddingBag(ROWS, dim, mode="sum", dtype=dtype) for dim in (3, 4)]
-    check(modules, lambda m, *a: m(*a), ids(5, 3), tolerance={"rtol": 4 * eps, "atol": 8 * eps})
+    check(bags("sum", 3, 4, dtype=dtype), call, ids(5, 3), tolerance={"rtol": 4 * eps, "atol": 8 * eps})
 
 
 def test_a_frozen_table_has_no_gradient():
-    modules = [nn.EmbeddingBag(ROWS, 3, mode="sum") for _ in range(2)]
+    modules = bags("sum", 3, 3)
     modules[0].weight.requires_grad_(False)
-    check(modules, lambda m, i: m(i), ids(5, 3))
+    check(modules, call, ids(5, 3))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -170,7 +170,7 @@ def test_without_gradients(context):
 
 
 def test_autocast_changes_nothing_in_lookups():
-    modules = [nn.EmbeddingBag(ROWS, 4, mode="sum") for _ in range(2)]
+    modules = bags("sum", 4, 4)
     model = Several(modules, lambda m, i, w: m(i, per_sample_weights=w) @ torch.ones(4, 2))
     compiled = Compiled(model, fullgraph=True)
     twin = copy.deepcopy(model)

@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
 from tests.compiler.graphs import Compiled, Recorded
+from tests.helpers import breadth
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
 IDS = torch.tensor([[1, 2], [3, 3]])
+BY = pytest.mark.parametrize("make", breadth([Compiled, Recorded], [Recorded]))
 
 
 class Two(nn.Module):
@@ -25,7 +27,7 @@ class Two(nn.Module):
         return self.a(ids) * self.b(ids).detach() + self.c(ids)
 
 
-@pytest.mark.parametrize("make", [Compiled, Recorded])
+@BY
 def test_a_table_behind_detach_has_no_gradient(make):
     model = Two()
     twin = copy.deepcopy(model)
@@ -37,7 +39,7 @@ def test_a_table_behind_detach_has_no_gradient(make):
     assert compiled.fused == [("a", "c")]
 
 
-@pytest.mark.parametrize("make", [Compiled, Recorded])
+@BY
 def test_a_fused_table_behind_detach_is_not_updated(make):
     model = Two()
     te.fuse(model, te.optim.Adam(lr=0.1))
@@ -49,7 +51,7 @@ def test_a_fused_table_behind_detach_is_not_updated(make):
     assert [int(bag.step) for bag in (model.a, model.b, model.c)] == [2, 0, 2]
 
 
-@pytest.mark.parametrize("make", [Compiled, Recorded])
+@BY
 def test_a_fused_table_that_is_frozen_later_is_not_updated(make):
     model = Two()
     te.fuse(model, te.optim.SGD(lr=1.0))

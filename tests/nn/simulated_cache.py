@@ -17,13 +17,35 @@ def mixed(row: int) -> int:
     return row ^ (row >> 31)
 
 
-class SimulatedHost:
+class Ways:
+    """Sets of ways, each with a row's entry, and what is counted."""
+
+    def __init__(self, rows: int, policy: str, row_bytes: int, counted: tuple[str, ...]) -> None:
+        self.sets: list[list[dict | None]] = [[None] * WAYS for _ in range(-(-rows // WAYS))]
+        self.policy, self.row_bytes, self.now = policy, row_bytes, 0
+        self.counts = dict.fromkeys(counted, 0)
+
+    def find(self, row: int) -> dict | None:
+        return next((entry for entry in self.set_of(row) if entry is not None and entry["row"] == row), None)
+
+    def set_of(self, row: int) -> list[dict | None]:
+        return self.sets[mixed(row) % len(self.sets)]
+
+    def entries(self) -> list[dict]:
+        return [entry for ways in self.sets for entry in ways if entry is not None]
+
+    def use(self, entry: dict) -> None:
+        entry["use"] = self.now if self.policy == "lru" else entry["use"] + 1
+
+    def first_use(self) -> int:
+        return self.now if self.policy == "lru" else 1
+
+
+class SimulatedHost(Ways):
     """Rows of a table on disk in host memory."""
 
     def __init__(self, rows: int, policy: str, row_bytes: int) -> None:
-        self.sets: list[list[dict | None]] = [[None] * WAYS for _ in range(-(-rows // WAYS))]
-        self.policy, self.row_bytes, self.now = policy, row_bytes, 0
-        self.counts = dict.fromkeys(("host_hits", "disk_read", "disk_written"), 0)
+        super().__init__(rows, policy, row_bytes, ("host_hits", "disk_read", "disk_written"))
 
     def read(self, rows: Collection[int]) -> None:
         missing = self.touch(rows)
@@ -44,7 +66,7 @@ class SimulatedHost:
                 entry["written"] = True
 
     def write_back(self) -> None:
-        for entry in [entry for ways in self.sets for entry in ways if entry is not None]:
+        for entry in self.entries():
             self.counts["disk_written"] += self.row_bytes * entry["written"]
             entry["written"] = False
 
@@ -57,17 +79,14 @@ class SimulatedHost:
             if entry is None:
                 missing.append(row)
             else:
-                entry["use"], entry["by"] = self.now if self.policy == "lru" else entry["use"] + 1, self.now
+                self.use(entry)
+                entry["by"] = self.now
         return missing
-
-    def find(self, row: int) -> dict | None:
-        ways = self.sets[mixed(row) % len(self.sets)]
-        return next((entry for entry in ways if entry is not None and entry["row"] == row), None)
 
     def place(self, row: int, written: bool) -> bool:
         """Whether there is a way that no row of the same call has."""
-        ways = self.sets[mixed(row) % len(self.sets)]
-        new = {"row": row, "use": self.now if self.policy == "lru" else 1, "by": self.now, "written": written}
+        ways = self.set_of(row)
+        new = {"row": row, "use": self.first_use(), "by": self.now, "written": written}
         if None in ways:
             ways[ways.index(None)] = new
             return True
@@ -80,7 +99,7 @@ class SimulatedHost:
         return True
 
 
-class Simulated:
+class Simulated(Ways):
     """A cache of one table.
 
     Args:
@@ -89,14 +108,12 @@ class Simulated:
     """
 
     def __init__(self, rows: int, policy: str, row_bytes: int, host_rows: int | None = None) -> None:
+        super().__init__(rows, policy, row_bytes, ("lookups", "hits", "overflows", "evictions", "read", "written"))
         self.host = None if host_rows is None else SimulatedHost(host_rows, policy, row_bytes)
         self.going: list[int] = []  # rows that are to be written below
-        self.sets: list[list[dict | None]] = [[None] * WAYS for _ in range(-(-rows // WAYS))]
         self.overflow: dict[int, dict] = {}
-        self.policy, self.row_bytes, self.now = policy, row_bytes, 0
         self.held: set[int] = set()
         self.training: set[int] = set()  # numbers of batches that are trained, if they end
-        self.counts = dict.fromkeys(("lookups", "hits", "overflows", "evictions", "read", "written"), 0)
 
     @property
     def statistics(self) -> CacheStatistics:
@@ -118,7 +135,7 @@ class Simulated:
             self.counts["lookups"] += 1
             entry = self.find(row)
             if entry is not None:
-                entry["use"] = self.now if self.policy == "lru" else entry["use"] + 1
+                self.use(entry)
                 self.hit(entry)
             else:
                 missing.append(row)
@@ -138,10 +155,6 @@ class Simulated:
         if self.host is not None and missing:
             self.host.read(missing)
 
-    def find(self, row: int) -> dict | None:
-        ways = self.sets[mixed(row) % len(self.sets)]
-        return next((entry for entry in ways if entry is not None and entry["row"] == row), None)
-
     def hit(self, entry: dict) -> None:
         entry["by"].add(self.now)
         self.counts["hits"] += 1
@@ -153,8 +166,8 @@ class Simulated:
         return bool(entry["by"])
 
     def place(self, row: int) -> None:
-        ways = self.sets[mixed(row) % len(self.sets)]
-        new = {"row": row, "use": self.now if self.policy == "lru" else 1, "by": {self.now}, "trained": False}
+        ways = self.set_of(row)
+        new = {"row": row, "use": self.first_use(), "by": {self.now}, "trained": False}
         if None in ways:
             ways[ways.index(None)] = new
             return
@@ -181,7 +194,7 @@ class Simulated:
     def write_back(self, held: Collection[int]) -> None:
         """Bring all that was trained to where it lives."""
         self.held = {*held}
-        for entry in [*self.overflow.values(), *(entry for ways in self.sets for entry in ways if entry is not None)]:
+        for entry in [*self.overflow.values(), *self.entries()]:
             self.is_held(entry)
             self.counts["written"] += self.row_bytes * entry["trained"]
             self.going += [entry["row"]] * entry["trained"]

@@ -9,6 +9,8 @@ import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, contents, fewer, make_collection, output_of, random_steps, train
+from tests.nn.tiers import not_interpreted, seeded
+from tritonemb.nn.collections import TableCollection
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
@@ -17,9 +19,14 @@ BATCH = fewer(400, 20)  # enough that CPU kernels share the work among threads
 TABLES = [te.TableConfig("user", 10, 4, features=["u", "shared"]), te.TableConfig("genre", 5, 2, features=["shared"])]
 
 
-def make(optimizer: te.optim.Optimizer | None = None, pooled: bool = True, **options) -> te.nn.EmbeddingBagCollection:
+PLACEMENTS = ["device", *(pytest.param(placement, marks=not_interpreted) for placement in ("host", "disk"))]
+
+
+def make(
+    optimizer: te.optim.Optimizer | None = None, pooled: bool = True, placement: str = "device", **options
+) -> TableCollection:
     tables = TABLES if pooled else [te.TableConfig(name, 5, 4, pooling="none") for name in ("u", "shared")]
-    return make_collection(tables, optimizer or te.optim.Adam(lr=0.1), pooled, **options)
+    return seeded(tables, optimizer or te.optim.Adam(lr=0.1), pooled, (placement,), **options)
 
 
 def batch_of(u, shared, dtype=torch.int64) -> te.KeyedJaggedTensor:
@@ -29,20 +36,27 @@ def batch_of(u, shared, dtype=torch.int64) -> te.KeyedJaggedTensor:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("value", [5, -1, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_an_id_out_of_range_is_reported_in_full(pooled, value, dtype):
-    collection = make(pooled=pooled)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_id_out_of_range_is_reported_in_full(placement, pooled, value, dtype):
+    collection, twin = make(None, pooled, placement), make(None, pooled)
     before = contents(collection)
     batch = batch_of([[1], [2, 3]], [[0, 4], [1, value]], dtype)
-    with pytest.raises(ValueError, match="out of range") as caught:
-        output_of(collection, batch)
-    message = str(caught.value)
     table = {True: "user" if not 0 <= value < 10 else "genre", False: "shared"}[pooled]
     last = {"user": 9, "genre": 4, "shared": 4}[table]
-    for part in (
-        f"table '{table}'", f"id {value} ", "feature 'shared'", "sample 1", "position 6 of values", f"0 to {last}",
-    ):  # fmt: skip
-        assert part in message, message
+    for use in (output_of, te.nn.prefetch, type(collection).group) if placement != "device" else (output_of,):
+        with pytest.raises(ValueError, match="out of range") as caught:
+            use(collection, batch)
+        message = str(caught.value)
+        for part in (
+            f"table '{table}'", f"id {value} ", "feature 'shared'", "sample 1", "position 6 of values", f"0 to {last}",
+        ):  # fmt: skip
+            assert part in message, message
     assert_same_bits(contents(collection), before)
+    assert all(found.lookups == 0 for found in collection.cache_statistics().values())
+    steps = random_steps(twin, 3, batch_size=4)
+    train(collection, steps)
+    train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
 
 
 def test_ids_beyond_32_bits_are_out_of_range():
@@ -65,31 +79,32 @@ def test_the_first_bad_id_is_reported_on_any_number_of_threads():
             collection(batch)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [None, *(OPTIMIZERS[name](lr=0.1) for name in NAMES)], ids=lambda o: getattr(o, "name", "none")
-)
+OPTIMIZERS_AND_PLACEMENTS = [(None, "device"), *((OPTIMIZERS[name](lr=0.1), "device") for name in NAMES)]
+OPTIMIZERS_AND_PLACEMENTS += [
+    pytest.param(te.optim.Adam(lr=0.1), placement, marks=not_interpreted) for placement in ("host", "disk")
+]
+
+
+@pytest.mark.parametrize(("optimizer", "placement"), OPTIMIZERS_AND_PLACEMENTS)
 @pytest.mark.parametrize("pooled", [True, False])
-def test_ignored_ids_read_as_zero_and_update_nothing(pooled, optimizer):
+def test_ignored_ids_read_as_zero_and_update_nothing(pooled, optimizer, placement):
     tables = [te.TableConfig(name, 5, 4, pooling="sum" if pooled else "none") for name in ("u", "shared")]
-    collection = make_collection(tables, optimizer, pooled, bounds_check="ignore")
-    twin = make_collection(tables, optimizer, pooled)
-    bad, good = batch_of([[1, 5], [-1]], [[2**40], [3]]), batch_of([[1], []], [[], [3]])
-    out, expected = output_of(collection, bad), output_of(twin, good)
-    if pooled:
-        grad = torch.randn(2, 8)
-        assert torch.equal(out, expected)
+    collection = seeded(tables, optimizer, pooled, (placement,), bounds_check="ignore")
+    twin = seeded(tables, optimizer, pooled)
+    for ids in (([[1, 5], [-1]], [[2**40], [3]]), ([[-1], []], [[], [70]])):
+        bad = batch_of(*ids)
+        good = batch_of(*([[id for id in bag if 0 <= id < 5] for bag in bags] for bags in ids))
+        valid = slice(None) if pooled else (bad.values() >= 0) & (bad.values() < 5)
+        out, expected = output_of(collection, bad), output_of(twin, good)
+        assert torch.equal(out[valid], expected)
+        assert pooled or not out[~valid].any()
+        grad = torch.randn(out.shape)
         out.backward(grad)
-        expected.backward(grad)
-    else:
-        grad = torch.randn(5, 4)
-        assert torch.equal(out[[0, 4]], expected)
-        assert not out[[1, 2, 3]].any()
-        out.backward(grad)
-        expected.backward(grad[[0, 4]])
+        expected.backward(grad[valid])
     assert_same_bits(contents(collection), contents(twin))
     if optimizer is None:
-        for mine, theirs in zip(collection.tables, twin.tables, strict=True):
-            assert torch.equal(mine.weight.grad, theirs.weight.grad)
+        for table, other in zip(collection.tables, twin.tables, strict=True):
+            assert torch.equal(table.weight.grad, other.weight.grad)
 
 
 def test_an_ignored_id_counts_in_the_length_of_its_bag():
@@ -98,28 +113,16 @@ def test_an_ignored_id_counts_in_the_length_of_its_bag():
     assert torch.equal(out[0], collection.tables[0].weight[2] / 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool])
-def test_ids_of_a_wrong_dtype(dtype):
-    batch = te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, dtype=dtype), lengths=torch.tensor([1, 1]))
-    for optimizer in (None, te.optim.SGD()):
-        collection = make_collection(TABLES, optimizer)
-        with pytest.raises(TypeError, match=f"ids must be int32 or int64, got {dtype}"):
-            collection(batch)
-
-
-def test_ids_of_a_wrong_shape():
-    batch = te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, 1, dtype=torch.int64), lengths=torch.tensor([1, 1]))
-    for collection in (make_collection(TABLES, None), make()):
-        with pytest.raises(ValueError, match=r"ids must be 1-D, got shape \(2, 1\)"):
-            collection(batch)
-
-
-def test_grouping_checks_ids_too():
-    lengths = torch.tensor([1, 1])
-    with pytest.raises(TypeError, match=r"ids must be int32 or int64, got torch\.float32"):
-        make().group(te.KeyedJaggedTensor(["u", "shared"], torch.tensor([0.5, 1.5]), lengths=lengths))
-    with pytest.raises(ValueError, match=r"ids must be 1-D, got shape \(2, 1\)"):
-        make().group(te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, 1, dtype=torch.int64), lengths=lengths))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool, None])
+def test_ids_of_a_wrong_dtype_or_shape(dtype):
+    values = torch.ones(2, 1, dtype=torch.int64) if dtype is None else torch.ones(2, dtype=dtype)
+    error, message = TypeError, f"ids must be int32 or int64, got {dtype}"
+    if dtype is None:
+        error, message = ValueError, r"ids must be 1-D, got shape \(2, 1\)"
+    batch = te.KeyedJaggedTensor(["u", "shared"], values, lengths=torch.tensor([1, 1]))
+    for use in (make_collection(TABLES, None), make(), make().group):
+        with pytest.raises(error, match=message):
+            use(batch)
 
 
 def test_a_batch_that_is_none():
@@ -242,7 +245,7 @@ def test_clipping_comes_before_the_check_but_does_not_hide_nan():
 def test_compiled_modules_report_the_same():
     collection = make(te.optim.Adam(lr=0.1, nonfinite="raise"))
     before = contents(collection)
-    compiled = torch.compile(collection, fullgraph=True)
+    compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match=r"table 'genre': id 7 of feature 'shared', sample 0 \(position 1 of values\)"):
         compiled(batch_of([[1]], [[7]]))
     out = compiled(batch_of([[1]], [[2]]))

@@ -12,12 +12,24 @@ from hypothesis import given
 from torch import nn
 
 import tritonemb as te
-from tests.helpers import assert_same_bits, configurations, contents, fewer, make_collection, random_steps, train
+from tests.helpers import (
+    assert_same_bits,
+    configurations,
+    contents,
+    fewer,
+    make_collection,
+    output_of,
+    random_steps,
+    train,
+)
 from tests.strategies import DIMS, TABLE_DTYPES, problems
 
 pytestmark = pytest.mark.public
 
-AWKWARD_NAMES = ["type", "forward", "training", "tables", "weight", "keys", "a b", "0", "ünïcode", "state_dict"]
+AWKWARD_NAMES = [
+    "type", "forward", "training", "tables", "weight", "keys", "a b", "0", "ünïcode", "state_dict",
+    "step", "skipped", "pending", "learning_rate",
+]  # fmt: skip
 
 
 def small(
@@ -57,7 +69,7 @@ def test_state_dict_restores_a_training_run():
         assert_same_bits(contents(other), contents(collection), optimizer.name)
 
 
-def test_tables_may_have_the_names_of_methods():
+def test_tables_may_have_the_names_of_methods_and_buffers():
     configs = [te.TableConfig(name, 7, 3) for name in AWKWARD_NAMES]
     collection = make_collection(configs, te.optim.Adagrad())
     steps = random_steps(collection, 2)
@@ -71,17 +83,6 @@ def test_tables_may_have_the_names_of_methods():
     expected = contents(twin)
     for index, name in enumerate(AWKWARD_NAMES):
         assert torch.equal(collection.state_dict()[f"{name}.weight"], expected[f"t{index}.weight"])
-    assert_same_bits(contents(copy.deepcopy(collection)), contents(collection))
-
-
-@pytest.mark.parametrize("name", ["step", "skipped", "pending", "learning_rate"])
-def test_tables_may_have_the_names_of_buffers(name):
-    collection = make_collection([te.TableConfig(name, 7, 3)], te.optim.SGD(lr=0.1))
-    twin = make_collection([te.TableConfig("other", 7, 3, [name])], te.optim.SGD(lr=0.1))
-    steps = random_steps(collection, 2)
-    train(collection, steps)
-    train(twin, steps)
-    assert torch.equal(collection.state_dict()[f"{name}.weight"], twin.state_dict()["other.weight"])
     assert_same_bits(contents(copy.deepcopy(collection)), contents(collection))
 
 
@@ -103,21 +104,22 @@ def test_awkward_names_compile():
     assert_same_bits(contents(collection), contents(twin))
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_ordinary_gradients_are_those_of_torchs_embedding_bag(pooling):
-    collection = make_collection([te.TableConfig("table", 30, 8, pooling=pooling)], None)
-    bag = nn.EmbeddingBag(30, 8, mode=pooling, include_last_offset=True)
-    bag.weight.data.copy_(collection.tables[0].weight.data)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (collection, bag)]
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_ordinary_gradients_are_those_of_torchs_modules(pooling):
+    pooled = pooling != "none"
+    collection = make_collection([te.TableConfig("table", 30, 8, pooling=pooling)], None, pooled)
+    twin = nn.EmbeddingBag(30, 8, mode=pooling, include_last_offset=True) if pooled else nn.Embedding(30, 8)
+    twin.weight.data.copy_(collection.tables[0].weight.data)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (collection, twin)]
     for batch, grad in random_steps(collection, 5):
-        for module, optimizer in zip((collection, bag), optimizers, strict=True):
+        outputs = output_of(collection, batch), twin(batch.values(), *([batch.offsets()] if pooled else []))
+        for output, optimizer in zip(outputs, optimizers, strict=True):
             optimizer.zero_grad()
-            out = module(batch) if module is collection else bag(batch.values(), batch.offsets())
-            out.backward(grad)
+            output.backward(grad)
             optimizer.step()
         # Sums of a few normal values in another order.
-        torch.testing.assert_close(collection.tables[0].weight.grad, bag.weight.grad, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(collection.tables[0].weight, bag.weight, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(collection.tables[0].weight.grad, twin.weight.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(collection.tables[0].weight, twin.weight, rtol=1e-6, atol=1e-6)
 
 
 def test_ordinary_gradients_add_up():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
-from torch import nn
 
 import tritonemb as te
 from tests import plain
-from tests.helpers import assert_same_bits, contents, fewer, make_collection, random_steps, train
+from tests.helpers import assert_same_bits, contents, fewer, make_collection, train
 from tests.strategies import DIMS, TABLE_DTYPES, problems
 
 pytestmark = pytest.mark.public
@@ -34,19 +31,6 @@ def test_rows_under_the_batchs_keys_and_offsets(problem):
     assert torch.equal(result.values(), expected.to(dtype))
 
 
-def test_ordinary_gradients_are_those_of_torchs_embedding():
-    collection = make_collection([te.TableConfig("t", 9, 5, pooling="none")], None, pooled=False)
-    embedding = nn.Embedding(9, 5)
-    embedding.weight.data.copy_(collection.tables[0].weight.data)
-    for batch, grad in random_steps(collection, 3):
-        for module in (collection, embedding):
-            module.zero_grad()
-        collection(batch).values().backward(grad)
-        embedding(batch.values()).backward(grad)
-        # A few values summed in another order.
-        torch.testing.assert_close(collection.tables[0].weight.grad, embedding.weight.grad, rtol=1e-6, atol=1e-6)
-
-
 def test_a_fused_step_is_that_of_bags_of_one():
     names = ("a", "b")
     unpooled = make_collection(
@@ -60,16 +44,3 @@ def test_a_fused_step_is_that_of_bags_of_one():
         train(pooled, [(batch, grad)])
         train(unpooled, [(batch, torch.cat([grad[:, :5], grad[:, 5:]]))])
     assert_same_bits(contents(unpooled), contents(pooled))
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_compiled_it_returns_the_same():
-    collection = make_collection([te.TableConfig(n, 9, 5, pooling="none") for n in "ab"], te.optim.SGD(), pooled=False)
-    twin = copy.deepcopy(collection)
-    compiled = torch.compile(collection, fullgraph=True)
-    for batch, grad in random_steps(collection, 3, weighted=True):
-        found, expected = compiled(batch), twin(batch)
-        assert found.to_lists() == expected.to_lists()
-        found.values().backward(grad)
-        expected.values().backward(grad)
-    assert_same_bits(contents(collection), contents(twin))

@@ -31,7 +31,6 @@ def test_it_is_one_optimizer_and_its_step_does_nothing():
     assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
     optimizer.zero_grad()
     assert_same_bits(contents(collection), before)
-    assert make_collection([te.TableConfig("a", 9, 4)], None).fused_optimizer is None
 
 
 def test_the_learning_rate_is_the_one_that_was_given():
@@ -42,12 +41,22 @@ def test_the_learning_rate_is_the_one_that_was_given():
     assert float(collection.learning_rate) == pytest.approx(0.3)
 
 
-def step_size(collection: te.nn.EmbeddingBagCollection) -> float:
+def make_bag() -> te.nn.EmbeddingBag:
+    return te.nn.EmbeddingBag(9, 4, mode="sum", optimizer=te.optim.SGD(lr=0.5))
+
+
+modules = pytest.mark.parametrize("make", [make, make_bag], ids=["collection", "bag"])
+
+
+def step_size(module: torch.nn.Module) -> float:
     """How far the next backward moves a weight whose gradient is 1, by SGD."""
-    before = contents(collection)["a.weight"][0]
-    batch = te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]})
-    collection(batch).backward(torch.ones(1, 7))
-    return float((before - contents(collection)["a.weight"][0]).mean())
+    weight = next(module.parameters())
+    before = weight.detach()[0].clone()
+    is_bag = isinstance(module, te.nn.EmbeddingBag)
+    module(
+        torch.tensor([[0]]) if is_bag else te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]})
+    ).sum().backward()
+    return float((before - weight[0]).mean())
 
 
 # The weights are of size 1, so a difference of weights has an error of about 1e-7.
@@ -64,8 +73,9 @@ SCHEDULERS = {
 }
 
 
+@modules
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_set_the_rate_of_the_next_backward(name):
+def test_schedulers_set_the_rate_of_the_next_backward(name, make):
     collection = make()
     ours = collection.fused_optimizer
     plain = torch.optim.SGD([torch.zeros(1)], lr=0.5)
@@ -83,30 +93,39 @@ def test_schedulers_set_the_rate_of_the_next_backward(name):
     assert len(set(rates)) > 2
 
 
-def test_a_rate_may_be_set_from_either_side():
-    collection = make()
-    collection.set_learning_rate(0.25)
-    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.25
-    collection.set_learning_rate(0.125)
-    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.125
-    assert step_size(collection) == pytest.approx(0.125, **near)
-    collection.fused_optimizer.param_groups[0]["lr"] = 0.75
-    assert step_size(collection) == pytest.approx(0.75, **near)
-    collection.fused_optimizer.param_groups[0].update(lr=torch.tensor(0.5))
-    assert step_size(collection) == pytest.approx(0.5, **near)
+@modules
+def test_a_rate_may_be_set_from_either_side(make):
+    module, other = make(), make()
+    module.set_learning_rate(0.25)
+    assert module.fused_optimizer.param_groups[0]["lr"] == 0.25
+    module.set_learning_rate(0.125)
+    assert module.fused_optimizer.param_groups[0]["lr"] == 0.125
+    assert step_size(module) == pytest.approx(0.125, **near)
+    module.fused_optimizer.param_groups[0]["lr"] = 0.75
+    assert step_size(module) == pytest.approx(0.75, **near)
+    module.fused_optimizer.param_groups[0].update(lr=torch.tensor(0.25))
+    assert step_size(module) == pytest.approx(0.25, **near)
+    other.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
+    assert float(other.learning_rate) == 0.25
 
 
+@modules
 @pytest.mark.parametrize("lr", [-0.1, float("inf"), float("nan")])
-def test_a_bad_rate_is_refused_and_nothing_changes(lr):
-    collection = make()
+def test_a_bad_rate_is_refused_and_nothing_changes(lr, make):
+    module = make()
     with pytest.raises(ValueError, match="learning rate must lie in"):
-        collection.set_learning_rate(lr)
+        module.set_learning_rate(lr)
     with pytest.raises(ValueError, match="learning rate must lie in"):
-        collection.fused_optimizer.param_groups[0]["lr"] = lr
-    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.5
-    assert float(collection.learning_rate) == 0.5
+        module.fused_optimizer.param_groups[0]["lr"] = lr
+    assert module.fused_optimizer.param_groups[0]["lr"] == 0.5
+    assert float(module.learning_rate) == 0.5
+
+
+@pytest.mark.parametrize("module", [make_collection([te.TableConfig("a", 9, 4)], None), te.nn.EmbeddingBag(3, 2)])
+def test_without_a_fused_optimizer_there_is_no_rate(module):
+    assert module.fused_optimizer is None
     with pytest.raises(ValueError, match="no fused optimizer"):
-        make_collection([te.TableConfig("a", 9, 4)], None).set_learning_rate(0.1)
+        module.set_learning_rate(0.1)
 
 
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)

@@ -82,10 +82,11 @@ def batch(seed: int = 0, weighted: bool = False) -> tuple[torch.Tensor, te.Keyed
     )
 
 
-KINDS = ["dlrm", "dcn", "dcn low rank"]
+@pytest.fixture(params=["dlrm", "dcn", "dcn low rank"])
+def kind(request) -> str:
+    return request.param
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_gradients_are_those_of_plain_layers(kind):
     model = make(kind)
     twin = Plain(model)
@@ -103,7 +104,6 @@ def test_forward_and_gradients_are_those_of_plain_layers(kind):
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.more
 def test_training_is_that_of_plain_layers(kind, compiled):
     model = make(kind, te.optim.SGD(lr=0.1))
@@ -124,7 +124,6 @@ def test_training_is_that_of_plain_layers(kind, compiled):
 
 
 @pytest.mark.parametrize("optimizer", [None, te.optim.Adam()], ids=["plain", "fused"])
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_can_be_exported_for_inference(kind, optimizer):
     model = make(kind, optimizer).eval()
     with torch.no_grad():
@@ -135,7 +134,6 @@ def test_a_model_can_be_exported_for_inference(kind, optimizer):
     assert "row_update_" not in exported.graph_module.code
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_model_takes_any_number_of_ids(kind):
     model = make(kind).eval()
     dense, sparse = batch()
@@ -150,7 +148,6 @@ def test_an_exported_model_takes_any_number_of_ids(kind):
             torch.testing.assert_close(exported.module()(other_dense, fresh), model(other_dense, other), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_may_start_on_the_meta_device(kind):
     model = make(kind, te.optim.Adam(), device="meta").to_empty(device="cpu")
     source = make(kind, te.optim.Adam())

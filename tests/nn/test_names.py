@@ -54,7 +54,6 @@ def test_features_of_any_name_are_accumulated(name, placement):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@pytest.mark.parametrize("placement", ELSEWHERE)
 @pytest.mark.parametrize("train", [outputs_of, accumulated])
 def test_features_that_look_like_others_of_other_tables(train, placement):
     mine, twin = (seeded(LIKE_LANES, ADAM, placements=(where,)) for where in (placement, "device"))

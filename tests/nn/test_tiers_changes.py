@@ -18,7 +18,11 @@ from tritonemb.tables.lookup import Lookup
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]
 ROW_BYTES = {"user": 20, "genre": 12}
-PLACES = pytest.mark.parametrize("placement", ["host", "disk", CACHED])
+
+
+@pytest.fixture(params=["host", "disk", CACHED])
+def placement(request):
+    return request.param
 
 
 def make(placement, seed_steps=0):
@@ -43,7 +47,6 @@ def train(*collections, users, genres):
         collection(batch_of(users, genres)).sum().backward()
 
 
-@PLACES
 def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
     mine = make(placement)
     for first in range(0, 300, 60):
@@ -66,7 +69,6 @@ def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
 
 
 @pytest.mark.parametrize("part", [True, False])
-@PLACES
 def test_loading_in_place_while_a_batch_waits(placement, part):
     """As `torch.distributed.checkpoint` does it, which writes to the tensors of `state_dict`."""
     mine, saved = make(placement, 2), contents(make("device", 3))
@@ -96,51 +98,53 @@ def test_a_state_dict_of_before_says_what_is_so_now():
     assert_same_bits(contents(mine), expected)
 
 
-@PLACES
-def test_a_row_that_several_batches_hold(placement):
+def held_by_two_batches(collection):
     """What the first changes is saved while the second holds it; what the second changes comes after that."""
-    mine, twin = make(placement), make("device")
-    batch = batch_of([1, 2, 3], [4])
-    outs = {id(collection): [collection(batch).sum() for _ in range(2)] for collection in (mine, twin)}
-    for turn in range(2):
-        for collection in (mine, twin):
-            outs[id(collection)][turn].backward()
-        assert_same_bits(contents(mine), contents(twin))
-    bring_others(mine)
-    assert_same_bits(contents(mine), contents(twin))
+    outs = [collection(batch_of([1, 2, 3], [4])).sum() for _ in range(2)]
+    for out in outs:
+        out.backward()
+        yield contents(collection)
 
 
-@PLACES
-def test_saving_between_an_update_and_the_end_of_its_batch(placement, monkeypatch):
+def between_forward_and_backward(collection):
+    out = collection(batch_of(range(40), [3])).sum()
+    yield contents(collection)
+    out.backward()
+    bring_others(collection)
+
+
+def between_an_update_and_the_end_of_its_batch(collection):
     """As another thread may."""
-    mine, twin = make(placement), make("device")
     update = ops.row_update_
-
-    def then_save(*args):
-        update(*args)
-        mine.state_dict()
-
-    train(twin, users=[1, 2], genres=[3])
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, "row_update_", then_save)
-        train(mine, users=[1, 2], genres=[3])
-    bring_others(mine)
-    assert_same_bits(contents(mine), contents(twin))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "row_update_", lambda *args: (update(*args), collection.state_dict()))
+        train(collection, users=[1, 2], genres=[3])
+    yield contents(collection)
 
 
-@PLACES
-def test_saving_while_gradients_are_accumulated(placement):
+def while_gradients_are_accumulated(collection):
+    with collection.accumulate():
+        for first in (0, 20):
+            collection(batch_of(range(first, first + 40), [3])).sum().backward()
+            yield contents(collection)
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        held_by_two_batches, between_forward_and_backward, between_an_update_and_the_end_of_its_batch,
+        while_gradients_are_accumulated,
+    ],
+)  # fmt: skip
+def test_saving_loses_no_update(saves, placement):
     mine, twin = make(placement), make("device")
-    for collection in (mine, twin):
-        with collection.accumulate():
-            for first in (0, 20):
-                collection(batch_of(range(first, first + 40), [3])).sum().backward()
-                collection.state_dict()
+    for saved, expected in zip(saves(mine), saves(twin), strict=True):
+        assert_same_bits(saved, expected)
     bring_others(mine)
     assert_same_bits(contents(mine), contents(twin))
 
 
-@PLACES
+@pytest.mark.usefixtures("frozen_objects")
 def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
     mine, twin = make(placement), make("device")
     train(twin, users=[1, 2], genres=[3])

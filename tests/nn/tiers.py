@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonemb as te
 from tests.helpers import CACHED, INTERPRETED, Step, fewer, living, output_of, width_of
 from tests.strategies import random_batch, rows_of
+from tritonemb.kernels.row_cache import set_of
 from tritonemb.layout import NO_ROW
 from tritonemb.nn.collections import TableCollection
 from tritonemb.storage import HostRows
@@ -81,18 +84,17 @@ def ahead_of(collection: TableCollection, steps: Iterable[Step], depth: int) -> 
         for step in steps:
             waiting.append((step, other.submit(collection.group, step[0])))
             if len(waiting) > depth:
-                first, made = waiting.pop(0)
-                yield first, made.result()
-        for first, made in waiting:
-            yield first, made.result()
+                first, groups = waiting.pop(0)
+                yield first, groups.result()
+        for first, groups in waiting:
+            yield first, groups.result()
 
 
 def train_ahead(collection: TableCollection, steps: Iterable[Step], depth: int) -> list[torch.Tensor]:
     """Train, with look-ahead; the outputs."""
     outputs = []
     for (batch, grad), groups in ahead_of(collection, steps, depth):
-        result = collection(batch, groups)
-        out = result if isinstance(result, torch.Tensor) else result.values()
+        out = output_of(partial(collection, groups=groups), batch)
         out.backward(grad)
         outputs.append(out.detach())
     return outputs
@@ -137,6 +139,36 @@ def directory_of(collection: TableCollection) -> dict[str, torch.Tensor]:
         for name, tensor in ({} if table is None else Table.tensors(table)).items():
             parts[f"{index}.{name}"] = tensor.detach()[cache.row_ids(index) != NO_ROW]
     return parts
+
+
+def ids_of_one_set(num_rows: int, num_sets: int) -> torch.Tensor:
+    rows = torch.arange(num_rows)
+    return rows[set_of(rows, num_sets) == 0]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    """Rows of a cache, and a list of ids for each step: at random, or meant to hurt."""
+    rows = draw(st.sampled_from((1, 64, 128)))
+    kind = draw(st.sampled_from(("any", "one set", "more than fit", "always new", "always the same")))
+    num_steps, size = draw(st.integers(1, 6)), draw(st.integers(1, 90))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    pool = {
+        "any": torch.arange(1000),
+        "one set": ids_of_one_set(1000, -(-rows // 32)),
+        "more than fit": torch.arange(1000),
+        "always new": torch.randperm(1000, generator=generator),
+        "always the same": torch.randperm(1000, generator=generator)[:size],
+    }[kind]
+    steps = []
+    for step in range(num_steps):
+        ids = {
+            "always new": pool[step * size : (step + 1) * size],
+            "always the same": pool,
+            "more than fit": pool[torch.randperm(pool.numel(), generator=generator)[: 2 * rows + size]],
+        }.get(kind, pool[torch.randint(pool.numel(), (size,), generator=generator)])
+        steps.append(ids.tolist())
+    return rows, steps
 
 
 class HostReads(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tritonemb as te
 from tests import plain
@@ -44,23 +45,18 @@ def check_gradients(configs, batch, seed, pooled):
         torch.testing.assert_close(scales.grad.double(), wide_scales.grad, **TOLERANCES[torch.float32])
 
 
-@given(problems(**TABLES), seeds)
+@pytest.mark.parametrize("pooled", [True, False])
+@given(data=st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_gradients_of_pooled_lookups(problem, seed):
-    check_gradients(*problem, seed, pooled=True)
-
-
-@given(problems(**TABLES, pooled=False), seeds)
-@pytest.mark.usefixtures("poisoned")
-def test_gradients_of_unpooled_lookups(problem, seed):
-    check_gradients(*problem, seed, pooled=False)
+def test_gradients(pooled, data):
+    check_gradients(*data.draw(problems(**TABLES, pooled=pooled)), data.draw(seeds), pooled)
 
 
 @pytest.mark.slow
 @settings(settings.get_profile("thorough"))
 @given(problems(dtypes=TABLE_DTYPES), seeds)
 @pytest.mark.usefixtures("poisoned")
-def test_gradients_of_pooled_lookups_thoroughly(problem, seed):
+def test_gradients_thoroughly(problem, seed):
     check_gradients(*problem, seed, pooled=True)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import tritonemb as te
-from tests.helpers import make_collection
-from tests.ops.test_row_cache import make_cache, serve
+from tests.helpers import breadth, make_collection
+from tests.ops.row_caches import make_cache, serve
 from tests.strategies import random_batch, rows_of
 from tritonemb.comm import data_parallel, output_exchange
 from tritonemb.comm.data_parallel import GraphDataParallel
@@ -26,10 +26,6 @@ from tritonemb.types import CODECS
 
 pytestmark = pytest.mark.public
 OPS = torch.ops.tritonemb
-
-
-def plain_model():
-    return make_collection([te.TableConfig("table", 3, 2)], te.optim.SGD())
 
 
 class Problem:
@@ -79,17 +75,32 @@ def one_table(pooled: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     return ids, torch.tensor([0, 3, 3, 6] if pooled else [0, 6]), torch.rand(6) if pooled else None
 
 
-@pytest.fixture(
-    params=[
-        (True, False, 5, torch.int64),
-        (True, True, 5, torch.int32),
-        (False, True, 5, torch.int64),
-        (True, True, 0, torch.int64),
-    ],
-    ids=["pooled", "weighted-int32", "unpooled", "no samples"],
-)
+FORMS = {
+    "pooled": (True, False, 5, torch.int64), "weighted": (True, True, 5, torch.int32),
+    "unpooled": (False, True, 5, torch.int64), "no samples": (True, True, 0, torch.int64),
+}  # fmt: skip
+
+
+@pytest.fixture(params=breadth(FORMS, ["weighted"]))
 def problem(request) -> Problem:
-    return Problem(*request.param)
+    return Problem(*FORMS[request.param])
+
+
+def with_gradient(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.clone().requires_grad_()
+
+
+def row_updates() -> list[pytest.param]:
+    """Each optimizer and each form of a batch, with a step of all tables or one each."""
+    cases = [("weighted", "adam", True), *((form, "sgd", False) for form in FORMS)]
+    cases += [("pooled", name, index % 2 == 0) for index, name in enumerate(OPTIMIZERS)]
+    return [pytest.param(*case, marks=pytest.mark.more if index else ()) for index, case in enumerate(cases)]
+
+
+POOLED = pytest.mark.parametrize("pooled", breadth([True, False], [True]))
+BATCH_SIZES = pytest.mark.parametrize("batch_size", breadth([5, 0], [5]))
+DTYPES = pytest.mark.parametrize("dtype", breadth([torch.float32, torch.bfloat16], [torch.float32]))
+PACKED = pytest.mark.parametrize("packed", breadth([*((codec, 5) for codec in CODECS), ("int8", 0)], [("int8", 5)]))
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -98,13 +109,11 @@ class TestOpcheck:
         torch.library.opcheck(OPS.row_groups.default, (problem.values, problem.offsets, *problem.layout))
 
     def test_embedding_bag(self, problem):
-        for dtype in (torch.float32, torch.bfloat16):
-            sample_weights = problem.sample_weights
-            if sample_weights is not None:
-                sample_weights = sample_weights.clone().requires_grad_()
-            for trained in (None, problem.values.masked_fill(problem.values == 1, -1)):
-                args = (problem.weights(True), problem.values, problem.offsets, sample_weights, trained, True, dtype)
-                torch.library.opcheck(OPS.embedding_bag.default, (*args, *problem.layout))
+        sample_weights = with_gradient(problem.sample_weights)
+        trained_ids = problem.values.masked_fill(problem.values == 1, -1)
+        for dtype, trained in ((torch.float32, None), (torch.bfloat16, trained_ids)):
+            args = (problem.weights(True), problem.values, problem.offsets, sample_weights, trained, True, dtype)
+            torch.library.opcheck(OPS.embedding_bag.default, (*args, *problem.layout))
 
     def test_row_gradients(self, problem):
         args = (problem.grad(), problem.weights(), problem.offsets, problem.sample_weights)
@@ -115,30 +124,29 @@ class TestOpcheck:
         args = (problem.grad(), problem.weights(), problem.values, problem.offsets, sample_weights)
         torch.library.opcheck(OPS.sample_weight_gradient.default, (*args, *problem.layout))
 
-    @pytest.mark.parametrize("pooled", [True, False])
+    @POOLED
     def test_bag(self, pooled):
         ids, offsets, weights = one_table(pooled)
-        for dtype in (torch.float32, torch.bfloat16):
-            for trained in (None, ids.masked_fill(ids == 9, -1)):
-                form = (pooled, pooled and weights is None, True, 10, torch.float32, torch.float32, dtype)
-                factors = (torch.randn(10, 3, requires_grad=True), weights, None)
-                torch.library.opcheck(OPS.bag.default, (2, *factors, ids, trained, offsets, *form))
+        for dtype, trained in ((torch.float32, None), (torch.bfloat16, ids.masked_fill(ids == 9, -1))):
+            form = (pooled, pooled and weights is None, True, 10, torch.float32, torch.float32, dtype)
+            factors = (torch.randn(10, 3, requires_grad=True), weights, None)
+            torch.library.opcheck(OPS.bag.default, (2, *factors, ids, trained, offsets, *form))
         grad, form = torch.randn(3 if pooled else 6, 3), (pooled, False, True, 10, *[torch.float32] * 3)
         for by, factors in ((0, (None, weights, grad)), (1, (torch.randn(10, 3), None, grad))):  # its derivatives
             torch.library.opcheck(OPS.bag.default, (by, *factors, ids, None, offsets, *form))
 
-    @pytest.mark.parametrize("pooled", [True, False])
+    @POOLED
     def test_bag_fused(self, pooled):
         ids, offsets, weights = one_table(pooled)
         step, skipped, rate = torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.tensor(0.1)
         optimizer = te.optim.RowWiseAdagrad(lr=0.1)
         update = ([torch.zeros(10)], [step], [skipped], rate, optimizer.name, list(optimizer.hyperparameters), "a")
-        for trained in (None, ids.masked_fill(ids == 9, -1)):
-            bags = (ids, offsets, weights, trained, pooled, pooled and weights is None, True)
-            args = ([torch.randn(10, 3, requires_grad=True)], *update, *bags, torch.float32)
-            torch.library.opcheck(OPS.bag_fused.default, args)
+        trained = ids.masked_fill(ids == 9, -1) if pooled else None
+        bags = (ids, offsets, weights, trained, pooled, pooled and weights is None, True)
+        args = ([torch.randn(10, 3, requires_grad=True)], *update, *bags, torch.float32)
+        torch.library.opcheck(OPS.bag_fused.default, args)
 
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("optimizer", breadth(OPTIMIZERS, ["adam"]))
     def test_bag_update_(self, optimizer):
         ids, offsets, weights = one_table(True)
         spec = OPTIMIZERS[optimizer](lr=0.1)
@@ -152,10 +160,9 @@ class TestOpcheck:
         ids, offsets, _ = one_table(True)
         torch.library.opcheck(OPS.drop_padding.default, (ids, offsets, 9, 10))
 
-    @pytest.mark.parametrize("by_table", [False, True])
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    @pytest.mark.few(4)
-    def test_row_update_(self, problem, optimizer, by_table):
+    @pytest.mark.parametrize(("form", "optimizer", "by_table"), row_updates())
+    def test_row_update_(self, form, optimizer, by_table):
+        problem = Problem(*FORMS[form])
         args = (
             problem.weights(), problem.states(optimizer), *problem.counters(by_table), optimizer,
             list(OPTIMIZERS[optimizer](lr=0.1).hyperparameters), problem.grad(), problem.offsets,
@@ -165,10 +172,7 @@ class TestOpcheck:
 
     def test_embedding_bag_fused(self, problem):
         pending = torch.zeros((), dtype=torch.int64)
-        optimizer = te.optim.RowWiseAdagrad(lr=0.1)
-        sample_weights = problem.sample_weights
-        if sample_weights is not None:
-            sample_weights = sample_weights.clone().requires_grad_()
+        optimizer, sample_weights = te.optim.RowWiseAdagrad(lr=0.1), with_gradient(problem.sample_weights)
         args = (
             problem.weights(True), problem.states(optimizer.name), *problem.counters(), optimizer.name,
             list(optimizer.hyperparameters), problem.values, problem.offsets, sample_weights, pending,
@@ -243,40 +247,40 @@ class TestOpcheck:
         torch.library.opcheck(OPS.accumulate_.default, args)
         assert accumulator.take()
 
-    @pytest.mark.parametrize("batch_size", [5, 0])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @BATCH_SIZES
+    @DTYPES
     def test_interaction(self, batch_size, dtype):
         args = [torch.randn(batch_size, width).to(dtype).requires_grad_() for width in (4, 12)]
         torch.library.opcheck(OPS.interaction.default, args)
 
-    @pytest.mark.parametrize("batch_size", [5, 0])
+    @BATCH_SIZES
     def test_interaction_gradient(self, batch_size):
         args = [torch.randn(batch_size, width) for width in (10, 4, 12)]
         torch.library.opcheck(OPS.interaction_gradient.default, args)
 
-    @pytest.mark.parametrize("batch_size", [5, 0])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @BATCH_SIZES
+    @DTYPES
     def test_cross(self, batch_size, dtype):
         inputs, product, crossed = (torch.randn(batch_size, 4).to(dtype).requires_grad_() for _ in range(3))
         args = (inputs, product, torch.randn(4, requires_grad=True), crossed)
         torch.library.opcheck(OPS.cross.default, args)
 
-    @pytest.mark.parametrize("batch_size", [5, 0])
+    @BATCH_SIZES
     def test_cross_gradient(self, batch_size):
         grad, inputs, product = (torch.randn(batch_size, 4) for _ in range(3))
         torch.library.opcheck(OPS.cross_gradient.default, (grad, inputs, product, torch.randn(4)))
 
-    @pytest.mark.parametrize("num_rows", [5, 0])
-    @pytest.mark.parametrize("codec", CODECS)
-    def test_quantize_pack(self, codec, num_rows):
+    @PACKED
+    def test_quantize_pack(self, packed):
+        codec, num_rows = packed
         packing, saturated = make_packing([[(2, 3)], [(0, 2)]], 5, codec), torch.zeros((), dtype=torch.int64)
         for scale, rows in ((None, None), (torch.tensor(8.0), torch.randperm(num_rows))):
             args = (torch.randn(num_rows, 5), saturated, scale, rows, *packing)
             torch.library.opcheck(OPS.quantize_pack.default, args)
 
-    @pytest.mark.parametrize("num_rows", [5, 0])
-    @pytest.mark.parametrize("codec", CODECS)
-    def test_quantize_unpack(self, codec, num_rows):
+    @PACKED
+    def test_quantize_unpack(self, packed):
+        codec, num_rows = packed
         packing, saturated = make_packing([[(2, 3)], [(0, 2)]], 5, codec), torch.zeros((), dtype=torch.int64)
         message = torch.zeros(num_rows * packing.row_bytes, dtype=torch.uint8)
         for scale, rows in ((None, None), (torch.tensor(8.0), torch.zeros(7, dtype=torch.int32))):
@@ -292,13 +296,13 @@ class TestOpcheck:
         args = (problem.values, problem.offsets, torch.tensor([3, 1, 2]), problem.sample_weights, 4)
         torch.library.opcheck(OPS.block_bucketize.default, args)
 
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("policy", breadth(POLICIES, ["lru"]))
     def test_row_cache_look_up_(self, policy):
         cache = make_cache(policy)
         serve(cache)
         torch.library.opcheck(OPS.row_cache_look_up_.default, tuple(cache))
 
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("policy", breadth(POLICIES, ["lru"]))
     def test_row_cache_allocate_(self, policy):
         cache = make_cache(policy)
         slots = torch.full_like(cache.rows, -1)
@@ -330,7 +334,8 @@ def test_exchanges_are_ordered_by_tensors_of_one_device():
 
 def test_every_op_is_checked():
     """A new op of this library needs a test of its own name here."""
-    plain_model()(te.KeyedJaggedTensor.from_lists({"table": [[1]]})).sum().backward()
+    collection = make_collection([te.TableConfig("table", 3, 2)], te.optim.SGD())
+    collection(te.KeyedJaggedTensor.from_lists({"table": [[1]]})).sum().backward()
     defined = {
         schema.name.removeprefix("tritonemb::")
         for schema in torch._C._jit_get_all_schemas()

@@ -2,67 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
 
 import tritonemb as te
+from tests.ops.row_caches import Cache, make_cache, serve
 from tritonemb import ops
 from tritonemb.layout import make_layout
 
 pytestmark = pytest.mark.public
-OPS = torch.ops.tritonemb
-
-
-class Cache(NamedTuple):
-    """The arguments that ops share: three tables, the second not cached, and some rows of each."""
-
-    tags: list[Tensor]
-    used: list[Tensor]
-    pins: list[Tensor]
-    rows: Tensor
-    tables: Tensor
-    num_sets: Tensor
-    now: Tensor
-    policy: str
-
-    @property
-    def parts(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        return self.tags, self.used, self.pins
-
-    @property
-    def rest(self) -> tuple[Tensor, Tensor, Tensor, str]:
-        return self[4:]
-
-    def copy(self) -> Cache:
-        return self._replace(
-            tags=[t.clone() for t in self.tags], used=[t.clone() for t in self.used],
-            pins=[t.clone() for t in self.pins],
-        )  # fmt: skip
-
-
-def make_cache(policy: str = "lru") -> Cache:
-    configs = [te.TableConfig("a", 100, 4), te.TableConfig("b", 7, 4), te.TableConfig("c", 300, 4)]
-    num_sets, sizes = torch.tensor([1, 0, 2]), (32, 0, 70)
-    return Cache(
-        [torch.full((n,), -1) for n in sizes],
-        [torch.zeros(n, dtype=torch.int64) for n in sizes],
-        [torch.zeros(n, dtype=torch.int32) for n in sizes],
-        torch.tensor([3, 50, 102, 110, 111, 400]),
-        make_layout(configs, ["a", "b", "c"], True).tables,
-        num_sets,
-        torch.tensor(9),
-        policy,
-    )
-
-
-def serve(cache: Cache) -> tuple[Tensor, Tensor]:
-    """Slots of all rows, and what was evicted."""
-    slots = ops.row_cache_look_up_(*cache)
-    evicted = ops.row_cache_allocate_(*cache.parts, cache.rows, slots, *cache.rest)
-    return slots, evicted
 
 
 def test_rows_are_found_where_they_were_put():
@@ -121,7 +70,7 @@ def test_compiled_as_one_graph():
     to, source = torch.zeros(100, 3), torch.randn(2, 3)
     expected = step(eager, to, source)
     found_to = torch.zeros(100, 3)
-    found = torch.compile(step, fullgraph=True)(compiled, found_to, source)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, found_to, source)
     for mine, theirs in zip(
         [*found, found_to, *compiled.tags, *compiled.used, *compiled.pins],
         [*expected, to, *eager.tags, *eager.used, *eager.pins],
