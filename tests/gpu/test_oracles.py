@@ -18,7 +18,7 @@ from tritonemb.layout import make_layout
 from tritonemb.ops.registry import kernel
 from tritonemb.optim import OPTIMIZERS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.more]
 
 CUDA = torch.device("cuda")
 NUM_PROBLEMS = 8

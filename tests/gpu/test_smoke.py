@@ -15,6 +15,8 @@ from tests.gpu import sanitize, smoke
 from tests.gpu.processes import CRASHED, PASSED, Job, Outcome
 from tests.kernels.ahead_of_time_cases import CASES
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,7 +40,6 @@ def test_core_cases_are_the_references(name, device):
 
 
 @pytest.mark.triton
-@pytest.mark.more
 @pytest.mark.parametrize("name", [name for name in smoke.CHECKS if name.startswith("steps")])
 def test_training_steps_have_the_references_bits(name, device):
     assert "equal" in smoke.compare(smoke.CHECKS[name], device)
@@ -58,7 +59,6 @@ def test_results_that_differ_are_noticed():
             smoke.compare(wrong, cpu)
 
 
-@pytest.mark.more
 def test_a_smoke_prints_and_keeps_every_check(tmp_path):
     names = ["device", "group-int64", "timing"]
     arguments = ["--device", "cpu", "--jobs", "2", "--out", str(tmp_path)]
@@ -70,7 +70,6 @@ def test_a_smoke_prints_and_keeps_every_check(tmp_path):
     assert run("smoke", *arguments, "nothing", status=1, TRITON_INTERPRET="1") == ""
 
 
-@pytest.mark.more
 def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
     """Triton's keys would depend on the order, were it not for `hash_kernels`."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")

@@ -18,6 +18,8 @@ from tests.gpu import processes
 from tests.gpu.processes import CRASHED, FAILED, NOT_RUN, PASSED, TIMED_OUT, Job
 from tests.gpu.suite import LOST, SKIPPED, Suite, find_files
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 HEADER = "import os, sys, time, pytest\nimport tests.gpu.suite\npytestmark = pytest.mark.triton\n"
 BODIES = {
@@ -113,7 +115,6 @@ def test_tests_behind_a_crash_run_in_another_process(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == suite.results
 
 
-@pytest.mark.more
 def test_every_test_is_run_once_and_what_is_left_runs_again(tmp_path, capsys):
     names = ["passes", "fails", "hangs", "loses", "skips", "passes_at_last"]
     files = [write_tests(tmp_path / "test_mixed.py", names), write_tests(tmp_path / "test_good.py", ["passes_alone"])]
@@ -133,7 +134,6 @@ def test_every_test_is_run_once_and_what_is_left_runs_again(tmp_path, capsys):
     assert "3 passed" in next((tmp_path / "out").glob("*test_mixed.log")).read_text()
 
 
-@pytest.mark.more
 def test_a_run_whose_time_is_over_says_which_files_are_left(tmp_path):
     files = [write_tests(tmp_path / f"test_{name}.py", [name]) for name in ("hangs", "passes")]
     suite = run_suite(tmp_path / "out", files, jobs=1, seconds=6)
@@ -147,7 +147,6 @@ def test_the_suite_has_the_tests_of_kernels_and_of_gpus():
 
 
 @pytest.mark.parametrize("module", ["suite", "smoke"])
-@pytest.mark.few(1)
 def test_without_a_gpu_it_says_so(module, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
