@@ -64,6 +64,7 @@ def test_the_readmes_blocks_do_what_they_show(open_page):
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1800)
 def test_the_readmes_blocks_of_ranks_do_what_they_show(open_page):
     page = open_page(README)
     blocks = list(filter(starts_ranks, page.blocks))
@@ -73,7 +74,7 @@ def test_the_readmes_blocks_of_ranks_do_what_they_show(open_page):
 
 
 @pytest.mark.more
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", OTHERS, ids=name_of)
 def test_the_blocks_of_a_page_do_what_they_show(path, open_page):
     """They build on each other, so the first that fails ends the test."""

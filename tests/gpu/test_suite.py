@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -61,20 +62,33 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_each_process_ends_in_its_own_way(tmp_path, monkeypatch):
+@pytest.fixture
+def _fast_endings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ENDINGS", ((signal.SIGINT, 0.1), (signal.SIGKILL, 10.0)))
+
+
+@pytest.mark.usefixtures("_fast_endings")
+def test_each_process_ends_in_its_own_way(tmp_path):
     jobs = [shell("fine", "echo all is well"), shell("wrong", "exit 3"), shell("dead", "kill -SEGV $$")]
-    jobs += [shell("slow", "trap '' INT; sleep 50", seconds=0.1), shell("late", "true")]
-    found, end = {}, time.monotonic() + 3.0  # which is enough to start four shells on a busy machine
-    for outcome in processes.run(deque(jobs), tmp_path, at_once=4, seconds=3.0):
-        found[outcome.job.name] = outcome
-        if outcome.job.name == "fine":
-            time.sleep(max(0.0, end - time.monotonic()))  # until no other may start
-    assert {name: outcome.status for name, outcome in found.items()} == {
-        "fine": PASSED, "wrong": FAILED, "dead": CRASHED, "slow": TIMED_OUT, "late": NOT_RUN
+    jobs += [shell("slow", "trap '' INT; sleep 50", seconds=0.1)]
+    ends = {outcome.job.name: outcome for outcome in processes.run(deque(jobs), tmp_path, at_once=4)}
+    assert {name: outcome.status for name, outcome in ends.items()} == {
+        "fine": PASSED, "wrong": FAILED, "dead": CRASHED, "slow": TIMED_OUT
     }  # fmt: skip
-    assert found["fine"].line.endswith("all is well")
+    assert ends["fine"].line.endswith("all is well")
     assert (tmp_path / "fine.log").read_text() == "all is well\n"
+
+
+@pytest.mark.usefixtures("_fast_endings")
+def test_when_time_is_over_none_runs_any_longer(tmp_path, monkeypatch):
+    passed, monotonic = 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: passed + monotonic())
+    jobs = deque([shell("endless", "sleep 5000", math.inf), shell("first", "true", math.inf), shell("late", "true")])
+    statuses = {}
+    for outcome in processes.run(jobs, tmp_path, at_once=2, seconds=3600.0):
+        statuses[outcome.job.name] = outcome.status
+        passed = 3600.0
+    assert statuses == {"endless": TIMED_OUT, "first": PASSED, "late": NOT_RUN}
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
@@ -90,7 +104,7 @@ def test_nothing_outlives_the_runner(tmp_path, ending):
             time.sleep(0.02)
             children = [int(path.read_text()) for path in tmp_path.glob("*.log") if path.read_text().strip()]
         runner.send_signal(ending)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 100
     while any(map(is_alive, children)):
         assert time.monotonic() < until, "children outlive the runner"
         time.sleep(0.02)
