@@ -33,14 +33,14 @@ def run(module: str, *arguments: str, status: int = 0, cwd: Path = ROOT, **varia
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(c.name, marks=() if c.name == "group-int64" else pytest.mark.more) for c in CASES if c.core],
+    [pytest.param(c.name, marks=() if c.name in smoke.CORE else pytest.mark.slow) for c in CASES if c.core],
 )
 def test_core_cases_are_the_references(name, device):
     assert "tensors" in smoke.compare(smoke.case_check(name), device)
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", [name for name in smoke.CHECKS if name.startswith("steps")])
+@pytest.mark.parametrize("name", ["steps-row_wise_adagrad", pytest.param("steps-adam", marks=pytest.mark.slow)])
 def test_training_steps_have_the_references_bits(name, device):
     assert "equal" in smoke.compare(smoke.CHECKS[name], device)
 

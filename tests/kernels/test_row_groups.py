@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks.gpu.radix_sort import radix_sort
+from tests.helpers import breadth
 from tests.strategies import problems, random_batch
 from tritonemb.kernels import row_groups as triton
 from tritonemb.kernels.cpu.row_groups import row_groups, sort_pairs
@@ -175,7 +176,7 @@ def check_triton_groups(device, configs, batch, pooled=True, sort=None):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("sort", [None, radix_sort])
+@pytest.mark.parametrize("sort", breadth([None, radix_sort], [None]))  # of a benchmark
 @settings(max_examples=8)
 @given(problem=problems(max_tables=3))
 @pytest.mark.usefixtures("poisoned")
@@ -203,6 +204,7 @@ def test_triton_groups_large_tables_over_several_blocks(device, num_rows):
 
 
 @pytest.mark.triton
+@pytest.mark.more
 @pytest.mark.parametrize("bits", [1, 11, 12, 33])
 @pytest.mark.parametrize("num_keys", [0, 1, 64, 255, 257, 900])  # interpreted, a tile has 64 and a block 256
 @pytest.mark.usefixtures("poisoned")
@@ -228,6 +230,7 @@ SORTED_TABLES = [
 
 
 @pytest.mark.triton
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tables", [SORTED_TABLES, SORTED_TABLES[::-1], SORTED_TABLES[:1], SORTED_TABLES[2:]], ids=len)
 @pytest.mark.usefixtures("poisoned")
@@ -253,6 +256,7 @@ def test_the_radix_sort_sorts_table_by_table(device, tables, dtype):
 
 
 @pytest.mark.triton
+@pytest.mark.more
 @pytest.mark.parametrize("offsets", [[0, 700, 200, 900], [5, 90, 400, 2_000], [0, 0, -50, 800]], ids=str)
 def test_the_radix_sort_writes_within_bounds_where_offsets_are_wrong(device, offsets):
     layout = make_layout([te.TableConfig(name, 50, 4) for name in "abc"], list("abc"), True, device)
