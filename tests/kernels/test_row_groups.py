@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import tritonemb as te
 from benchmarks.gpu.radix_sort import radix_sort
-from tests.helpers import breadth
 from tests.strategies import problems, random_batch
 from tritonemb.kernels import row_groups as triton
 from tritonemb.kernels.cpu.row_groups import row_groups, sort_pairs
@@ -66,16 +66,11 @@ def check_problem(configs: Sequence[te.TableConfig], batch: te.KeyedJaggedTensor
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@given(problems())
+@pytest.mark.parametrize("pooled", [True, False])
+@given(data=st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_groups_are_those_of_a_dict(problem):
-    check_problem(*problem)
-
-
-@given(problems(pooled=False))
-@pytest.mark.usefixtures("poisoned")
-def test_unpooled_groups_are_those_of_a_dict(problem):
-    check_problem(*problem, pooled=False)
+def test_groups_are_those_of_a_dict(pooled, data):
+    check_problem(*data.draw(problems(pooled=pooled)), pooled)
 
 
 @pytest.mark.slow
@@ -176,20 +171,14 @@ def check_triton_groups(device, configs, batch, pooled=True, sort=None):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("sort", breadth([None, radix_sort], [None]))  # of a benchmark
+@pytest.mark.parametrize(
+    ("pooled", "sort"), [(True, None), (False, None), pytest.param(True, radix_sort, marks=pytest.mark.more)]
+)
 @settings(max_examples=8)
-@given(problem=problems(max_tables=3))
+@given(data=st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_triton_groups_as_the_reference(device, sort, problem):
-    check_triton_groups(device, *problem, sort=sort)
-
-
-@pytest.mark.triton
-@settings(max_examples=10)
-@given(problem=problems(max_tables=3, pooled=False))
-@pytest.mark.usefixtures("poisoned")
-def test_triton_groups_unpooled_as_the_reference(device, problem):
-    check_triton_groups(device, *problem, pooled=False)
+def test_triton_groups_as_the_reference(device, pooled, sort, data):
+    check_triton_groups(device, *data.draw(problems(max_tables=3, pooled=pooled)), pooled, sort)
 
 
 @pytest.mark.triton
