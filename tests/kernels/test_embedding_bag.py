@@ -48,14 +48,6 @@ def test_lookups(pooled, data):
     check_forward(*draw_problem(data, pooled), pooled)
 
 
-@pytest.mark.slow
-@settings(settings.get_profile("thorough"))
-@given(problems(dtypes=TABLE_DTYPES))
-@pytest.mark.usefixtures("poisoned")
-def test_pooled_lookups_thoroughly(problem):
-    check_forward(*problem)
-
-
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)
 def test_single_rows_are_copied_exactly(dtype):
     configs = [te.TableConfig("table", 1000, 257, dtype=dtype)]

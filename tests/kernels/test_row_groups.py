@@ -73,14 +73,6 @@ def test_groups_are_those_of_a_dict(pooled, data):
     check_problem(*data.draw(problems(pooled=pooled)), pooled)
 
 
-@pytest.mark.slow
-@settings(settings.get_profile("thorough"))
-@given(problems())
-@pytest.mark.usefixtures("poisoned")
-def test_groups_are_those_of_a_dict_thoroughly(problem):
-    check_problem(*problem)
-
-
 def large_problem(num_rows: Sequence[int], num_values: int, seed: int = 0) -> tuple[Layout, Tensor, Tensor]:
     """Single-id bags: some ids everywhere, some out of range, most of them anywhere."""
     configs = [te.TableConfig(f"table{index}", rows, 4) for index, rows in enumerate(num_rows)]

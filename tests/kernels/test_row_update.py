@@ -419,7 +419,7 @@ def check_triton_has_the_references_bits(device, configs, optimizer, steps, pool
 
 @pytest.mark.triton
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=2)  # a few seconds each where they are interpreted; the slow test below has more
+@settings(max_examples=2)  # a few seconds each where they are interpreted
 @given(data=st.data(), weighted=st.booleans(), stochastic=st.booleans(), pooled=st.booleans(), seed=seeds)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.more
@@ -462,19 +462,6 @@ def test_triton_updates_by_a_custom_step_with_the_references_bits(device, name):
     ]
     steps = random_steps(make_collection(configs, optimizer), 1, batch_size=4, max_length=3, weighted=True)
     steps[0][1][1, 2], steps[0][1][2, 41] = torch.nan, torch.inf
-    check_triton_has_the_references_bits(device, configs, optimizer, steps)
-
-
-@pytest.mark.slow
-@pytest.mark.triton
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=10)
-@given(data=st.data(), weighted=st.booleans(), seed=seeds)
-@pytest.mark.usefixtures("poisoned")
-def test_twenty_triton_steps_have_the_references_bits(device, name, data, weighted, seed):
-    configs = data.draw(tables(max_tables=3, dtypes=TABLE_DTYPES))
-    optimizer = data.draw(optimizers(name))
-    steps = random_steps(make_collection(configs, optimizer), NUM_STEPS, batch_size=7, weighted=weighted, seed=seed)
     check_triton_has_the_references_bits(device, configs, optimizer, steps)
 
 
