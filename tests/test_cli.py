@@ -1,11 +1,14 @@
 """The command line: each command on small data, its help, its errors."""
 
+import contextlib
 import csv
 import errno
+import io
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,8 +37,8 @@ SMALL = ["--batch-size", "128", "--embedding-dim", "4", "--bottom-mlp", "8", "--
 COMMANDS = sorted(cli.COMMANDS)
 
 
-@pytest.fixture
-def log(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def shared_log(tmp_path_factory) -> Path:
     """1,200 rows in Criteo's format whose label is mostly whether category 1 is even."""
     chance = random.Random(0)
     lines = []
@@ -44,24 +47,38 @@ def log(tmp_path) -> Path:
         label = (category + (chance.random() < 0.1)) % 2
         integers = [str(chance.randrange(50)) if chance.random() < 0.9 else "" for _ in range(13)]
         lines.append("\t".join([str(label), *integers, *[f"{category:08x}"] * 26]))
-    path = tmp_path / "train.txt"
+    path = tmp_path_factory.mktemp("log") / "train.txt"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+@pytest.fixture
+def log(shared_log, tmp_path) -> Path:
+    """One that the test may change."""
+    return Path(shutil.copy(shared_log, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def trained(shared_log, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder of a run that no test changes, and the lines that it has printed."""
+    folder, output = tmp_path_factory.mktemp("trained") / "run", io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert run("train", "--data", shared_log, "--out", folder, "--epochs", 3, "--embedding-lr", 0.2, *SMALL) == 0
+    return folder, output.getvalue().splitlines()
 
 
 def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_a_run_from_the_command_line_prints_its_quality(log, tmp_path, capsys):
-    assert run("train", "--data", log, "--out", tmp_path / "run", "--epochs", 3, "--embedding-lr", 0.2, *SMALL) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_run_from_the_command_line_prints_its_quality(trained):
+    folder, lines = trained
     auc, log_loss, entropy, speed = lines[-4:]
     assert float(re.fullmatch(r"test AUC +(0\.\d{4})", auc)[1]) > 0.8
     assert re.fullmatch(r"log loss +0\.\d{4}", log_loss)
     assert re.fullmatch(r"normalized entropy +0\.\d{4}", entropy)
     assert re.fullmatch(r"samples/s +[\d,]+  \(training took \d+\.\d s\)", speed)
-    kept = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
+    kept = {path.name for path in folder.iterdir()} - {".lock"}
     assert kept == {"cache", "checkpoints", "config.toml", "log.jsonl", "report.html"}
 
 
@@ -109,15 +126,14 @@ def test_resume_auto_without_a_folder_takes_the_newest_run_of_the_data(log, tmp_
     assert run(*base, "--max-steps", 4, "--resume", "auto") == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(losses(folder)) == 4
-    checkpoint = folder / "checkpoints" / "step-4"
-    assert run(*base, "--max-steps", 6, "--resume", checkpoint) == 0
-    assert len(losses(folder)) == 6
+    for steps, resumed in ((5, folder / "checkpoints" / "step-4"), (6, folder)):
+        assert run(*base, "--max-steps", steps, "--resume", resumed) == 0
+        assert len(losses(folder)) == steps
 
 
-def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
+def test_predict_scores_every_row_in_order(trained, log, tmp_path, capsys):
     parquet = pytest.importorskip("pyarrow.parquet")
-    out = tmp_path / "run"
-    assert run("train", "--data", log, "--out", out, "--epochs", 3, "--embedding-lr", 0.2, *SMALL) == 0
+    out, _ = trained
     assert run("predict", "--checkpoint", out, "--data", log, "--out", tmp_path / "scores.parquet") == 0
     assert "1,200 scores by" in capsys.readouterr().out
     scores = parquet.read_table(tmp_path / "scores.parquet")["score"].to_pylist()
@@ -129,7 +145,7 @@ def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
     assert run("predict", "--checkpoint", out, "--data", log, "--out", tmp_path / "scores.csv", "--batch-size", 7) == 0
     texts = (tmp_path / "scores.csv").read_text().splitlines()
     assert [float(text) for text in texts[1:]] == pytest.approx(scores, abs=1e-6)
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "scores.csv", "scores.parquet", "train.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"scores.csv", "scores.parquet", "train.txt"}
     kept = tmp_path / "kept.parquet"
     assert run("predict", "--checkpoint", out, "--data", log, "--out", kept, "--keep", "cat_2", "label") == 0
     table, fields = parquet.read_table(kept), [line.split("\t") for line in log.read_text().splitlines()]
@@ -148,7 +164,7 @@ def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
 def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
     """Strings and numbers, used by the model or not, in the order of the rows, however training reads the log."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = 3_000
+    rows = 800
     columns = {
         "request": [f'{row:04d}, "a"' for row in range(rows)],
         "click": [row % 2 for row in range(rows)],
@@ -159,20 +175,12 @@ def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
     }
     data, table = tmp_path / f"log.{kind}", arrow.table(columns)
     pytest.importorskip("pyarrow.csv").write_csv(table, data) if kind == "csv" else parquet.write_table(table, data)
-    reading = (
-        "--chunk-bytes",
-        9_000,
-        "--workers",
-        3,
-        "--split-by",
-        "random",
-        "--on-bad-row",
-        "skip",
-        "--num-workers",
-        1,
-    )
+    reading = ("--chunk-bytes", 3_000, "--workers", 3, "--split-by", "random", "--on-bad-row", "skip")
     schema = ("--label", "click", "--dense", "price", "--sparse", "item", "user", "--integers", "user")
     assert run("train", "--data", data, *schema, *reading, "--max-steps", 2, "--out", tmp_path / "run", *SMALL) == 0
+    config = tmp_path / "run" / "config.toml"
+    assert "\nnum_workers = 0\n" in config.read_text()
+    config.write_text(config.read_text().replace("\nnum_workers = 0\n", "\nnum_workers = 1\n"))
     predict = ("predict", "--checkpoint", tmp_path / "run", "--data", data, "--batch-size", 64)
     names = ["when", "request", "price", "item", "user"]
     assert run(*predict, "--out", tmp_path / "scores.parquet", "--keep", *names) == 0
@@ -313,23 +321,16 @@ def test_another_vocabulary_is_noticed(log, tmp_path, capsys):
     assert "is of another run: encoding was" in capsys.readouterr().err
 
 
-def test_a_refused_run_leaves_the_configuration_of_the_other_alone(log, tmp_path, capsys):
-    assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 3, *SMALL) == 0
-    before = (tmp_path / "run" / "config.toml").read_text()
-    assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 5, "--dense-lr", 0.5, *SMALL) == 2
-    assert (tmp_path / "run" / "config.toml").read_text() == before
+def test_a_refused_run_leaves_the_configuration_of_the_other_alone(trained, log, capsys):
+    folder, _ = trained
+    before = (folder / "config.toml").read_text()
+    assert run("train", "--data", log, "--out", folder, "--max-steps", 50, "--dense-lr", 0.5, *SMALL) == 2
+    assert (folder / "config.toml").read_text() == before
 
 
-def test_a_run_can_be_resumed_by_its_folder(log, tmp_path, capsys):
-    base = ["train", "--data", log, "--log-every", 1, *SMALL]
-    assert run(*base, "--max-steps", 2, "--out", tmp_path / "run") == 0
-    assert run(*base, "--max-steps", 4, "--resume", tmp_path / "run") == 0
-    assert len(losses(tmp_path / "run")) == 4
-
-
-def test_predict_needs_no_labels(log, tmp_path, capsys):
+def test_predict_needs_no_labels(trained, log, tmp_path, capsys):
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 3, *SMALL) == 0
+    folder, _ = trained
     assert run("convert", "--data", log, "--out", tmp_path / "train.parquet") == 0
     unlabelled = [line.partition("\t")[2] for line in log.read_text().splitlines()]
     (tmp_path / "test.txt").write_text("\n".join(unlabelled) + "\n")
@@ -338,13 +339,13 @@ def test_predict_needs_no_labels(log, tmp_path, capsys):
     scores = []
     for number, name in enumerate(("train.txt", "test.txt", "train.parquet", "test.parquet")):
         out = tmp_path / f"{number}.parquet"
-        assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / name, "--out", out) == 0
+        assert run("predict", "--checkpoint", folder, "--data", tmp_path / name, "--out", out) == 0
         scores.append(parquet.read_table(out)["score"].combine_chunks())
     assert len(scores[0]) == 1_200
     assert all(pa.Array.equals(found, scores[0]) for found in scores[1:])
     (tmp_path / "bad.txt").write_text("\n".join([*unlabelled[:5], "x" + unlabelled[5]]) + "\n")
     capsys.readouterr()
-    assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / "bad.txt") == 2
+    assert run("predict", "--checkpoint", folder, "--data", tmp_path / "bad.txt") == 2
     assert "bad.txt, line 6: field 1 (int_1) is 'x" in capsys.readouterr().err
 
 

@@ -28,6 +28,8 @@ from torch.distributed.run import get_args_parser
 from tests.docs.launch import check_fields
 from tritonemb import cli
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 KUBERNETES = "1.33"  # what docs/deploy.md asks for

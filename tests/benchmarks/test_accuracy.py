@@ -11,6 +11,8 @@ from benchmarks.accuracy import TOLERANCE, compare, criteo, seen_share
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.training.config import preset
 
+pytestmark = pytest.mark.more
+
 
 def planted(num_rows: int) -> Dataset:
     """A label that depends on the first number and the first id alone."""
@@ -24,7 +26,6 @@ def planted(num_rows: int) -> Dataset:
     return Dataset("planted", features, train=rows.slice(0, num_rows // 2), test=rows.slice(num_rows // 2, num_rows))
 
 
-@pytest.mark.more
 def test_both_networks_learn_and_agree() -> None:
     config = dataclasses.replace(preset("synthetic"), embedding_optimizer="row_wise_adagrad", epochs=2, batch_size=64)
     row = compare(config, planted(4000), seeds=range(2))

@@ -33,6 +33,8 @@ from benchmarks.accuracy_dynamic import (
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.training.config import preset
 
+pytestmark = pytest.mark.more
+
 CONFIG = dataclasses.replace(preset("synthetic"), batch_size=8, epochs=1, top_mlp=(8,), bottom_mlp=(8,))
 
 
@@ -48,7 +50,6 @@ def planted(kind: type[Dataset] = Dataset, num_rows: int = 400) -> Dataset:
 
 
 @pytest.mark.parametrize("kind", [Dataset, InOrder])
-@pytest.mark.more
 def test_the_study_compares_all_arms_and_finds_the_same_bits(kind):
     rows = {row["arm"]: row for row in compare(CONFIG, planted(kind), range(2))}
     assert list(rows) == [REFERENCE, SAME, OWN, *EVICTED, HASHED, FREQUENT]

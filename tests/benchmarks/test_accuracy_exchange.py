@@ -15,6 +15,8 @@ from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.sharding import ColumnWise, RowWise, TableWise
 from tritonemb.training.config import preset
 
+pytestmark = pytest.mark.more
+
 
 def planted(num_rows: int) -> Dataset:
     """A label that depends on the ids of three features, wrong in one row of ten."""

@@ -26,6 +26,8 @@ from benchmarks.accuracy_staleness import (
 from tests.docs.sample_data import make_adult
 from tritonemb.server.transport import LocalTransport
 
+pytestmark = pytest.mark.more
+
 
 def small(num_train: int = 480):
     study = hot_ids("sgd", 20.0, {"0": 0, "4": 4} | LOOSE, num_train, num_test=100, num_features=2, num_ids=30)

@@ -18,6 +18,8 @@ from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu import targets
 from benchmarks.workload import MLPERF_BAGS, MLPERF_ROWS, WORKLOADS, Batch, Workload, draw_batches
 
+pytestmark = pytest.mark.more
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SMALL = Workload("small", 4, (100, 50), (3, 1), dim=8, dtype=torch.float16)
 
@@ -232,7 +234,6 @@ def test_each_workload_family_and_tier_is_a_process() -> None:
     assert all(len(other) == 1 for other in others)
 
 
-@pytest.mark.more
 def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "small tables,codec int8", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("cpu-*.json")

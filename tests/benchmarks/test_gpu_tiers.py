@@ -20,6 +20,8 @@ from benchmarks.gpu.tiers import IN_HBM, NONE_AHEAD, Tier
 from benchmarks.peers import FbgemmTables, OurTables
 from benchmarks.workload import Batch, Workload
 
+pytestmark = pytest.mark.more
+
 CPU = torch.device("cpu")
 SMALL = Workload("small", 16, (600, 400), (4, 2), dim=8, ids="reuse")
 RECORD_BYTES = 8 * 4 + 4  # weight, and the state of row-wise Adagrad
@@ -72,7 +74,6 @@ def test_cases_have_both_shares_and_a_size_that_matters() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.more
 def test_all_train_alike_and_what_crosses_is_counted() -> None:
     makers, batches = small_makers()
     outcome = race(makers)
@@ -97,7 +98,6 @@ class Forgetful(Feed):
         return super().look_up(batch).detach()
 
 
-@pytest.mark.more
 def test_who_trains_otherwise_is_left_out() -> None:
     makers, batches = small_makers()
     torch.manual_seed(1)
@@ -112,7 +112,6 @@ def test_who_trains_otherwise_is_left_out() -> None:
     assert [timing.name for timing in outcome.timings] == list(makers)
 
 
-@pytest.mark.more
 def test_one_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
     makers, _ = small_makers()
 
@@ -126,7 +125,6 @@ def test_one_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
         race(makers | {IN_HBM: fail})
 
 
-@pytest.mark.more
 def test_nothing_is_timed_before_the_caches_are_full() -> None:
     makers, _ = small_makers(share=1.0)
     outcome = race(makers)
@@ -134,7 +132,6 @@ def test_nothing_is_timed_before_the_caches_are_full() -> None:
     assert "a cache is only" in outcome.errors[NONE_AHEAD]
 
 
-@pytest.mark.more
 def test_who_is_too_slow_to_be_warmed_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "WARMUP_SECONDS", -1.0)
     outcome = race(small_makers()[0])
@@ -142,7 +139,6 @@ def test_who_is_too_slow_to_be_warmed_up_is_left_out(monkeypatch: pytest.MonkeyP
     assert all(error.startswith("TimeoutError: 0 of 25 steps") for error in outcome.errors.values())
 
 
-@pytest.mark.more
 def test_batches_are_sent_before_they_are_taken_and_none_is_lost() -> None:
     _, batches = small_makers()
     tables = OurTables(SMALL, CPU, "host", te.CacheConfig(share=0.1))
@@ -218,7 +214,6 @@ def test_targets_of_each_share() -> None:
     }
 
 
-@pytest.mark.more
 def test_the_cases_run_in_small(capfd: pytest.CaptureFixture[str]) -> None:
     found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "10% on"])
     assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])

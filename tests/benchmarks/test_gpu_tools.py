@@ -14,6 +14,8 @@ import torch
 from benchmarks.gpu import launch_cost
 from benchmarks.gpu.predict import resident_warps
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,7 +26,6 @@ def run(tool: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.more
 def test_a_workloads_time_is_predicted() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     tables, others = run("predict", "-k", "L20 D128 float32 zipf,moves from host").split("\n\n")
@@ -42,7 +43,6 @@ def test_a_workloads_time_is_predicted() -> None:
     assert resident_warps(SimpleNamespace(num_warps=8, registers=32, shared=114 << 10)) == 8
 
 
-@pytest.mark.more
 def test_launches_of_a_step_are_counted() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     lines = run("launch_cost", "--tables", "2", "--rounds", "3").splitlines()
@@ -53,7 +53,6 @@ def test_launches_of_a_step_are_counted() -> None:
     assert lines[-1] == "  8.0 launches and torch.sort's; values that the host reads: 0, sends: 0"
 
 
-@pytest.mark.more
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counted by a driver without a GPU")
 def test_a_graph_launches_less_than_the_model_itself() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")

@@ -16,6 +16,8 @@ from benchmarks.peers import OurTables, check_forward, check_step, copy_weights
 from benchmarks.record import lines, timing_rows
 from benchmarks.workload import draw_batches, draw_gradient, same
 
+pytestmark = pytest.mark.more
+
 CPU_SHAPE = same(8, 2, 3, 16, 50)
 CPU = torch.device("cpu")
 
@@ -24,7 +26,6 @@ def name(family: ModuleType) -> str:
     return family.__name__.rpartition(".")[2]
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("family", [*(one for one in FAMILIES if one not in ON_TABLES), bench_dynamic_table], ids=name)
 def test_all_cases_run_and_contenders_agree(family: ModuleType) -> None:
     for case in family.cases(CPU, tiny=True):
@@ -37,7 +38,6 @@ def test_all_cases_run_and_contenders_agree(family: ModuleType) -> None:
         assert min(outcome.num_bytes.values()) == outcome.num_bytes[COPY] > 0
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("interval", [1, 10])
 def test_managed_collisions_take_the_same_steps(interval: int) -> None:
     """What they have trained is compared where they are made."""
@@ -48,7 +48,6 @@ def test_managed_collisions_take_the_same_steps(interval: int) -> None:
     assert [timing.name for timing in outcome.timings] == [OURS, "torchrec, LRU", "torchrec, LFU"]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ON_TABLES, ids=name)
 def test_ops_over_tables_run_beside_their_peers(family: ModuleType) -> None:
     """Those over the smallest workload; peers are compared with ours when the tables are made."""
@@ -62,7 +61,6 @@ def test_ops_over_tables_run_beside_their_peers(family: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "fbgemm"])
-@pytest.mark.few(1)
 def test_a_peer_that_cannot_be_made_says_why_and_the_others_go_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no room")

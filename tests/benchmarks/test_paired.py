@@ -6,7 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from benchmarks.paired import Contender, Timing, measure
+
+pytestmark = pytest.mark.more
 
 
 class Pedantic:
@@ -31,12 +35,19 @@ def test_every_round_runs_every_contender_on_the_same_fresh_batch() -> None:
     assert [len(timing.samples) for timing in timings] == [3, 3]  # without the warm-up round
 
 
-def test_only_run_is_on_the_clock() -> None:
-    slow_to_prepare = Contender("prepares", lambda number: time.sleep(0.03), lambda prepared: None)
-    slow_to_run = Contender("runs", lambda number: None, lambda prepared: time.sleep(0.03))
+def test_only_run_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+
+    def takes(milliseconds: int) -> None:
+        nonlocal now
+        now += milliseconds * 1_000_000
+
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now)
+    slow_to_prepare = Contender("prepares", lambda number: takes(30), lambda prepared: takes(1))
+    slow_to_run = Contender("runs", lambda number: takes(1), lambda prepared: takes(30))
     prepares, runs = measure(Pedantic(), [slow_to_prepare, slow_to_run], rounds=3, warmup_rounds=0)
-    assert prepares.percentile(50) < 15
-    assert runs.percentile(20) >= 29
+    assert prepares.samples == (1, 1, 1)
+    assert runs.samples == (30, 30, 30)
 
 
 def test_percentiles() -> None:

@@ -8,6 +8,8 @@ import torch
 import tritonemb as te
 from benchmarks.plain import PlainDLRM, PlainRowWiseAdagrad
 
+pytestmark = pytest.mark.more
+
 TABLES = [te.TableConfig("a", 11, 8), te.TableConfig("b", 7, 8, pooling="mean"), te.TableConfig("c", 5, 8)]
 
 
@@ -39,7 +41,6 @@ def test_same_weights_give_the_same_logits() -> None:
 
 
 @pytest.mark.parametrize("kind", [te.optim.RowWiseAdagrad, te.optim.Adagrad])
-@pytest.mark.more
 def test_same_formula_gives_the_same_tables(kind: type[te.optim.Optimizer]) -> None:
     fused, plain = twins(kind(0.1))
     if kind is te.optim.RowWiseAdagrad:

@@ -13,6 +13,8 @@ from benchmarks.record import at_least, at_most, timing_rows
 from benchmarks.run import condense
 from benchmarks.workload import same
 
+pytestmark = pytest.mark.more
+
 SHAPE = same(2048, 26, 1, 64)
 OURS, PEER = Timing("tritonemb", (1.0, 2.0, 3.0)), Timing("fbgemm", (8.0, 9.0, 10.0))
 SHARED = {

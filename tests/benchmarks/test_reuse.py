@@ -20,6 +20,8 @@ from benchmarks.reuse import (
     run_length_probabilities,
 )
 
+pytestmark = pytest.mark.more
+
 
 def shares(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Share of the distinct ids and of the lookups in each published range of run lengths."""

@@ -13,6 +13,8 @@ from tritonemb.layout import INDEX_BYTES
 from tritonemb.sharding.planner import PlanError, TableStats, Topology, plan
 from tritonemb.types import TableConfig
 
+pytestmark = pytest.mark.more
+
 
 def by_hand(ahead: int) -> list[Stage]:
     """Two ranks, of which the second fetches longer: 2 s of ids, then 3 or 4 of rows, 4 of compute, 1 of exchange."""
@@ -97,7 +99,6 @@ def test_a_hundred_trillion_parameters_fit_in_16_bits_alone():
     assert fits["step_s"] == pytest.approx(scale.persia(6.25)["step_s"], rel=0.05)
 
 
-@pytest.mark.more
 def test_twelve_trillion_parameters_do_not_fit_into_16_tb_of_host_memory():
     with pytest.raises(PlanError, match=r"need 24\.2 TB with their states.*short by .*it fits with 256 ranks, or "):
         scale.planned("F1", 128, (), 1e12)
@@ -116,7 +117,6 @@ def test_the_page_has_the_figures_of_the_file():
     assert scale_page.filled(page, rows) == page
 
 
-@pytest.mark.more
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     scale_page.draw(results_file.read(results_file.newest("scale"))["rows"], tmp_path)

@@ -47,7 +47,7 @@ _NUMBER = r"-?[0-9][0-9,.:]*(?:e[-+]?[0-9]+)?"
 
 
 class Page:
-    """A page whose blocks are run when they are asked for, those before them first.
+    """The blocks of a page, and what those before have left for the next: names, output, files.
 
     Args:
         path: of the page.
@@ -59,26 +59,19 @@ class Page:
         self.folder = folder
         self._namespace: dict[str, Any] = {"__name__": "__main__"}
         self._printed = ""
-        self._done = 0
-        self._failed: Block | None = None
 
-    def run(self, number: int) -> Block | None:
-        """Run up to the block of this number; returns the block that failed before it, if one has.
+    def run(self, block: Block) -> None:
+        """Prove one block, after those that it builds on.
 
         Raises:
-            Exception: what the block itself raises when it is run for the first time.
+            Exception: what the block raises, with its name in a note.
         """
-        while self._done <= number and self._failed is None:
-            block = self.blocks[self._done]
-            self._done += 1
-            try:
-                with _inside(self.folder):
-                    self._kind(block)(block)
-            except BaseException:
-                self._failed = block
-                if block is self.blocks[number]:
-                    raise
-        return self._failed
+        try:
+            with _inside(self.folder):
+                self._kind(block)(block)
+        except BaseException as error:
+            error.add_note(f"in the block {block.name}")
+            raise
 
     def _kind(self, block: Block) -> Callable[[Block], None]:
         kinds = {

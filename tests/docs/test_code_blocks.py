@@ -1,12 +1,12 @@
-"""Every block of code in README.md and docs/ is run; `tests/docs/page.py` says how each kind is proven.
-
-The blocks of a page build on each other: a test runs those before its own, too, where they have not been run yet.
-"""
+"""Every block of code in README.md and docs/ is run; `tests/docs/page.py` says how each kind is proven."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,12 @@ pytest.importorskip("filelock")
 import torch
 
 from tests.docs import sample_data
-from tests.docs.blocks import PAGES, blocks_of, name_of, outside_of_blocks
+from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, name_of, outside_of_blocks
 from tests.docs.launch import torchrun_options
 from tests.docs.page import Page, check_output, commands_of
+from tritonemb.cli import COMMANDS, main
 
-CASES = [(page, number) for page in PAGES for number in range(len(blocks_of(page)))]
+README, *OTHERS = (page for page in PAGES if blocks_of(page))
 # What a page is about, and the tests cannot do without.
 NEEDS = {
     "docs/accelerate.md": "accelerate",
@@ -38,11 +39,6 @@ NEEDS = {
 FOREIGN = {"--bytes", "--extra-index-url", "--list", "--logdir", "--ranks"}
 
 
-def in_quick(page: Path, number: int) -> bool:
-    """README's blocks that start no ranks."""
-    return name_of(page) == "README.md" and "torchrun" not in blocks_of(page)[number].text
-
-
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("samples")
@@ -50,53 +46,61 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def pages(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
-    found = {}
-    for path in PAGES:
-        folder = tmp_path_factory.mktemp("page") / "work"
-        shutil.copytree(samples, folder)
-        found[path] = Page(path, folder)
-    return found
+@pytest.fixture
+def open_page(samples: Path, tmp_path: Path) -> Callable[[Path], Page]:
+    return lambda path: Page(path, shutil.copytree(samples, tmp_path / "work"))
 
 
-@pytest.mark.parametrize(
-    ("page", "number"),
-    [pytest.param(page, number, marks=() if in_quick(page, number) else pytest.mark.more) for page, number in CASES],
-    ids=[blocks_of(page)[number].name for page, number in CASES],
-)
-def test_a_block_does_what_it_shows(pages, page, number):
-    if name_of(page) in NEEDS:
-        needed = NEEDS[name_of(page)]
+def starts_ranks(block: Block) -> bool:
+    return "torchrun" in block.text
+
+
+def test_the_readmes_blocks_do_what_they_show(open_page):
+    """But for those that start ranks, which are a test of their own."""
+    page = open_page(README)
+    for block in page.blocks:
+        if not starts_ranks(block):
+            page.run(block)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(1800)
+def test_the_readmes_blocks_of_ranks_do_what_they_show(open_page):
+    page = open_page(README)
+    blocks = list(filter(starts_ranks, page.blocks))
+    assert blocks
+    for block in blocks:
+        page.run(block)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("path", OTHERS, ids=name_of)
+def test_the_blocks_of_a_page_do_what_they_show(path, open_page):
+    """They build on each other, so the first that fails ends the test."""
+    if needed := NEEDS.get(name_of(path)):
         pytest.importorskip(needed, reason=f"{needed} is not installed")
-    torch.manual_seed(0)
-    failed = pages[page].run(number)
-    if failed is not None:
-        pytest.skip(f"{failed.name} failed")
+    page = open_page(path)
+    for block in page.blocks:
+        torch.manual_seed(0)
+        page.run(block)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_options_that_the_text_names_exist(page, options):
+def test_options_that_the_text_names_exist():
     named = {
-        (number, option)
+        (f"{name_of(page)}:{number}", option)
+        for page in PAGES
         for number, line in outside_of_blocks(page)
         for code in re.findall(r"`([^`]+)`", line)
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", code)
     }
-    unknown = sorted(
-        (number, option) for number, option in named if option not in options | FOREIGN | torchrun_options()
-    )
-    assert not unknown, f"{name_of(page)}: no command has these (line, option): {unknown}"
+    known = options_of_commands() | FOREIGN | torchrun_options()
+    assert len(named) > 100
+    unknown = sorted((line, option) for line, option in named if option not in known)
+    assert not unknown, f"no command has these options: {unknown}"
 
 
-@pytest.fixture(scope="module")
-def options() -> set[str]:
-    """The options of all commands."""
-    import contextlib
-    import io
-
-    from tritonemb.cli import COMMANDS, main
-
+def options_of_commands() -> set[str]:
     found = {"--help", "--help-all", "--version", "--preset", "--config", "--resume"}
     for command in COMMANDS:
         for flag in ("--help", "--help-all"):
@@ -116,29 +120,26 @@ def test_output_is_compared_by_its_words_and_not_by_its_numbers():
         check_output("here", ["los 1"], "loss 1\n")
 
 
-def test_a_block_that_cannot_be_proven_fails(tmp_path):
-    from tests.docs.blocks import ROOT, Block
-
-    page = Page(PAGES[0], tmp_path)
-    page.blocks = [
-        Block(ROOT / "README.md", 1, "bash", "", "ls\n"),
-        Block(ROOT / "README.md", 1, "text", "", "some output\n"),
-        Block(ROOT / "README.md", 1, "text", "message", "a message that nobody ever wrote\n"),
-        Block(ROOT / "README.md", 1, "console", "", "$ rm -r runs\n"),
-        Block(ROOT / "README.md", 1, "console", "", "$ make no-such-target\n"),
-        Block(ROOT / "README.md", 1, "console", "", "$ pip install 'tritonemb[no-such-extra]'\n"),
-        Block(ROOT / "README.md", 1, "toml", "", "embeding_dim = 3\n"),
-        Block(ROOT / "README.md", 1, "json", "", '{"event": "message", "text": "without its step"}\n'),
-    ]
-    for number, block in enumerate(page.blocks):
-        page._failed = None
-        with pytest.raises((AssertionError, ValueError)):
-            page.run(number)
-        assert page._failed is block
+@pytest.mark.parametrize(
+    ("language", "title", "text"),
+    [
+        ("bash", "", "ls\n"),
+        ("text", "", "some output\n"),
+        ("text", "message", "a message that nobody ever wrote\n"),
+        ("console", "", "$ rm -r runs\n"),
+        ("console", "", "$ make no-such-target\n"),
+        ("console", "", "$ pip install 'tritonemb[no-such-extra]'\n"),
+        ("toml", "", "embeding_dim = 3\n"),
+        ("json", "", '{"event": "message", "text": "without its step"}\n'),
+    ],
+)
+def test_a_block_that_cannot_be_proven_fails(language, title, text, tmp_path):
+    block = Block(ROOT / "README.md", 1, language, title, text)
+    with pytest.raises((AssertionError, ValueError)) as failure:
+        Page(README, tmp_path).run(block)
+    assert failure.value.__notes__ == ["in the block README.md:1"]
 
 
 def test_a_command_is_joined_over_lines():
-    from tests.docs.blocks import ROOT, Block
-
     block = Block(ROOT / "README.md", 1, "console", "", "$ ls \\\n    a\nb\n$ ls\n")
     assert commands_of(block) == [("ls      a", ["b"]), ("ls", [])]

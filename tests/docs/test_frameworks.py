@@ -20,6 +20,8 @@ import tritonemb as te
 from tests.docs.blocks import ROOT, blocks_of
 from tests.helpers import assert_same_bits
 
+pytestmark = pytest.mark.more
+
 
 class Clicks(nn.Module):
     def __init__(self) -> None:
@@ -231,7 +233,6 @@ def test_torchrec_configs_and_weights_are_mapped_without_torchrec():
     }
 
 
-@pytest.mark.more
 def test_an_unfused_export_is_loaded_where_there_is_no_tritonemb(tmp_path):
     model, _ = made()
     te.unfuse(model)
@@ -269,7 +270,6 @@ def _train_in_parallel(rank: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo meets by a file URL of another form there")
-@pytest.mark.more
 def test_fused_without_an_optimizer_processes_train_as_one(tmp_path: Path):
     torch.multiprocessing.spawn(_train_in_parallel, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import pytest
 
@@ -47,41 +46,29 @@ def test_every_codec_is_listed():
     assert [name for name in CODECS if f"`{name}`" not in page or f'"{name}"' not in reference] == []
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.mark.more
+def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path):
+    """And its pages load nothing from elsewhere: links may lead there; scripts, styles, fonts and pictures are files of
+    the site."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'tritonemb[docs]'")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install 'tritonemb[docs]'")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "WARNING" not in output, output
-    return folder
-
-
-@pytest.mark.more
-def test_the_site_is_built_without_a_warning(site):
     pages = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
-    assert {"index.html", "training.html", "from-torch.html"} <= pages <= {path.name for path in site.iterdir()}
+    assert {"index.html", "training.html", "from-torch.html"} <= pages <= {path.name for path in tmp_path.iterdir()}
 
-
-@pytest.mark.more
-def test_the_reference_has_every_public_name(site):
-    inventory = (site / "objects.inv").read_bytes()
-    listed = zlib.decompress(inventory.split(b"\n", 4)[4]).decode().splitlines()
+    listed = zlib.decompress((tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
     missing = set(public_names()) - {line.split(" ")[0] for line in listed}
     assert not missing
 
-
-@pytest.mark.more
-def test_pages_load_nothing_from_elsewhere(site):
-    """Links may lead there; scripts, styles, fonts and pictures are files of the site."""
     loads = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc="?https?:|<link\b[^>]*\bhref="?https?:|url\("?https?:""")
-    pages = [*site.rglob("*.html"), *site.rglob("*.css")]
-    found = {path.name: loads.findall(path.read_text(encoding="utf-8")) for path in pages}
-    assert pages
+    texts = [*tmp_path.rglob("*.html"), *tmp_path.rglob("*.css")]
+    found = {path.name: loads.findall(path.read_text(encoding="utf-8")) for path in texts}
+    assert texts
     assert not {name: addresses for name, addresses in found.items() if addresses}
 
 

@@ -1,8 +1,7 @@
-"""Collections and batches on a GPU, steps and their capture, and a seed that is new every time."""
+"""Collections and batches on a GPU, steps and their capture."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,14 +20,6 @@ TABLES = [
     te.TableConfig("odd", 300, 7, features=["odd", "shared"], pooling="mean"),
     te.TableConfig("narrow", 50, 64, features=["shared"]),
 ]
-
-
-def fresh_seed() -> int:
-    """A seed from the system, or `TRITONEMB_SEED` to see a failure again. Print it."""
-    given = os.environ.get("TRITONEMB_SEED")
-    seed = int.from_bytes(os.urandom(4), "little") if given is None else int(given)
-    print(f"TRITONEMB_SEED={seed}")
-    return seed
 
 
 def on_gpu(steps: Iterable[Step], dtype: torch.dtype = torch.float32) -> list[Step]:

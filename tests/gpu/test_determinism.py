@@ -11,7 +11,7 @@ import tritonemb as te
 from tests.gpu.problems import TABLES, hot_steps, make_gpu_collection, on_gpu, run_step
 from tests.helpers import assert_same_bits, configurations, contents
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.more]
 
 NUM_RUNS = 100
 

@@ -8,7 +8,7 @@ import torch
 import tritonemb as te
 from tests.helpers import train
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.more]
 
 DIM = 64
 NUM_ROWS = 2**31 // DIM + 1000

@@ -15,6 +15,8 @@ from tests.gpu import sanitize, smoke
 from tests.gpu.processes import CRASHED, PASSED, Job, Outcome
 from tests.kernels.ahead_of_time_cases import CASES
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,15 +33,14 @@ def run(module: str, *arguments: str, status: int = 0, cwd: Path = ROOT, **varia
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(c.name, marks=() if c.name == "group-int64" else pytest.mark.more) for c in CASES if c.core],
+    [pytest.param(c.name, marks=() if c.name in smoke.CORE else pytest.mark.slow) for c in CASES if c.core],
 )
 def test_core_cases_are_the_references(name, device):
     assert "tensors" in smoke.compare(smoke.case_check(name), device)
 
 
 @pytest.mark.triton
-@pytest.mark.more
-@pytest.mark.parametrize("name", [name for name in smoke.CHECKS if name.startswith("steps")])
+@pytest.mark.parametrize("name", ["steps-row_wise_adagrad", pytest.param("steps-adam", marks=pytest.mark.slow)])
 def test_training_steps_have_the_references_bits(name, device):
     assert "equal" in smoke.compare(smoke.CHECKS[name], device)
 
@@ -58,7 +59,6 @@ def test_results_that_differ_are_noticed():
             smoke.compare(wrong, cpu)
 
 
-@pytest.mark.more
 def test_a_smoke_prints_and_keeps_every_check(tmp_path):
     names = ["device", "group-int64", "timing"]
     arguments = ["--device", "cpu", "--jobs", "2", "--out", str(tmp_path)]
@@ -70,7 +70,6 @@ def test_a_smoke_prints_and_keeps_every_check(tmp_path):
     assert run("smoke", *arguments, "nothing", status=1, TRITON_INTERPRET="1") == ""
 
 
-@pytest.mark.more
 def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
     """Triton's keys would depend on the order, were it not for `hash_kernels`."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")

@@ -14,7 +14,7 @@ from tests.gpu.problems import TABLES, captured, hot_steps, make_gpu_collection,
 from tests.helpers import assert_same_bits, configurations, contents
 from tritonemb.optim import OPTIMIZERS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.more]
 
 DLRM_TABLES = [te.TableConfig("a", 1000, 32), te.TableConfig("b", 300, 32, pooling="mean")]
 

@@ -2,20 +2,23 @@
 
 A launch is specialised by Triton's own binder, the one that a real launch goes through: dtypes of pointers, integers
 equal to 1, and divisibility by 16 of integers and addresses. What the compilers made of it is read from the cubin
-(NVIDIA) or the assembly (AMD) with the tools of the Triton wheel. Needs no GPU and no driver; compiled code is kept in
-Triton's cache, so that only what changed is compiled again.
+(NVIDIA) or the assembly (AMD) with the tools of the Triton wheel. Needs no GPU and no driver. Figures of machine code
+are kept in the folder of compiled kernels, by what the code was compiled from: only what has changed is compiled and
+read again.
 """
 
 from __future__ import annotations
 
 import csv
 import functools
+import hashlib
 import json
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +32,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tritonemb.kernels import triton_utils
+from tritonemb.utils import kernel_folder
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -73,6 +77,17 @@ class Code:
         return self.loads.get(16, 0)
 
 
+class Figures(NamedTuple):
+    """What `Code` says of machine code: its last attributes, in their order."""
+
+    registers: int
+    spilled: int
+    shared: int
+    loads: dict[int, int]
+    in_flight: int
+    bytes_in_flight: int
+
+
 class Launch(NamedTuple):
     """One launch: the kernel and what it is specialised on."""
 
@@ -114,23 +129,33 @@ def compile_all(case: str, launches: Iterable[Launch], target: str) -> list[Code
 
 
 def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, Any], target: str) -> Code:
+    described = describe(launch)
+    figures = _cached_figures(source, options, target)
+    return Code(case, launch.kernel.__name__, described, launch.num_warps, target, *figures)
+
+
+def _cached_figures(source: ASTSource, options: dict[str, Any], target: str) -> Figures:
+    """Those of the last time that the same source was compiled by the same compiler and read by this file."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest.update(repr((triton.__version__, source.hash(), sorted(options.items()), target)).encode())
+    path = kernel_folder() / "ahead_of_time" / f"{digest.hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError):
+        registers, spilled, shared, loads, *flying = json.loads(path.read_text())
+        return Figures(registers, spilled, shared, {int(width): count for width, count in loads}, *flying)
+    figures = _figures(source, options, target)
+    path.parent.mkdir(exist_ok=True)
+    with _replaced(path) as file:
+        json.dump([list(part.items()) if isinstance(part, dict) else part for part in figures], file)
+    return figures
+
+
+def _figures(source: ASTSource, options: dict[str, Any], target: str) -> Figures:
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    read = read_cubin if TARGETS[target].backend == "cuda" else read_amdgcn
-    code = compiled.asm["cubin" if TARGETS[target].backend == "cuda" else "amdgcn"]
-    registers, spilled, static_shared, loads, in_flight, bytes_in_flight = read(code)
-    return Code(
-        case=case,
-        kernel=launch.kernel.__name__,
-        constants=describe(launch),
-        num_warps=launch.num_warps,
-        target=target,
-        registers=registers,
-        spilled=spilled,
-        shared=max(static_shared, compiled.metadata.shared),
-        loads=loads,
-        in_flight=in_flight,
-        bytes_in_flight=bytes_in_flight,
-    )
+    if TARGETS[target].backend == "cuda":
+        figures = read_cubin(compiled.asm["cubin"])
+    else:
+        figures = read_amdgcn(compiled.asm["amdgcn"])
+    return figures._replace(shared=max(figures.shared, compiled.metadata.shared))
 
 
 def describe(launch: Launch) -> str:
@@ -151,8 +176,7 @@ def _kind(value: Any) -> str:
     return "" if isinstance(value, float) else f"={value}"
 
 
-def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int], int, int]:
-    """Registers, spilled bytes, shared bytes, loads by width, and wide loads and bytes in flight."""
+def read_cubin(cubin: bytes) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -160,7 +184,7 @@ def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int], int, int]:
         sass = _run("nvdisasm", "-c", str(path))
     numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     spilled = numbers["STACK"] + numbers["LOCAL"] if re.search(r"\b(STL|LDL)\b", sass) else 0
-    return numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass), *in_flight(sass)
+    return Figures(numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass), *in_flight(sass))
 
 
 def loads_of_sass(sass: str) -> dict[int, int]:
@@ -200,8 +224,8 @@ def in_flight(sass: str) -> tuple[int, int]:
 _SASS_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
-def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int], int, int]:
-    """Vector registers, spilled registers and scratch bytes, LDS bytes and loads by width; none in flight."""
+def read_amdgcn(assembly: str) -> Figures:
+    """With none in flight."""
 
     def number(name: str) -> int:
         return max([0, *(int(found) for found in re.findall(rf"\.{name}:\s+(\d+)", assembly))])
@@ -211,7 +235,7 @@ def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int], int, int]
         width = next((size for start, size in _AMD_WIDTHS.items() if name.startswith(start)), 4)
         counts[width] = counts.get(width, 0) + 1
     spilled = number("vgpr_spill_count") + number("private_segment_fixed_size")
-    return number("vgpr_count"), spilled, number("group_segment_fixed_size"), counts, 0, 0
+    return Figures(number("vgpr_count"), spilled, number("group_segment_fixed_size"), counts, 0, 0)
 
 
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}

@@ -210,6 +210,26 @@ def toy(size: int, factor: int = 3, offset: int = 0, align: int = 4) -> list[Lau
     )
 
 
+def test_only_what_has_changed_is_compiled_again(tmp_path, monkeypatch):
+    compiled: list[str] = []
+
+    def figures(source, options, target):
+        compiled.append(target)
+        return ahead_of_time.Figures(len(compiled), 0, 64, {16: 2, 4: 1}, 1, 16)
+
+    def registers(align: int, target: str = "sm_90") -> int:
+        (code,) = ahead_of_time.compile_all("toy", toy(256, align=align), target)
+        assert code.loads == {16: 2, 4: 1}
+        return code.registers
+
+    monkeypatch.setattr(ahead_of_time, "kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr(ahead_of_time, "_figures", figures)
+    assert [registers(16), registers(4), registers(16), registers(16, "sm_80"), registers(4)] == [1, 2, 1, 3, 2]
+    for path in (tmp_path / "ahead_of_time").iterdir():
+        path.write_text("[")
+    assert registers(16) == 4
+
+
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.few(1)
 def test_a_kernel_that_spills_is_caught(target):
@@ -265,10 +285,8 @@ def test_loads_are_told_apart_by_width():
         "LDG.E.128.CONSTANT R4, ; LDG.E R1, ; LDG.E.64 R2, ; LDG.E.U16 R3, ; LDGSTS.E.BYPASS.128 [R1], ; STG.E.128 [R2]"
     )
     assert ahead_of_time.loads_of_sass(sass) == {16: 2, 4: 1, 8: 1, 2: 1}
-    _, _, _, loads, *_ = ahead_of_time.read_amdgcn(
-        "global_load_dwordx4 v[0:3]\n buffer_load_ushort v1\n global_load_dword v2"
-    )
-    assert loads == {16: 1, 2: 1, 4: 1}
+    assembly = "global_load_dwordx4 v[0:3]\n buffer_load_ushort v1\n global_load_dword v2"
+    assert ahead_of_time.read_amdgcn(assembly).loads == {16: 1, 2: 1, 4: 1}
 
 
 def test_a_load_is_in_flight_until_its_register_is_named():

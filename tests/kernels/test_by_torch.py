@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests import plain
 from tests.helpers import assert_close, contents, make_collection, random_steps, train
-from tests.kernels.test_interaction import by_loop
-from tests.kernels.test_interaction import problem as vectors
 from tests.strategies import problems, random_weights, seeds
 from tritonemb.kernels import by_torch
 from tritonemb.layout import make_layout
@@ -51,17 +49,6 @@ def test_16_bit_tables_are_updated_beside_float64_ones():
         train(mixed, steps)
         # Sums in float64 seldom round elsewhere: then by one of bfloat16's units, 2^-7 of a value, in each step.
         assert_close(contents(mixed), contents(narrow), rtol=3 * 2**-7, atol=1e-5)
-
-
-@given(st.integers(0, 4), st.integers(1, 9), st.sampled_from((1, 3, 16)))
-def test_interactions(batch_size, num_features, dim):
-    grad, dense, sparse = vectors(batch_size, num_features, dim, torch.float64)
-    leaves = dense.requires_grad_(), sparse.requires_grad_()
-    expected = by_loop(*leaves, num_features).double()
-    torch.testing.assert_close(by_torch.interaction(dense, sparse), expected, **SUMS)
-    grads = torch.autograd.grad(expected, leaves, grad) if batch_size else leaves
-    for mine, theirs in zip(by_torch.interaction_gradient(grad, dense, sparse), grads, strict=True):
-        torch.testing.assert_close(mine, theirs, **SUMS)
 
 
 def test_ids_out_of_range_are_zero_whatever_the_first_row_holds():

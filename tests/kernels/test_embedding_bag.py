@@ -34,24 +34,18 @@ def check_forward(configs, batch, pooled=True):
     torch.testing.assert_close(embedding_bag_reference(wide, *args[1:]), expected, rtol=1e-12, atol=1e-12)
 
 
-@given(problems(dtypes=TABLE_DTYPES))
+any_pooling = pytest.mark.parametrize("pooled", [True, False])
+
+
+def draw_problem(data, pooled, **options):
+    return data.draw(problems(**{"dtypes": TABLE_DTYPES, "pooled": pooled, **options}))
+
+
+@any_pooling
+@given(data=st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_pooled_lookups(problem):
-    check_forward(*problem)
-
-
-@given(problems(dtypes=TABLE_DTYPES, pooled=False))
-@pytest.mark.usefixtures("poisoned")
-def test_unpooled_lookups(problem):
-    check_forward(*problem, pooled=False)
-
-
-@pytest.mark.slow
-@settings(settings.get_profile("thorough"))
-@given(problems(dtypes=TABLE_DTYPES))
-@pytest.mark.usefixtures("poisoned")
-def test_pooled_lookups_thoroughly(problem):
-    check_forward(*problem)
+def test_lookups(pooled, data):
+    check_forward(*draw_problem(data, pooled), pooled)
 
 
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)
@@ -81,16 +75,11 @@ def check_sample_weight_gradients(configs, batch, seed, pooled):
     torch.testing.assert_close(found.double(), scales.grad, **tolerance)
 
 
-@given(problems(dtypes=TABLE_DTYPES), seeds)
+@any_pooling
+@given(data=st.data(), seed=seeds)
 @pytest.mark.usefixtures("poisoned")
-def test_gradients_of_per_sample_weights(problem, seed):
-    check_sample_weight_gradients(*problem, seed, pooled=True)
-
-
-@given(problems(dtypes=TABLE_DTYPES, pooled=False), seeds)
-@pytest.mark.usefixtures("poisoned")
-def test_unpooled_gradients_of_per_sample_weights(problem, seed):
-    check_sample_weight_gradients(*problem, seed, pooled=False)
+def test_gradients_of_per_sample_weights(pooled, data, seed):
+    check_sample_weight_gradients(*draw_problem(data, pooled), seed, pooled)
 
 
 @given(problems(dtypes=TABLE_DTYPES), st.randoms(use_true_random=False))
@@ -112,7 +101,7 @@ def test_a_bag_does_not_depend_on_its_batch(problem, random):
         assert torch.equal(found[0], together[sample])
 
 
-@pytest.mark.parametrize("pooled", [True, False])
+@any_pooling
 @pytest.mark.usefixtures("poisoned")
 def test_any_number_of_threads_gives_the_same_bits(pooled):
     configs = [te.TableConfig(f"table{i}", 500, 60, dtype=dtype) for i, dtype in enumerate(TABLE_DTYPES)]
@@ -176,25 +165,13 @@ def check_triton_forward(device, configs, batch, pooled, output_dtype=torch.floa
 
 
 @pytest.mark.triton
-@settings(max_examples=25)
-@given(
-    problem=problems(dtypes=(*TABLE_DTYPES, *FLOAT8_DTYPES), dims=WIDE_DIMS, max_tables=3),
-    output_dtype=st.sampled_from(TABLE_DTYPES),
-)
+@any_pooling
+@settings(max_examples=20)
+@given(data=st.data(), output_dtype=st.sampled_from(TABLE_DTYPES))
 @pytest.mark.usefixtures("poisoned")
-def test_triton_pools_with_the_references_bits(device, problem, output_dtype):
-    check_triton_forward(device, *problem, True, output_dtype)
-
-
-@pytest.mark.triton
-@settings(max_examples=15)
-@given(
-    problem=problems(dtypes=(*TABLE_DTYPES, *FLOAT8_DTYPES), dims=WIDE_DIMS, max_tables=3, pooled=False),
-    output_dtype=st.sampled_from(TABLE_DTYPES),
-)
-@pytest.mark.usefixtures("poisoned")
-def test_triton_gathers_with_the_references_bits(device, problem, output_dtype):
-    check_triton_forward(device, *problem, False, output_dtype)
+def test_triton_looks_up_with_the_references_bits(device, pooled, data, output_dtype):
+    problem = draw_problem(data, pooled, dtypes=(*TABLE_DTYPES, *FLOAT8_DTYPES), dims=WIDE_DIMS, max_tables=3)
+    check_triton_forward(device, *problem, pooled, output_dtype)
 
 
 @pytest.mark.triton
@@ -202,7 +179,7 @@ def test_triton_gathers_with_the_references_bits(device, problem, output_dtype):
 @pytest.mark.usefixtures("poisoned")
 def test_triton_pools_long_bags(device, dim):
     configs = [te.TableConfig("a", 500, dim), te.TableConfig("b", 90, dim, pooling="mean", dtype=torch.float16)]
-    lengths = torch.tensor([300, 0, 7, 8, 9, 1, 64, 299])
+    lengths = torch.tensor([100, 0, 7, 8, 9, 1, 64, 99])
     values = torch.randint(0, 90, (int(lengths.sum()),))
     batch = te.KeyedJaggedTensor(["a", "b"], values, torch.randn(values.numel()), lengths=lengths)
     check_triton_forward(device, configs, batch, True)
@@ -223,7 +200,7 @@ def test_triton_reads_rows_that_are_not_aligned(device):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("pooled", [True, False])
+@any_pooling
 def test_triton_addresses_rows_beyond_two_to_the_31_elements(device, pooled, monkeypatch):
     """A table whose only real rows lie far behind its address: products of ids and dims must be 64 bits wide."""
     first_row, dim = 2**31 // 64 + 5, 64
@@ -253,7 +230,7 @@ def test_tiles_keep_eight_vectors_in_flight_at_most(dim, item_size, mean_length)
 @pytest.mark.triton
 def test_the_tile_does_not_change_bits(device, monkeypatch):
     configs = [te.TableConfig("a", 50, 60), te.TableConfig("b", 20, 128, pooling="mean")]
-    batch = random_batch({"a": 50, "b": 20}, ["a", "b"], 9, 12, weighted=True)
+    batch = random_batch({"a": 50, "b": 20}, ["a", "b"], 5, 9, weighted=True)
     there, _ = on(device, configs, batch)
     expected = triton.embedding_bag(*there)
     for tile in (triton.Tile(1, 128, 1, 1), triton.Tile(4, 32, 4, 1), triton.Tile(16, 64, 2, 4)):
@@ -262,22 +239,12 @@ def test_the_tile_does_not_change_bits(device, monkeypatch):
 
 
 @pytest.mark.triton
-@settings(max_examples=15)
-@given(problem=problems(dtypes=TABLE_DTYPES, max_tables=3), seed=seeds)
+@any_pooling
+@settings(max_examples=12)
+@given(data=st.data(), seed=seeds)
 @pytest.mark.usefixtures("poisoned")
-def test_triton_gradients_of_per_sample_weights(device, problem, seed):
-    check_triton_sample_weight_gradients(device, *problem, seed, True)
-
-
-@pytest.mark.triton
-@settings(max_examples=10)
-@given(problem=problems(dtypes=TABLE_DTYPES, max_tables=3, pooled=False), seed=seeds)
-@pytest.mark.usefixtures("poisoned")
-def test_triton_unpooled_gradients_of_per_sample_weights(device, problem, seed):
-    check_triton_sample_weight_gradients(device, *problem, seed, False)
-
-
-def check_triton_sample_weight_gradients(device, configs, batch, seed, pooled):
+def test_triton_gradients_of_per_sample_weights(device, pooled, data, seed):
+    configs, batch = draw_problem(data, pooled, max_tables=3)
     there, here = on(device, configs, batch, pooled)
     num_rows = batch.stride() if pooled else batch.values().numel()
     grad = torch.randn(num_rows, here[4].width, generator=torch.Generator().manual_seed(seed))
@@ -294,7 +261,7 @@ def look_up_and_wait(*args):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("pooled", [True, False])
+@any_pooling
 def test_triton_names_the_id_that_is_out_of_range(device, pooled):
     config = te.TableConfig("table", 3, 2, features=["u", "v"])
     batch = te.KeyedJaggedTensor.from_lists({"v": [[0], [1, 2]], "u": [[], [1, -7]]}).to(device)

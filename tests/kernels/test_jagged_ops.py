@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritonemb as te
+from tests.helpers import fewer
 from tests.strategies import ID_DTYPES, id_dtypes, seeds
 from tritonemb.kernels import jagged as kernels
 from tritonemb.kernels.cpu import jagged as cpu_kernels
@@ -27,13 +28,6 @@ class Batch(NamedTuple):
     weights: Tensor | None
     num_keys: int
     batch_size: int
-
-    def bags(self) -> list[list[list[tuple[int, float]]]]:
-        """The (id, weight) pairs of each key and sample."""
-        weights = [0.0] * self.values.numel() if self.weights is None else self.weights.tolist()
-        pairs, offsets = list(zip(self.values.tolist(), weights, strict=True)), self.offsets.tolist()
-        bags = [pairs[begin:end] for begin, end in itertools.pairwise(offsets)]
-        return [bags[key * self.batch_size : (key + 1) * self.batch_size] for key in range(self.num_keys)]
 
     def to(self, device: torch.device | str) -> Batch:
         weights = None if self.weights is None else self.weights.to(device)
@@ -61,29 +55,6 @@ def test_segment_offsets():
     assert segment_offsets(torch.full((3,), 2**30, dtype=torch.int32)).tolist() == [0, 2**30, 2**31, 3 * 2**30]
 
 
-@given(batches(), st.data())
-@pytest.mark.usefixtures("poisoned")
-def test_permute_moves_whole_keys(batch, data):
-    keys = st.lists(st.integers(0, batch.num_keys - 1), max_size=7) if batch.num_keys else st.just([])
-    order = data.draw(keys)
-    bags = batch.bags()
-    expected = [bag for key in order for bag in bags[key]]
-    total = sum(map(len, expected))
-    room = total + data.draw(st.integers(0, 4))
-    found_values, found_offsets, found_weights = jagged_permute(
-        batch.values, batch.offsets, torch.tensor(order, dtype=torch.int64), batch.num_keys, batch.weights, room
-    )
-    assert (found_values.dtype, found_offsets.dtype) == (batch.values.dtype, batch.offsets.dtype)
-    assert found_offsets.numel() == len(order) * (batch.batch_size if batch.num_keys else 0) + 1
-    assert found_values.shape == (room,)
-    assert (found_values[total:] == 0).all()
-    moved = Batch(found_values, found_offsets, found_weights, len(order), batch.batch_size).bags()
-    assert [bag for key in moved for bag in key] == expected
-    if batch.weights is not None:
-        assert found_weights.dtype == batch.weights.dtype
-        assert (found_weights[total:] == 0).all()
-
-
 def test_permute_is_that_of_the_keyed_jagged_tensor():
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]], "b": [[], [4]], "c": [[5, 6, 7], [8]]})
     found_values, found_offsets, found_weights = jagged_permute(
@@ -101,47 +72,6 @@ def test_permute_leaves_out_what_has_no_room():
     )
     assert found_values.tolist() == [4, 5, 0]
     assert found_offsets.tolist() == [0, 2, 6]
-
-
-def bucketized_by_hand(batch: Batch, block_sizes: list[int], num_owners: int) -> list[list[list[tuple[int, float]]]]:
-    """For each owner, each bag's local (id, weight) pairs."""
-    owners: list[list[list[tuple[int, float]]]] = [[] for _ in range(num_owners)]
-    for key, samples in enumerate(batch.bags()):
-        for bag in samples:
-            for mine in owners:
-                mine.append([])
-            for id, weight in bag:
-                if id < 0:
-                    owners[0][-1].append((id, weight))
-                elif id >= num_owners * block_sizes[key]:
-                    owners[-1][-1].append((id, weight))
-                else:
-                    owners[id // block_sizes[key]][-1].append((id % block_sizes[key], weight))
-    return owners
-
-
-@given(batches(), st.integers(1, 6), st.data())
-@pytest.mark.usefixtures("poisoned")
-def test_bucketize_gives_each_owner_its_bags(batch, num_owners, data):
-    blocks = data.draw(st.lists(st.integers(1, 40), min_size=batch.num_keys, max_size=batch.num_keys))
-    ids, lengths, unbucketize, weights = block_bucketize(
-        batch.values, batch.offsets, torch.tensor(blocks, dtype=torch.int64), num_owners, batch.weights
-    )
-    expected = bucketized_by_hand(batch, blocks, num_owners)
-    assert lengths.tolist() == [len(bag) for mine in expected for bag in mine]
-    assert (ids.dtype, lengths.dtype) == (batch.values.dtype, batch.offsets.dtype)
-    assert unbucketize.dtype == torch.int32
-    pairs = [pair for mine in expected for bag in mine for pair in bag]
-    total = int(batch.offsets[-1])
-    assert ids[:total].tolist() == [id for id, _ in pairs]
-    assert torch.equal(ids[total:], batch.values[total:])
-    if batch.weights is not None:
-        assert weights.dtype == batch.weights.dtype
-        assert weights[:total].tolist() == [weight for _, weight in pairs]
-        assert torch.equal(weights[unbucketize], batch.weights)
-    assert sorted(unbucketize.tolist()) == list(range(batch.values.numel()))
-    place = unbucketize.to(torch.int64)
-    assert torch.equal(ids[place] < 0, batch.values < 0)
 
 
 def test_every_id_is_found_by_its_owner_and_put_back():
@@ -218,15 +148,25 @@ def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 @given(batches(), st.sampled_from((1, 2, 3, 9)), st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_cpu_kernels_do_what_is_done_by_hand(batch, num_owners, data):
-    num_keys = batch.num_keys
-    blocks = data.draw(st.lists(st.sampled_from((1, 7, 40, 2**33)), min_size=num_keys, max_size=num_keys))
-    args = (batch.values, batch.offsets, torch.tensor(blocks, dtype=torch.int64), batch.weights, num_owners)
-    assert same(cpu_kernels.block_bucketize(*args), bucketize_by_hand(*args))
+def test_ops_and_cpu_kernels_do_what_is_done_by_hand(batch, num_owners, data):
+    values, offsets, weights, num_keys, _ = batch
+    sizes = st.sampled_from((1, 3, 7, 40, 2**33))
+    blocks = torch.tensor(data.draw(st.lists(sizes, min_size=num_keys, max_size=num_keys)), dtype=torch.int64)
+    expected = bucketize_by_hand(values, offsets, blocks, weights, num_owners)
+    assert same(cpu_kernels.block_bucketize(values, offsets, blocks, weights, num_owners), expected)
+    ids, lengths, places, moved = block_bucketize(values, offsets, blocks, num_owners, weights)
+    assert same((ids, lengths, places), expected[:3])
+    assert (moved is None) == (weights is None)
+    assert moved is None or torch.equal(moved[places], weights)
+
     order = data.draw(st.lists(st.integers(0, num_keys - 1), max_size=7)) if num_keys else []
-    room = data.draw(st.integers(0, 2 * batch.values.numel() + 4))
-    args = (batch.values, batch.offsets, torch.tensor(order, dtype=torch.int64), batch.weights, num_keys, room)
-    assert same(cpu_kernels.jagged_permute(*args), permute_by_hand(*args))
+    order, room = torch.tensor(order, dtype=torch.int64), data.draw(st.integers(0, 2 * values.numel() + 4))
+    expected = permute_by_hand(values, offsets, order, weights, num_keys, room)
+    assert same(cpu_kernels.jagged_permute(values, offsets, order, weights, num_keys, room), expected)
+    moved = jagged_permute(values, offsets, order, num_keys, weights, room)
+    assert same(moved[:2], expected[:2])
+    assert (moved[2] is None) == (weights is None)
+    assert moved[2] is None or torch.equal(moved[2], expected[2])
 
 
 @pytest.mark.triton
@@ -255,9 +195,10 @@ def test_triton_bucketizes_as_by_hand(device, batch, num_owners, data):
 
 @pytest.mark.triton
 def test_triton_bucketizes_a_batch_of_several_tiles(device):
-    values = torch.randint(0, 300, (2500,), device=device)
-    offsets = torch.tensor([0, 0, 1700, 1701, 2490], device=device)
-    args = (values, offsets, torch.tensor([100, 37], device=device), torch.rand(2500, device=device), 5)
+    size = fewer(2500, 320)  # tiles of 1024, of 64 if they are interpreted
+    values = torch.randint(0, 300, (size,), device=device)
+    offsets = torch.tensor([0, 0, 2 * size // 3, 2 * size // 3 + 1, size - 10], device=device)
+    args = (values, offsets, torch.tensor([100, 37], device=device), torch.rand(size, device=device), 5)
     assert same(kernels.block_bucketize(*args), bucketize_by_hand(*args))
 
 

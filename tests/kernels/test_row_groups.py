@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import tritonemb as te
@@ -65,24 +66,11 @@ def check_problem(configs: Sequence[te.TableConfig], batch: te.KeyedJaggedTensor
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@given(problems())
+@pytest.mark.parametrize("pooled", [True, False])
+@given(data=st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_groups_are_those_of_a_dict(problem):
-    check_problem(*problem)
-
-
-@given(problems(pooled=False))
-@pytest.mark.usefixtures("poisoned")
-def test_unpooled_groups_are_those_of_a_dict(problem):
-    check_problem(*problem, pooled=False)
-
-
-@pytest.mark.slow
-@settings(settings.get_profile("thorough"))
-@given(problems())
-@pytest.mark.usefixtures("poisoned")
-def test_groups_are_those_of_a_dict_thoroughly(problem):
-    check_problem(*problem)
+def test_groups_are_those_of_a_dict(pooled, data):
+    check_problem(*data.draw(problems(pooled=pooled)), pooled)
 
 
 def large_problem(num_rows: Sequence[int], num_values: int, seed: int = 0) -> tuple[Layout, Tensor, Tensor]:
@@ -175,20 +163,14 @@ def check_triton_groups(device, configs, batch, pooled=True, sort=None):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("sort", [None, radix_sort])
+@pytest.mark.parametrize(
+    ("pooled", "sort"), [(True, None), (False, None), pytest.param(True, radix_sort, marks=pytest.mark.more)]
+)
 @settings(max_examples=8)
-@given(problem=problems(max_tables=3))
+@given(data=st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_triton_groups_as_the_reference(device, sort, problem):
-    check_triton_groups(device, *problem, sort=sort)
-
-
-@pytest.mark.triton
-@settings(max_examples=10)
-@given(problem=problems(max_tables=3, pooled=False))
-@pytest.mark.usefixtures("poisoned")
-def test_triton_groups_unpooled_as_the_reference(device, problem):
-    check_triton_groups(device, *problem, pooled=False)
+def test_triton_groups_as_the_reference(device, pooled, sort, data):
+    check_triton_groups(device, *data.draw(problems(max_tables=3, pooled=pooled)), pooled, sort)
 
 
 @pytest.mark.triton
@@ -203,6 +185,7 @@ def test_triton_groups_large_tables_over_several_blocks(device, num_rows):
 
 
 @pytest.mark.triton
+@pytest.mark.more
 @pytest.mark.parametrize("bits", [1, 11, 12, 33])
 @pytest.mark.parametrize("num_keys", [0, 1, 64, 255, 257, 900])  # interpreted, a tile has 64 and a block 256
 @pytest.mark.usefixtures("poisoned")
@@ -228,6 +211,7 @@ SORTED_TABLES = [
 
 
 @pytest.mark.triton
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tables", [SORTED_TABLES, SORTED_TABLES[::-1], SORTED_TABLES[:1], SORTED_TABLES[2:]], ids=len)
 @pytest.mark.usefixtures("poisoned")
@@ -253,6 +237,7 @@ def test_the_radix_sort_sorts_table_by_table(device, tables, dtype):
 
 
 @pytest.mark.triton
+@pytest.mark.more
 @pytest.mark.parametrize("offsets", [[0, 700, 200, 900], [5, 90, 400, 2_000], [0, 0, -50, 800]], ids=str)
 def test_the_radix_sort_writes_within_bounds_where_offsets_are_wrong(device, offsets):
     layout = make_layout([te.TableConfig(name, 50, 4) for name in "abc"], list("abc"), True, device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from tests.helpers import fewer
 from tests.strategies import random_batch, random_weights
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_update_ as triton_row_update_
@@ -86,7 +87,7 @@ def apply(
 def random_update(device: torch.device) -> tuple[te.KeyedJaggedTensor, list[Tensor]]:
     """A batch, and the gradient of each table's columns."""
     names = [f"table{i}" for i in range(len(DIMS))]
-    batch = random_batch(dict.fromkeys(names, NUM_ROWS), names, 12, 4)
+    batch = random_batch(dict.fromkeys(names, NUM_ROWS), names, fewer(12, 3), fewer(4, 2))
     return batch, [torch.randn(batch.stride(), dim, device=device) for dim in DIMS]
 
 
