@@ -70,7 +70,7 @@ def crossed(case: SumsCase, rank: int, table: int) -> torch.Tensor:
     return rounded(own[table] * scale, case.codec) * (1.0 / scale)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
 def test_every_rank_has_all_sums_in_the_order_of_ranks(ranks, world):
     """As the codec has rounded them, its own too: nothing is too large for it, and the exchange counts what it says."""
 
