@@ -69,15 +69,25 @@ class Ranks:
         self._workers = []
 
     def _start(self) -> None:
-        port, context = free_port(), mp.get_context(self._method)
-        if self._method == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
+        port = free_port()
         for rank in range(self.size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, there), daemon=True)
-            process.start()
+            here, there = mp.Pipe()
+            process = start_process(_serve, rank, self.size, port, there, method=self._method)
             there.close()
             self._workers.append((process, here))
+
+
+def start_process(function: Callable[..., object], *args: Any, method: str = "forkserver") -> mp.Process:
+    """A process that calls a function of a module, and has its imports from a server that made them once.
+
+    Tests that start one, too, are in the group of those that use `ranks`: `@pytest.mark.usefixtures("ranks")`.
+    """
+    context = mp.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
 
 
 def free_port() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -368,10 +368,6 @@ def same_tables(case: Case, table: int) -> bool:
     if in_16_bits and case.optimizer.max_gradient is not None:
         return False  # one process clamps the 16-bit gradients of 16-bit results to a bound of 16 bits
     return not is_summed(sharding) or (case.pooled and config.pooling == "sum")
-
-
-def with_steps(case: Case, steps: int) -> Case:
-    return replace(case, sizes=tuple(case.sizes[step % len(case.sizes)] for step in range(steps)))
 
 
 def differences(case: Case, whole: Trained, found: list[Trained]) -> list[str]:

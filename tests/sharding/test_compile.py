@@ -59,7 +59,7 @@ CASES = [
     pytest.param("dlrm", "fp32", "tritonemb", 2, 0, marks=pytest.mark.more),
     pytest.param("dcn", "int8", "inductor", 2, 0, marks=pytest.mark.slow),
     pytest.param("dlrm", "bf16", "inductor", 4, 2, marks=pytest.mark.slow),
-    pytest.param("dcn", "fp8_e5m2", "tritonemb", 4, 2, marks=pytest.mark.more),
+    pytest.param("dcn", "fp8_e5m2", "tritonemb", 4, 2, marks=pytest.mark.slow),
 ]
 
 

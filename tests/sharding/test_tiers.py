@@ -50,7 +50,7 @@ def test_shards_elsewhere_train_as_one_process_on_the_device(ranks, world, place
             tables(pooled, 3),
             tuple(by_rows if optimizer in ("row_wise_adagrad", "lamb") else by_columns),
             OPTIMIZERS[optimizer](lr=0.05),
-            sizes(world, 6, 1 + (optimizer == "adam")),
+            sizes(world, 4, 1 + (optimizer == "adam")),
             pooled,
             world,
             weighted=pooled,
