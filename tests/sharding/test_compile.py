@@ -85,7 +85,7 @@ def first_step(rank, world, backend):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_leaves_the_same_bits_in_tables(ranks, world):
     for compiled, eager in ranks(world).run(first_step, world, "aot_eager"):
         for name, tensor in eager.items():

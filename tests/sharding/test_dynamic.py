@@ -236,9 +236,14 @@ def test_a_rank_without_rows_and_shards_of_another_plan(ranks):
     ranks(2).run(rows_of_one_rank_alone, 2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.more)])
-@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("world", "placed"),
+    [
+        (2, False),
+        *(pytest.param(world, True, marks=pytest.mark.more) for world in (2, 4)),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_are_those_of_one_process(ranks, world, placed, tmp_path):
     ranks(world).run(rows_on_ranks, world, tmp_path, placed)
 

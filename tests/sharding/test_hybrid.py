@@ -191,9 +191,15 @@ def in_parts(rank, world, kind, number, compiled):
     return whole_state(parallel)
 
 
-@pytest.mark.parametrize(("world", "number", "compiled"), [(2, 2, False), (1, 4, False), (4, 2, True), (2, 7, True)])
+@pytest.mark.parametrize(
+    ("world", "number", "compiled"),
+    [
+        (2, 2, False),
+        *(pytest.param(*case, marks=pytest.mark.more) for case in ((1, 4, False), (2, 7, False), (2, 2, True))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, True), (2, 7, True))),
+    ],
+)
 @pytest.mark.parametrize("kind", [dlrm, pytest.param(dcn, marks=pytest.mark.slow)])
-@pytest.mark.few(1)
 def test_sub_batches_train_as_the_whole_batch(ranks, world, number, compiled, kind):
     """Seven are more than there are samples."""
     expected = alone(kind(), 3, world)
