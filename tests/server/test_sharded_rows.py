@@ -16,10 +16,10 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.sharding.models import whole_state
 from tests.training import jobs
 from tritonemb.server import EmbeddingServer, connect
 from tritonemb.server.transport import FlightServer
-from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.config import CheckpointOptions
 
 DYNAMIC: dict[str, Any] = {
@@ -57,13 +57,8 @@ def on_a_rank(
         if checkpoint is not None:
             trainer.resume(checkpoint)
         trainer.fit()
-        group = trainer.model.group
-        state = {
-            name: value.gather(group) if isinstance(value, TableShards) else value.clone()
-            for name, value in trainer.model.state_dict().items()
-        }
         kinds = {str(sharding) for sharding in trainer.model.plan.tables.values()}
-        return record.losses, record.evaluations, state, kinds
+        return record.losses, record.evaluations, whole_state(trainer.model), kinds
 
 
 def run(ranks, number: int, servers: int, folder: Path | None = None, checkpoint: Path | None = None, **options: Any):

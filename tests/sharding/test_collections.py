@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.sharding.cases import (
     differences,
     groups_of,
     own_outputs,
+    sizes,
+    tables,
     together,
 )
 from tritonemb.optim import OPTIMIZERS
@@ -36,33 +39,6 @@ from tritonemb.sharding import (
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 
 
-def tables(pooled: bool, count: int, dtype: torch.dtype = torch.float32) -> tuple[te.TableConfig, ...]:
-    dims = [16, 8, 24, 16, 40, 3] if pooled and dtype == torch.float32 else [16] * 6
-    return tuple(
-        te.TableConfig(
-            f"table{index}",
-            (11, 37, 5, 64, 2, 90)[index],
-            dims[index],
-            features=[f"a{index}", f"b{index}"] if index % 2 else [f"a{index}"],
-            pooling=("sum", "mean")[index % 2] if pooled else "none",
-            dtype=dtype,
-        )
-        for index in range(count)
-    )
-
-
-UNEVEN = {
-    1: ((4,), (0,), (3,)),
-    2: ((4, 4), (3, 0), (0, 5)),
-    4: ((4, 4, 4, 4), (3, 0, 5, 2), (0, 0, 0, 0), (0, 1, 0, 7)),
-}
-
-
-def sizes(world: int, steps: int, micro: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    given = UNEVEN[world]
-    return tuple(tuple(given[(step + part) % len(given)] for part in range(micro)) for step in range(steps))
-
-
 ALONE = {
     "table-wise": lambda world: ([TableWise(0), TableWise(world - 1)], 0),
     "row-wise": lambda world: ([RowWise(), RowWise(range(world - 1, -1, -1), [38 - world, *[1] * (world - 1)])], 0),
@@ -76,6 +52,22 @@ ALONE = {
         min(2, world),
     ),
 }
+
+
+def case_of(
+    kind: str,
+    world: int,
+    pooled: bool,
+    optimizer: te.optim.Optimizer,
+    steps: int,
+    micro: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Case:
+    shardings, local = ALONE[kind](world)
+    batches = sizes(world * options.get("copies", 1), steps, micro)
+    configs = tables(pooled, len(shardings), dtype)
+    return Case(configs, tuple(shardings), optimizer, batches, pooled, **{"local": local} | options)
 
 
 def run(ranks, given: list[Case]) -> list[str]:
@@ -100,15 +92,13 @@ QUICK = {"grid": 4, "mixed": None}  # how many ranks; every optimizer's test has
 )
 def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
     """Pooled and not, uneven and empty batches, weights or none, int32 and int64 ids."""
-    shardings, local = ALONE[kind](world)
     given = [
-        Case(
-            tables(pooled, len(shardings)),
-            tuple(shardings),
-            OPTIMIZERS[optimizer](lr=0.05),
-            sizes(world, steps),
+        case_of(
+            kind,
+            world,
             pooled,
-            local,
+            OPTIMIZERS[optimizer](lr=0.05),
+            steps,
             weighted=pooled != (optimizer == "adagrad"),
             spare=optimizer == "adagrad",
             seed=1,
@@ -139,15 +129,14 @@ def test_every_optimizer_with_its_options(ranks, name, world):
         replace(plain, weight_decay=0.01, weight_decay_mode="decoupled", nonfinite="skip"),
         replace(plain, max_gradient=0.02),
     ]
-    shardings, local = ALONE["mixed"](world)
     given = [
-        Case(
-            tables(pooled, 6),
-            tuple(shardings),
-            optimizer,
-            sizes(world, 4, 1 + (pooled == number % 2)),
+        case_of(
+            "mixed",
+            world,
             pooled,
-            local,
+            optimizer,
+            4,
+            1 + (pooled == number % 2),
             weighted=pooled,
             bad_at=3 if optimizer.nonfinite == "skip" else -1,
             rates=(0.05, 0.02, 0.1),
@@ -191,17 +180,8 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
 )
 def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, kind, world):
     """Of whole rows, and of elements, whose columns are not exchanged."""
-    shardings, local = ALONE[kind](world)
     given = [
-        Case(
-            tables(pooled, len(shardings), dtype),
-            tuple(shardings),
-            custom(name, lr=0.05),
-            sizes(world, 3, 1 + pooled),
-            pooled,
-            local,
-            seed=5,
-        )
+        case_of(kind, world, pooled, custom(name, lr=0.05), 3, 1 + pooled, dtype, seed=5)
         for name in ("adagrad", "row_wise_adagrad", "adam")
         for pooled, dtype in ((True, torch.float32), (False, torch.bfloat16))
     ]
@@ -212,10 +192,9 @@ def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, 
 @pytest.mark.more
 def test_copies_of_the_tables_are_alike(ranks, name):
     """Two copies, each on two ranks: gradients of both make a step, of whole rows and of blocks of columns."""
-    shardings, _ = ALONE["mixed"](2)
     plain = OPTIMIZERS[name](lr=0.05)
     given = [
-        Case(tables(pooled, 6), tuple(shardings), optimizer, sizes(4, 5, micro), pooled, 0, 2, weighted=pooled, seed=9)
+        case_of("mixed", 2, pooled, optimizer, 5, micro, local=0, copies=2, weighted=pooled, seed=9)
         for pooled, optimizer, micro in (
             (True, plain, 1),
             (False, plain, 1),
@@ -278,19 +257,9 @@ PRECISIONS = {
 @pytest.mark.more
 def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
     """Two trainings are alike to the bit, and vectors are as near as their codec allows."""
-    shardings, local = ALONE["mixed"](4)
+    optimizer = te.optim.RowWiseAdagrad(lr=0.05)
     given = [
-        Case(
-            tables(pooled, 6),
-            tuple(shardings),
-            te.optim.RowWiseAdagrad(lr=0.05),
-            sizes(4, 2),
-            pooled,
-            local,
-            precision=ExchangePrecision(*codecs),
-            weighted=True,
-            seed=6,
-        )
+        case_of("mixed", 4, pooled, optimizer, 2, precision=ExchangePrecision(*codecs), weighted=True, seed=6)
         for codecs in PRECISIONS
     ]
     found = ranks(4).run(together, given, 2)
@@ -309,20 +278,8 @@ def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
 
 
 def test_learning_rates_reach_every_shard(ranks):
-    shardings, local = ALONE["mixed"](2)
-    given = [
-        Case(
-            tables(pooled, 6),
-            tuple(shardings),
-            te.optim.SGD(lr=1.0),
-            sizes(2, 4),
-            pooled,
-            local,
-            rates=(0.5, 0.0, 0.25, 2.0),
-            seed=7,
-        )
-        for pooled in (True, False)
-    ]
+    rates = (0.5, 0.0, 0.25, 2.0)
+    given = [case_of("mixed", 2, pooled, te.optim.SGD(lr=1.0), 4, rates=rates, seed=7) for pooled in (True, False)]
     constant = replace(given[0], rates=())
     assert not run(ranks, [*given, constant])
     assert not torch.equal(alone(given[0]).state["table0.weight"], alone(constant).state["table0.weight"])

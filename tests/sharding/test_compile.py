@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonemb as te
-from tests.sharding.test_hybrid import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, whole_state
+from tests.sharding.models import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, whole_state
 from tritonemb.layout import make_layout
 from tritonemb.ops.row_update import Accumulator
 from tritonemb.sharding import ExchangePrecision

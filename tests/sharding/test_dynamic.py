@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.sharding.models import whole_state
 from tritonemb import layout
 from tritonemb.sharding import ExchangePrecision, RowWise, ShardingPlan, TableRowWise, TableWise
-from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.checkpoint import CheckpointFolder, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.train_state import model_tensors
@@ -81,12 +81,6 @@ def train(model: Any, steps: range, rank: int = 0, world: int = 1, number: int =
     for step in steps:
         dense, sparse = batch(step, rank, world, number)
         model(dense, sparse).mean().backward()
-
-
-def whole_state(model: Any) -> dict[str, Tensor]:
-    group = getattr(model, "group", None)
-    found = model.state_dict().items()
-    return {name: value.gather(group) if isinstance(value, TableShards) else value.clone() for name, value in found}
 
 
 def contents(model: Any) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tritonemb as te
+from tests.sharding.models import whole_state
 from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, Grid, ShardingPlan, TableColumnWise
 
 EXACT = ExchangePrecision("fp32", "fp32")
@@ -79,9 +80,7 @@ def two_lookups(rank, pooled):
                 sum((use + 1) * (row * row).sum() for use, row in enumerate(rows)) * (2 if name == "cut" else 1)
             ).backward()
     expected = whole.state_dict()
-    return {
-        name: torch.equal(value.gather(parallel.group), expected[name]) for name, value in parallel.state_dict().items()
-    }
+    return {name: torch.equal(value, expected[name]) for name, value in whole_state(parallel).items()}
 
 
 @pytest.mark.parametrize("pooled", [True, False])
@@ -132,9 +131,7 @@ def trained_by_columns(rank, world, name, dtype, plans):
         (found.float() * found.float().sin()).sum().backward()
     sent = {kind: bytes_sent.total for kind, bytes_sent in parallel.group.traffic.by_kind().items()}
     expected = whole.state_dict()
-    wrong = [
-        k for k, value in parallel.state_dict().items() if not torch.equal(value.gather(parallel.group), expected[k])
-    ]
+    wrong = [name for name, value in whole_state(parallel).items() if not torch.equal(value, expected[name])]
     rows = {name: len({i for bag in bags for i in bag}) for name, bags in everything.items()}
     return wrong, sent, rows
 
@@ -188,7 +185,7 @@ def refused_gradients(rank, optimizer):
         te.nn.EmbeddingBagCollection([te.TableConfig("a", 20, 32)], optimizer),
         ShardingPlan({"a": ColumnWise()}, 2), exchange=EXACT,
     )  # fmt: skip
-    before = {name: value.gather(parallel.group) for name, value in parallel.state_dict().items()}
+    before = whole_state(parallel)
     found = parallel(te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3 + rank]]}))
     grad = torch.full_like(found, 1e30)  # whose square is infinite, but it is finite
     grad[1, 31] = torch.nan if rank == 1 else 1.0
@@ -197,7 +194,7 @@ def refused_gradients(rank, optimizer):
         message = ""
     except ValueError as error:
         message = str(error)
-    after = {name: value.gather(parallel.group) for name, value in parallel.state_dict().items()}
+    after = whole_state(parallel)
     changed = {i for i in range(20) if not torch.equal(after["a.weight"][i], before["a.weight"][i])}
     return message, changed, int(after["step"]), parallel.collections[0].skipped_rows()
 

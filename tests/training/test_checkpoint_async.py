@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.ranks import start_process
 from tests.sharding.cuts import Cut, holds, shards_of, values
+from tests.training.disk_job import in_memory
 from tritonemb.comm.group import RankGroup
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import (
@@ -27,7 +28,6 @@ from tritonemb.training.checkpoint import (
     CheckpointFolder,
     load_tensors,
     read_manifest,
-    stored_tensors,
     writer,
 )
 from tritonemb.training.checkpoint.manager import AsyncSave
@@ -58,10 +58,7 @@ def gate(monkeypatch):
 
 
 def loaded(folder: CheckpointFolder, step: int) -> dict[str, torch.Tensor]:
-    stored = stored_tensors(folder.path(step))
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    load_tensors(folder.path(step), found)
-    return found
+    return in_memory(folder.path(step))
 
 
 def test_it_holds_the_moment_of_its_start(tmp_path, gate):

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("psutil")
 pytest.importorskip("pyarrow")
@@ -23,10 +22,11 @@ pytest.importorskip("tomli_w")
 import psutil
 
 from tests.helpers import assert_same_bits
+from tests.training.disk_job import in_memory
 from tests.training.test_kill import losses
 from tritonemb.cli import main
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.checkpoint import CheckpointFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 LAST_STEP = 60
@@ -137,17 +137,9 @@ def undisturbed(data, tmp_path_factory) -> Path:
     return folder
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    path = CheckpointFolder(folder / "checkpoints").path(LAST_STEP)
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
-    }
-    load_tensors(path, found)
-    return found
-
-
 def assert_same_run(found: Path, expected: Path) -> None:
-    assert_same_bits(tensors(found), tensors(expected))
+    paths = [CheckpointFolder(folder / "checkpoints").path(LAST_STEP) for folder in (found, expected)]
+    assert_same_bits(*map(in_memory, paths))
     assert losses(found) == losses(expected)
     assert len(losses(found)) == LAST_STEP // 5
 
