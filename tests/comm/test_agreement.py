@@ -17,7 +17,7 @@ def rounds(rank, given):
     return [agreement.next(**each[rank]) for each in given]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_ranks_hear_the_same(ranks, size):
     given = [
         [{"rows": 3 + rank, "batches": rank + 1, "clock": 100 * rank + 7} for rank in range(size)],
@@ -42,7 +42,7 @@ def failing(rank, who):
     return None
 
 
-@pytest.mark.parametrize("who", [[0, 3], pytest.param([2], marks=pytest.mark.more)])
+@pytest.mark.parametrize("who", [[0, 3], [2]])
 def test_a_failure_reaches_all_ranks_with_its_reason(ranks, who):
     heard = ranks(4).run(failing, who)
     expected = "; ".join(f"rank {rank} has failed: ValueError: bad line of {rank}" for rank in who)

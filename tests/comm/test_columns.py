@@ -79,7 +79,6 @@ def test_what_is_too_large_is_kept_at_the_largest_and_counted(ranks):
         assert saturated == int((case.matrix(rank).abs() > 65504).sum())
 
 
-@pytest.mark.more
 def test_int8_is_as_near_as_a_row_of_a_table_is_wide(ranks):
     """Half a step of 1/255 of the range of a row of one table, and float32's rounding."""
     case = ColumnsCase((((0, 16), (32, 8)), ((16, 16),)), 40, (5, 4), "int8", "int8", 2)

@@ -84,14 +84,15 @@ def by_id(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.more
-def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, tmp_path):
-    expected = run(ranks, 2, 0, epochs=1)
+@pytest.mark.parametrize(
+    ("servers", "max_steps"), [(2, 10), *(pytest.param(n, 20, marks=pytest.mark.more) for n in (1, 2))]
+)
+def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, servers, max_steps):
+    expected = run(ranks, 2, 0, max_steps=max_steps)
     assert {name.partition("(")[0] for name in expected[3]} == {"DataParallel", "RowWise", "TableWise"}
-    for servers in (1, 2):
-        found = run(ranks, 2, servers, epochs=1)
-        assert found[:2] == expected[:2]
-        assert_same_bits(found[2], by_id(expected[2]))
+    found = run(ranks, 2, servers, max_steps=max_steps)
+    assert found[:2] == expected[:2]
+    assert_same_bits(found[2], by_id(expected[2]))
 
 
 @pytest.mark.parametrize(

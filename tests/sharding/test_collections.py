@@ -219,8 +219,7 @@ def test_skipped_rows_are_counted_where_they_are(ranks):
     assert {name: sum(rank[0][0].skipped[name] for rank in found) for name in expected} == expected
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.more
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(4, marks=pytest.mark.more)])
 def test_any_tables_any_plan(ranks, world):
     @settings(max_examples=3, phases=UNSHRUNK)
     @given(st.lists(cases(world), min_size=8, max_size=8))

@@ -251,13 +251,11 @@ def test_rows_of_sequences_are_those_of_one_process(ranks, world, loaded, tmp_pa
         ranks(loaded).run(sequences_are_loaded, loaded, tmp_path)
 
 
-@pytest.mark.more
 def test_gradients_of_sequences_are_clamped_one_by_one(ranks, tmp_path):
     ranks(2).run(sequences_on_ranks, 2, tmp_path, 0.01)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("pooled", [pytest.param(True, marks=pytest.mark.more), False])
 def test_prefetched_batches_are_one_graph_and_have_the_same_bits(ranks, pooled):
     ranks(2).run(one_graph, 2, pooled)
 

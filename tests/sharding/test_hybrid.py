@@ -118,7 +118,9 @@ def in_parts(rank, world, kind, number, compiled):
     ("world", "number", "compiled"),
     [
         (2, 2, False),
-        *(pytest.param(*case, marks=pytest.mark.more) for case in ((1, 4, False), (2, 7, False), (2, 2, True))),
+        (1, 4, False),
+        (2, 7, False),
+        pytest.param(2, 2, True, marks=pytest.mark.more),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, True), (2, 7, True))),
     ],
 )

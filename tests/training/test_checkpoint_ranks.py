@@ -215,7 +215,6 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
         (0, "manifest", "disk"),
     ],
 )
-@pytest.mark.few(1)
 def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, what):
     whole, folder = values((12, 4), torch.float32), CheckpointFolder(tmp_path / "checkpoints")
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
@@ -243,7 +242,6 @@ def save_too_much(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.more
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(ranks, small_disk):
     folder, whole = CheckpointFolder(small_disk / "checkpoints"), values((12, 4), torch.float32)
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
@@ -315,7 +313,6 @@ def read_damaged(rank: int, path: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.more
 def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp_path):
     ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
     path = tmp_path / "step-1"

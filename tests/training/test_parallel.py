@@ -80,14 +80,13 @@ def test_other_ways_to_step_agree_too(ranks, options):
             assert loss == pytest.approx(other, rel=2e-2 if "precision" in options else 1e-4)
 
 
-@pytest.mark.more
 def test_two_runs_have_the_same_bits(ranks):
-    first, second = (run(ranks, 4, dropout=0.2) for _ in range(2))
+    first, second = (run(ranks, 2, dropout=0.2) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert one["losses"] == other["losses"]
         assert one["random"] == other["random"]
         assert_same_bits(one["tensors"], other["tensors"])
-    assert len({one["random"] for one in first}) == 4  # ranks drop out other inputs
+    assert first[0]["random"] != first[1]["random"]  # ranks drop out other inputs
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
