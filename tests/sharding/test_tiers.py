@@ -13,7 +13,6 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.sharding.cases import (
     Case,
-    Trained,
     alone,
     differences,
     groups_of,
@@ -341,15 +340,6 @@ def twice(rank: int, case: Case) -> dict[str, torch.Tensor]:
     return whole_state(collection, groups.world)
 
 
-@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
-@pytest.mark.few(1)
-def test_a_batch_that_was_sent_may_be_looked_up_twice(ranks, way):
-    case = gathered(way, "row_wise_adagrad")
-    expected = ranks(2).run(twice, case)
-    for found, one in zip(ranks(2).run(twice, placed(case, "disk")), expected, strict=True):
-        assert_same_bits(found, one)
-
-
 def bring_some(collection: Any, first: int, count: int) -> None:
     """Bring rows of every shard on this rank, which nobody holds afterwards."""
     for local in collection.locals:
@@ -361,23 +351,13 @@ def bring_some(collection: Any, first: int, count: int) -> None:
             local.group(te.KeyedJaggedTensor.from_lists(ids))
 
 
-def with_other_caches(rank: int, case: Case) -> Trained:
-    """As `together`, where ranks have other rows in other slots to begin with."""
+def with_other_caches(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """Ranks have other rows in other slots to begin with."""
     groups = groups_of(case.local or None)
     collection = case.sharded(groups)
     bring_some(collection, 20 * rank, 9)
     outputs = train_steps(case, collection, rank, range(len(case.sizes)))
-    state = whole_state(collection, groups.world)
-    return Trained(outputs, state, collection.skipped_rows())
-
-
-@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
-@pytest.mark.few(1)
-def test_ranks_may_have_other_rows_on_their_devices(ranks, way):
-    case = gathered(way, "row_wise_adagrad")
-    expected, _ = ranks(2).run(together, [case])
-    for found in ranks(2).run(with_other_caches, placed(case, "disk", "host")):
-        assert_same_bits(found.state, expected[0][0].state)
+    return whole_state(collection, groups.world) | {str(step): output for step, output in enumerate(outputs)}
 
 
 class BringsInBackward(torch.autograd.Function):
@@ -404,12 +384,12 @@ def busy(rank: int, case: Case) -> dict[str, torch.Tensor]:
     return whole_state(collection, groups.world)
 
 
-@pytest.mark.parametrize("way", ["data-parallel", "column-wise"])
-@pytest.mark.few(1)
-def test_rows_stay_until_the_pass_has_ended_that_updates_them(ranks, way):
+@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+@pytest.mark.parametrize("steps", [twice, with_other_caches, busy])
+def test_no_bit_depends_on_what_caches_hold(ranks, steps, way):
     case = gathered(way, "row_wise_adagrad")
-    expected = ranks(2).run(busy, case)
-    for found, one in zip(ranks(2).run(busy, placed(case, "disk", "host")), expected, strict=True):
+    expected = ranks(2).run(steps, case)
+    for found, one in zip(ranks(2).run(steps, placed(case, "disk", "host")), expected, strict=True):
         assert_same_bits(found, one)
 
 

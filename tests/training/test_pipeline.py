@@ -28,7 +28,7 @@ def closes(function: Callable[[], object], release: threading.Event) -> bool:
     """Whether it returns before what is waited for is released, which is done at last."""
     thread = threading.Thread(target=function)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     returned = not thread.is_alive()
     release.set()
     thread.join()
