@@ -11,7 +11,7 @@ import tritonemb as te
 from tests.comm.definitions import ColumnsCase, columns_cases, rounded
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute
-from tritonemb.comm.output_exchange import EXACT, ExchangePrecision, PooledExchange, SequenceExchange
+from tritonemb.comm.output_exchange import ExchangePrecision, PooledExchange, SequenceExchange
 from tritonemb.types import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
@@ -79,7 +79,6 @@ def test_what_is_too_large_is_kept_at_the_largest_and_counted(ranks):
         assert saturated == int((case.matrix(rank).abs() > 65504).sum())
 
 
-@pytest.mark.more
 def test_int8_is_as_near_as_a_row_of_a_table_is_wide(ranks):
     """Half a step of 1/255 of the range of a row of one table, and float32's rounding."""
     case = ColumnsCase((((0, 16), (32, 8)), ((16, 16),)), 40, (5, 4), "int8", "int8", 2)
@@ -114,24 +113,6 @@ def test_gradients_of_a_mean_over_many_samples_survive_8_bits(ranks):
     assert bool(((grad - exact).abs() <= exact.abs() * 2.0**-3 + 2.0**-16 / 512).all())
     assert (grad == 0).float().mean() < 0.01
     assert other.abs().max() > 0
-
-
-def inside_nodes(rank):
-    group = RankGroup.world(local_world_size=2)
-    columns = PooledExchange(group, [[(4 * r, 4)] for r in range(4)], 16, EXACT)
-    columns(torch.ones(10, 4), [1, 2, 3, 4])
-    return tuple(group.traffic.by_kind()["pooled"])
-
-
-@pytest.mark.more  # `tests/sharding/test_nodes.py` counts them through a collection
-def test_bytes_that_leave_a_node_are_told_apart(ranks):
-    """16 bytes a sample to each other rank; 10 samples, of which 1 to 4 are each rank's own."""
-    found = ranks(4).run(inside_nodes)
-    samples = [1, 2, 3, 4]
-    for rank, (total, across) in enumerate(found):
-        assert total == 16 * (10 - samples[rank])
-        other_node = samples[2:] if rank < 2 else samples[:2]
-        assert across == 16 * sum(other_node)
 
 
 LANES = (IdRoute("a", "t", 40, (0, 20), (1, 0)), IdRoute("b", "u", 7, (0,), (1,)))

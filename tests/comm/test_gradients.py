@@ -1,4 +1,4 @@
-"""Sums of rows' gradients gathered from all ranks, and blocks of columns that become whole rows."""
+"""Rows and sums of their gradients gathered from all ranks, and blocks of columns that become whole rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.comm.definitions import rounded
-from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, exchange_columns
+from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, all_gather_rows, exchange_columns
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.types import CODECS
@@ -70,7 +70,7 @@ def crossed(case: SumsCase, rank: int, table: int) -> torch.Tensor:
     return rounded(own[table] * scale, case.codec) * (1.0 / scale)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
 def test_every_rank_has_all_sums_in_the_order_of_ranks(ranks, world):
     """As the codec has rounded them, its own too: nothing is too large for it, and the exchange counts what it says."""
 
@@ -157,3 +157,46 @@ def test_blocks_of_columns_become_whole_rows(ranks):
                 holders = {other.rank for other in BLOCKS if other.table == block.table} - {rank}
                 expected += 4 * ROWS[block.table] * block.num_columns * len(holders)
         assert sent == expected
+
+
+ROWS_OF_RANKS = [
+    ([[1, 5, 7], [5, 6]], [1, 5, 6, 7]),
+    ([[], [2**40, 2**40 + 1]], [2**40, 2**40 + 1]),
+    ([[], []], []),
+]
+
+
+def gathered_rows(rank: int) -> list[list[int]]:
+    group = RankGroup.world()
+    found = []
+    for by_rank, _ in ROWS_OF_RANKS:
+        rows = all_gather_rows(group, torch.tensor(by_rank[rank], dtype=torch.int64))
+        assert rows.dtype == torch.int64
+        found.append(rows.tolist())
+    return found
+
+
+def test_every_rank_gets_the_rows_of_all_once_in_ascending_order(ranks):
+    for found in ranks(2).run(gathered_rows):
+        assert found == [expected for _, expected in ROWS_OF_RANKS]
+
+
+def test_one_rank_keeps_its_own():
+    rows = torch.tensor([3, 9])
+    assert torch.equal(all_gather_rows(RankGroup(), rows), rows)
+    with pytest.raises(ValueError, match="as wanted"):
+        all_gather_rows(RankGroup(), rows, ValueError("as wanted"))
+
+
+def refused(rank: int) -> tuple[str, list[int]]:
+    group, rows = RankGroup.world(), torch.tensor([rank])
+    with pytest.raises(RuntimeError if rank == 0 else ValueError) as caught:
+        all_gather_rows(group, rows, ValueError("as wanted") if rank == 1 else None)
+    return str(caught.value), all_gather_rows(group, rows).tolist()
+
+
+def test_a_rank_that_refuses_its_batch_is_named_to_the_others(ranks):
+    (told, first), (own, second) = ranks(2).run(refused)
+    assert told == "rank 1 has refused its batch; its own error says why"
+    assert own == "as wanted"
+    assert first == second == [0, 1]

@@ -21,7 +21,7 @@ OPTIMIZERS = {
 
 
 def trained(
-    rank: int, ranks: int, folder: str, optimizer: str, offload: dict[str, Any] | None, number: int = 20,
+    rank: int, ranks: int, folder: str, optimizer: str, offload: dict[str, Any] | None, number: int = 8,
     save: str = "", load: str = "",
 ) -> tuple[list[float], list[torch.Tensor]]:  # fmt: skip
     """Losses of all ranks' samples, and whole gradients of the first step."""
@@ -61,7 +61,7 @@ def trained(
     return losses, gradients
 
 
-def of_one(folder: str, optimizer: str, number: int = 20, **options: Any) -> Any:
+def of_one(folder: str, optimizer: str, number: int = 8, **options: Any) -> Any:
     before = torch.get_num_threads()
     try:
         return trained(0, 1, folder, optimizer, {"states": "host"}, number, **options)

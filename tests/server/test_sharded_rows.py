@@ -16,14 +16,19 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.sharding.models import whole_state
 from tests.training import jobs
-from tritonemb.server import connect, start
-from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.server import EmbeddingServer, connect
+from tritonemb.server.transport import FlightServer
 from tritonemb.training.config import CheckpointOptions
 
 DYNAMIC: dict[str, Any] = {
-    "user": {"capacity": 20_000, "eviction": te.EvictionConfig(ttl=12)},
-    "item": {"capacity": 260, "eviction": te.EvictionConfig("lfu", protect=6, half_life=5)},
+    "user": {"num_embeddings": None, "capacity": 20_000, "eviction": te.EvictionConfig(ttl=12)},
+    "item": {
+        "num_embeddings": None,
+        "capacity": 260,
+        "eviction": te.EvictionConfig("lfu", protect=6, half_life=5),
+    },
 }
 EVERY = CheckpointOptions(checkpoint_steps=6, keep=9)
 CHANGES = replace(EVERY, checkpoint_incremental=True)
@@ -40,14 +45,8 @@ def on_a_rank(
         if where is not None:
             on_servers["servers"] = stack.enter_context(connect(where[0], token=where[1]))
         torch.manual_seed(0)
-        tables = [
-            replace(table, placement=placement, cache=te.CacheConfig(rows=40), **DYNAMIC.get(table.name, {}))
-            if table.name not in DYNAMIC
-            else replace(
-                table, num_embeddings=None, placement=placement, cache=te.CacheConfig(rows=40), **DYNAMIC[table.name]
-            )
-            for table in data.tables(8)
-        ]
+        placed = {"placement": placement, "cache": te.CacheConfig(rows=40)}
+        tables = [replace(table, **placed, **DYNAMIC.get(table.name, {})) for table in data.tables(8)]
         tables[-1] = replace(tables[-1], num_embeddings=30_000)  # too large to be replicated
         optimizer = te.optim.Adam(lr=0.01)
         model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
@@ -58,22 +57,16 @@ def on_a_rank(
         if checkpoint is not None:
             trainer.resume(checkpoint)
         trainer.fit()
-        group = trainer.model.group
-        state = {
-            name: value.gather(group) if isinstance(value, TableShards) else value.clone()
-            for name, value in trainer.model.state_dict().items()
-        }
         kinds = {str(sharding) for sharding in trainer.model.plan.tables.values()}
-        return record.losses, record.evaluations, state, kinds
+        return record.losses, record.evaluations, whole_state(trainer.model), kinds
 
 
 def run(ranks, number: int, servers: int, folder: Path | None = None, checkpoint: Path | None = None, **options: Any):
     placement = "server" if servers else "host"
     with ExitStack() as stack:
-        where = None
-        if servers:
-            some = stack.enter_context(start(servers, processes=True))
-            where = some.addresses, some.token
+        started = [stack.enter_context(EmbeddingServer(f"server-{index}")) for index in range(servers)]
+        served = [stack.enter_context(FlightServer(server, token="secret")) for server in started]
+        where = ([server.address for server in served], "secret") if servers else None
         found = ranks(number).run(partial(on_a_rank, **options), placement, where, folder, checkpoint)
     for losses, evaluations, state, _ in found[1:]:
         assert (losses, evaluations) == found[0][:2]
@@ -91,14 +84,15 @@ def by_id(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.more
-def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, tmp_path):
-    expected = run(ranks, 2, 0, epochs=1)
+@pytest.mark.parametrize(
+    ("servers", "max_steps"), [(2, 10), *(pytest.param(n, 20, marks=pytest.mark.more) for n in (1, 2))]
+)
+def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, servers, max_steps):
+    expected = run(ranks, 2, 0, max_steps=max_steps)
     assert {name.partition("(")[0] for name in expected[3]} == {"DataParallel", "RowWise", "TableWise"}
-    for servers in (1, 2):
-        found = run(ranks, 2, servers, epochs=1)
-        assert found[:2] == expected[:2]
-        assert_same_bits(found[2], by_id(expected[2]))
+    found = run(ranks, 2, servers, max_steps=max_steps)
+    assert found[:2] == expected[:2]
+    assert_same_bits(found[2], by_id(expected[2]))
 
 
 @pytest.mark.parametrize(

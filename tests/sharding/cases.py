@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tritonemb as te
 from tests.helpers import make_collection, output_of
 from tests.ranks import KEPT
+from tests.sharding.models import whole_state
 from tests.strategies import rows_of
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.optim import OPTIMIZERS, Optimizer
@@ -124,6 +125,33 @@ class Case:
         return grad / max(1, sum(sum(sizes) for sizes in self.sizes[step]))
 
 
+def tables(pooled: bool, count: int, dtype: torch.dtype = torch.float32) -> tuple[te.TableConfig, ...]:
+    dims = [16, 8, 24, 16, 40, 3] if pooled and dtype == torch.float32 else [16] * 6
+    return tuple(
+        te.TableConfig(
+            f"table{index}",
+            (11, 37, 5, 64, 2, 90)[index],
+            dims[index],
+            features=[f"a{index}", f"b{index}"] if index % 2 else [f"a{index}"],
+            pooling=("sum", "mean")[index % 2] if pooled else "none",
+            dtype=dtype,
+        )
+        for index in range(count)
+    )
+
+
+UNEVEN = {
+    1: ((4,), (0,), (3,)),
+    2: ((4, 4), (3, 0), (0, 5)),
+    4: ((4, 4, 4, 4), (3, 0, 5, 2), (0, 0, 0, 0), (0, 1, 0, 7)),
+}
+
+
+def sizes(world: int, steps: int, micro: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    given = UNEVEN[world]
+    return tuple(tuple(given[(step + part) % len(given)] for part in range(micro)) for step in range(steps))
+
+
 class Trained(NamedTuple):
     """Results for each step's samples, as `Case.gradient` orders them, and what tables and states are in the end."""
 
@@ -162,7 +190,7 @@ def _train(case: Case, rank: int, look_ahead: int | None = None) -> Trained:
     groups = groups_of(case.local or None, case.copies)
     collection = case.sharded(groups)
     outputs = train_steps(case, collection, rank, range(len(case.sizes)), look_ahead)
-    state = {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
+    state = whole_state(collection, groups.world)
     return Trained(outputs, state if rank == 0 else {}, collection.skipped_rows())
 
 
@@ -368,10 +396,6 @@ def same_tables(case: Case, table: int) -> bool:
     if in_16_bits and case.optimizer.max_gradient is not None:
         return False  # one process clamps the 16-bit gradients of 16-bit results to a bound of 16 bits
     return not is_summed(sharding) or (case.pooled and config.pooling == "sum")
-
-
-def with_steps(case: Case, steps: int) -> Case:
-    return replace(case, sizes=tuple(case.sizes[step % len(case.sizes)] for step in range(steps)))
 
 
 def differences(case: Case, whole: Trained, found: list[Trained]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from tests.sharding.cases import (
     differences,
     groups_of,
     own_outputs,
+    sizes,
+    tables,
     together,
-    with_steps,
 )
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.sharding import (
@@ -37,33 +39,6 @@ from tritonemb.sharding import (
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 
 
-def tables(pooled: bool, count: int, dtype: torch.dtype = torch.float32) -> tuple[te.TableConfig, ...]:
-    dims = [16, 8, 24, 16, 40, 3] if pooled and dtype == torch.float32 else [16] * 6
-    return tuple(
-        te.TableConfig(
-            f"table{index}",
-            (11, 37, 5, 64, 2, 90)[index],
-            dims[index],
-            features=[f"a{index}", f"b{index}"] if index % 2 else [f"a{index}"],
-            pooling=("sum", "mean")[index % 2] if pooled else "none",
-            dtype=dtype,
-        )
-        for index in range(count)
-    )
-
-
-UNEVEN = {
-    1: ((4,), (0,), (3,)),
-    2: ((4, 4), (3, 0), (0, 5)),
-    4: ((4, 4, 4, 4), (3, 0, 5, 2), (0, 0, 0, 0), (0, 1, 0, 7)),
-}
-
-
-def sizes(world: int, steps: int, micro: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    given = UNEVEN[world]
-    return tuple(tuple(given[(step + part) % len(given)] for part in range(micro)) for step in range(steps))
-
-
 ALONE = {
     "table-wise": lambda world: ([TableWise(0), TableWise(world - 1)], 0),
     "row-wise": lambda world: ([RowWise(), RowWise(range(world - 1, -1, -1), [38 - world, *[1] * (world - 1)])], 0),
@@ -77,6 +52,22 @@ ALONE = {
         min(2, world),
     ),
 }
+
+
+def case_of(
+    kind: str,
+    world: int,
+    pooled: bool,
+    optimizer: te.optim.Optimizer,
+    steps: int,
+    micro: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Case:
+    shardings, local = ALONE[kind](world)
+    batches = sizes(world * options.get("copies", 1), steps, micro)
+    configs = tables(pooled, len(shardings), dtype)
+    return Case(configs, tuple(shardings), optimizer, batches, pooled, **{"local": local} | options)
 
 
 def run(ranks, given: list[Case]) -> list[str]:
@@ -101,17 +92,13 @@ QUICK = {"grid": 4, "mixed": None}  # how many ranks; every optimizer's test has
 )
 def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
     """Pooled and not, uneven and empty batches, weights or none, int32 and int64 ids."""
-    shardings, local = ALONE[kind](world)
-    if kind == "mixed" and world == 4:
-        steps = 20
     given = [
-        Case(
-            tables(pooled, len(shardings)),
-            tuple(shardings),
-            OPTIMIZERS[optimizer](lr=0.05),
-            sizes(world, steps),
+        case_of(
+            kind,
+            world,
             pooled,
-            local,
+            OPTIMIZERS[optimizer](lr=0.05),
+            steps,
             weighted=pooled != (optimizer == "adagrad"),
             spare=optimizer == "adagrad",
             seed=1,
@@ -123,18 +110,13 @@ def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
     assert not run(ranks, given)
 
 
-def on_four(name: str) -> pytest.MarkDecorator:
-    """Four ranks for one optimizer of a kind; for all of them in the longest tests."""
-    return pytest.mark.more if name in ("ftrl", "custom adam") else pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("name", "world"),
     [
         ("lamb", 2),
-        ("custom row_wise_adagrad", 2),
+        *(pytest.param(name, 2, marks=pytest.mark.more) for name in ("ftrl", "custom adam", "custom row_wise_adagrad")),
         *(
-            pytest.param(name, 4, marks=on_four(name))
+            pytest.param(name, 4, marks=pytest.mark.slow)
             for name in [*sorted(OPTIMIZERS), *(f"custom {n}" for n in CUSTOM)]
         ),
     ],
@@ -147,21 +129,20 @@ def test_every_optimizer_with_its_options(ranks, name, world):
         replace(plain, weight_decay=0.01, weight_decay_mode="decoupled", nonfinite="skip"),
         replace(plain, max_gradient=0.02),
     ]
-    shardings, local = ALONE["mixed"](world)
     given = [
-        Case(
-            tables(pooled, 6),
-            tuple(shardings),
-            optimizer,
-            sizes(world, 4, 1 + pooled),
+        case_of(
+            "mixed",
+            world,
             pooled,
-            local,
+            optimizer,
+            4,
+            1 + (pooled == number % 2),
             weighted=pooled,
             bad_at=3 if optimizer.nonfinite == "skip" else -1,
             rates=(0.05, 0.02, 0.1),
             seed=2,
         )
-        for optimizer in options
+        for number, optimizer in enumerate(options)
         for pooled in (True, False)
     ]
     assert not run(ranks, given)
@@ -183,53 +164,37 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
             2,
             seed=3,
         )
-        for name in ("sgd", "row_wise_adagrad", "adam", "lamb")
+        for name in ("row_wise_adagrad", "lamb")
         for pooled in (True, False)
     ]
     assert not run(ranks, given)
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", sorted(ALONE))
-@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("mixed", 2),
+        *(pytest.param(kind, 2, marks=pytest.mark.more) for kind in sorted(ALONE) if kind != "mixed"),
+        *(pytest.param(kind, world, marks=pytest.mark.slow) for kind in sorted(ALONE) for world in (1, 4)),
+    ],
+)
 def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, kind, world):
     """Of whole rows, and of elements, whose columns are not exchanged."""
-    shardings, local = ALONE[kind](world)
     given = [
-        Case(
-            tables(pooled, len(shardings), dtype),
-            tuple(shardings),
-            custom(name, lr=0.05),
-            sizes(world, 3, 1 + pooled),
-            pooled,
-            local,
-            seed=5,
-        )
+        case_of(kind, world, pooled, custom(name, lr=0.05), 3, 1 + pooled, dtype, seed=5)
         for name in ("adagrad", "row_wise_adagrad", "adam")
         for pooled, dtype in ((True, torch.float32), (False, torch.bfloat16))
     ]
     assert not run(ranks, given)
 
 
-@pytest.mark.more
-def test_micro_batches_are_one_step(ranks):
-    shardings, local = ALONE["mixed"](4)
-    given = [
-        Case(tables(pooled, 6), tuple(shardings), OPTIMIZERS[name](lr=0.05), sizes(4, 3, 3), pooled, local, seed=4)
-        for name in ("row_wise_adagrad", "sgd")
-        for pooled in (True, False)
-    ]
-    assert not run(ranks, given)
-
-
-@pytest.mark.parametrize("name", ["row_wise_adagrad", "adam", "lamb"])
+@pytest.mark.parametrize("name", ["row_wise_adagrad", "adam", pytest.param("lamb", marks=pytest.mark.slow)])
 @pytest.mark.more
 def test_copies_of_the_tables_are_alike(ranks, name):
     """Two copies, each on two ranks: gradients of both make a step, of whole rows and of blocks of columns."""
-    shardings, _ = ALONE["mixed"](2)
     plain = OPTIMIZERS[name](lr=0.05)
     given = [
-        Case(tables(pooled, 6), tuple(shardings), optimizer, sizes(4, 5, micro), pooled, 0, 2, weighted=pooled, seed=9)
+        case_of("mixed", 2, pooled, optimizer, 5, micro, local=0, copies=2, weighted=pooled, seed=9)
         for pooled, optimizer, micro in (
             (True, plain, 1),
             (False, plain, 1),
@@ -254,8 +219,7 @@ def test_skipped_rows_are_counted_where_they_are(ranks):
     assert {name: sum(rank[0][0].skipped[name] for rank in found) for name in expected} == expected
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.more
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(4, marks=pytest.mark.more)])
 def test_any_tables_any_plan(ranks, world):
     @settings(max_examples=3, phases=UNSHRUNK)
     @given(st.lists(cases(world), min_size=8, max_size=8))
@@ -292,19 +256,9 @@ PRECISIONS = {
 @pytest.mark.more
 def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
     """Two trainings are alike to the bit, and vectors are as near as their codec allows."""
-    shardings, local = ALONE["mixed"](4)
+    optimizer = te.optim.RowWiseAdagrad(lr=0.05)
     given = [
-        Case(
-            tables(pooled, 6),
-            tuple(shardings),
-            te.optim.RowWiseAdagrad(lr=0.05),
-            sizes(4, 3),
-            pooled,
-            local,
-            precision=ExchangePrecision(*codecs),
-            weighted=True,
-            seed=6,
-        )
+        case_of("mixed", 4, pooled, optimizer, 2, precision=ExchangePrecision(*codecs), weighted=True, seed=6)
         for codecs in PRECISIONS
     ]
     found = ranks(4).run(together, given, 2)
@@ -323,30 +277,11 @@ def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
 
 
 def test_learning_rates_reach_every_shard(ranks):
-    shardings, local = ALONE["mixed"](4)
-    given = [
-        Case(
-            tables(pooled, 6),
-            tuple(shardings),
-            te.optim.SGD(lr=1.0),
-            sizes(4, 4),
-            pooled,
-            local,
-            rates=(0.5, 0.0, 0.25, 2.0),
-            seed=7,
-        )
-        for pooled in (True, False)
-    ]
-    assert not run(ranks, given)
+    rates = (0.5, 0.0, 0.25, 2.0)
+    given = [case_of("mixed", 2, pooled, te.optim.SGD(lr=1.0), 4, rates=rates, seed=7) for pooled in (True, False)]
     constant = replace(given[0], rates=())
-    assert run(ranks, [constant]) == []
+    assert not run(ranks, [*given, constant])
     assert not torch.equal(alone(given[0]).state["table0.weight"], alone(constant).state["table0.weight"])
-
-
-@pytest.mark.more
-def test_a_long_training_keeps_near(ranks):
-    given = [with_steps(skipping(2), 20)]
-    assert not run(ranks, given)
 
 
 OUT_OF_RANGE = (te.TableConfig("cut", 10, 8, features=["a"]), te.TableConfig("everywhere", 5, 8, features=["b"]))

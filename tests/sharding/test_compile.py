@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonemb as te
-from tests.sharding.test_hybrid import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, whole_state
+from tests.sharding.models import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, whole_state
 from tritonemb.layout import make_layout
 from tritonemb.ops.row_update import Accumulator
 from tritonemb.sharding import ExchangePrecision
@@ -59,7 +59,7 @@ CASES = [
     pytest.param("dlrm", "fp32", "tritonemb", 2, 0, marks=pytest.mark.more),
     pytest.param("dcn", "int8", "inductor", 2, 0, marks=pytest.mark.slow),
     pytest.param("dlrm", "bf16", "inductor", 4, 2, marks=pytest.mark.slow),
-    pytest.param("dcn", "fp8_e5m2", "tritonemb", 4, 2, marks=pytest.mark.more),
+    pytest.param("dcn", "fp8_e5m2", "tritonemb", 4, 2, marks=pytest.mark.slow),
 ]
 
 
@@ -85,7 +85,7 @@ def first_step(rank, world, backend):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_leaves_the_same_bits_in_tables(ranks, world):
     for compiled, eager in ranks(world).run(first_step, world, "aot_eager"):
         for name, tensor in eager.items():

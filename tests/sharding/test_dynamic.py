@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.sharding.models import whole_state
 from tritonemb import layout
 from tritonemb.sharding import ExchangePrecision, RowWise, ShardingPlan, TableRowWise, TableWise
-from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.checkpoint import CheckpointFolder, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.train_state import model_tensors
@@ -81,12 +81,6 @@ def train(model: Any, steps: range, rank: int = 0, world: int = 1, number: int =
     for step in steps:
         dense, sparse = batch(step, rank, world, number)
         model(dense, sparse).mean().backward()
-
-
-def whole_state(model: Any) -> dict[str, Tensor]:
-    group = getattr(model, "group", None)
-    found = model.state_dict().items()
-    return {name: value.gather(group) if isinstance(value, TableShards) else value.clone() for name, value in found}
 
 
 def contents(model: Any) -> dict[str, Tensor]:
@@ -236,9 +230,14 @@ def test_a_rank_without_rows_and_shards_of_another_plan(ranks):
     ranks(2).run(rows_of_one_rank_alone, 2)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("placed", [False, pytest.param(True, marks=pytest.mark.more)])
-@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("world", "placed"),
+    [
+        (2, False),
+        *(pytest.param(world, True, marks=pytest.mark.more) for world in (2, 4)),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_are_those_of_one_process(ranks, world, placed, tmp_path):
     ranks(world).run(rows_on_ranks, world, tmp_path, placed)
 
@@ -252,13 +251,11 @@ def test_rows_of_sequences_are_those_of_one_process(ranks, world, loaded, tmp_pa
         ranks(loaded).run(sequences_are_loaded, loaded, tmp_path)
 
 
-@pytest.mark.more
 def test_gradients_of_sequences_are_clamped_one_by_one(ranks, tmp_path):
     ranks(2).run(sequences_on_ranks, 2, tmp_path, 0.01)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("pooled", [pytest.param(True, marks=pytest.mark.more), False])
 def test_prefetched_batches_are_one_graph_and_have_the_same_bits(ranks, pooled):
     ranks(2).run(one_graph, 2, pooled)
 

@@ -10,68 +10,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 
 import tritonemb as te
 from tests.sharding.cases import EXACT
+from tests.sharding.models import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, train, whole_state
 from tritonemb.sharding import (
-    ColumnWise,
-    DataParallel,
     ExchangePrecision,
     RowWise,
     ShardingPlan,
-    TableRowWise,
     TableWise,
 )
-
-KEYS = [f"t{n}" for n in range(4)]
-BATCH = 6
-
-
-def tables() -> list[te.TableConfig]:
-    return [te.TableConfig(key, 50 + n, 8, pooling=("sum", "mean")[n % 2]) for n, key in enumerate(KEYS)]
-
-
-def dlrm(device: str | None = None, optimizer=te.optim.RowWiseAdagrad(lr=0.1)) -> te.nn.DLRM:  # noqa: B008
-    torch.manual_seed(1)
-    return te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=optimizer, device=device)
-
-
-def dcn(device: str | None = None) -> te.nn.DCNv2:
-    torch.manual_seed(1)
-    return te.nn.DCNv2(tables(), 4, 2, None, (16,), te.optim.Adam(lr=0.01), device)
-
-
-def plan(world: int, local: int = 0) -> ShardingPlan:
-    given = {"t0": TableWise(world - 1), "t1": RowWise(), "t2": ColumnWise(), "t3": DataParallel()}
-    if local and local < world:
-        given["t1"] = TableRowWise(1)
-    return ShardingPlan(given, world, local)
-
-
-def batch(step: int, world: int) -> tuple[torch.Tensor, te.KeyedJaggedTensor, torch.Tensor]:
-    """Of all ranks."""
-    generator = torch.Generator().manual_seed(step)
-    size = BATCH * world
-    dense = torch.randn(size, 4, generator=generator)
-    ids = torch.randint(0, 50, (4, 2 * size), generator=generator)
-    lengths = torch.full((4, size), 2)
-    return (
-        dense,
-        te.KeyedJaggedTensor(KEYS, ids.flatten(), lengths=lengths),
-        torch.rand(size, generator=generator).round(),
-    )
-
-
-def part(whole, rank: int):
-    dense, sparse, labels = whole
-    rows = slice(rank * BATCH, (rank + 1) * BATCH)
-    ids = sparse.values().reshape(4, -1)[:, 2 * rows.start : 2 * rows.stop]
-    return dense[rows], te.KeyedJaggedTensor(KEYS, ids.flatten(), lengths=torch.full((4, BATCH), 2)), labels[rows]
-
-
-def loss_of(model, dense, sparse, labels):
-    return F.binary_cross_entropy_with_logits(model(dense, sparse), labels)
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -87,31 +35,6 @@ def alone(model: nn.Module, steps: int, world: int, micro: int = 1) -> dict[str,
         loss_of(model, dense, te.KeyedJaggedTensor.stack([p[1] for p in parts]), labels).backward()
         optimizer.step()
     return model.state_dict()
-
-
-def whole_state(parallel: te.HybridParallel) -> dict[str, torch.Tensor]:
-    """Whole tensors, on every rank."""
-    found = {}
-    for key, value in parallel.state_dict().items():
-        if isinstance(value, te.sharding.TableShards):
-            found[key] = value.gather(parallel.group)
-        else:
-            found[key] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-    return found
-
-
-def train(parallel, rank, world, steps=3, first=0, ahead=False):
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    losses = []
-    for step in range(first, first + steps):
-        dense, sparse, labels = part(batch(step, world), rank)
-        loss = loss_of(parallel, dense, parallel.prefetch(sparse) if ahead else sparse, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        parallel.end_step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def trained(rank, world, cases):
@@ -191,9 +114,17 @@ def in_parts(rank, world, kind, number, compiled):
     return whole_state(parallel)
 
 
-@pytest.mark.parametrize(("world", "number", "compiled"), [(2, 2, False), (1, 4, False), (4, 2, True), (2, 7, True)])
+@pytest.mark.parametrize(
+    ("world", "number", "compiled"),
+    [
+        (2, 2, False),
+        (1, 4, False),
+        (2, 7, False),
+        pytest.param(2, 2, True, marks=pytest.mark.more),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, True), (2, 7, True))),
+    ],
+)
 @pytest.mark.parametrize("kind", [dlrm, pytest.param(dcn, marks=pytest.mark.slow)])
-@pytest.mark.few(1)
 def test_sub_batches_train_as_the_whole_batch(ranks, world, number, compiled, kind):
     """Seven are more than there are samples."""
     expected = alone(kind(), 3, world)
@@ -246,25 +177,20 @@ def test_ids_cross_the_network_of_the_device_if_they_are_to(ranks):
 
 
 def drawn(rank, world, other_plan):
+    """The state of a model made on the meta device, which can be trained."""
     torch.manual_seed(11)
-    given = None if other_plan else plan(world)
     model = te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=te.optim.SGD(lr=0.1), device="meta")
-    parallel = te.HybridParallel(model, given, exchange=EXACT)
-    losses = train(parallel, rank, world, 1)
-    fresh = whole_state(te.HybridParallel(_meta(), given, exchange=EXACT))
-    return losses, fresh
-
-
-def _meta():
-    torch.manual_seed(11)
-    return te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=te.optim.SGD(lr=0.1), device="meta")
+    parallel = te.HybridParallel(model, None if other_plan else plan(world), exchange=EXACT)
+    state = whole_state(parallel)
+    train(parallel, rank, world, 1)
+    return state
 
 
 def test_models_made_on_meta_have_the_same_tables_however_they_are_cut(ranks):
-    expected = drawn(0, 1, True)[1]
+    expected = drawn(0, 1, True)
     bound = 50**-0.5
-    for world, other in ((2, False), (4, False), (4, True)):
-        for _, state in ranks(world).run(drawn, world, other):
+    for world, other in ((2, False), (4, True)):
+        for state in ranks(world).run(drawn, world, other):
             for key in KEYS:
                 weight = state[f"embeddings.{key}.weight"]
                 assert torch.equal(weight, expected[f"embeddings.{key}.weight"]), (world, key)
@@ -300,7 +226,7 @@ def in_a_thread(rank, world):
     for ahead in (True, False):
         parallel = te.HybridParallel(dlrm(), plan(world), exchange=EXACT)
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-        parts = [part(batch(step, world), rank) for step in range(6)]
+        parts = [part(batch(step, world), rank) for step in range(4)]
         ready: dict[int, object] = {}
 
         def send(step, parallel=parallel, ready=ready, parts=parts):
@@ -323,7 +249,7 @@ def in_a_thread(rank, world):
 
 
 def test_ids_sent_ahead_from_another_thread(ranks):
-    assert ranks(4).run(in_a_thread, 4) == [True] * 4
+    assert ranks(2).run(in_a_thread, 2) == [True] * 2
 
 
 def accumulated(rank, world, dense, micro):

@@ -14,8 +14,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import tritonemb as te
-from tests.sharding.test_hybrid import BATCH, KEYS, dcn, dlrm, part, plan, tables, train, whole_state
-from tests.sharding.test_hybrid import batch as batch_of
+from tests.sharding.models import BATCH, KEYS, dcn, dlrm, part, plan, tables, train, whole_state
+from tests.sharding.models import batch as batch_of
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import OutputExchange
 from tritonemb.sharding import (

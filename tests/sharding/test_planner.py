@@ -73,6 +73,7 @@ def test_the_slowest_rank_is_near_the_bound(number, ranks):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("types", [("table_wise",), ("table_wise", "data_parallel", "row_wise")])
+@pytest.mark.few(2)
 def test_few_tables_are_placed_as_brute_force_places_them(seed, types):
     random = np.random.default_rng(seed)
     tables = [
@@ -91,10 +92,10 @@ def test_few_tables_are_placed_as_brute_force_places_them(seed, types):
             ShardingPlan({table.name: choice}, 3)).seconds.sum(1) for choice in choices]
         for table in tables
     ])  # fmt: skip
-    best = min(
-        sum(alone[n, at] for n, at in enumerate(picked)).max()
-        for picked in itertools.product(range(len(choices)), repeat=5)
-    )
+    loads = alone[0]  # of each rank, for all choices for the first tables
+    for of_table in alone[1:]:
+        loads = (loads[:, None] + of_table).reshape(-1, 3)
+    best = loads.max(1).min()
     constraints = {name: Constraint(types=types) for name in names}
     plan = te.plan(tables, topology, batch_size=256, stats=stats, constraints=constraints)
     assert model.predict(plan).load <= 1.01 * best
@@ -124,6 +125,7 @@ def least_largest_sum(values: list[float], ranks: int) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("number", [7, pytest.param(10, marks=pytest.mark.more), 12])
+@pytest.mark.few(2)
 def test_whole_tables_on_four_ranks_are_placed_as_branch_and_bound_places_them(number, seed):
     random = np.random.default_rng(seed)
     tables = [te.TableConfig(f"t{n}", int(10 ** random.uniform(3, 6)), 32) for n in range(number)]
@@ -151,7 +153,7 @@ def test_a_table_that_only_several_nodes_have_room_for_is_not_put_on_one():
 
 def test_a_large_table_is_on_one_tier():
     """The LP would have parts of it on several: its bound is lower, and it finds room where there is none."""
-    tables = [te.TableConfig("large", 40_000_000, 64), *(te.TableConfig(f"t{n}", 1_000_000, 64) for n in range(20))]
+    tables = [te.TableConfig("large", 40_000_000, 64), *(te.TableConfig(f"t{n}", 2_000_000, 64) for n in range(10))]
     topology = te.Topology(4, hbm=2 * GB, host=9 * GB, disk=12 * GB)
     plan = te.plan(tables, topology, batch_size=256)
     fits(plan, tables, topology, 256)
@@ -229,7 +231,7 @@ def test_the_search_counts_what_the_cost_model_predicts(types, monkeypatch):
         "t0": TableStats(3.0), "t1": TableStats(40.0, hotness=((1e4, 0.7), (1e7, 0.3))), "t2": TableStats(20.0),
         "t3": TableStats(8.0, row_share=(0.5, 0.2, 0.1, 0.1, 0.05, 0.05)), "unpooled": TableStats(5.0),
     }  # fmt: skip
-    topology = te.Topology(16, 4, hbm=30 * GB, host=200 * GB, disk=2_000 * GB)
+    topology = te.Topology(8, 4, hbm=30 * GB, host=200 * GB, disk=2_000 * GB)
     found = []
     monkeypatch.setattr(planner, "solve", lambda problem: found.append(solve(problem)) or found[-1])
     constraints = {"t[1-9]": Constraint(types=types)} if types else None
@@ -246,8 +248,8 @@ def test_the_search_counts_what_the_cost_model_predicts(types, monkeypatch):
     [
         ((64_000, 64), {"pooling_factor": 50.0, "row_share": (0.9, *[0.1 / 63] * 63)}, (4, 4)),
         ((300_000, 128), {"row_share": (0.95, *[0.05 / 63] * 63)}, (8, 4)),
-        ((500_000, 28, torch.float16), {"pooling_factor": 9.0}, (12, 2)),
-        ((300_000, 100, torch.bfloat16), {}, (12, 2)),
+        ((500_000, 28, torch.float16), {"pooling_factor": 9.0}, (6, 2)),
+        ((300_000, 100, torch.bfloat16), {}, (6, 2)),
         ((900_000, 5), {"pooling_factor": 0.0}, (8, 2)),
         ((3, 7), {}, (5, 1)),
     ],
@@ -294,8 +296,8 @@ def test_budgets_are_kept_where_they_are_tight():
 
 
 def test_the_same_arguments_give_the_same_plan():
-    tables, stats = zipf_tables(40, 2)
-    made = [te.plan(tables, te.Topology(16, 8), batch_size=512, stats=stats) for _ in range(2)]
+    tables, stats = zipf_tables(20, 2)
+    made = [te.plan(tables, te.Topology(8, 4), batch_size=512, stats=stats) for _ in range(2)]
     assert made[0] == made[1]
     assert str(made[0]) == str(made[1])
 
@@ -322,16 +324,17 @@ def f1(number: int = 40):
 @pytest.mark.more
 def test_twelve_trillion_parameters_fit_128_gpus_with_their_hosts():
     topology = te.Topology.preset("zionex-16x8")
-    stats = {table.name: TableStats(20.0) for table in f1()}
-    plan = te.plan(f1(), topology, batch_size=512, stats=stats)
-    seen = fits(plan, f1(), topology, 512, stats=stats)
+    tables = f1(10)
+    stats = {table.name: TableStats(80.0) for table in tables}
+    plan = te.plan(tables, topology, batch_size=512, stats=stats)
+    seen = fits(plan, tables, topology, 512, stats=stats)
     assert seen.host.sum() + seen.hbm.sum() >= 24e12
 
 
 def test_twelve_trillion_parameters_are_refused_where_hosts_are_too_small():
     topology = te.Topology.preset("zionex-16x8", host=1.1e12, disk=0)
     with pytest.raises(te.PlanError, match=r"short by .* TB") as refused:
-        te.plan(f1(), topology, batch_size=512)
+        te.plan(f1(8), topology, batch_size=512)
     text = str(refused.value)
     assert "24.2 TB" in text  # 12 T x 2 bytes, and 4 a row
     assert "256 ranks" in text

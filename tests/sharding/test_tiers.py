@@ -11,8 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
-from tests.sharding.cases import Case, Trained, alone, differences, groups_of, together, train_steps
-from tests.sharding.test_collections import sizes, tables
+from tests.sharding.cases import (
+    Case,
+    alone,
+    differences,
+    groups_of,
+    sizes,
+    tables,
+    together,
+    train_steps,
+)
+from tests.sharding.models import whole_state
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.sharding import (
     ColumnWise,
@@ -50,7 +59,7 @@ def test_shards_elsewhere_train_as_one_process_on_the_device(ranks, world, place
             tables(pooled, 3),
             tuple(by_rows if optimizer in ("row_wise_adagrad", "lamb") else by_columns),
             OPTIMIZERS[optimizer](lr=0.05),
-            sizes(world, 6, 1 + (optimizer == "adam")),
+            sizes(world, 4, 1 + (optimizer == "adam")),
             pooled,
             world,
             weighted=pooled,
@@ -70,12 +79,12 @@ def reload(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tenso
     trained, there, back = case.sharded(groups), elsewhere.sharded(groups), case.sharded(groups)
     for step in range(2):
         trained(case.batches(step)[0][rank]).sum().backward()
-    whole = {name: shards.gather(groups.world) for name, shards in trained.state_dict().items()}
+    whole = whole_state(trained, groups.world)
     there(case.batches(0)[0][rank]).sum().backward()  # rows are on the device when others are loaded
     there.load_state_dict(whole)
-    found = {name: shards.gather(groups.world) for name, shards in there.state_dict().items()}
+    found = whole_state(there, groups.world)
     back.load_state_dict(found)
-    last = {name: shards.gather(groups.world) for name, shards in back.state_dict().items()}
+    last = whole_state(back, groups.world)
     outputs = [collection(case.batches(1)[0][rank]).detach() for collection in (trained, there, back)]
     return [whole, found, last, *[{"output": output} for output in outputs]]
 
@@ -123,7 +132,7 @@ def drawn(rank: int, placement: str) -> dict[str, torch.Tensor]:
     model = te.nn.EmbeddingBagCollection([config], te.optim.SGD(lr=0.1), device="meta")
     plan = te.sharding.ShardingPlan({"t": RowWise()}, 2)
     sharded = te.HybridParallel(model, plan, device="cpu")
-    return {name: shards.gather(sharded.group) for name, shards in sharded.module.state_dict().items()}
+    return whole_state(sharded.module, sharded.group)
 
 
 def test_first_values_are_the_same_wherever_shards_live(ranks):
@@ -267,13 +276,13 @@ def resumed(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tens
     whole, first, second = case.sharded(groups), elsewhere.sharded(groups), elsewhere.sharded(groups)
     outputs = [train_steps(case, whole, rank, range(6))]
     outputs.append(train_steps(case, first, rank, range(3), 2))
-    second.load_state_dict({name: shards.gather(groups.world) for name, shards in first.state_dict().items()})
+    second.load_state_dict(whole_state(first, groups.world))
     outputs[1] += train_steps(case, second, rank, range(3, 6), 1)
-    states = [{n: t.gather(groups.world) for n, t in made.state_dict().items()} for made in (whole, second)]
+    states = [whole_state(collection, groups.world) for collection in (whole, second)]
     return [{**state, **{str(n): o for n, o in enumerate(of)}} for state, of in zip(states, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+@pytest.mark.parametrize("way", ["data-parallel", "column-wise"])
 @pytest.mark.few(1)
 def test_training_goes_on_with_a_loaded_state(ranks, way):
     case = gathered(way, "row_wise_adagrad", steps=6)
@@ -328,16 +337,7 @@ def twice(rank: int, case: Case) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             collection(case.batches(4)[0][rank])
         (collection(sent).sum() + collection(sent).square().sum()).backward()
-    return {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
-
-
-@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
-@pytest.mark.few(1)
-def test_a_batch_that_was_sent_may_be_looked_up_twice(ranks, way):
-    case = gathered(way, "row_wise_adagrad")
-    expected = ranks(2).run(twice, case)
-    for found, one in zip(ranks(2).run(twice, placed(case, "disk")), expected, strict=True):
-        assert_same_bits(found, one)
+    return whole_state(collection, groups.world)
 
 
 def bring_some(collection: Any, first: int, count: int) -> None:
@@ -351,23 +351,13 @@ def bring_some(collection: Any, first: int, count: int) -> None:
             local.group(te.KeyedJaggedTensor.from_lists(ids))
 
 
-def with_other_caches(rank: int, case: Case) -> Trained:
-    """As `together`, where ranks have other rows in other slots to begin with."""
+def with_other_caches(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """Ranks have other rows in other slots to begin with."""
     groups = groups_of(case.local or None)
     collection = case.sharded(groups)
     bring_some(collection, 20 * rank, 9)
     outputs = train_steps(case, collection, rank, range(len(case.sizes)))
-    state = {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
-    return Trained(outputs, state, collection.skipped_rows())
-
-
-@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
-@pytest.mark.few(1)
-def test_ranks_may_have_other_rows_on_their_devices(ranks, way):
-    case = gathered(way, "row_wise_adagrad")
-    expected, _ = ranks(2).run(together, [case])
-    for found in ranks(2).run(with_other_caches, placed(case, "disk", "host")):
-        assert_same_bits(found.state, expected[0][0].state)
+    return whole_state(collection, groups.world) | {str(step): output for step, output in enumerate(outputs)}
 
 
 class BringsInBackward(torch.autograd.Function):
@@ -391,15 +381,15 @@ def busy(rank: int, case: Case) -> dict[str, torch.Tensor]:
     for step in range(3):
         early = BringsInBackward.apply(torch.ones((), requires_grad=True), collection)  # first, so differentiated last
         (collection(case.batches(step)[0][rank]).sum() + early).backward()
-    return {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
+    return whole_state(collection, groups.world)
 
 
 @pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
-@pytest.mark.few(1)
-def test_rows_stay_until_the_pass_has_ended_that_updates_them(ranks, way):
+@pytest.mark.parametrize("steps", [twice, with_other_caches, busy])
+def test_no_bit_depends_on_what_caches_hold(ranks, steps, way):
     case = gathered(way, "row_wise_adagrad")
-    expected = ranks(2).run(busy, case)
-    for found, one in zip(ranks(2).run(busy, placed(case, "disk", "host")), expected, strict=True):
+    expected = ranks(2).run(steps, case)
+    for found, one in zip(ranks(2).run(steps, placed(case, "disk", "host")), expected, strict=True):
         assert_same_bits(found, one)
 
 

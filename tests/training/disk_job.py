@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
 from tests.helpers import living
+from tests.sharding.models import whole_state
 from tests.training.jobs import planted
 from tritonemb.comm.group import RankGroup
 from tritonemb.data import Dataset
-from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.storage import DiskRows
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
@@ -95,8 +95,7 @@ def sharded(
         assert trainer.resume() is not None
     if not only_load:
         trainer.fit()
-    state = trainer.model.state_dict()
-    return {n: t.gather(group) if isinstance(t, TableShards) else t.detach().clone() for n, t in state.items()}
+    return whole_state(trainer.model, group)
 
 
 def bits(trainer: te.Trainer) -> dict[str, Tensor]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.ranks import start_process
 from tests.sharding.cuts import Cut, holds, shards_of, values
+from tests.training.disk_job import in_memory
 from tritonemb.comm.group import RankGroup
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import (
@@ -26,7 +28,6 @@ from tritonemb.training.checkpoint import (
     CheckpointFolder,
     load_tensors,
     read_manifest,
-    stored_tensors,
     writer,
 )
 from tritonemb.training.checkpoint.manager import AsyncSave
@@ -57,10 +58,7 @@ def gate(monkeypatch):
 
 
 def loaded(folder: CheckpointFolder, step: int) -> dict[str, torch.Tensor]:
-    stored = stored_tensors(folder.path(step))
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    load_tensors(folder.path(step), found)
-    return found
+    return in_memory(folder.path(step))
 
 
 def test_it_holds_the_moment_of_its_start(tmp_path, gate):
@@ -98,7 +96,7 @@ def test_there_is_one_at_a_time_and_buffers_are_used_again(tmp_path, gate):
     save, tensor = AsyncSave(folder), torch.zeros(1000)
     save.start(1, {"a": tensor}, {})
     buffer = save._stager._buffers["a"].data_ptr()
-    threading.Timer(0.2, gate.open.set).start()
+    threading.Timer(0.05, gate.open.set).start()
     before = save.start(2, {"a": tensor + 1}, {}, best=True)
     assert before is not None
     assert before.step == 1
@@ -249,8 +247,7 @@ PROCESS = """
 
     def slow(*args):
         done = real(*args)
-        print("written", flush=True)
-        time.sleep(60 if what == "hang" else 0.5)
+        time.sleep(0.5)
         return done
 
     def full(*args):
@@ -266,20 +263,37 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
+def save_and_hang(folder: Path, written: Connection) -> None:
+    """Write one checkpoint, and another one, but for its manifest."""
+    save, real = AsyncSave(CheckpointFolder(folder)), writer.FileSystemWriter.write_data
+    save.start(1, {"a": torch.full((1000,), 1.0)}, {"progress": {"step": 1}})
+    save.wait()
+
+    def hang(*args: Any) -> None:
+        real(*args)
+        written.send(True)
+        threading.Event().wait()
+
+    writer.FileSystemWriter.write_data = hang  # type: ignore[method-assign,assignment]
+    save.start(2, {"a": torch.full((1000,), 2.0)}, {"progress": {"step": 2}})
+    save.wait()
+
+
+@pytest.mark.usefixtures("ranks")
 def test_a_process_that_is_killed_leaves_the_last_checkpoint_whole(tmp_path):
-    process = start(tmp_path, "hang")
-    assert process.stdout.readline() == "written\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    written, of_process = mp.Pipe()
+    process = start_process(save_and_hang, tmp_path, of_process)
+    assert written.poll(60)
+    process.kill()
+    process.join()
     folder = CheckpointFolder(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".writing-step-2"]
     assert folder.steps() == [1]
     assert read_manifest(folder.latest())["progress"] == {"step": 1}
     assert torch.equal(loaded(folder, 1)["a"], torch.full((1000,), 1.0))
-    AsyncSave(folder).start(3, {"a": torch.zeros(3)}, {})
-    while folder.steps() != [1, 3]:
-        time.sleep(0.01)
+    save = AsyncSave(folder)
+    save.start(3, {"a": torch.zeros(3)}, {})
+    save.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.ranks import free_port, joined, start_process
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
+from tests.training import jobs
 from tritonemb.comm.group import RankGroup
-from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.checkpoint import (
     MANIFEST,
     CheckpointError,
@@ -133,11 +135,8 @@ def train_and_save(rank: int, folder: str, way: str) -> dict[str, torch.Tensor]:
     again = hybrid([RowWise(rows=[3, 17]), RowWise(), RowWise()]).state_dict()
     found = {f"model.{key}": value.detach() for key, value in again.items()}
     load_tensors(CheckpointFolder(folder).path(3), found, group=group)
-    found, whole = (
-        {key: value.gather(group) if isinstance(value, TableShards) else value.clone() for key, value in each.items()}
-        for each in (found, state)
-    )
-    assert_same_bits(found, whole)
+    whole = {key: jobs.whole(value) for key, value in state.items()}
+    assert_same_bits({key: jobs.whole(value) for key, value in found.items()}, whole)
     return whole
 
 
@@ -216,7 +215,6 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
         (0, "manifest", "disk"),
     ],
 )
-@pytest.mark.few(1)
 def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, what):
     whole, folder = values((12, 4), torch.float32), CheckpointFolder(tmp_path / "checkpoints")
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
@@ -244,7 +242,6 @@ def save_too_much(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.more
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(ranks, small_disk):
     folder, whole = CheckpointFolder(small_disk / "checkpoints"), values((12, 4), torch.float32)
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
@@ -316,7 +313,6 @@ def read_damaged(rank: int, path: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.more
 def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp_path):
     ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
     path = tmp_path / "step-1"
@@ -353,10 +349,6 @@ def test_the_best_is_marked_by_one_rank_for_all(ranks, tmp_path):
 
 def save_and_vanish(rank: int, folder: str, port: int) -> str:
     """Run as a process of its own: rank 1 ends in the middle of writing."""
-    import os
-
-    from tests.ranks import joined
-
     with joined(rank, 2, port, timeout=20.0):
         group = RankGroup.world()
         whole = values((12, 4), torch.float32)
@@ -374,19 +366,13 @@ def save_and_vanish(rank: int, folder: str, port: int) -> str:
     return ""
 
 
-@pytest.mark.more
+@pytest.mark.usefixtures("ranks")
 def test_a_rank_that_vanishes_leaves_nobody_waiting(tmp_path):
-    import torch.multiprocessing as mp
-
-    from tests.ranks import free_port
-
-    port, context = free_port(), mp.get_context("spawn")
-    jobs = [context.Process(target=save_and_vanish, args=(rank, str(tmp_path), port)) for rank in range(2)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(60)
-    assert [job.exitcode for job in jobs] == [0, 9]
+    port = free_port()
+    processes = [start_process(save_and_vanish, rank, str(tmp_path), port) for rank in range(2)]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 9]
     assert (tmp_path / "told").read_text()  # the exchange failed: that is no CheckpointError
     assert CheckpointFolder(tmp_path).steps() == [1]
     assert read_manifest(tmp_path / "step-1")["progress"] == {"step": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from dataclasses import replace
@@ -27,6 +28,14 @@ EVERY = CheckpointOptions(checkpoint_steps=6)
 CACHE = {"host": te.CacheConfig(rows=64), "disk": te.CacheConfig(rows=64, host_rows=96)}
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "often": {"checkpoints": OFTEN},
+    "every": {"checkpoints": EVERY, "prefetch_depth": 1},
+    "accumulate": {"accumulate": 2},
+}
+
+
 def trainer_of(
     tier: str, folder: Path | None = None, *callbacks: Any, users: int = 2_000, **options: Any
 ) -> te.Trainer:
@@ -49,6 +58,11 @@ def trainer_of(
     return te.Trainer(model, data, folder=folder, callbacks=list(callbacks), **settings)
 
 
+@functools.cache
+def on_device(**options: Any) -> tuple[jobs.Record, dict[str, Tensor]]:
+    return trained("device", **options)
+
+
 def trained(tier: str, folder: Path | None = None, **options: Any) -> tuple[jobs.Record, dict[str, Tensor]]:
     record = jobs.Record()
     trainer = trainer_of(tier, folder, record, **options)
@@ -68,15 +82,18 @@ class SignalAt(te.training.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"checkpoints": OFTEN}, {"checkpoints": EVERY, "prefetch_depth": 1}, {"accumulate": 2}],
-    ids=["plain", "often", "every", "accumulate"],
+    ("tier", "options"),
+    [
+        pytest.param("disk", OPTIONS["every"], id="disk-every"),
+        pytest.param("disk", OPTIONS["plain"], id="disk-plain", marks=pytest.mark.more),
+        *(pytest.param("host", OPTIONS[n], id=f"host-{n}", marks=pytest.mark.more) for n in ("often", "accumulate")),
+        *(pytest.param("disk", OPTIONS[n], id=f"disk-{n}", marks=pytest.mark.slow) for n in ("often", "accumulate")),
+        *(pytest.param("host", OPTIONS[n], id=f"host-{n}", marks=pytest.mark.slow) for n in ("plain", "every")),
+    ],
 )
-@pytest.mark.parametrize("tier", CACHE)
 def test_losses_metrics_and_rows_are_those_of_tables_on_the_device(tier, options, tmp_path):
-    expected, rows = trained("device", accumulate=options.get("accumulate", 1))
+    expected, rows = on_device(accumulate=options.get("accumulate", 1))
     found, same_rows = trained(tier, tmp_path / "run", **options)
     assert_same_bits(same_rows, rows)
     assert found.losses == expected.losses
@@ -88,11 +105,19 @@ def test_losses_metrics_and_rows_are_those_of_tables_on_the_device(tier, options
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("after", ["device", "host", "disk", "larger"])
-@pytest.mark.parametrize("before", ["device", "disk"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("device", "disk"),
+        ("disk", "host"),
+        ("disk", "larger"),
+        *(pytest.param("device", after, marks=pytest.mark.slow) for after in ("device", "host", "larger")),
+        *(pytest.param("disk", after, marks=pytest.mark.slow) for after in ("device", "disk")),
+    ],
+)
 def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
     """Of tables on disk it has their files, changes among them, which another tier or capacity reads, too."""
-    _, rows = trained("device")
+    _, rows = on_device()
     folder = tmp_path / "run"
     trainer_of(before, folder, epochs=1, checkpoints=INCREMENTAL).fit()
     (checkpoint,) = folder.glob("checkpoints/step-18")
@@ -120,10 +145,17 @@ def test_ranks_resume_tables_on_disk(ranks, tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("tier", CACHE)
-@pytest.mark.parametrize("step", [13, 20])
+@pytest.mark.parametrize(
+    ("tier", "step"),
+    [
+        ("host", 13),
+        ("disk", 20),
+        pytest.param("host", 20, marks=pytest.mark.slow),
+        pytest.param("disk", 13, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_a_signal_has_ended_is_resumed_to_the_same_bits(tier, step, tmp_path):
-    _, rows = trained("device")
+    _, rows = on_device()
     with pytest.raises(Interrupted):
         trainer_of(tier, tmp_path / "run", SignalAt(step)).fit()
     resumed = trainer_of(tier, tmp_path / "run")

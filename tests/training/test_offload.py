@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("torchmetrics")
@@ -12,20 +11,18 @@ pytest.importorskip("tomli_w")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.training.disk_job import in_memory
 from tests.training.jobs import make_trainer, planted
 from tritonemb.cli import main
 from tritonemb.data import LogOptions, Schema
 from tritonemb.training import CheckpointOptions
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.config import OffloadOptions, OutputOptions, TrainConfig
 from tritonemb.training.job import train
 
 
 def tensors_of(run):
-    path = CheckpointFolder(run / "checkpoints").latest()
-    found = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in stored_tensors(path).items()}
-    load_tensors(path, found)
-    return found
+    return in_memory(CheckpointFolder(run / "checkpoints").latest())
 
 
 def options(swap, states="disk", params="host", activations="device", budget="4MiB"):

@@ -127,15 +127,14 @@ def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: i
 def test_the_counts_of_a_given_prefetch_depth(monkeypatch, tmp_path, depth, options, placement):
     """With evaluations and checkpoints in between, and an end at which steps that were made ahead are left over."""
     runs, accumulate = [], options.get("accumulate", 1)
-    for seed in range(3):
+    for seed in range(2):
         own = dict(options)
         if "checkpoint_steps" in own:
             own["folder"] = tmp_path / str(seed)
             own["checkpoints"] = te.training.CheckpointOptions(checkpoint_steps=own.pop("checkpoint_steps"))
         runs.append(run(monkeypatch, seed, placement, prefetch_depth=depth, **own))
     statistics, logs, events = runs[0]
-    for other in runs[1:]:
-        assert other == runs[0]
+    assert runs[1] == runs[0]
     assert statistics == simulated(events, depth, accumulate, 64 if placement == CACHED else None)
     assert placement != CACHED or min(statistics.host_hits, statistics.disk_read, statistics.disk_written) > 0
     assert statistics.evictions > 100
