@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from tests.helpers import DEADLINE
 from tritonemb.comm.output_exchange import EXACT
 from tritonemb.server import Servers, attach, client, flush
 from tritonemb.server.node import EmbeddingServer
@@ -69,11 +70,13 @@ def batches(number: int, trainer: int = 0, size: int = 6, most: int = 300) -> It
 
 
 def train(
-    collection: te.nn.EmbeddingBagCollection, steps: int, ahead: int = 0, trainer: int = 0, most: int = 300
-) -> Outputs:
-    """What each step has read; batches are pulled so many steps ahead."""
+    collection: te.nn.EmbeddingBagCollection, steps: int, ahead: int = 0, trainer: int = 0, most: int = 300,
+    on_step: Callable[[], object] = lambda: None,
+) -> Outputs:  # fmt: skip
+    """What each step has read; batches are pulled so many steps ahead. `on_step` is called before each batch."""
     outputs, waiting, coming = [], [], batches(steps, trainer, most=most)
     for batch in coming:
+        on_step()
         waiting.append(te.nn.prefetch(collection, batch) if ahead else batch)
         if len(waiting) > ahead:
             outputs.append(_step(collection, waiting.pop(0)))
@@ -87,15 +90,16 @@ def _step(collection: te.nn.EmbeddingBagCollection, batch) -> Tensor:
 
 
 def train_all(
-    servers: Servers, steps: int, trainers: int = 1, staleness=0, ahead: int = 0, **how
-) -> tuple[list[Outputs], dict[str, Tensor]]:
+    servers: Servers, steps: int, trainers: int = 1, staleness=0, ahead: int = 0,
+    on_step: Callable[[], object] = lambda: None, **how,
+) -> tuple[list[Outputs], dict[str, Tensor]]:  # fmt: skip
     """What the trainers have read, and the tables after all their steps."""
     models = [make(servers, staleness, group=Trainers(rank, trainers), **how) for rank in range(trainers)]
     outputs: list[Outputs | BaseException] = [[] for _ in models]
 
     def run(rank: int) -> None:
         try:
-            outputs[rank] = train(models[rank], steps, ahead, rank)
+            outputs[rank] = train(models[rank], steps, ahead, rank, on_step=on_step)
             flush(models[rank])
         except BaseException as error:
             outputs[rank] = error
@@ -104,7 +108,7 @@ def train_all(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(4 * DEADLINE)  # it may wait for several processes that start
         assert not thread.is_alive()
     for found in outputs:
         if isinstance(found, BaseException):

@@ -48,7 +48,7 @@ def test_bits_depend_on_the_staleness_alone(staleness):
     expected = None
     for servers, ahead in ((1, 0), (2, 1), (4, staleness)):
         with local_servers(servers) as some:
-            found = train_all(some, 20, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
+            found = train_all(some, 12, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
         expected = expected or found
         same(found, expected)
 
