@@ -18,8 +18,7 @@ pytest.importorskip("pyarrow.flight")
 
 import tritonemb as te
 from tests.helpers import DEADLINE, assert_same_bits, process_ends
-from tests.server.jobs import local_servers, make, train, train_all
-from tests.server.test_staleness import same
+from tests.server.jobs import local_servers, make, same, train, train_all
 from tritonemb import cli
 from tritonemb.server import EmbeddingServer, connect, start, start_on_ray
 from tritonemb.server.attach import address_file

@@ -25,8 +25,7 @@ pytest.importorskip("pyarrow.flight")
 import ray
 
 import tritonemb as te
-from tests.server.jobs import local_servers, make, train, train_all
-from tests.server.test_staleness import same
+from tests.server.jobs import local_servers, make, same, train, train_all
 from tritonemb.server import start_on_ray
 from tritonemb.utils import cache_dir
 
