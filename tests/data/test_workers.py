@@ -97,24 +97,22 @@ def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
 
 
 @pytest.mark.more
-def test_the_collector_may_close_workers_inside_a_functional_transform(bundle):
-    workers = DataLoaderWorkers(bundle, 1)
-    assert sum(map(len, read(workers, "memory-60/train", 4, shards=1))) == 60
+def test_streams_and_workers_know_no_mode_of_the_thread(bundle):
+    """A stream may be opened in inference mode, and the collector may close workers inside a functional transform."""
+
+    def rows():
+        return sum(map(len, read(workers, "memory-60/train", 4, shards=1)))
 
     def loss(x):
         workers.close()
         return x.sum()
 
-    assert torch.func.grad(loss)(torch.ones(2)).tolist() == [1, 1]
-
-
-@pytest.mark.more
-def test_a_stream_may_be_opened_in_inference_mode(bundle):
     with DataLoaderWorkers(bundle, 1) as workers:
         with torch.inference_mode():
-            assert sum(map(len, read(workers, "memory-60/train", 4, shards=1))) == 60
-        assert sum(map(len, read(workers, "memory-60/train", 4, shards=1))) == 60
+            assert rows() == 60
+        assert rows() == 60
         assert len(workers.pids) == 1
+        assert torch.func.grad(loss)(torch.ones(2)).tolist() == [1, 1]
 
 
 STARTER = """

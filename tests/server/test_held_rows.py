@@ -32,7 +32,7 @@ def test_bits_are_those_of_one_process(cache, ahead, dynamic):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("number", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 4))])
 def test_over_flight_they_are_the_same(number):
     pytest.importorskip("pyarrow.flight")
     expected = alone(16, dynamic=ADMITTED)
