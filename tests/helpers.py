@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,6 +25,7 @@ from tritonemb.tables.cached_table import CachedTable
 Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()
 CACHED = "cached disk"  # a placement on disk with some rows in host memory
+DEADLINE = 120.0  # seconds until a wait for another thread or process fails, however busy the machine is
 _Size = TypeVar("_Size")
 
 
@@ -38,6 +41,18 @@ def resident_growth(do: Callable[[], object], attempts: int = 3) -> int:
         growths.append(process.memory_info().rss - before)
         del kept
     return min(growths)
+
+
+def process_ends(pid: int) -> bool:
+    """Wait for the end of a process, whoever started it; whether it comes in time. Its parent may not have noticed."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], DEADLINE)[0])
+    finally:
+        os.close(process)
 
 
 def fewer(full: _Size, interpreted: _Size) -> _Size:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import time
+import os
+import select
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.helpers import DEADLINE
 from tritonemb.data import Batch, Data, Feature, Stream
 from tritonemb.data.protocol import PositionedBatch, ReadReport
 from tritonemb.jagged import KeyedJaggedTensor
@@ -23,9 +26,32 @@ class OddError(Exception):
     """Of no built-in type."""
 
 
+class Marks:
+    """A named pipe into which any process writes a byte when something has happened."""
+
+    def __init__(self, path: Path) -> None:
+        with suppress(FileExistsError):
+            os.mkfifo(path)
+        self._pipe, self._count = os.open(path, os.O_RDWR | os.O_NONBLOCK), 0
+
+    def add(self) -> None:
+        os.write(self._pipe, b".")
+
+    def count(self) -> int:
+        """How many there have been."""
+        with suppress(BlockingIOError):
+            while True:
+                self._count += len(os.read(self._pipe, 1 << 16))
+        return self._count
+
+    def wait_for(self, number: int) -> None:
+        while self.count() < number:
+            assert select.select([self._pipe], [], [], DEADLINE)[0], f"{self._count} marks of {number}"
+
+
 @dataclass
 class Bundle:
-    """Besides those given, data sets that behave badly; `folder` is where they write what they do."""
+    """Besides those given, data sets that behave badly; `folder` has the pipes for what they do."""
 
     data: dict[str, Data]
     folder: Path
@@ -45,23 +71,28 @@ class Bundle:
         steps = getattr(self, f"_{name}")(own, batch_size)
         return Stream(steps, {"of": 0, "number": 0})
 
+    def marks(self, name: str) -> Marks:
+        return Marks(self.folder / name)
+
     def _endless(self, mark: str, batch_size: int) -> Iterator[PositionedBatch]:
-        """Marks every batch that it makes, and its end."""
+        """Mark every batch that it makes, and its end."""
+        made, ended = self.marks(f"made {mark}"), self.marks(f"ended {mark}")
         try:
             for number in itertools.count(1):
-                self._mark(f"made {mark}")
+                made.add()
                 yield self._step(number, batch_size)
         finally:
-            self._mark(f"ended {mark}")
+            ended.add()
 
     def _slow(self, mark: str, batch_size: int) -> Iterator[PositionedBatch]:
-        """One batch, and then one that takes a while."""
+        """Make one batch, and another one when the mark "go" is there; mark its end."""
+        ended = self.marks(f"ended {mark}")
         try:
             yield self._step(1, batch_size)
-            time.sleep(2.0)
+            self.marks(f"go {mark}").wait_for(1)
             yield self._step(2, batch_size)
         finally:
-            self._mark(f"ended {mark}")
+            ended.add()
 
     def _failing(self, kind: str, batch_size: int) -> Iterator[PositionedBatch]:
         yield self._step(1, batch_size)
@@ -81,7 +112,3 @@ class Bundle:
         sparse = KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
         batch = Batch(torch.full((batch_size, 3), float(number)), sparse, torch.zeros(batch_size))
         return PositionedBatch(batch, {"of": 0, "number": number}, ReadReport(rows=number * batch_size))
-
-    def _mark(self, name: str) -> None:
-        with (self.folder / name).open("a") as file:
-            file.write(".")

@@ -7,6 +7,7 @@ import torch
 
 from tests.data.bundle import SIZES, Bundle
 from tests.data.logs import line, options, write
+from tests.helpers import process_ends
 from tritonemb.data import ClickLog, DataLoaderWorkers, ReaderHost, RemoteData, convert, make_synthetic
 
 
@@ -40,11 +41,13 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def workers(bundle):
-    """By their number; 0 is none. Both share their processes."""
+    """By their number; 0 is none. All share their processes, which end with them."""
     with DataLoaderWorkers(bundle, 3) as three:
         one = copy.copy(three)
         one._num_workers = 1
         yield {0: None, 1: one, 3: three}
+        pids = three.pids
+    assert all(map(process_ends, pids))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """CSV with a header: parsed at once, and line by line where a block has a bad line; the same rows either way."""
 
 import csv
-import gzip
 import io
 import re
 
@@ -12,23 +11,17 @@ from hypothesis import strategies as st
 
 pa = pytest.importorskip("pyarrow")
 
+from tests.data import logs  # noqa: E402
 from tests.data.logs import ALL_TRAIN, contents, options, rows_of, same  # noqa: E402
 from tritonemb.data import ClickLog, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
 from tritonemb.data.delimited import LONGEST_LINE, read_line  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item"), "integers": ("item",)}
-HEADER = "click,note,price,user,item\n"
+HEADER = "click,note,price,user,item"
 
 
-def write(folder, *lines, name="log.csv", header=HEADER, end="\n"):
-    text = header + "".join(line + end for line in lines)
-    raw = text.encode(errors="surrogateescape")
-    if name.endswith(".gz"):
-        raw = gzip.compress(raw)
-    elif name.endswith(".zst"):
-        raw = pa.Codec("zstd").compress(raw, asbytes=True)
-    (folder / name).write_bytes(raw)
-    return folder / name
+def write(folder, *lines, name="log.csv", header=HEADER):
+    return logs.write(folder, [header, *lines], name)
 
 
 def reader(path, **changes):
@@ -59,8 +52,8 @@ def test_rows_are_those_of_parquet(tmp_path, name):
 @pytest.mark.parametrize("delimiter", ["\t", ";", "|"])
 def test_any_delimiter(tmp_path, delimiter):
     expected = rows_of(reader(write(tmp_path, "1,a,1.5,ann,7", "0,b,2,bob,8")))
-    lines = [line.replace(",", delimiter) for line in ("1,a,1.5,ann,7", "0,b,2,bob,8")]
-    path = write(tmp_path, *lines, name="log.txt", header=HEADER.replace(",", delimiter), end="\r\n")
+    lines = [line.replace(",", delimiter) + "\r" for line in ("1,a,1.5,ann,7", "0,b,2,bob,8")]
+    path = write(tmp_path, *lines, name="log.txt", header=HEADER.replace(",", delimiter))
     assert rows_of(reader(path, delimiter=delimiter)) == expected
 
 
@@ -79,14 +72,14 @@ def test_options_and_header_are_checked(tmp_path):
     with pytest.raises(ValueError, match=r"a schema must say which is the label"):
         ClickLog(path, options())
     with pytest.raises(ValueError, match="there are 2 columns 'user'"):
-        reader(write(tmp_path, "1,a,2,3,4", header="click,user,price,user,item\n"))
-    other = write(tmp_path, "1,1.5,ann,7", name="other.csv", header="click,price,user,item\n")
+        reader(write(tmp_path, "1,a,2,3,4", header="click,user,price,user,item"))
+    other = write(tmp_path, "1,1.5,ann,7", name="other.csv", header="click,price,user,item")
     with pytest.raises(ValueError, match=r"other.csv: its header is not that of .*log.csv: click, price, user, item"):
         reader([write(tmp_path, "1,a,1.5,ann,7"), other])
     with pytest.raises(
         ValueError, match=r"line 1: field 1 \(label\) is 'click,.*; a file with a header is read with a d"
     ):
-        ClickLog(write(tmp_path, header="click,a\t" + "\t".join("x" * 39) + "\n", name="log.txt"), options())
+        ClickLog(write(tmp_path, header="click,a\t" + "\t".join("x" * 39), name="log.txt"), options())
 
 
 def test_several_files_have_a_header_each(tmp_path):
@@ -174,8 +167,8 @@ def test_line_ends_inside_quotes(tmp_path):
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\r\n").writerows(rows)
     path = tmp_path / "log.csv"
-    path.write_bytes(HEADER.encode() + text.getvalue().encode())
-    columns = {name: [row[place] for row in rows] for place, name in enumerate(HEADER.strip().split(","))}
+    path.write_bytes(f"{HEADER}\n".encode() + text.getvalue().encode())
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(HEADER.split(","))}
     expected = rows_of(reader(as_parquet(tmp_path, columns)))
     for chunk_bytes in (1, 50, 1 << 20):
         assert rows_of(reader(path, quoted_newlines=True, chunk_bytes=chunk_bytes)) == expected

@@ -143,9 +143,9 @@ def test_a_file_that_has_changed_is_refused(tmp_path, name, num_rows):
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, split, more):
-    lines = random_lines(3000)
+    lines = random_lines(100) * 30
     path = write(tmp_path, lines)
-    log = ClickLog(path, options(SplitRule(test_share=0.5), chunk_bytes=1000, workers=1, shuffle_rows=8))
+    log = ClickLog(path, options(SplitRule(test_share=0.5), chunk_bytes=4000, workers=1, shuffle_rows=8))
     with log.open(split, 8, shuffle=True) as stream:
         next(stream)
         if more:

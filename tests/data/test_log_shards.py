@@ -180,7 +180,7 @@ def test_nobody_parses_what_others_parse(logs, monkeypatch):
         with monkeypatch.context() as patched:
             before = source.parse
             patched.setattr(source, "parse", lambda *args, b=before: seen.append(args[1]) or b(*args))
-            log = reader(logs[kind, 300], chunk_bytes=2500)
+            log = reader(logs[kind, 40], chunk_bytes=400)
             numbers(log)
             whole = rows_seen(seen)
             seen.clear()
@@ -210,7 +210,7 @@ def test_bad_rows_of_a_shard_have_their_lines(tmp_path, logs, kind):
         return
     strict = ClickLog(logs[kind, 300], options(chunk_bytes=3000))
     expected = set()
-    with reader(logs[kind, 300], chunk_bytes=700).open("train", 16) as stream:
+    with reader(logs[kind, 300], chunk_bytes=2000).open("train", 16) as stream:
         list(stream)
         assert stream.report.skipped > 20
     for path in strict.files:
@@ -218,7 +218,7 @@ def test_bad_rows_of_a_shard_have_their_lines(tmp_path, logs, kind):
         expected |= {f"{path}, line {n}" for n, entry in enumerate(plain.split(b"\n"), start=1) if entry == b"bad"}
     found = set()
     for index in range(11):  # each tells at most ten in full
-        with reader(logs[kind, 300], chunk_bytes=700).open("train", 16, shard=(index, 11)) as stream:
+        with reader(logs[kind, 300], chunk_bytes=2000).open("train", 16, shard=(index, 11)) as stream:
             list(stream)
             found |= {problem.partition(": ")[0] for problem in stream.report.problems}
     assert found == expected

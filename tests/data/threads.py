@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import threading
 
+from tests.helpers import DEADLINE
+
+OTHERS = ("tritonemb-kernels", "tritonemb-disk", "tritonemb-rows")  # of kernels and of tables on disk
+
+
+def threads() -> list[threading.Thread]:
+    names = [(thread.name, thread) for thread in threading.enumerate()]
+    return [thread for name, thread in names if name.startswith("tritonemb") and not name.startswith(OTHERS)]
+
 
 def running() -> list[str]:
-    """Their names; threads of kernels and of tables on disk are none of a stream."""
-    others = ("tritonemb-kernels", "tritonemb-disk", "tritonemb-rows")
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("tritonemb") and not name.startswith(others)]
+    """Names of the threads."""
+    return [thread.name for thread in threads()]
+
+
+def threads_end() -> bool:
+    """Wait for the end of the threads; whether it comes in time."""
+    for thread in threads():
+        thread.join(DEADLINE)
+    return not running()

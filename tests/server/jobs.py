@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import tritonemb as te
+from tests.helpers import DEADLINE, assert_same_bits
 from tritonemb.comm.output_exchange import EXACT
 from tritonemb.server import Servers, attach, client, flush
 from tritonemb.server.node import EmbeddingServer
@@ -69,11 +72,13 @@ def batches(number: int, trainer: int = 0, size: int = 6, most: int = 300) -> It
 
 
 def train(
-    collection: te.nn.EmbeddingBagCollection, steps: int, ahead: int = 0, trainer: int = 0, most: int = 300
-) -> Outputs:
-    """What each step has read; batches are pulled so many steps ahead."""
+    collection: te.nn.EmbeddingBagCollection, steps: int, ahead: int = 0, trainer: int = 0, most: int = 300,
+    on_step: Callable[[], object] = lambda: None,
+) -> Outputs:  # fmt: skip
+    """What each step has read; batches are pulled so many steps ahead. `on_step` is called before each batch."""
     outputs, waiting, coming = [], [], batches(steps, trainer, most=most)
     for batch in coming:
+        on_step()
         waiting.append(te.nn.prefetch(collection, batch) if ahead else batch)
         if len(waiting) > ahead:
             outputs.append(_step(collection, waiting.pop(0)))
@@ -87,15 +92,16 @@ def _step(collection: te.nn.EmbeddingBagCollection, batch) -> Tensor:
 
 
 def train_all(
-    servers: Servers, steps: int, trainers: int = 1, staleness=0, ahead: int = 0, **how
-) -> tuple[list[Outputs], dict[str, Tensor]]:
+    servers: Servers, steps: int, trainers: int = 1, staleness=0, ahead: int = 0,
+    on_step: Callable[[], object] = lambda: None, **how,
+) -> tuple[list[Outputs], dict[str, Tensor]]:  # fmt: skip
     """What the trainers have read, and the tables after all their steps."""
     models = [make(servers, staleness, group=Trainers(rank, trainers), **how) for rank in range(trainers)]
     outputs: list[Outputs | BaseException] = [[] for _ in models]
 
     def run(rank: int) -> None:
         try:
-            outputs[rank] = train(models[rank], steps, ahead, rank)
+            outputs[rank] = train(models[rank], steps, ahead, rank, on_step=on_step)
             flush(models[rank])
         except BaseException as error:
             outputs[rank] = error
@@ -104,12 +110,21 @@ def train_all(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(4 * DEADLINE)  # it may wait for several processes that start
         assert not thread.is_alive()
     for found in outputs:
         if isinstance(found, BaseException):
             raise found
     return outputs, {name: value.clone() for name, value in models[0].state_dict().items()}
+
+
+def same(found: tuple[list[Outputs], dict[str, Tensor]], expected: tuple[list[Outputs], dict[str, Tensor]]) -> None:
+    """Check that two results of `train_all` have the same bits."""
+    outputs, state = found
+    assert all(
+        torch.equal(*pair) for each in zip(outputs, expected[0], strict=True) for pair in zip(*each, strict=True)
+    )
+    assert_same_bits(state, expected[1])
 
 
 class Faults(NamedTuple):
@@ -176,23 +191,85 @@ class _FaultyChannel:
 
 
 @contextmanager
-def local_servers(
-    number: int, faults: Faults | None = None, seed: int = 0, patience: float = 30.0
-) -> Iterator[Servers]:
-    """Servers in this process; over a bad network what is lost is soon sent again."""
+def quick_resending() -> Iterator[None]:
+    """What is lost is soon sent again."""
     before = client.TICK, client.RESEND_AFTER
-    client.TICK, client.RESEND_AFTER = before if faults is None else (0.02, 0.1)
+    client.TICK, client.RESEND_AFTER = 0.02, 0.1
     try:
-        yield from _local_servers(number, faults, seed, patience)
+        yield
     finally:
         client.TICK, client.RESEND_AFTER = before
 
 
-def _local_servers(number: int, faults: Faults | None, seed: int, patience: float) -> Iterator[Servers]:
+@contextmanager
+def local_servers(
+    number: int, faults: Faults | None = None, seed: int = 0, patience: float = DEADLINE
+) -> Iterator[Servers]:
+    """Servers in this process; over a bad network what is lost is soon sent again."""
     own = [EmbeddingServer(f"server-{index}") for index in range(number)]
     transports = [
         LocalTransport(server, server.name) if faults is None else FaultyTransport(server, faults, seed + index)
         for index, server in enumerate(own)
     ]
-    with Servers(transports, own, patience) as servers:
+    with nullcontext() if faults is None else quick_resending(), Servers(transports, own, patience) as servers:
         yield servers
+
+
+class Restarted:
+    """A server with a folder that is lost, and started again, when it has taken so many messages, and later again."""
+
+    def __init__(self, folder: Path, log: str, every: int, lose: bool = False) -> None:
+        self.address, self._folder, self._log, self._every, self._lose = folder.name, folder, log, every, lose
+        self.server = EmbeddingServer(self.address, folder, log)
+        self.taken, self.times, self._lock = 0, 0, threading.Lock()
+        self._restarting: threading.Thread | None = None
+
+    def open(self, receive, lost):
+        return _RestartedChannel(self, receive)
+
+    def receive(self, message, reply) -> None:
+        with self._lock:
+            self.taken += 1
+            lost, server = None, self.server
+            if self.taken >= self._every and server is not None:  # and the next time when it has been told all again
+                self._every = self.taken * 3 // 2 + 5
+                lost, server, self.server = server, None, None
+        if lost is not None:  # another thread may be answering a client that waits for this one
+            self._restarting = threading.Thread(target=self.restart, args=(lost,))
+            self._restarting.start()
+        if server is not None:
+            server.receive(message, lambda answer: reply(answer) if server is self.server else None)
+
+    def restart(self, lost: EmbeddingServer | None = None) -> None:
+        lost = self.server if lost is None else lost
+        lost.close()  # between two messages; of what it has answered by now nothing arrives
+        if self._lose:
+            shutil.rmtree(self._folder)
+        self.times += 1
+        self.server = EmbeddingServer(self.address, self._folder, self._log)
+
+    def close(self) -> None:
+        if self._restarting is not None:
+            self._restarting.join()
+        self.server.close()
+
+
+class _RestartedChannel:
+    def __init__(self, server, receive) -> None:
+        self._server, self._receive = server, receive
+
+    def send(self, message) -> None:
+        self._server.receive(message, self._receive)
+
+    def close(self) -> None:
+        self._receive = lambda message: None
+
+
+@contextmanager
+def restarted(
+    folder: Path, log: str, number: int = 2, every: int = 7, patience: float = DEADLINE, lose: bool = False
+) -> Iterator[tuple[Servers, list[Restarted]]]:
+    """Servers in this process that are lost and started again when they have taken `every` messages."""
+    own = [Restarted(folder / f"server-{index}", log, every + index, lose) for index in range(number)]
+    with quick_resending(), Servers(own, own, patience) as servers:
+        yield servers, own

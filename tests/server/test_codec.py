@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.server.jobs import batches, local_servers, make, train, train_all
-from tests.server.test_staleness import same
+from tests.server.jobs import batches, local_servers, make, same, train, train_all
 from tritonemb.server import flush
 from tritonemb.sharding import ExchangePrecision
 from tritonemb.types import CODECS
@@ -25,7 +24,7 @@ def test_bits_depend_on_the_codecs_and_the_staleness_alone(exchange):
     for servers, cache in ((1, None), (3, None), (2, 64)):
         with local_servers(servers) as some:
             how = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
-            found = train_all(some, 12, **how, exchange=exchange, cache=cache)
+            found = train_all(some, 8, **how, exchange=exchange, cache=cache)
         expected = expected or found
         same(found, expected)
 

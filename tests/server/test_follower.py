@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from tests.helpers import DEADLINE
 from tests.server.jobs import local_servers, make, train
 from tritonemb.server import Servers, replica, snapshot
 from tritonemb.server.client import Connection
@@ -121,23 +122,25 @@ def test_ids_that_are_not_in_order(chain, folder):
 
 def test_each_lookup_is_of_one_step(chain, folder):
     found: list[Rows] = []
-    ended = threading.Event()
-    with Follower(folder, poll=0.001) as follower:
+    ended, asked = threading.Event(), threading.Semaphore(0)
+    with Follower(folder, poll=None) as follower:
 
         def ask() -> None:
             while not ended.is_set():
                 found.append(follower.look_up(IDS))
+                asked.release()
 
-        threads = [threading.Thread(target=ask) for _ in range(3)]
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
         for thread in threads:
             thread.start()
-        for number, manifest in enumerate(chain.manifests):
+        for manifest in chain.manifests:
             publish(folder, manifest)
-            deadline = time.monotonic() + 20
-            while follower.step != (number + 1) * STEPS:
-                assert time.monotonic() < deadline, follower.problem
-                time.sleep(0.001)
-            time.sleep(0.02)
+            follower.refresh()
+            assert follower.problem is None
+            while asked.acquire(blocking=False):
+                pass
+            for _ in range(6):  # of which three at least have begun since
+                assert asked.acquire(timeout=DEADLINE)
         ended.set()
         for thread in threads:
             thread.join()
@@ -147,24 +150,29 @@ def test_each_lookup_is_of_one_step(chain, folder):
 
 
 def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
+    begun, go_on, refreshed = (threading.Event() for _ in range(3))
 
     def read_slowly(*args) -> None:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(DEADLINE)
         read_file(*args)
+
+    def refresh() -> bool:
+        changed = Follower.refresh(follower)
+        if changed:
+            refreshed.set()
+        return changed
 
     read_file = replica._read
     with Follower(folder, poll=0.001) as follower:
         monkeypatch.setattr(replica, "_read", read_slowly)
+        monkeypatch.setattr(follower, "refresh", refresh)
         publish(folder, chain.manifests[1])
-        assert begun.wait(20)
+        assert begun.wait(DEADLINE)
         assert same(follower.look_up(IDS), chain.rows[0])
         assert (follower.step, follower.problem) == (STEPS, None)
         go_on.set()
-        deadline = time.monotonic() + 20
-        while follower.step == STEPS and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert refreshed.wait(DEADLINE)
         assert same(follower.look_up(IDS), chain.rows[1])
 
 

@@ -7,12 +7,9 @@ import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import KEYS, Faults, batches, local_servers, make, train, train_all
-from tests.server.test_recovery import restarted
-from tests.server.test_staleness import DYNAMIC, same
+from tests.server.jobs import KEYS, batches, local_servers, make, same, train, train_all
 from tritonemb.layout import partitions_of
-from tritonemb.server import EmbeddingServer, Servers, flush
-from tritonemb.server.transport import LocalTransport
+from tritonemb.server import Servers, flush
 
 OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
 ADMITTED = OF_IDS | {"admission": te.AdmissionConfig(appearances=2)}
@@ -35,7 +32,7 @@ def test_bits_are_those_of_one_process(cache, ahead, dynamic):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("number", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 4))])
 def test_over_flight_they_are_the_same(number):
     pytest.importorskip("pyarrow.flight")
     expected = alone(16, dynamic=ADMITTED)
@@ -61,25 +58,6 @@ def test_rows_of_16_bits_are_rounded_alike(dtype):
 
     with local_servers(2) as servers:
         assert_same_bits(run(servers), run(None))
-
-
-@pytest.mark.parametrize(
-    "faults", [Faults(late=0.5, delay=0.02), Faults(twice=0.4, late=0.3), Faults(lost=0.05), Faults(cut=0.03)]
-)
-@pytest.mark.few(1)
-def test_a_bad_network_changes_no_bit(faults):
-    expected = alone(8, dynamic=OF_IDS)
-    with local_servers(2, faults) as servers:
-        same(train_all(servers, 8, ahead=2, dynamic=OF_IDS, cache=1), expected)
-
-
-@pytest.mark.parametrize("log", ["memory", "disk"])
-@pytest.mark.few(1)
-def test_lost_servers_change_no_bit(tmp_path, log):
-    expected = alone(12, dynamic=OF_IDS)
-    with restarted(tmp_path, log) as (servers, own):
-        same(train_all(servers, 12, ahead=1, dynamic=OF_IDS, cache=1), expected)
-    assert min(server.times for server in own) > 2
 
 
 def test_micro_batches_have_the_bits_of_one_process():
@@ -144,14 +122,6 @@ def test_a_batch_that_finds_no_room_changes_nothing(servers):
                 train(model, 1)
             model.load_state_dict(before)
             train(model, 1)
-
-
-def test_rows_are_put_on_disk_where_memory_is_short(tmp_path):
-    expected = alone(10, dynamic=DYNAMIC)
-    server = EmbeddingServer("small", tmp_path, memory=200_000, over_memory="spill")
-    with Servers([LocalTransport(server, "small")], [server]) as servers:
-        same(train_all(servers, 10, dynamic=DYNAMIC, cache=1), expected)
-        assert server.collections["tables"].tables.cache is not None
 
 
 def test_a_model_with_held_rows_is_one_graph(dynamo):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -18,9 +17,8 @@ import torch
 pytest.importorskip("pyarrow.flight")
 
 import tritonemb as te
-from tests.helpers import assert_same_bits
-from tests.server.jobs import local_servers, make, train, train_all
-from tests.server.test_staleness import same
+from tests.helpers import DEADLINE, assert_same_bits, process_ends
+from tests.server.jobs import local_servers, make, same, train, train_all
 from tritonemb import cli
 from tritonemb.server import EmbeddingServer, connect, start, start_on_ray
 from tritonemb.server.attach import address_file
@@ -38,30 +36,28 @@ def processes_of(parent: int) -> list[int]:
     return [child.pid for child in children if "server" in child.cmdline()]
 
 
-def gone(pids: list[int]) -> bool:
-    end = time.monotonic() + 10
-    while time.monotonic() < end and any(map(psutil.pid_exists, pids)):
-        time.sleep(0.05)
-    return not any(map(psutil.pid_exists, pids))
-
-
-def test_processes_have_the_bits_of_threads(monkeypatch, capsys):
+def test_processes_have_the_bits_of_threads(monkeypatch, capfd):
+    """And do not load what only trainers need."""
     how = {"trainers": 2, "staleness": 2, "ahead": 2, "dynamic": DYNAMIC}
     with local_servers(1) as servers:
         expected = train_all(servers, 8, **how)
     before = set(processes_of(os.getpid()))
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # has the process say what it imports
     with start(1, processes=True) as servers:
+        imported = {line.rpartition("|")[2].strip() for line in capfd.readouterr().err.splitlines()}
+        assert "tritonemb.server.launch" in imported
+        assert "tritonemb.sharding" not in imported
         mine = [pid for pid in processes_of(os.getpid()) if pid not in before]
         assert len(mine) == 1
         same(train_all(servers, 8, **how), expected)
         monkeypatch.setenv("TRITONEMB_TOKEN", servers.token)
         assert cli.main(["doctor", "--servers", ",".join(servers.addresses)]) == 0
-        text = capsys.readouterr().out
+        text = capfd.readouterr().out
         assert "tables: 8 steps, staleness {'0': 2, '1': 2, '2': 12}" in text
         assert "all is well" in text
         assert cli.main(["doctor", "--servers", "grpc://127.0.0.1:1"]) == 1
-        assert "FAILS: grpc://127.0.0.1:1 does not answer" in capsys.readouterr().out
-    assert gone(mine)
+        assert "FAILS: grpc://127.0.0.1:1 does not answer" in capfd.readouterr().out
+    assert all(map(process_ends, mine))
 
 
 @pytest.mark.more
@@ -74,36 +70,27 @@ def test_processes_have_the_bits_of_threads(monkeypatch, capsys):
         pytest.param(3, "memory", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.timeout(600)
 def test_killed_servers_change_no_bit(tmp_path, log, staleness):
     """At any moment: while they take pushes, log them, answer, save their state, or have just been started again."""
     how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}
     with local_servers(1) as servers:
         expected = train_all(servers, 150, **how)
     with start(2, processes=True, folder=tmp_path, log=log) as servers:
-        own, ended, draw = servers._own, threading.Event(), random.Random(staleness)
+        draw, steps, kills = random.Random(staleness), itertools.count(), []
 
         def kill() -> None:
-            for number in range(4):
-                if ended.wait(draw.uniform(0.1, 0.4)):
-                    return
-                for each in own if number == 3 else [draw.choice(own)]:
-                    each._process.send_signal(signal.SIGKILL)
-                    each._process.wait()
-                time.sleep(draw.uniform(0.0, 3.0))
+            """Before some of the trainers' steps, whatever the servers are doing then."""
+            if next(steps) in moments:
+                kills.append(len(kills))
+                for each in servers._own if len(kills) == 2 else [draw.choice(servers._own)]:
+                    each._process.kill()
 
-        killing = threading.Thread(target=kill)
-        killing.start()
+        moments = draw.sample(range(10, 250), 2)
         for each in servers.connections:
-            each._keep_bytes = 30_000
-        found = train_all(servers, 150, **how)
-        ended.set()
-        killing.join()
-        same(found, expected)
-
-
-def test_a_server_loads_nothing_that_only_trainers_need():
-    code = "import sys, tritonemb.server.launch; sys.exit('tritonemb.sharding' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+            each._keep_bytes, each._patience = 30_000, DEADLINE
+        same(train_all(servers, 150, on_step=kill, **how), expected)
+        assert len(kills) == 2
 
 
 @pytest.mark.more
@@ -112,20 +99,17 @@ def test_nothing_outlives_the_command(tmp_path, sign):
     command = [sys.executable, "-m", "tritonemb", "train", "--data", "synthetic", "--epochs", "50"]
     command += ["--servers", "2", "--staleness", "4", "--out", str(tmp_path / "run"), "--server-log", "disk"]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        end = time.monotonic() + 60
-        while not (tmp_path / "run/log.jsonl").exists() and time.monotonic() < end and process.poll() is None:
-            time.sleep(0.1)
-        assert process.poll() is None, process.stderr.read()
+        assert process.stdout.readline(), process.stderr.read()  # it begins to train
         servers = processes_of(process.pid)
         assert len(servers) == 2
         process.send_signal(sign)
-        process.wait(60)
-        assert gone(servers)
+        process.communicate(timeout=DEADLINE)
+        assert all(map(process_ends, servers))
     finally:
         process.kill()
-        process.stderr.close()
+        process.communicate()
 
 
 @pytest.mark.slow
@@ -134,9 +118,6 @@ def test_killed_trainers_change_no_bit(tmp_path, staleness):
     """At any moment: while it computes, saves, or has just begun. It is started again until it has come to its end."""
     draw = random.Random(staleness)
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-
-    def newest_of(checkpoints: Path) -> int:
-        return max((int(path.name[5:]) for path in checkpoints.glob("step-*")), default=0)
 
     def command(folder: Path, addresses: list[str]) -> list[str]:
         options = {
@@ -150,16 +131,14 @@ def test_killed_trainers_change_no_bit(tmp_path, staleness):
         with start(2, processes=True, folder=folder / "rows", log="disk") as servers:
             own = environment | {"TRITONEMB_TOKEN": servers.token}
             for number in range(kills + 1):
-                process = subprocess.Popen(
-                    command(folder / "run", servers.addresses), env=own, stdout=subprocess.DEVNULL
-                )
+                trainer = command(folder / "run", servers.addresses)
+                process = subprocess.Popen(trainer, env=own, stdout=subprocess.PIPE, text=True)
                 if number < kills:
-                    newest = newest_of(checkpoints)
-                    while process.poll() is None and newest_of(checkpoints) == newest:
-                        time.sleep(0.02)
-                    time.sleep(draw.uniform(0.0, 0.5))
+                    next(line for line in process.stdout if line.startswith("checkpoint"))
+                    for _ in range(draw.randrange(12)):  # more lines
+                        process.stdout.readline()
                     process.kill()
-                process.wait(200)
+                process.communicate(timeout=DEADLINE)
             assert process.returncode == 0
         return read_tables(next(iter(saved_on_servers(checkpoints / "step-400").values())))
 

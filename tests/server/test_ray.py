@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
@@ -9,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,8 +25,8 @@ pytest.importorskip("pyarrow.flight")
 import ray
 
 import tritonemb as te
-from tests.server.jobs import local_servers, make, train, train_all
-from tests.server.test_staleness import same
+from tests.helpers import DEADLINE
+from tests.server.jobs import local_servers, make, same, train, train_all
 from tritonemb.server import start_on_ray
 from tritonemb.utils import cache_dir
 
@@ -74,7 +74,7 @@ def train_for(seconds: float, model) -> None:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=15)[1]
+    return not psutil.wait_procs(processes, timeout=DEADLINE)[1]
 
 
 def test_actors_have_the_bits_of_threads(temporary):
@@ -104,16 +104,18 @@ def test_killed_actors_change_no_bit(tmp_path):
     with start_on_ray(2, folder=tmp_path, log="disk", memory=1e8, resources={"disk": 1}) as servers:
         addresses, files = servers.addresses, [tmp_path / f"server-{index}" / "address" for index in range(2)]
         assert [file.read_text() for file in files] == addresses
-        killed = []
+        killed, steps = [], itertools.count()
 
         def kill() -> None:
+            """Before a step of a trainer."""
+            if next(steps) != 200:
+                return
             files[1].unlink()
             for actor in named("ray::ServerActor", below()):
                 actor.kill()
                 killed.append(actor)
 
-        threading.Timer(0.3, kill).start()
-        same(train_all(servers, 400, **HOW), expected)
+        same(train_all(servers, 400, on_step=kill, **HOW), expected)
         assert len(killed) == 2
         assert gone(killed)
         assert servers.addresses[0] == addresses[0]
@@ -160,17 +162,14 @@ def test_nothing_outlives_the_command(tmp_path, sign):
     command = [sys.executable, "-m", "tritonemb", "train", "--data", "synthetic", "--epochs", "50"]
     command += ["--servers", "ray:2", "--staleness", "4", "--out", str(tmp_path / "run"), "--server-log", "disk"]
     with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
     mine = []
     try:
-        end = time.monotonic() + 90
-        while not (tmp_path / "run/log.jsonl").exists() and time.monotonic() < end and process.poll() is None:
-            time.sleep(0.1)
-        assert process.poll() is None, (tmp_path / "said").read_text()
+        assert process.stdout.readline(), (tmp_path / "said").read_text()  # it begins to train
         mine = below(process.pid)
         assert len(named("ray::ServerActor", mine)) == 2
         process.send_signal(sign)
-        process.wait(60)
+        process.communicate(timeout=DEADLINE)
         assert gone(mine)
         assert "Traceback" not in (tmp_path / "said").read_text()
     finally:

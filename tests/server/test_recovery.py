@@ -2,106 +2,48 @@
 
 from __future__ import annotations
 
-import shutil
-import threading
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import Trainers, batches, local_servers, make, train, train_all
-from tests.server.test_staleness import same
+from tests.server.jobs import Trainers, batches, local_servers, make, restarted, same, train, train_all
 from tritonemb.server import Servers, client, flush, node, records
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.records import read_records, write_record
 from tritonemb.server.transport import LocalTransport
 from tritonemb.storage import StorageError
 
+NEVER = 10**9  # messages
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
+OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
 SMALL = {"capacity": 50, "eviction": te.EvictionConfig(protect=3)}
 
 
-class Restarted:
-    """A server with a folder that is lost, and started again, when it has taken so many messages, and later again."""
-
-    def __init__(self, folder: Path, log: str, every: int, lose: bool = False) -> None:
-        self.address, self._folder, self._log, self._every, self._lose = folder.name, folder, log, every, lose
-        self._server = EmbeddingServer(self.address, folder, log)
-        self.taken, self.times, self._lock = 0, 0, threading.Lock()
-        self._restarting: threading.Thread | None = None
-
-    def open(self, receive, lost):
-        return _Channel(self, receive)
-
-    def receive(self, message, reply) -> None:
-        with self._lock:
-            self.taken += 1
-            lost, server = None, self._server
-            if self.taken >= self._every and server is not None:  # and the next time when it has been told all again
-                self._every = self.taken * 3 // 2 + 5
-                lost, server, self._server = server, None, None
-        if lost is not None:  # another thread may be answering a client that waits for this one
-            self._restarting = threading.Thread(target=self.restart, args=(lost,))
-            self._restarting.start()
-        if server is not None:
-            server.receive(message, lambda answer: reply(answer) if server is self._server else None)
-
-    def restart(self, lost: EmbeddingServer) -> None:
-        lost.close()  # between two messages; of what it has answered by now nothing arrives
-        if self._lose:
-            shutil.rmtree(self._folder)
-        self.times += 1
-        self._server = EmbeddingServer(self.address, self._folder, self._log)
-
-    def close(self) -> None:
-        if self._restarting is not None:
-            self._restarting.join()
-        self._server.close()
-
-
-class _Channel:
-    def __init__(self, server, receive) -> None:
-        self._server, self._receive = server, receive
-
-    def send(self, message) -> None:
-        self._server.receive(message, self._receive)
-
-    def close(self) -> None:
-        self._receive = lambda message: None
-
-
-@contextmanager
-def restarted(folder: Path, log: str, number: int = 2, every: int = 7, **how):
-    before = client.TICK, client.RESEND_AFTER
-    client.TICK, client.RESEND_AFTER = 0.02, 0.05
-    own = [Restarted(folder / f"server-{index}", log, every + index, **how) for index in range(number)]
-    try:
-        with Servers(own, own, patience=3.0) as servers:
-            yield servers, own
-    finally:
-        client.TICK, client.RESEND_AFTER = before
-
-
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("log", ["memory", "disk", "fsync"])
-@pytest.mark.parametrize("staleness", [0, 3])
-def test_lost_servers_change_no_bit(tmp_path, log, staleness):
-    how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"trainers": 2, "dynamic": DYNAMIC},
+        {"trainers": 2, "staleness": 3, "ahead": 1, "dynamic": DYNAMIC},
+        {"ahead": 1, "cache": 1, "dynamic": OF_IDS},
+    ],
+    ids=["two trainers", "staleness", "leased rows"],
+)
+def test_lost_servers_change_no_bit(tmp_path, log, how):
     with local_servers(2) as servers:
         expected = train_all(servers, 12, **how)
     with restarted(tmp_path, log) as (servers, own):
         same(train_all(servers, 12, **how), expected)
-    assert min(server.times for server in own) > 3
+    assert min(server.times for server in own) > 2
 
 
 @pytest.mark.more
 def test_the_state_is_saved_when_clients_keep_too_much(tmp_path):
     with local_servers(1) as servers:
         expected = train_all(servers, 12, dynamic=DYNAMIC)
-    with restarted(tmp_path, "memory", 1, every=1000) as (servers, _):
+    with restarted(tmp_path, "memory", 1, NEVER) as (servers, _):
         connection = servers.connections[0]
         connection._keep_bytes = 4_000
         same(train_all(servers, 12, dynamic=DYNAMIC), expected)
@@ -121,7 +63,7 @@ def test_a_server_that_has_lost_its_folder_ends_training(tmp_path):
 
 @pytest.mark.more
 def test_a_server_that_is_gone_ends_training(tmp_path):
-    with restarted(tmp_path, "disk", every=10**9) as (servers, own):
+    with restarted(tmp_path, "disk", every=NEVER, patience=3.0) as (servers, own):
         model = make(servers)
         train(model, 2)
         own[0].receive = lambda message, reply: None
@@ -213,47 +155,13 @@ def test_snapshots_that_do_not_fit_are_refused(tmp_path):
         assert_same_bits(model.state_dict(), before)
 
 
-def lost_and_started_again(server: EmbeddingServer, folder: Path, log: str) -> EmbeddingServer:
-    """Between two messages, as the process would be."""
-    server.close()
-    return EmbeddingServer(server.name, folder, log)
-
-
-class Moved:
-    """A transport to a server that may be another one from one message to the next."""
-
-    def __init__(self, server: EmbeddingServer) -> None:
-        self.address, self.server = server.name, server
-
-    def open(self, receive, lost):
-        return _Channel(self, receive)
-
-    def receive(self, message, reply) -> None:
-        self.server.receive(message, reply)
-
-    def close(self) -> None:
-        self.server.close()
-
-
-@contextmanager
-def moved(folder: Path, log: str = "disk"):
-    before = client.TICK, client.RESEND_AFTER
-    client.TICK, client.RESEND_AFTER = 0.02, 0.05
-    own = Moved(EmbeddingServer("server-0", folder, log))
-    try:
-        with Servers([own], [own], patience=5.0) as servers:
-            yield servers, own
-    finally:
-        client.TICK, client.RESEND_AFTER = before
-
-
 @pytest.mark.parametrize("log", ["memory", "disk"])
 def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
     with local_servers(1) as servers:
         alone = make(servers)
         train(alone, 5)
         expected = train(alone, 4)
-    with moved(tmp_path / "rows", log) as (servers, own):
+    with restarted(tmp_path, log, 1, NEVER) as (servers, (own,)):
         model = make(servers)
         train(model, 5)
         service = model.table_set.service
@@ -264,7 +172,7 @@ def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
         flush(model)
         (tmp_path / "a-0.server").unlink()
         for _ in range(2):
-            own.server = lost_and_started_again(own.server, tmp_path / "rows", log)
+            own.restart()
             assert own.server.collections["tables"].next_push == (9 if log == "disk" else 5)
         more = train(model, 1)
     with local_servers(1) as servers:
@@ -280,7 +188,7 @@ def _trained(servers: Servers, steps: int):
 
 def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
     """The next one is whole; what came before it is in the log."""
-    with moved(tmp_path) as (servers, own):
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
         model = make(servers)
         train(model, 3)
         flush(model)  # its thread has nothing to do any more
@@ -291,12 +199,12 @@ def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
         train(model, 2)
         before = model.state_dict()
         for _ in range(2):
-            own.server = lost_and_started_again(own.server, tmp_path, "disk")
+            own.restart()
             assert_same_bits(model.state_dict(), before)
 
 
 def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, monkeypatch):
-    with moved(tmp_path) as (servers, own):
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
         model = make(servers)
         train(model, 3)
         flush(model)  # the last push has been logged
@@ -306,7 +214,7 @@ def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, 
             with pytest.raises(OSError, match=r"log .* could not be written: .*; make room there"):
                 train(model, 1)
         steps = own.server.collections["tables"].next_push
-        own.server = lost_and_started_again(own.server, tmp_path, "disk")
+        own.restart()
         assert own.server.collections["tables"].next_push == steps == 3
 
 

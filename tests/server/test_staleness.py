@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import KEYS, Faults, batches, local_servers, make, train, train_all
+from tests.server.jobs import KEYS, Faults, batches, local_servers, make, same, train, train_all
 from tritonemb.data import make_synthetic
 from tritonemb.server import AtMost, EmbeddingServer, Servers, flush
 from tritonemb.server.transport import LocalTransport
@@ -20,14 +20,7 @@ OPTIMIZERS = [
     te.optim.PartialRowWiseLAMB(lr=0.01), te.optim.LARSSGD(lr=0.1), te.optim.FTRL(lr=0.1),
 ]  # fmt: skip
 DYNAMIC = {"capacity": 50, "eviction": te.EvictionConfig(protect=2)}
-
-
-def same(found, expected) -> None:
-    outputs, state = found
-    assert all(
-        torch.equal(*pair) for each in zip(outputs, expected[0], strict=True) for pair in zip(*each, strict=True)
-    )
-    assert_same_bits(state, expected[1])
+LFU = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
 
 
 @pytest.mark.few(2)
@@ -48,7 +41,7 @@ def test_bits_depend_on_the_staleness_alone(staleness):
     expected = None
     for servers, ahead in ((1, 0), (2, 1), (4, staleness)):
         with local_servers(servers) as some:
-            found = train_all(some, 20, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
+            found = train_all(some, 12, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
         expected = expected or found
         same(found, expected)
 
@@ -91,18 +84,26 @@ def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
         torch.testing.assert_close(state[f"{name}.weight"].double(), weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("staleness", [2, AtMost(2)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"trainers": 2, "staleness": 2, "ahead": 1},
+        {"trainers": 2, "staleness": AtMost(2), "ahead": 1},
+        {"staleness": 0, "ahead": 2, "cache": 1, "dynamic": LFU},
+    ],
+    ids=["exact", "at most", "leased rows"],
+)
 @pytest.mark.parametrize(
     "faults", [Faults(late=0.5, delay=0.02), Faults(twice=0.4, late=0.3), Faults(lost=0.05), Faults(cut=0.03)]
 )
-@pytest.mark.few(1)
-def test_a_bad_network_changes_no_bit(faults, staleness):
+@pytest.mark.few(3)
+def test_a_bad_network_changes_no_bit(faults, how):
     with local_servers(2) as servers:
-        expected = train_all(servers, 8, trainers=2, staleness=2, ahead=1)
+        expected = train_all(servers, 8, **how)
     with local_servers(2, faults) as servers:
-        found = train_all(servers, 8, trainers=2, staleness=staleness, ahead=1)
+        found = train_all(servers, 8, **how)
         histograms = [s["collections"]["tables"]["staleness"] for s in servers.statistics()]
-    if staleness == 2:
+    if isinstance(how["staleness"], int):
         same(found, expected)
     assert all(int(steps) <= 2 for histogram in histograms for steps in histogram)
 
@@ -208,10 +209,15 @@ def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained(staleness
         del waiting
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("trainers", [1, 2])
-def test_tables_that_find_no_room_are_put_on_disk(trainers, tmp_path):
-    how = {"trainers": trainers, "staleness": 2, "dynamic": {"capacity": 90, "eviction": te.EvictionConfig(protect=4)}}
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"staleness": 2, "dynamic": {"capacity": 90, "eviction": te.EvictionConfig(protect=4)}},
+        {"staleness": 0, "cache": 1, "dynamic": DYNAMIC},
+    ],
+    ids=["staleness", "leased rows"],
+)
+def test_tables_that_find_no_room_are_put_on_disk(how, tmp_path):
     with local_servers(1) as servers:
         expected = train_all(servers, 10, **how)
     server = EmbeddingServer("small", tmp_path, memory=200_000, over_memory="spill")

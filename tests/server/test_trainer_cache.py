@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.server.jobs import batches, local_servers, make, train, train_all
-from tests.server.test_staleness import same
+from tests.server.jobs import batches, local_servers, make, same, train, train_all
 from tritonemb.server import AtMost, flush
 
 

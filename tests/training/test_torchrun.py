@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -53,12 +54,17 @@ class Job:
         quiet = os.environ | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=quiet, text=True)
         self._lines: list[str] = []
+        self._printed, self._ended = threading.Condition(), False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        self._lines.extend(self.process.stdout)
+        for line in itertools.chain(self.process.stdout, [""]):  # an empty one behind the last
+            with self._printed:
+                self._lines.append(line)
+                self._ended = not line
+                self._printed.notify_all()
 
     @property
     def output(self) -> str:
@@ -78,9 +84,10 @@ class Job:
     def wait_for_checkpoint(self, step: int = 0) -> dict[int, psutil.Process]:
         """The processes, once they have saved that step or a later one."""
         checkpoints = CheckpointFolder(self.folder / "checkpoints")
-        while max(checkpoints.steps(), default=-1) < step:
-            assert self.process.poll() is None, self.output
-            time.sleep(0.005)
+        with self._printed:  # rank 0 prints a line when it has saved
+            while max(checkpoints.steps(), default=-1) < step:
+                assert not self._ended, self.output
+                assert self._printed.wait(240.0), self.output
         return self.workers()
 
     def finish(self, timeout: float = 240.0) -> int:
@@ -152,8 +159,7 @@ def test_a_rank_that_is_killed_changes_nothing(start, undisturbed, tmp_path, kil
     chance = random.Random(kills)
     job, step = start(restarts=kills, options=options), 0
     for _ in range(kills):
-        workers = job.wait_for_checkpoint(step + 3)
-        time.sleep(chance.uniform(0.0, 0.1))
+        workers = job.wait_for_checkpoint(step + 3 * chance.randint(1, 2))
         step = max(CheckpointFolder(tmp_path / "checkpoints").steps())
         if step < LAST_STEP - 3:
             workers[chance.randrange(2)].kill()
