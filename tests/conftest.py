@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -79,6 +80,13 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield lambda size: made.setdefault(size, Ranks(size))
     for job in made.values():
         job.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Set apart what is alive before a file's tests: else each `gc.collect` of theirs goes through all modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
