@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.data import Dataset, make_synthetic
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training import Callback
+
+ROW_WISE_ADAGRAD = te.optim.RowWiseAdagrad(lr=0.05)
 
 
 def planted(num_train: int = 1_000, validation: bool = True) -> Dataset:
@@ -62,10 +65,11 @@ def make_trainer(
     dropout: float = 0.0,
     dense: str = "ddp",
     table_lr: float = 0.05,
+    optimizer: te.optim.Optimizer | None = ROW_WISE_ADAGRAD,
     **options: Any,
 ) -> te.Trainer:
     torch.manual_seed(0)
-    model = Noisy(data, dropout, table_lr)
+    model = Noisy(data, dropout, replace(ROW_WISE_ADAGRAD, lr=table_lr) if optimizer is ROW_WISE_ADAGRAD else optimizer)
     wrapped = model
     if dist.is_initialized():
         timeout = timedelta(seconds=options["timeout"]) if "timeout" in options else None
@@ -95,14 +99,8 @@ def plan_for(size: int) -> te.sharding.ShardingPlan:
 class Noisy(te.nn.DLRM):
     """A model that may draw random numbers while it trains."""
 
-    def __init__(self, data: Any, dropout: float, table_lr: float) -> None:
-        super().__init__(
-            data.tables(8),
-            data.num_dense,
-            bottom_mlp=(8,),
-            top_mlp=(8,),
-            optimizer=te.optim.RowWiseAdagrad(lr=table_lr),
-        )
+    def __init__(self, data: Any, dropout: float, optimizer: te.optim.Optimizer | None) -> None:
+        super().__init__(data.tables(8), data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
         self.dropout = dropout
 
     def forward(self, dense, sparse):

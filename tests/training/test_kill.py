@@ -20,8 +20,9 @@ pytest.importorskip("tomli_w")
 pytest.importorskip("psutil")
 
 from tests.helpers import assert_same_bits
+from tests.training.disk_job import in_memory
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.checkpoint import CheckpointFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 LAST_STEP = 120
@@ -68,12 +69,7 @@ def finish(data: str, folder: Path) -> None:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    path = CheckpointFolder(folder / "checkpoints").path(LAST_STEP)
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
-    }
-    load_tensors(path, found)
-    return found
+    return in_memory(CheckpointFolder(folder / "checkpoints").path(LAST_STEP))
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
