@@ -7,15 +7,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.storage.stores import Stop
+from tests.storage.stores import Stop, disk_rows, write
 
 
 @pytest.fixture
 def disk_size() -> str:
     return "1m"
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """100 rows of 516 bytes, 7 in a page, in a file."""
+    path = tmp_path / "rows"
+    with disk_rows(path, 100, 516) as store:
+        write(store, range(100), 1).wait()
+    return path
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +27,7 @@ from tests.storage.stores import (
     identity,
     initial,
     read,
+    run_python,
     some_records,
     start_read,
     write,
@@ -37,8 +36,7 @@ from tritonemb.kernels.row_cache import set_of
 from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
 from tritonemb.storage.disk import RowFile
 
-ROOT = Path(__file__).parents[2]
-PAGE, NUM_ROWS = 4096, 300
+PAGE = 4096
 
 
 def rows_of_one_set(num_rows: int, num_sets: int) -> list[int]:
@@ -64,7 +62,7 @@ def held(store: DiskRows) -> Iterator[None]:
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> tuple[int, list[tuple[str, list[int]]]]:
+def streams(draw: st.DrawFn, num_rows: int) -> tuple[int, list[tuple[str, list[int]]]]:
     """Rows to keep, and operations on rows at random, or meant to hurt."""
     kept = draw(st.sampled_from((1, 64, 5000)))
     kind = draw(st.sampled_from(("any", "one set", "more than fit", "always new")))
@@ -72,16 +70,16 @@ def streams(draw: st.DrawFn) -> tuple[int, list[tuple[str, list[int]]]]:
         draw(st.text("rwwofsbc", max_size=12)),
         torch.Generator().manual_seed(draw(st.integers(0, 99))),
     )
-    size = {"any": 40, "one set": 60, "more than fit": min(3 * kept + 40, NUM_ROWS), "always new": 50}[kind]
+    size = {"any": 40, "one set": 60, "more than fit": min(3 * kept + 40, num_rows), "always new": 50}[kind]
     pool = (
-        torch.tensor(rows_of_one_set(NUM_ROWS, -(-min(kept, NUM_ROWS) // 32)))
+        torch.tensor(rows_of_one_set(num_rows, -(-min(kept, num_rows) // 32)))
         if kind == "one set"
-        else torch.arange(NUM_ROWS)
+        else torch.arange(num_rows)
     )
     asked = []
     for number, operation in enumerate(operations):
         if kind == "always new":
-            rows = torch.arange(number * size, (number + 1) * size) % NUM_ROWS
+            rows = torch.arange(number * size, (number + 1) * size) % num_rows
         else:
             rows = pool[torch.randperm(pool.numel(), generator=generator)[:size]]
         asked.append((operation, rows.sort().values.tolist()))
@@ -92,15 +90,16 @@ def streams(draw: st.DrawFn) -> tuple[int, list[tuple[str, list[int]]]]:
 def test_it_is_as_a_dict(tmp_path, num_bytes, policy, monkeypatch):
     """Nobody waits between reads and writes; tables are closed and opened, flushed and saved in between."""
     monkeypatch.setattr(memory, "CHUNK_BYTES", 30 * num_bytes)  # so that there are several
+    num_rows = 120 if num_bytes > PAGE else 300
 
     @settings(max_examples=12)
-    @given(streams())
+    @given(streams(num_rows))
     def check(stream):
         kept, asked = stream
         for path in tmp_path.iterdir():
             path.unlink()
         options = {"host_rows": kept, "policy": policy}
-        store, model, found = disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes, **options), Model(num_bytes), []
+        store, model, found = disk_rows(tmp_path / "rows", num_rows, num_bytes, **options), Model(num_bytes), []
         chain: list[Path] = []
         expected = model
         for number, (kind, rows) in enumerate(asked):
@@ -121,18 +120,18 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, policy, monkeypatch):
             else:
                 store.close()
                 # What was saved is the last snapshot of another file; this one begins a new chain.
-                store, chain = disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes, **options), []
-        found.append((start_read(store, range(NUM_ROWS)), model.read(range(NUM_ROWS))))
+                store, chain = disk_rows(tmp_path / "rows", num_rows, num_bytes, **options), []
+        found.append((start_read(store, range(num_rows)), model.read(range(num_rows))))
         for (future, records), right in found:
             future.wait()
             assert records.equal(right)
         store.close()
-        with disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes) as plain:  # all of it is in the file
-            assert read(plain, range(NUM_ROWS)).equal(model.read(range(NUM_ROWS)))
+        with disk_rows(tmp_path / "rows", num_rows, num_bytes) as plain:  # all of it is in the file
+            assert read(plain, range(num_rows)).equal(model.read(range(num_rows)))
         if chain:
             restore(tmp_path / "again", chain[0], chain[1:])
-            with disk_rows(tmp_path / "again", NUM_ROWS, num_bytes) as again:
-                assert read(again, range(NUM_ROWS)).equal(expected.read(range(NUM_ROWS)))
+            with disk_rows(tmp_path / "again", num_rows, num_bytes) as again:
+                assert read(again, range(num_rows)).equal(expected.read(range(num_rows)))
 
     check()
 
@@ -210,15 +209,6 @@ def test_a_read_sees_the_writes_before_it_and_none_behind(tmp_path):
         for (future, records), seed in asked:
             future.wait()
             assert records.equal(Model(516).read(range(100)) if seed < 0 else some_records(100, 516, seed))
-
-
-@pytest.fixture
-def filled(tmp_path):
-    """100 rows of 516 bytes, 7 in a page, in a file."""
-    path = tmp_path / "rows"
-    with disk_rows(path, 100, 516) as store:
-        write(store, range(100), 1).wait()
-    return path
 
 
 def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
@@ -386,11 +376,6 @@ def test_a_file_that_nobody_can_open_again_is_not_written_to_in_the_end(tmp_path
     monkeypatch.setattr(RowFile, "write", lambda self, *given: written.append(1) or real(self, *given))
     store.close()
     assert written == []
-
-
-def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.more
