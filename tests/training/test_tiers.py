@@ -41,7 +41,7 @@ class Told(te.training.Callback):
 
 def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, Told, Any]:
     torch.manual_seed(0)
-    data, told = jobs.planted(), Told()
+    data, told = jobs.planted(500), Told()
     cache = CacheConfig(rows=cache_rows)
     tables = [living(table, placement, cache) for table in data.tables(8)]
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
