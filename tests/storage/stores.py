@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tritonemb.kernels.row_cache import set_of
 from tritonemb.storage import DiskRows, Field, IoFuture, Record, TableIdentity, aio, threads
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,11 @@ def read(store: DiskRows, rows: Sequence[int]) -> Tensor:
 
 def write(store: DiskRows, rows: Sequence[int], seed: int) -> IoFuture:
     return store.write(torch.tensor(rows, dtype=torch.int64), some_records(len(rows), store.record.num_bytes, seed))
+
+
+def rows_of_one_set(num_rows: int, num_sets: int) -> list[int]:
+    """Rows of a table that a cache in host memory keeps in the same one of its sets."""
+    return (set_of(torch.arange(num_rows), num_sets) == 0).nonzero()[:, 0].tolist()
 
 
 class Model:

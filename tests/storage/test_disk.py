@@ -11,13 +11,10 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers import resident_growth
 from tests.storage.stores import (
     ROOT,
-    SIZES,
     Model,
     disk_rows,
     identity,
@@ -25,56 +22,12 @@ from tests.storage.stores import (
     read,
     run_python,
     some_records,
-    start_read,
     use_threads,
     without_direct,
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows, TableIdentity, page_table, record_of
-
-
-def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
-    """Reads, writes, and closing and opening again, of rows at both ends or in a stretch."""
-    near_ends = st.lists(st.integers(0, 40) | st.integers(num_rows - 20, num_rows - 1), unique=True)
-    stretch = st.tuples(st.integers(0, num_rows - 1), st.integers(1, num_rows // 2)).map(
-        lambda pair: list(range(pair[0], min(pair[0] + pair[1], num_rows)))
-    )
-    return st.lists(st.tuples(st.sampled_from("rwo"), (near_ends | stretch).map(sorted)), max_size=10)
-
-
-@pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize("threads", [None, 3])
-def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
-    monkeypatch.setattr(page_table, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
-    if threads:
-        use_threads(monkeypatch, threads)
-    # Two pages of the smallest records and a part of a third; few of those that take pages each.
-    num_rows = 1700 if num_bytes == 5 else 150 if num_bytes < 4096 else 80
-
-    @settings(max_examples=12)
-    @given(streams(num_rows))
-    def check(asked):
-        path = tmp_path / "rows"
-        path.unlink(missing_ok=True)
-        store, model = disk_rows(path, num_rows, num_bytes), Model(num_bytes)
-        found = []
-        for seed, (kind, rows) in enumerate(asked):
-            if kind == "r":
-                found.append((start_read(store, rows), model.read(rows)))  # nobody waits between operations
-            elif kind == "w":
-                write(store, rows, seed)
-                model.write(rows, seed)
-            else:
-                store.close()
-                store = disk_rows(path, num_rows, num_bytes)
-        found.append((start_read(store, range(num_rows)), model.read(range(num_rows))))
-        for (future, records), expected in found:
-            future.wait()
-            assert records.equal(expected)
-        store.close()
-
-    check()
+from tritonemb.storage import DiskRows, TableIdentity, record_of
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -104,14 +57,6 @@ def test_a_table_of_10_billion_rows_takes_no_room(tmp_path, direct, monkeypatch)
     assert path.stat().st_size == 4 * 4096
     with disk_rows(path, num_rows, num_bytes) as store:
         assert read(store, rows).equal(model.read(rows))
-
-
-@pytest.mark.parametrize("num_bytes", [516, 10000])
-def test_empty_batches(tmp_path, num_bytes):
-    with disk_rows(tmp_path / "rows", 30, num_bytes) as store:
-        write(store, [], 0).wait()
-        assert read(store, []).shape == (0, num_bytes)
-        assert store.changed_pages().tolist() == []
 
 
 @pytest.mark.parametrize("options", [{}, {"host_rows": 1000}], ids=str)
@@ -152,17 +97,6 @@ def test_initial_is_asked_once_for_those_never_written(tmp_path):
         read(store, [3, 50])
         read(store, [0, 1])
     assert asked == [[2, 4, 99], [0, 1]]
-
-
-def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
-    def fill(rows, records):
-        raise KeyError("no values")
-
-    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill) as store:
-        write(store, [3], 5)
-        with pytest.raises(KeyError, match="no values"):
-            read(store, [2, 3])
-        assert read(store, [3]).equal(some_records(1, 516, 5))
 
 
 def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):

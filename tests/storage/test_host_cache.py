@@ -10,12 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -24,23 +21,17 @@ from tests.storage.stores import (
     break_queues,
     disk_rows,
     failing,
-    identity,
-    initial,
     read,
+    rows_of_one_set,
     run_python,
     some_records,
     start_read,
     write,
 )
-from tritonemb.kernels.row_cache import set_of
-from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
+from tritonemb.storage import Counts, DiskRows, StorageError
 from tritonemb.storage.disk import RowFile
 
 PAGE = 4096
-
-
-def rows_of_one_set(num_rows: int, num_sets: int) -> list[int]:
-    return (set_of(torch.arange(num_rows), num_sets) == 0).nonzero()[:, 0].tolist()
 
 
 @contextmanager
@@ -59,89 +50,6 @@ def held(store: DiskRows) -> Iterator[None]:
     finally:
         go_on.set()
         future.wait()
-
-
-@st.composite
-def streams(draw: st.DrawFn, num_rows: int) -> tuple[int, list[tuple[str, list[int]]]]:
-    """Rows to keep, and operations on rows at random, or meant to hurt."""
-    kept = draw(st.sampled_from((1, 64, 5000)))
-    kind = draw(st.sampled_from(("any", "one set", "more than fit", "always new")))
-    operations, generator = (
-        draw(st.text("rwwofsbc", max_size=12)),
-        torch.Generator().manual_seed(draw(st.integers(0, 99))),
-    )
-    size = {"any": 40, "one set": 60, "more than fit": min(3 * kept + 40, num_rows), "always new": 50}[kind]
-    pool = (
-        torch.tensor(rows_of_one_set(num_rows, -(-min(kept, num_rows) // 32)))
-        if kind == "one set"
-        else torch.arange(num_rows)
-    )
-    asked = []
-    for number, operation in enumerate(operations):
-        if kind == "always new":
-            rows = torch.arange(number * size, (number + 1) * size) % num_rows
-        else:
-            rows = pool[torch.randperm(pool.numel(), generator=generator)[:size]]
-        asked.append((operation, rows.sort().values.tolist()))
-    return kept, asked
-
-
-@pytest.mark.parametrize(("num_bytes", "policy"), [(5, "lru"), (516, "lfu"), (10000, "lru")])
-def test_it_is_as_a_dict(tmp_path, num_bytes, policy, monkeypatch):
-    """Nobody waits between reads and writes; tables are closed and opened, flushed and saved in between."""
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 30 * num_bytes)  # so that there are several
-    num_rows = 120 if num_bytes > PAGE else 300
-
-    @settings(max_examples=12)
-    @given(streams(num_rows))
-    def check(stream):
-        kept, asked = stream
-        for path in tmp_path.iterdir():
-            path.unlink()
-        options = {"host_rows": kept, "policy": policy}
-        store, model, found = disk_rows(tmp_path / "rows", num_rows, num_bytes, **options), Model(num_bytes), []
-        chain: list[Path] = []
-        expected = model
-        for number, (kind, rows) in enumerate(asked):
-            if kind == "r":
-                found.append((start_read(store, rows), model.read(rows)))
-            elif kind == "w":
-                write(store, rows, number)
-                model.write(rows, number)
-            elif kind == "f":
-                store.flush()
-            elif kind in "sb" or (kind == "c" and not chain):
-                chain, expected = [tmp_path / f"base{number}"], model.copy()
-                store.snapshot(chain[0])
-            elif kind == "c":
-                chain.append(tmp_path / f"changes{number}")
-                expected = model.copy()
-                store.snapshot(chain[-1], changes_only=True)
-            else:
-                store.close()
-                # What was saved is the last snapshot of another file; this one begins a new chain.
-                store, chain = disk_rows(tmp_path / "rows", num_rows, num_bytes, **options), []
-        found.append((start_read(store, range(num_rows)), model.read(range(num_rows))))
-        for (future, records), right in found:
-            future.wait()
-            assert records.equal(right)
-        store.close()
-        with disk_rows(tmp_path / "rows", num_rows, num_bytes) as plain:  # all of it is in the file
-            assert read(plain, range(num_rows)).equal(model.read(range(num_rows)))
-        if chain:
-            restore(tmp_path / "again", chain[0], chain[1:])
-            with disk_rows(tmp_path / "again", num_rows, num_bytes) as again:
-                assert read(again, range(num_rows)).equal(expected.read(range(num_rows)))
-
-    check()
-
-
-@pytest.mark.parametrize("num_bytes", [516, 10000])
-def test_empty_batches(tmp_path, num_bytes):
-    with disk_rows(tmp_path / "rows", 30, num_bytes, host_rows=5) as store:
-        write(store, [], 0).wait()
-        assert read(store, []).shape == (0, num_bytes)
-        assert store.counts() == Counts()
 
 
 def test_what_is_in_memory_is_neither_read_nor_written(tmp_path):
@@ -305,20 +213,6 @@ def test_what_fails_in_memory_is_told_too(filled, monkeypatch):
         write(store, [50], 3).wait()
     with pytest.raises(StorageError, match="takes nothing more"):
         read(store, [1])
-
-
-def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
-    def fill(rows, records):
-        if 2 in rows:
-            raise KeyError("no values")
-        initial(rows, records)
-
-    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill, host_rows=1) as store:
-        write(store, [3], 5)
-        for _ in range(2):
-            with pytest.raises(KeyError, match="no values"):
-                read(store, [2, 3])
-        assert read(store, [3, 4]).equal(torch.cat([some_records(1, 516, 5), Model(516).read([4])]))
 
 
 def test_pages_and_bytes_are_those_of_all_that_was_written(tmp_path):
