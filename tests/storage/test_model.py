@@ -50,15 +50,10 @@ def random_rows(kind: str, number: int, cached: int, num_rows: int, generator: t
 def streams(draw: st.DrawFn, num_rows: int) -> tuple[int, list[tuple[str, list[int]]]]:
     """Rows to cache, and operations: reads, writes, flushes, snapshots, and closing and opening again."""
     cached, kind = draw(st.sampled_from((1, 64, 5000))), draw(st.sampled_from(KINDS))
-    operations, generator = (
-        draw(st.text("rwwofsbc", max_size=12)),
-        torch.Generator().manual_seed(draw(st.integers(0, 99))),
-    )
-    rows = [
-        random_rows(kind, number, cached, num_rows, generator).sort().values.tolist()
-        for number in range(len(operations))
-    ]
-    return cached, list(zip(operations, rows, strict=True))
+    operations = draw(st.text("rwwofsbc", max_size=12))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    rows = [random_rows(kind, number, cached, num_rows, generator).sort().values for number in range(len(operations))]
+    return cached, [(operation, part.tolist()) for operation, part in zip(operations, rows, strict=True)]
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)

@@ -29,12 +29,14 @@ def planted(num_train: int = 1_000, validation: bool = True) -> Dataset:
 
 
 class Record(Callback):
-    """What a rank was told, without what depends on time."""
+    """What a rank was told, without what depends on time, but for the times in `caches`."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[int, float]] = []
         self.samples: list[int] = []
         self.sent: list[dict[str, int]] = []
+        self.caches: list[dict[str, float]] = []
+        self.dynamic: list[dict[str, dict[str, float]]] = []
         self.evaluations: list[tuple[int, float, float, bool]] = []
         self.messages: list[str] = []
         self.saved: list[int] = []
@@ -45,6 +47,8 @@ class Record(Callback):
     def on_log(self, log):
         self.losses.append((log.step, log.loss))
         self.sent.append(dict(log.sent))
+        self.caches.append(dict(log.cache))
+        self.dynamic.append({name: dict(values) for name, values in log.dynamic.items()})
 
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics
@@ -119,7 +123,7 @@ def fit(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     with suppress(Crash):
         result = trainer.fit(test=True)
     return {
-        **vars(record),
+        **{name: value for name, value in vars(record).items() if name not in ("caches", "dynamic")},
         "reason": None if result is None else result.reason,
         "steps": trainer.progress.step,
         "epoch_losses": None if result is None else result.losses,
