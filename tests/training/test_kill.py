@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ pytest.importorskip("tomli_w")
 pytest.importorskip("psutil")
 
 from tests.helpers import assert_same_bits
+from tests.training import kills
 from tests.training.disk_job import in_memory
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder
@@ -50,22 +49,9 @@ def data(request, tmp_path_factory) -> str:
 
 
 def start(data: str, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tritonemb", "train", "--data", data, *OPTIONS]
-    command += [] if data == "synthetic" else ["--evaluate-every", "20"]
-    command += ["--out", str(folder), "--resume", "auto"]
-    quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    # A shell's background jobs, and so this test perhaps, ignore an interrupt; their children would do so, too.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def finish(data: str, folder: Path) -> None:
-    process = start(data, folder)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors.decode()
+    evaluations = [] if data == "synthetic" else ["--evaluate-every", "20"]
+    paths = ["--out", str(folder), "--resume", "auto"]
+    return kills.start("tritonemb", "train", "--data", data, *OPTIONS, *evaluations, *paths)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,51 +62,27 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in read_run_log(folder / "log.jsonl") if event["event"] == "log"]
 
 
-def kill_during_a_save(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Wait for a checkpoint that is being written, and kill."""
-    while process.poll() is None:
-        if any((folder / "checkpoints").glob(".writing-*")):
-            break
-        time.sleep(0.0005)
-    process.kill()
-
-
-def kill_at_random(process: subprocess.Popen[bytes], folder: Path, chance: random.Random) -> None:
-    """Let the first step come, since before it there is nothing to lose, then wait a moment and kill."""
-    checkpoints = CheckpointFolder(folder / "checkpoints")
-    before = checkpoints.steps()
-    while process.poll() is None and checkpoints.steps() == before:
-        time.sleep(0.002)
-    time.sleep(chance.uniform(0.0, 0.3))
-    process.kill()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    finish(data, folder)
+    kills.finish(start(data, folder))
     return folder
 
 
-@pytest.mark.parametrize("kills", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 20))])
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 20))])
 @pytest.mark.timeout(900)
 @pytest.mark.more
-def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, kills):
-    chance, killed = random.Random(kills), 0
-    for number in range(kills):
+def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, number):
+    chance, killed = random.Random(number), 0
+    for turn in range(number):
         process = start(data, tmp_path)
-        if number % 2:
-            kill_during_a_save(process, tmp_path)
-        else:
-            kill_at_random(process, tmp_path, chance)
-        process.communicate()
-        killed += process.returncode == -signal.SIGKILL
+        killed += kills.kill(process, tmp_path, chance, during_a_save=turn % 2 == 1)
         if process.returncode == 0:  # it was faster: begin again, so that every kill counts
             assert_same_run(tmp_path, undisturbed)
             for path in sorted(tmp_path.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
-    finish(data, tmp_path)
-    assert killed >= kills - 2
+    kills.finish(start(data, tmp_path))
+    assert killed >= number - 2
     assert_same_run(tmp_path, undisturbed)
 
 
@@ -147,5 +109,5 @@ def test_a_signal_ends_training_after_the_step_and_saves(data, undisturbed, tmp_
     assert f"training was interrupted by {number.name}; resume with --resume auto" in errors.decode()
     end = [event for event in read_run_log(tmp_path / "log.jsonl") if event["event"] == "end"][-1]
     assert (end["reason"], end["step"]) == (number.name, checkpoints.steps()[-1])
-    finish(data, tmp_path)
+    kills.finish(start(data, tmp_path))
     assert_same_run(tmp_path, undisturbed)
