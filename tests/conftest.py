@@ -92,6 +92,13 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         job.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Set apart what is alive before a file's tests: else each `gc.collect` of theirs goes through all modules."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Every test starts from one seed and leaves the number of threads as it found it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tritonemb.kernels.row_cache import set_of
 from tritonemb.storage import DiskRows, Field, IoFuture, Record, TableIdentity, aio, threads
 
+ROOT = Path(__file__).parents[2]
 SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three
+
+
+def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
 
 
 class Stop(BaseException):
@@ -65,6 +74,11 @@ def read(store: DiskRows, rows: Sequence[int]) -> Tensor:
 
 def write(store: DiskRows, rows: Sequence[int], seed: int) -> IoFuture:
     return store.write(torch.tensor(rows, dtype=torch.int64), some_records(len(rows), store.record.num_bytes, seed))
+
+
+def rows_of_one_set(num_rows: int, num_sets: int) -> list[int]:
+    """Rows of a table that a cache in host memory keeps in the same one of its sets."""
+    return (set_of(torch.arange(num_rows), num_sets) == 0).nonzero()[:, 0].tolist()
 
 
 class Model:

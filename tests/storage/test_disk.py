@@ -8,73 +8,26 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers import resident_growth
 from tests.storage.stores import (
-    SIZES,
+    ROOT,
     Model,
     disk_rows,
     identity,
     initial,
     read,
+    run_python,
     some_records,
-    start_read,
     use_threads,
     without_direct,
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows, TableIdentity, page_table, record_of
-
-ROOT = Path(__file__).parents[2]
-
-
-def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
-    """Reads, writes, and closing and opening again, of rows at both ends or in a stretch."""
-    near_ends = st.lists(st.integers(0, 40) | st.integers(num_rows - 20, num_rows - 1), unique=True)
-    stretch = st.tuples(st.integers(0, num_rows - 1), st.integers(1, num_rows // 2)).map(
-        lambda pair: list(range(pair[0], min(pair[0] + pair[1], num_rows)))
-    )
-    return st.lists(st.tuples(st.sampled_from("rwo"), (near_ends | stretch).map(sorted)), max_size=10)
-
-
-@pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize("threads", [None, 3])
-def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
-    monkeypatch.setattr(page_table, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
-    if threads:
-        use_threads(monkeypatch, threads)
-    num_rows = 1700 if num_bytes == 5 else 150  # two pages of the smallest records and a part of a third
-
-    @settings(max_examples=12)
-    @given(streams(num_rows))
-    def check(asked):
-        path = tmp_path / "rows"
-        path.unlink(missing_ok=True)
-        store, model = disk_rows(path, num_rows, num_bytes), Model(num_bytes)
-        found = []
-        for seed, (kind, rows) in enumerate(asked):
-            if kind == "r":
-                found.append((start_read(store, rows), model.read(rows)))  # nobody waits between operations
-            elif kind == "w":
-                write(store, rows, seed)
-                model.write(rows, seed)
-            else:
-                store.close()
-                store = disk_rows(path, num_rows, num_bytes)
-        found.append((start_read(store, range(num_rows)), model.read(range(num_rows))))
-        for (future, records), expected in found:
-            future.wait()
-            assert records.equal(expected)
-        store.close()
-
-    check()
+from tritonemb.storage import DiskRows, TableIdentity, record_of
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -104,14 +57,6 @@ def test_a_table_of_10_billion_rows_takes_no_room(tmp_path, direct, monkeypatch)
     assert path.stat().st_size == 4 * 4096
     with disk_rows(path, num_rows, num_bytes) as store:
         assert read(store, rows).equal(model.read(rows))
-
-
-@pytest.mark.parametrize("num_bytes", [516, 10000])
-def test_empty_batches(tmp_path, num_bytes):
-    with disk_rows(tmp_path / "rows", 30, num_bytes) as store:
-        write(store, [], 0).wait()
-        assert read(store, []).shape == (0, num_bytes)
-        assert store.changed_pages().tolist() == []
 
 
 @pytest.mark.parametrize("options", [{}, {"host_rows": 1000}], ids=str)
@@ -152,17 +97,6 @@ def test_initial_is_asked_once_for_those_never_written(tmp_path):
         read(store, [3, 50])
         read(store, [0, 1])
     assert asked == [[2, 4, 99], [0, 1]]
-
-
-def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
-    def fill(rows, records):
-        raise KeyError("no values")
-
-    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill) as store:
-        write(store, [3], 5)
-        with pytest.raises(KeyError, match="no values"):
-            read(store, [2, 3])
-        assert read(store, [3]).equal(some_records(1, 516, 5))
 
 
 def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):
@@ -221,26 +155,41 @@ def test_it_holds_weights_and_states(tmp_path):
     assert record.views(found)["exp_avg_sq"][1].tolist() == [0, 0.125, 0.25, 0.375, 0.5]
 
 
-def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-
-
-def test_the_end_of_a_program_waits_for_its_writes(tmp_path):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_the_end_of_a_program_waits_for_its_writes_and_a_killed_one_leaves_whole_pages(tmp_path):
+    """The second one writes all rows again and again; what it has said is written is there, and each row is of one
+    version."""
     program = """
-import sys
+import os, sys
 from pathlib import Path
 from tests.storage.stores import disk_rows, write
-store = disk_rows(Path(sys.argv[1]), 100_000, 100)
-for seed in range(20):
-    write(store, range(seed, 100_000, 20), seed)
+folder = Path(sys.argv[1])
+if os.fork() == 0:
+    store = disk_rows(folder / "ended", 20_000, 100)
+    for seed in range(20):
+        write(store, range(seed, 20_000, 20), seed)
+    sys.exit()
+print(os.wait()[1], flush=True)
+store = disk_rows(folder / "killed", 7000, 516)
+for seed in range(100_000):
+    write(store, range(7000), seed).wait()
+    print(seed, flush=True)
 """
-    done = run_python(program, tmp_path / "rows")
-    assert (done.returncode, done.stderr) == (0, "")
-    with disk_rows(tmp_path / "rows", 100_000, 100) as store:
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        status = process.stdout.readline()
+        lines = [process.stdout.readline() for _ in range(10)]
+        process.kill()
+        lines += process.stdout.readlines()
+        assert (status, process.stderr.read()) == ("0\n", "")
+    with disk_rows(tmp_path / "ended", 20_000, 100) as store:
         for seed in range(20):
-            rows = range(seed, 100_000, 20)
-            assert read(store, rows).equal(some_records(len(rows), 100, seed))
+            assert read(store, range(seed, 20_000, 20)).equal(some_records(1000, 100, seed))
+    last = int(lines[-1] if lines[-1].endswith("\n") else lines[-2])
+    with disk_rows(tmp_path / "killed", 7000, 516) as store:
+        rows = read(store, range(7000))
+    versions = [some_records(7000, 516, seed) for seed in (last, last + 1, last + 2)]
+    assert torch.stack([(rows == version).all(1) for version in versions]).any(0).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -336,29 +285,6 @@ atexit.register(setattr, threading.Thread, "start", no_thread)  # the last one i
     with disk_rows(tmp_path / "rows", 1000, 516) as store:
         assert read(store, range(1000)).equal(some_records(1000, 516, 1))
     disk_rows(tmp_path / "new", 1000, 516).close()
-
-
-def test_a_process_that_is_killed_leaves_whole_pages(tmp_path):
-    """It writes all rows again and again; what it has said is written is there, and each row is of one version."""
-    program = """
-import sys
-from pathlib import Path
-from tests.storage.stores import disk_rows, write
-store = disk_rows(Path(sys.argv[1]), 7000, 516)
-for seed in range(100_000):
-    write(store, range(7000), seed).wait()
-    print(seed, flush=True)
-"""
-    command = [sys.executable, "-c", program, str(tmp_path / "rows")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
-        said = [child.stdout.readline() for _ in range(10)]
-        child.kill()
-        said += child.stdout.readlines()
-    last = int(said[-1] if said[-1].endswith("\n") else said[-2])
-    with disk_rows(tmp_path / "rows", 7000, 516) as store:
-        found = read(store, range(7000))
-    versions = [some_records(7000, 516, seed) for seed in (last, last + 1, last + 2)]
-    assert torch.stack([(found == version).all(1) for version in versions]).any(0).all()
 
 
 @pytest.mark.more

@@ -32,15 +32,6 @@ from tritonemb.storage import DiskRows, StorageError, TableIdentity, aio, io, re
 PAGE = 4096
 
 
-@pytest.fixture
-def filled(tmp_path):
-    """100 rows of 516 bytes, 7 in a page, in a file."""
-    path = tmp_path / "rows"
-    with disk_rows(path, 100, 516) as store:
-        write(store, range(100), 1).wait()
-    return path
-
-
 @pytest.mark.parametrize("threads", [None, 1])
 def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch, threads):
     if threads:

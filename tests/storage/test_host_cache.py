@@ -5,19 +5,14 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -26,23 +21,17 @@ from tests.storage.stores import (
     break_queues,
     disk_rows,
     failing,
-    identity,
-    initial,
     read,
+    rows_of_one_set,
+    run_python,
     some_records,
     start_read,
     write,
 )
-from tritonemb.kernels.row_cache import set_of
-from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
+from tritonemb.storage import Counts, DiskRows, StorageError
 from tritonemb.storage.disk import RowFile
 
-ROOT = Path(__file__).parents[2]
-PAGE, NUM_ROWS = 4096, 300
-
-
-def rows_of_one_set(num_rows: int, num_sets: int) -> list[int]:
-    return (set_of(torch.arange(num_rows), num_sets) == 0).nonzero()[:, 0].tolist()
+PAGE = 4096
 
 
 @contextmanager
@@ -61,88 +50,6 @@ def held(store: DiskRows) -> Iterator[None]:
     finally:
         go_on.set()
         future.wait()
-
-
-@st.composite
-def streams(draw: st.DrawFn) -> tuple[int, list[tuple[str, list[int]]]]:
-    """Rows to keep, and operations on rows at random, or meant to hurt."""
-    kept = draw(st.sampled_from((1, 64, 5000)))
-    kind = draw(st.sampled_from(("any", "one set", "more than fit", "always new")))
-    operations, generator = (
-        draw(st.text("rwwofsbc", max_size=12)),
-        torch.Generator().manual_seed(draw(st.integers(0, 99))),
-    )
-    size = {"any": 40, "one set": 60, "more than fit": min(3 * kept + 40, NUM_ROWS), "always new": 50}[kind]
-    pool = (
-        torch.tensor(rows_of_one_set(NUM_ROWS, -(-min(kept, NUM_ROWS) // 32)))
-        if kind == "one set"
-        else torch.arange(NUM_ROWS)
-    )
-    asked = []
-    for number, operation in enumerate(operations):
-        if kind == "always new":
-            rows = torch.arange(number * size, (number + 1) * size) % NUM_ROWS
-        else:
-            rows = pool[torch.randperm(pool.numel(), generator=generator)[:size]]
-        asked.append((operation, rows.sort().values.tolist()))
-    return kept, asked
-
-
-@pytest.mark.parametrize(("num_bytes", "policy"), [(5, "lru"), (516, "lfu"), (10000, "lru")])
-def test_it_is_as_a_dict(tmp_path, num_bytes, policy, monkeypatch):
-    """Nobody waits between reads and writes; tables are closed and opened, flushed and saved in between."""
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 30 * num_bytes)  # so that there are several
-
-    @settings(max_examples=12)
-    @given(streams())
-    def check(stream):
-        kept, asked = stream
-        for path in tmp_path.iterdir():
-            path.unlink()
-        options = {"host_rows": kept, "policy": policy}
-        store, model, found = disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes, **options), Model(num_bytes), []
-        chain: list[Path] = []
-        expected = model
-        for number, (kind, rows) in enumerate(asked):
-            if kind == "r":
-                found.append((start_read(store, rows), model.read(rows)))
-            elif kind == "w":
-                write(store, rows, number)
-                model.write(rows, number)
-            elif kind == "f":
-                store.flush()
-            elif kind in "sb" or (kind == "c" and not chain):
-                chain, expected = [tmp_path / f"base{number}"], model.copy()
-                store.snapshot(chain[0])
-            elif kind == "c":
-                chain.append(tmp_path / f"changes{number}")
-                expected = model.copy()
-                store.snapshot(chain[-1], changes_only=True)
-            else:
-                store.close()
-                # What was saved is the last snapshot of another file; this one begins a new chain.
-                store, chain = disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes, **options), []
-        found.append((start_read(store, range(NUM_ROWS)), model.read(range(NUM_ROWS))))
-        for (future, records), right in found:
-            future.wait()
-            assert records.equal(right)
-        store.close()
-        with disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes) as plain:  # all of it is in the file
-            assert read(plain, range(NUM_ROWS)).equal(model.read(range(NUM_ROWS)))
-        if chain:
-            restore(tmp_path / "again", chain[0], chain[1:])
-            with disk_rows(tmp_path / "again", NUM_ROWS, num_bytes) as again:
-                assert read(again, range(NUM_ROWS)).equal(expected.read(range(NUM_ROWS)))
-
-    check()
-
-
-@pytest.mark.parametrize("num_bytes", [516, 10000])
-def test_empty_batches(tmp_path, num_bytes):
-    with disk_rows(tmp_path / "rows", 30, num_bytes, host_rows=5) as store:
-        write(store, [], 0).wait()
-        assert read(store, []).shape == (0, num_bytes)
-        assert store.counts() == Counts()
 
 
 def test_what_is_in_memory_is_neither_read_nor_written(tmp_path):
@@ -210,15 +117,6 @@ def test_a_read_sees_the_writes_before_it_and_none_behind(tmp_path):
         for (future, records), seed in asked:
             future.wait()
             assert records.equal(Model(516).read(range(100)) if seed < 0 else some_records(100, 516, seed))
-
-
-@pytest.fixture
-def filled(tmp_path):
-    """100 rows of 516 bytes, 7 in a page, in a file."""
-    path = tmp_path / "rows"
-    with disk_rows(path, 100, 516) as store:
-        write(store, range(100), 1).wait()
-    return path
 
 
 def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
@@ -317,20 +215,6 @@ def test_what_fails_in_memory_is_told_too(filled, monkeypatch):
         read(store, [1])
 
 
-def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
-    def fill(rows, records):
-        if 2 in rows:
-            raise KeyError("no values")
-        initial(rows, records)
-
-    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill, host_rows=1) as store:
-        write(store, [3], 5)
-        for _ in range(2):
-            with pytest.raises(KeyError, match="no values"):
-                read(store, [2, 3])
-        assert read(store, [3, 4]).equal(torch.cat([some_records(1, 516, 5), Model(516).read([4])]))
-
-
 def test_pages_and_bytes_are_those_of_all_that_was_written(tmp_path):
     store, plain = disk_rows(tmp_path / "rows", 5000, 516, host_rows=5000), disk_rows(tmp_path / "plain", 5000, 516)
     for each in (store, plain):
@@ -386,11 +270,6 @@ def test_a_file_that_nobody_can_open_again_is_not_written_to_in_the_end(tmp_path
     monkeypatch.setattr(RowFile, "write", lambda self, *given: written.append(1) or real(self, *given))
     store.close()
     assert written == []
-
-
-def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.more

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,10 +13,11 @@ import torch
 
 from tests.storage.stores import Model, Stop, disk_rows, identity, initial, no_thread, read, some_records, write
 from tritonemb.storage import DiskRows, SnapshotReader, aio, copy_rows, digest, page_table, restore
+from tritonemb.storage.store import OperationQueue, is_cancelled
 from tritonemb.storage.threads import IoThreads, shielded
 
 NUM_ROWS, NUM_BYTES = 4000, 4000  # a block each
-pytestmark = pytest.mark.timeout(30)  # where one is not seen through, somebody waits for ever
+pytestmark = pytest.mark.timeout(120)  # where one is not seen through, somebody waits for ever
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def free_contexts() -> list[aio.IoContext | None]:
 
 
 def until(happened) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -95,6 +98,62 @@ class TestShielded:
         threads[0].join()
         assert runs == []
 
+    def test_an_interrupt_while_the_thread_is_started_is_raised(self, monkeypatch):
+        """Python's `Thread.start` waits on a condition variable, whose lock is then unlocked twice."""
+        real, runs = threading.Thread.start, []
+
+        def start(thread: threading.Thread) -> None:
+            real(thread)
+            try:
+                raise Stop
+            finally:
+                raise RuntimeError("release unlocked lock")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(Stop):
+            shielded(lambda: runs.append(threading.current_thread()))
+        assert threading.current_thread() not in runs
+
+    @pytest.mark.parametrize("waiting", ["call", "operation", "tasks"])
+    def test_an_interrupt_is_raised_and_leaves_nothing_locked_wherever_it_comes(self, waiting):
+        """Signals are handled where a function begins, and behind each call of a built-in one."""
+        pool, operations, movers = IoThreads(2), OperationQueue("test"), set()
+        wait_for = {
+            "call": shielded,
+            "operation": lambda work: operations.submit(work).wait(),
+            "tasks": lambda work: pool.run(lambda _: work(), 1),
+        }[waiting]
+
+        def work() -> None:
+            movers.add(threading.current_thread())
+            time.sleep(0.01)  # the main thread does wait
+
+        def is_interrupted(number: int) -> bool:
+            """Whether there are so many places."""
+            places = itertools.count(1)
+
+            def stop(frame: object, event: str, _: object) -> None:
+                if event in ("call", "c_return") and next(places) == number:
+                    raise Stop
+
+            try:
+                sys.setprofile(stop)
+                wait_for(work)
+            except Stop:
+                return True
+            finally:
+                sys.setprofile(None)
+            assert next(places) <= number, "it is swallowed"
+            return False
+
+        wait_for(work)  # which starts threads
+        number = 1
+        while is_interrupted(number):
+            wait_for(work)
+            number += 1
+        assert number > 8
+        assert threading.main_thread() not in movers
+
     def test_an_interrupt_waits_for_the_end_and_a_second_one_does_not(self, interrupt):
         ended, go_on = threading.Event(), threading.Event()
 
@@ -106,7 +165,7 @@ class TestShielded:
         def twice() -> None:
             interrupt()
             interrupt()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
         with pytest.raises(Stop):
             shielded(once)
@@ -180,7 +239,7 @@ def test_a_context_is_not_reused_before_what_is_in_flight_is_done(saved, monkeyp
             for _ in range(interrupts):
                 interrupt()
             if interrupts == 2:
-                assert go_on.wait(10)
+                assert go_on.wait(60)
         real(context, transfer)
 
     rows = SnapshotReader(saved / "whole")
@@ -231,7 +290,7 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
         begun.append(arguments)
         if len(begun) == 1:
             interrupt()
-            until(lambda: threading.current_thread().cancelled)
+            until(is_cancelled)
         return real(*arguments)
 
     monkeypatch.setattr(page_table, "BUFFER_BYTES", 8192)
@@ -252,7 +311,7 @@ def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved,
 
     def interrupted(*arguments):
         interrupt()
-        until(lambda: threading.current_thread().cancelled)
+        until(is_cancelled)
         monkeypatch.setattr(page_table, "PageTable", real)
         return real(*arguments)
 
@@ -269,7 +328,7 @@ def test_a_restore_that_is_interrupted_leaves_nothing(saved, tmp_path, monkeypat
 
     def submit(*arguments):
         interrupt()
-        until(lambda: threading.current_thread().cancelled)
+        until(is_cancelled)
         return real(*arguments)
 
     monkeypatch.setattr(aio.IoContext, "submit", submit)
@@ -285,7 +344,7 @@ def test_a_close_that_is_interrupted_is_seen_through(tmp_path, interrupt):
     def hold() -> None:
         until(lambda: store._closing is not None)
         interrupt()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     store._operations.submit(hold)
     with pytest.raises(Stop):

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from tests.storage.stores import Stop, no_thread
-from tritonemb.storage.store import OperationQueue
+from tritonemb.storage.store import Completion, OperationQueue
 from tritonemb.storage.threads import IoThreads
 
 
@@ -125,7 +125,7 @@ def test_a_pool_makes_do_with_the_threads_that_there_can_be(monkeypatch, there):
     assert sorted(runs[there:]) == list(range(10))
 
 
-class Late(threading.Event):
+class Late(Completion):
     """Whoever sets it goes on late, when those that wait have long gone on."""
 
     def set(self) -> None:

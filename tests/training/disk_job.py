@@ -47,7 +47,12 @@ def model_of(
 
 
 def make_trainer(
-    data: Dataset, folder: Path | None, placement: str = "disk", *, callbacks: Sequence[Callback] = (), **options: Any
+    data: Dataset,
+    folder: Path | None = None,
+    placement: str = "disk",
+    *,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
 ) -> te.Trainer:
     settings = {"batch_size": 50, "epochs": 2, "verbose": False, "log_every": 4} | options
     live = None if folder is None else folder.parent / "live"
@@ -103,6 +108,7 @@ def bits(trainer: te.Trainer) -> dict[str, Tensor]:
 
 
 def in_memory(path: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
     found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in stored_tensors(path).items()}
     load_tensors(path, found)
     return found

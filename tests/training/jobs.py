@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tritonemb.data import Dataset, make_synthetic
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training import Callback
 
+ROW_WISE_ADAGRAD = te.optim.RowWiseAdagrad(lr=0.05)
+
 
 def planted(num_train: int = 1_000, validation: bool = True) -> Dataset:
     made = make_synthetic(num_train=num_train, num_test=400, seed=0)
@@ -26,12 +29,14 @@ def planted(num_train: int = 1_000, validation: bool = True) -> Dataset:
 
 
 class Record(Callback):
-    """What a rank was told, without what depends on time."""
+    """What a rank was told, without what depends on time, but for the times in `caches`."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[int, float]] = []
         self.samples: list[int] = []
         self.sent: list[dict[str, int]] = []
+        self.caches: list[dict[str, float]] = []
+        self.dynamic: list[dict[str, dict[str, float]]] = []
         self.evaluations: list[tuple[int, float, float, bool]] = []
         self.messages: list[str] = []
         self.saved: list[int] = []
@@ -42,6 +47,8 @@ class Record(Callback):
     def on_log(self, log):
         self.losses.append((log.step, log.loss))
         self.sent.append(dict(log.sent))
+        self.caches.append(dict(log.cache))
+        self.dynamic.append({name: dict(values) for name, values in log.dynamic.items()})
 
     def on_evaluation(self, evaluation):
         metrics = evaluation.metrics
@@ -62,10 +69,11 @@ def make_trainer(
     dropout: float = 0.0,
     dense: str = "ddp",
     table_lr: float = 0.05,
+    optimizer: te.optim.Optimizer | None = ROW_WISE_ADAGRAD,
     **options: Any,
 ) -> te.Trainer:
     torch.manual_seed(0)
-    model = Noisy(data, dropout, table_lr)
+    model = Noisy(data, dropout, replace(ROW_WISE_ADAGRAD, lr=table_lr) if optimizer is ROW_WISE_ADAGRAD else optimizer)
     wrapped = model
     if dist.is_initialized():
         timeout = timedelta(seconds=options["timeout"]) if "timeout" in options else None
@@ -95,14 +103,8 @@ def plan_for(size: int) -> te.sharding.ShardingPlan:
 class Noisy(te.nn.DLRM):
     """A model that may draw random numbers while it trains."""
 
-    def __init__(self, data: Any, dropout: float, table_lr: float) -> None:
-        super().__init__(
-            data.tables(8),
-            data.num_dense,
-            bottom_mlp=(8,),
-            top_mlp=(8,),
-            optimizer=te.optim.RowWiseAdagrad(lr=table_lr),
-        )
+    def __init__(self, data: Any, dropout: float, optimizer: te.optim.Optimizer | None) -> None:
+        super().__init__(data.tables(8), data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
         self.dropout = dropout
 
     def forward(self, dense, sparse):
@@ -121,7 +123,7 @@ def fit(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     with suppress(Crash):
         result = trainer.fit(test=True)
     return {
-        **vars(record),
+        **{name: value for name, value in vars(record).items() if name not in ("caches", "dynamic")},
         "reason": None if result is None else result.reason,
         "steps": trainer.progress.step,
         "epoch_losses": None if result is None else result.losses,

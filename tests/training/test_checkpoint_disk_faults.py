@@ -7,20 +7,19 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.training import kills
 from tests.training.disk_job import LAST_STEP, Probe, bits, make_trainer, model_of
 from tests.training.jobs import planted
 from tritonemb.storage import StorageError
@@ -64,24 +63,27 @@ def swap(path: Path) -> None:
     path.write_bytes(content)
 
 
-def bits_of(model: te.nn.EmbeddingBagCollection) -> dict[str, torch.Tensor]:
+def bits_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 class TestDamage:
     CHECKSUM = "does not have the checksum that was written; use another one"
 
-    def two_tables(self) -> te.nn.EmbeddingBagCollection:
-        tables = [te.TableConfig(name, 500, 8, placement="disk", cache=te.CacheConfig(rows=32)) for name in "ab"]
+    def two_tables(self, dynamic: bool = False) -> te.nn.EmbeddingBagCollection:
+        options: dict[str, Any] = {"placement": "disk", "cache": te.CacheConfig(rows=32)}
+        options |= {"num_embeddings": None, "capacity": 500} if dynamic else {"num_embeddings": 500}
+        tables = [te.TableConfig(name, embedding_dim=8, **options) for name in "ab"]
         return te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=1.0))
 
-    def trained(self, folder: CheckpointFolder) -> None:
-        found = self.two_tables()
+    def trained(self, folder: CheckpointFolder, dynamic: bool = False) -> te.nn.EmbeddingBagCollection:
+        model = self.two_tables(dynamic)
         for step in (1, 2):
-            ids = torch.arange(250 // step).repeat(2)
-            batch = te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, torch.ones(ids.numel(), dtype=torch.int64))
-            found(batch).sum().backward()
-            folder.save(step, model_tensors(found), {})
+            ids = (torch.arange(250 // step) * (7**20 * (-1) ** step if dynamic else 1)).repeat(2)
+            batch = te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, torch.ones_like(ids))
+            model(batch).sum().backward()
+            folder.save(step, model_tensors(model), {})
+        return model
 
     @pytest.mark.parametrize("suffix", [".rows", ".changes"])
     @pytest.mark.parametrize(
@@ -121,10 +123,10 @@ class TestDamage:
         shutil.copytree(folder.path(2), tmp_path / "copy")
         damage(sorted((tmp_path / "copy").glob(f"b-*{suffix}"))[0])
         found = self.two_tables()
-        before = {name: tensor.clone() for name, tensor in found.state_dict().items()}
+        before = bits_of(found)
         with pytest.raises(StorageError, match=message):
             load_tensors(tmp_path / "copy", model_tensors(found))
-        assert_same_bits(dict(found.state_dict()), before)
+        assert_same_bits(bits_of(found), before)
         load_tensors(folder.path(2), model_tensors(found))
         in_table = {name: torch.empty_like(tensor) for name, tensor in before.items()}
         in_table = {f"model.{name}": tensor for name, tensor in in_table.items()}
@@ -135,23 +137,14 @@ class TestDamage:
     @pytest.mark.parametrize("suffix", [".rows", ".changes"])
     @pytest.mark.parametrize("damage", [swap, lambda path: os.truncate(path, 100), lambda path: path.unlink()])
     def test_a_missing_link_changes_no_dynamic_table(self, tmp_path, suffix, damage):
-        def made() -> te.nn.EmbeddingBagCollection:
-            options: dict[str, Any] = {"placement": "disk", "cache": te.CacheConfig(rows=32)}
-            tables = [te.TableConfig(name, None, 8, capacity=500, **options) for name in "ab"]
-            return te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=1.0))
-
         def load(path: Path, model: te.nn.EmbeddingBagCollection) -> None:
             load_model(path, model, {}, stored_tensors(path), ())
 
-        folder, trained = CheckpointFolder(tmp_path, incremental=True), made()
-        for step in range(1, 3):
-            ids = (torch.arange(250 // step) * 7**20 * (-1) ** step).repeat(2)
-            batch = te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, torch.ones_like(ids))
-            trained(batch).sum().backward()
-            folder.save(step, model_tensors(trained), {})
+        folder = CheckpointFolder(tmp_path, incremental=True)
+        trained = self.trained(folder, dynamic=True)
         shutil.copytree(folder.path(2), tmp_path / "copy")
         damage(sorted((tmp_path / "copy").glob(f"b-*{suffix}"))[0])
-        found = made()
+        found = self.two_tables(dynamic=True)
         load(folder.path(1), found)
         before = bits_of(found)
         with pytest.raises(StorageError):
@@ -164,12 +157,12 @@ class TestDamage:
         make_trainer(data, tmp_path / "run", epochs=1).fit()
         path = tmp_path / "run/checkpoints/step-12"
         other = model_of(data, "disk", optimizer=te.optim.Adam(lr=0.1))
-        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        before = bits_of(other)
         with pytest.raises(
             ValueError, match=r"of another model or optimizer:\n(.*\n)*.*exp_avg is not in the checkpoint"
         ):
             load_tensors(path, model_tensors(other), ignore=("rng.", "trainer.", "optimizer."))
-        assert_same_bits(dict(other.state_dict()), before)
+        assert_same_bits(bits_of(other), before)
 
 
 class TestFaults:
@@ -252,12 +245,6 @@ class TestFaults:
         found.tables[0].store.close()
 
 
-def start(folder: Path, *kind: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.training.disk_job", str(folder), *kind]
-    quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
-
-
 LONG = (
     ("sync", "dynamic", 4), ("sync", "disk", 2), ("async", "disk", 12), ("sync", "disk", 12), ("async", "dynamic", 12),
 )  # fmt: skip
@@ -265,7 +252,7 @@ LONG = (
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 @pytest.mark.parametrize(
-    ("kind", "placement", "kills"),
+    ("kind", "placement", "number"),
     [
         ("async", "disk", 2),
         ("sync", "dynamic", 2),
@@ -274,27 +261,13 @@ LONG = (
 )
 @pytest.mark.timeout(600)
 @pytest.mark.more
-def test_killed_training_ends_with_the_same_bits(tmp_path, kind, placement, kills):
-    folder, chance, killed = tmp_path / "run", random.Random(kills), 0
+def test_killed_training_ends_with_the_same_bits(tmp_path, kind, placement, number):
+    folder, chance = tmp_path / "run", random.Random(number)
+    job = "tests.training.disk_job", str(folder), kind, placement
+    killed = sum(kills.kill(kills.start(*job), folder, chance, turn % 2 == 1) for turn in range(number))
+    assert killed >= number - 1
+    kills.finish(kills.start(*job))
     checkpoints = CheckpointFolder(folder / "checkpoints")
-    for number in range(kills):
-        process, before = start(folder, kind, placement), checkpoints.steps()
-        if number % 2:  # while a checkpoint is written
-            while process.poll() is None and (
-                checkpoints.steps() == before or not any(checkpoints.folder.glob(".writing-*"))
-            ):
-                time.sleep(0.0005)
-        else:
-            while process.poll() is None and checkpoints.steps() == before:
-                time.sleep(0.002)
-            time.sleep(chance.uniform(0.0, 0.1))
-        process.kill()
-        process.communicate()
-        killed += process.returncode == -signal.SIGKILL
-    assert killed >= kills - 1
-    process = start(folder, kind, placement)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors.decode()
     in_place = {"disk": "device", "dynamic": "dynamic, on the device"}[placement]
     data = planted(600, validation=False)
     undisturbed = make_trainer(data, tmp_path / "plain", in_place, epochs=5)

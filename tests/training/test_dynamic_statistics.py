@@ -22,14 +22,6 @@ from tritonemb.types import AdmissionConfig, EvictionConfig
 EVERY, BATCH, LEVELS = 5, 50, ("rows", "capacity", "num_bytes")
 
 
-class Told(te.training.Callback):
-    def __init__(self) -> None:
-        self.dynamic: list[dict[str, Any]] = []
-
-    def on_log(self, log: Any) -> None:
-        self.dynamic.append({name: dict(values) for name, values in log.dynamic.items()})
-
-
 def model_of(data: Any) -> te.nn.DLRM:
     """`user` has a row for every id, `item` for some, `site` for those that come a third time; others are static."""
     torch.manual_seed(0)
@@ -45,8 +37,8 @@ def model_of(data: Any) -> te.nn.DLRM:
     return te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=te.optim.RowWiseAdagrad(lr=0.05))
 
 
-def fitted(model: te.nn.DLRM, data: Any, *callbacks: Any, **options: Any) -> Told:
-    told = Told()
+def fitted(model: te.nn.DLRM, data: Any, *callbacks: Any, **options: Any) -> jobs.Record:
+    told = jobs.Record()
     settings = {"batch_size": BATCH, "log_every": EVERY, "verbose": False} | options
     te.Trainer(model, data, callbacks=[told, *callbacks], **settings).fit(test=True)
     return told

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,47 +21,33 @@ pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 pytest.importorskip("rich")
 
-import tritonemb as te
 from tests.helpers import assert_same_bits
-from tritonemb.data import Dataset, make_synthetic
+from tests.training import disk_job
+from tests.training.jobs import Record, planted
+from tritonemb.data import Dataset
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Interrupted
 from tritonemb.training.callbacks import CallbackList
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
 
+make_trainer = partial(disk_job.make_trainer, placement="device")
+
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    made = make_synthetic(num_train=600, num_test=400, seed=0)
-    return Dataset("planted", made.features, made.train, made.test, validation=made.test.slice(0, 200))
-
-
-def make_trainer(data, folder=None, **options) -> te.Trainer:
-    torch.manual_seed(0)
-    model = te.nn.DLRM(
-        data.tables(4), data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.RowWiseAdagrad(lr=0.05)
-    )
-    settings = {"batch_size": 50, "epochs": 2, "verbose": False, "log_every": 4} | options
-    return te.Trainer(model, data, folder=folder, **settings)
+    """Of twelve steps an epoch."""
+    return planted(600)
 
 
 def checkpoints(folder) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-class Messages(Callback):
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def on_message(self, text):
-        self.found.append(text)
-
-
 @pytest.mark.more
 def test_a_compiled_model_is_evaluated_while_it_trains(data, tmp_path):
     trainer = make_trainer(data, tmp_path / "run", epochs=1, compile=True, evaluate_every=6)
-    assert trainer.fit(test=True).test.num_samples == 400
+    assert trainer.fit(test=True).test.num_samples == 250
     assert trainer.progress.best is not None
 
 
@@ -162,15 +149,15 @@ def test_what_cannot_be_saved_is_refused_before_training(data, tmp_path):
 def test_validation_rows_of_one_label_are_told_and_training_goes_on(data, tmp_path):
     ones = data.train.labels.nonzero().squeeze(1)[:20]
     rows = data.train.take(ones)
-    messages = Messages()
+    record = Record()
     trainer = make_trainer(
         Dataset("ones", data.features, data.train, data.test, validation=rows),
         tmp_path / "run",
         epochs=1,
-        callbacks=[messages],
+        callbacks=[record],
     )
     assert trainer.fit().reason == "finished"
-    assert messages.found == [
+    assert record.messages == [
         "the validation rows are not evaluated: all 20 labels are the same, so neither AUC nor normalized entropy is "
         "defined"
     ]
@@ -260,10 +247,9 @@ def test_a_disk_that_fills_up(data, small_disk, on_error, capsys):
 @pytest.mark.parametrize("method", ["start", "finish"])
 def test_a_last_checkpoint_that_cannot_be_written_is_an_error(data, tmp_path, monkeypatch, method):
     """An earlier one may fail; `finish` is where one that is written in a thread fails."""
-    for failing in ({2}, {2, 24}):
-        trainer = make_trainer(
-            data, tmp_path / str(len(failing)), epochs=2, checkpoints=CheckpointOptions(checkpoint_steps=2)
-        )
+    for failing in ({4}, {4, 12}):
+        every = CheckpointOptions(checkpoint_steps=4)
+        trainer = make_trainer(data, tmp_path / str(len(failing)), epochs=1, checkpoints=every)
         call = getattr(trainer.saving, method)
 
         def fails(*arguments, trainer=trainer, failing=failing, call=call):
@@ -272,11 +258,11 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(data, tmp_path, mo
             return call(*arguments)
 
         monkeypatch.setattr(trainer.saving, method, fails)
-        if 24 in failing:
-            with pytest.raises(CheckpointError, match="that of step 24 could not be written"):
+        if 12 in failing:
+            with pytest.raises(CheckpointError, match="that of step 12 could not be written"):
                 trainer.fit()
         else:
-            assert trainer.fit().steps == 24
+            assert trainer.fit().steps == 12
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -295,7 +281,7 @@ time.sleep(60)
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         parent.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         assert time.monotonic() < end, "the rank lives on"
         time.sleep(0.05)

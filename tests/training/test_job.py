@@ -11,10 +11,12 @@ pytest.importorskip("torchmetrics")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.training.disk_job import in_memory
+from tests.training.jobs import Crash, CrashAt
 from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.training import Callback, CheckpointOptions
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training import CheckpointOptions
+from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.config import (
     PRESETS,
     EmbeddingOptimizer,
@@ -97,21 +99,7 @@ def text_run(folder: Path, epochs: int) -> TrainConfig:
 
 
 def tensors_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    path = CheckpointFolder(folder / "checkpoints").path(step)
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
-    }
-    load_tensors(path, found)
-    return found
-
-
-class Crash(Callback):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_step(self, step):
-        if step.step == self.at:
-            raise InterruptedError("crash")
+    return in_memory(CheckpointFolder(folder / "checkpoints").path(step))
 
 
 @pytest.mark.more
@@ -136,8 +124,8 @@ def test_a_text_log_of_several_epochs_is_converted_once_with_the_same_bits(tmp_p
 def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epochs(tmp_path, begun, resumed):
     """Its position is one in text or in Parquet, whatever its epochs say now."""
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    with pytest.raises(InterruptedError):
-        train(text_run(folder, begun), callbacks=[Crash(5)], verbose=False)
+    with pytest.raises(Crash):
+        train(text_run(folder, begun), callbacks=[CrashAt(5)], verbose=False)
     result = train(text_run(folder, resumed), "auto", verbose=False)
     assert (folder / "cache").exists() == (begun > 1)
     assert result.steps == 10 * resumed
@@ -156,8 +144,8 @@ def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_pat
         return replace(text_run(tmp_path / name, 2), read=read, tables=tables)
 
     train(run("whole"), verbose=False)
-    with pytest.raises(InterruptedError):
-        train(run("first"), callbacks=[Crash(13)], verbose=False)
+    with pytest.raises(Crash):
+        train(run("first"), callbacks=[CrashAt(13)], verbose=False)
     train(run("first"), "auto", verbose=False)
     found = tensors_at(tmp_path / "first", 20)
     assert_same_bits(found, tensors_at(tmp_path / "whole", 20))

@@ -23,25 +23,9 @@ from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter
 from tritonemb.types import CacheConfig
 
 
-class Told(te.training.Callback):
-    """What a run said, without what depends on time."""
-
-    def __init__(self) -> None:
-        self.losses: list[tuple[int, float]] = []
-        self.aucs: list[tuple[int, float]] = []
-        self.caches: list[dict[str, float]] = []
-
-    def on_log(self, log: Any) -> None:
-        self.losses.append((log.step, log.loss))
-        self.caches.append(dict(log.cache))
-
-    def on_evaluation(self, evaluation: Any) -> None:
-        self.aucs.append((evaluation.step, evaluation.metrics.auc))
-
-
-def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, Told, Any]:
+def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, jobs.Record, Any]:
     torch.manual_seed(0)
-    data, told = jobs.planted(), Told()
+    data, told = jobs.planted(500), jobs.Record()
     cache = CacheConfig(rows=cache_rows)
     tables = [living(table, placement, cache) for table in data.tables(8)]
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
@@ -72,7 +56,7 @@ def test_training_gives_the_bits_of_the_device(placement, options):
     reference, expected, its_result = trained("device", **{k: v for k, v in options.items() if k != "cache_rows"})
     trainer, told, result = trained(placement, **options)
     assert_same_bits(dict(trainer.model.state_dict()), dict(reference.model.state_dict()))
-    assert (told.losses, told.aucs) == (expected.losses, expected.aucs)
+    assert (told.losses, told.evaluations) == (expected.losses, expected.evaluations)
     assert (result.losses, result.steps, result.test.auc) == (its_result.losses, its_result.steps, its_result.test.auc)
     assert all(not cache for cache in expected.caches)
     for cache in told.caches:

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +18,11 @@ SPEC = te.optim.RowWiseAdagrad(lr=0.05)
 @pytest.fixture(scope="module")
 def data() -> Dataset:
     return make_synthetic(num_train=20_000, num_test=4_000, seed=0)
+
+
+@pytest.fixture(scope="module")
+def small(data) -> Dataset:
+    return Dataset("small", data.features, data.train.slice(0, 2_048), data.test.slice(0, 512))
 
 
 def make_model(data: Dataset, optimizer=SPEC, seed: int = 0) -> te.nn.DLRM:
@@ -41,22 +49,22 @@ def test_it_learns_the_planted_model(data, optimizer):
     assert result.samples_per_second > 0
 
 
-def test_the_same_seed_gives_the_same_bits(data):
+def test_the_same_seed_gives_the_same_bits(small):
     states = []
     for _ in range(2):
-        model = make_model(data)
-        make_trainer(data, model, seed=4).fit()
+        model = make_model(small)
+        make_trainer(small, model, seed=4).fit()
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    other = make_model(data)
-    make_trainer(data, other, seed=5).fit()
+    other = make_model(small)
+    make_trainer(small, other, seed=5).fit()
     assert not any(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 
-def test_fit_goes_on_with_the_next_epoch(data):
-    once, twice = make_model(data), make_model(data)
-    make_trainer(data, once, epochs=2).fit()
-    trainer = make_trainer(data, twice, epochs=1)
+def test_fit_goes_on_with_the_next_epoch(small):
+    once, twice = make_model(small), make_model(small)
+    make_trainer(small, once, epochs=2).fit()
+    trainer = make_trainer(small, twice, epochs=1)
     trainer.fit()
     trainer.fit()
     for a, b in zip(once.state_dict().values(), twice.state_dict().values(), strict=True):
@@ -137,8 +145,8 @@ def test_lines_are_printed_where_there_is_no_terminal(data, capsys):
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
 
 
-def test_divergence_is_reported(data):
-    trainer = make_trainer(data, make_model(data), dense_lr=1e30)
+def test_divergence_is_reported(small):
+    trainer = make_trainer(small, make_model(small), dense_lr=1e30)
     with pytest.raises(ValueError, match=r"training loss is (nan|inf) in epoch 1; lower the learning rates"):
         trainer.fit()
 
@@ -162,19 +170,19 @@ def test_a_model_of_another_shape_is_refused(data):
         make_trainer(data, Column2d(data.num_dense, 1)).fit()
 
 
-def test_compiled_training_learns(data):
-    small = Dataset("small", data.features, data.train.slice(0, 2_048), data.test.slice(0, 512))
-    eager, compiled = make_model(data), make_model(data)
-    losses = [
-        make_trainer(small, model, compile=compile).fit().losses[0]
-        for model, compile in ((eager, False), (compiled, True))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # fused kernels round the dense part differently
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_compiled_training_learns(small, monkeypatch, dynamo, backend):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    eager, compiled = make_model(small), make_model(small)
+    expected, losses = (
+        make_trainer(small, model, compile=model is compiled).fit().losses for model in (eager, compiled)
+    )
+    assert losses == pytest.approx(expected, rel=1e-4)  # fused kernels round the dense part differently
 
 
-def test_steps_of_several_batches_are_those_of_one_large_batch(data):
+def test_steps_of_several_batches_are_those_of_one_large_batch(data, small):
     """The tables' gradients are gathered and applied once; the dense ones are added up in another order."""
-    small = Dataset("small", data.features, data.train.slice(0, 1_000), data.test.slice(0, 512))
+    small = replace(small, train=data.train.slice(0, 1_000))
     large, parts = make_model(data), make_model(data)
     make_trainer(small, large, batch_size=192).fit()
     trainer = make_trainer(small, parts, batch_size=64, accumulate=3)

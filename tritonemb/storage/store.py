@@ -74,11 +74,39 @@ def raise_if_cancelled() -> None:
         raise Cancelled
 
 
+class Completion:
+    """An event that is set once, for the main thread too.
+
+    A signal handler may raise in the midst of `threading.Event.wait`, as of any method of a condition variable, and
+    leave its lock locked: `set` would then never return. Here each waiter has a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        while self._waiters:
+            self._waiters.pop().release()
+
+    def wait(self) -> None:
+        if not self._is_set:
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            if not self._is_set:  # else `set` may not have seen the waiter
+                waiter.acquire()
+
+
 class IoFuture:
     """An operation that was submitted."""
 
     def __init__(self) -> None:
-        self._done, self._process = threading.Event(), os.getpid()
+        self._done, self._process = Completion(), os.getpid()
         self._failure: BaseException | None = None
 
     def done(self) -> bool:

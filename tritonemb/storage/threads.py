@@ -1,18 +1,19 @@
 """Threads that wait for a disk: a pool, and one that the main thread leaves its I/O to.
 
 Signal handlers run in the main thread alone, and may raise anywhere in it: between a system call and the line that
-notes its result, say. So the main thread leaves I/O to other threads, see `shielded`.
+notes its result, say. So the main thread leaves I/O to other threads, see `shielded`, and waits for them on plain locks
+alone, see `Completion`.
 """
 
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from tritonemb.storage.store import is_cancelled, raise_if_cancelled
+from tritonemb.storage.store import Completion, is_cancelled, raise_if_cancelled
 from tritonemb.utils import on_error
 
 T = TypeVar("T")
@@ -29,31 +30,63 @@ def shielded(work: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    future: Future[T] = Future()
-    thread = threading.Thread(target=_run, args=(future, work), name="tritonemb-shielded", daemon=True)
+    call, handled = _ShieldedCall(work), sys.exception()
+    thread = threading.Thread(target=call.run, name="tritonemb-shielded", daemon=True)
     try:
         try:
             thread.start()
-        except RuntimeError:  # the interpreter exits
-            return work()
-        return future.result()
+        except RuntimeError as error:
+            if error.__context__ is not handled:  # a signal handler has raised while `start` waited for the thread
+                raise error.__context__ from None  # type: ignore[misc]
+            return work()  # the interpreter exits
+        return call.result()
     except BaseException:  # have it end early and wait for that, or never start
         thread.cancelled = True  # type: ignore[attr-defined]  # see `is_cancelled`
-        if not future.cancel():
-            wait([future])
-        del future
+        if not call.cancel():
+            call.ended.wait()
+        del call
         raise
 
 
-def _run(future: Future[T], work: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = work()
-    except BaseException as failure:
-        future.set_exception(failure)
-    else:  # a file, say, that nobody takes is closed when nobody refers to it
-        future.set_result(None if is_cancelled() else result)  # type: ignore[arg-type]
+class _ShieldedCall(Generic[T]):
+    """Work that another thread runs, unless it is cancelled before."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._claim = threading.Lock()  # never released: whoever takes it runs the work or cancels it
+        self._result: T | None = None
+        self._failure: BaseException | None = None
+        self.ended = Completion()
+
+    def run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            assert self._work is not None
+            result = self._work()
+        except BaseException as failure:
+            self._failure = failure
+        else:  # a file, say, that nobody takes is closed when nobody refers to it
+            self._result = None if is_cancelled() else result
+            del result
+        self._work = None
+        self.ended.set()
+
+    def cancel(self) -> bool:
+        """Have the work never begin; whether it has not begun."""
+        if self._claim.acquire(blocking=False):
+            self._work = None
+            return True
+        return False
+
+    def result(self) -> T:
+        self.ended.wait()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            return self._result  # type: ignore[return-value]
+        finally:
+            del self  # the failure's traceback refers to this frame
 
 
 class Job:
@@ -63,12 +96,13 @@ class Job:
         self._work: Callable[[int], object] | None = work
         self.num_tasks = num_tasks
         self._next = self._running = 0
-        self._changed = threading.Condition()
+        self._lock, self._ended = threading.Lock(), Completion()
         self._failures: dict[int, BaseException] = {}
+        self._check_end()
 
     def run_next(self) -> bool:
         """Run a task, if one is left; whether there may be more."""
-        with self._changed:
+        with self._lock:
             if (task := self._next) >= self.num_tasks:
                 return False
             self._next, self._running = task + 1, self._running + 1
@@ -77,27 +111,30 @@ class Job:
             self._work(task)
         except BaseException as error:
             self._failures[task] = error
-        with self._changed:
+        with self._lock:
             self._running -= 1
             if self._failures:
                 self._next = self.num_tasks
-            if self._next >= self.num_tasks and self._running == 0:
-                self._work = None  # who waits may want the memory that it held
-            self._changed.notify_all()
+            self._check_end()
             return self._next < self.num_tasks
 
     def wait(self) -> None:
         """Wait for all tasks, and raise the failure of the first that failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._next >= self.num_tasks and self._running == 0)
+        self._ended.wait()
         if self._failures:
             raise self._failures[min(self._failures)]
 
     def cancel(self) -> None:
         """Start no more tasks, and wait for those that run."""
-        with self._changed:
+        with self._lock:
             self._next = self.num_tasks
-            self._changed.wait_for(lambda: self._running == 0)
+            self._check_end()
+        self._ended.wait()
+
+    def _check_end(self) -> None:
+        if self._next >= self.num_tasks and self._running == 0:
+            self._work = None  # who waits may want the memory that it held
+            self._ended.set()
 
 
 class IoThreads:
