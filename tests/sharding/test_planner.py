@@ -324,8 +324,8 @@ def f1(number: int = 40):
 @pytest.mark.more
 def test_twelve_trillion_parameters_fit_128_gpus_with_their_hosts():
     topology = te.Topology.preset("zionex-16x8")
-    tables = f1(10)
-    stats = {table.name: TableStats(80.0) for table in tables}
+    tables = f1(6)
+    stats = {table.name: TableStats(130.0) for table in tables}
     plan = te.plan(tables, topology, batch_size=512, stats=stats)
     seen = fits(plan, tables, topology, 512, stats=stats)
     assert seen.host.sum() + seen.hbm.sum() >= 24e12
