@@ -166,13 +166,6 @@ def test_tables_that_do_not_go_together():
         both[1]([table, te.TableConfig("s", 3, 2, ["t"])])
 
 
-def test_frozen_tables_need_a_collection_of_their_own():
-    collection = make()
-    collection.tables[1].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"tables \['genre'\] do not require gradients"):
-        collection(batch_of([[1]], [[1]]))
-
-
 @pytest.mark.parametrize("bad", fewer([float("nan"), float("inf"), -float("inf")], [-float("inf")]))
 @pytest.mark.parametrize("num_threads", fewer([1, 4], [1]))
 @pytest.mark.parametrize("name", NAMES)
