@@ -20,13 +20,13 @@ pytestmark = pytest.mark.more
 ROOT = Path(__file__).parents[2]
 
 
-def run(module: str, *arguments: str, status: int = 0, cwd: Path = ROOT, **variables: str) -> str:
-    """What a module of this folder prints in a process of its own."""
-    command = [sys.executable, "-m", f"tests.gpu.{module}", *arguments]
+def run_cache(*arguments: str, cwd: Path, **variables: str) -> str:
+    """What `cache` prints in a process of its own."""
+    command = [sys.executable, "-m", "tests.gpu.cache", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == status, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -59,17 +59,30 @@ def test_results_that_differ_are_noticed():
             smoke.compare(wrong, cpu)
 
 
-def test_a_smoke_prints_and_keeps_every_check(tmp_path):
+@pytest.mark.timeout(900)
+def test_a_smoke_prints_and_keeps_every_check(tmp_path, monkeypatch, capsys):
+    def end_of(*names: str) -> str | int:
+        arguments = ["--device", "cpu", "--jobs", "2", "--out", str(tmp_path), *names]
+        monkeypatch.setattr(sys, "argv", ["smoke", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            smoke.main()
+        return ended.value.code
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(smoke, "interpreting", lambda: True)
+    monkeypatch.setattr(smoke, "SECONDS", 3600.0)
     names = ["device", "group-int64", "timing"]
-    arguments = ["--device", "cpu", "--jobs", "2", "--out", str(tmp_path)]
-    lines = run("smoke", *arguments, *names, TRITON_INTERPRET="1").splitlines()
+    assert end_of(*names) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [PASSED] * 3 + ["3"]
     assert "4 tensors equal" in lines[1]
     results = json.loads((tmp_path / "results.json").read_text())
     assert [(result["job"]["name"], result["status"]) for result in results] == [(name, PASSED) for name in names]
-    assert run("smoke", *arguments, "nothing", status=1, TRITON_INTERPRET="1") == ""
+    assert "no checks are called ['nothing']" in end_of("nothing")
 
 
+@pytest.mark.timeout(900)
 def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
     """Triton's keys would depend on the order, were it not for `hash_kernels`."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
@@ -77,12 +90,12 @@ def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
     variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": "build/cache"}
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
-    first, *parts = run("cache", "--out", "build/cache", *names, cwd=here, **variables).splitlines()
+    first, *parts = run_cache("--out", "build/cache", *names, cwd=here, **variables).splitlines()
     here.rename(there)
     assert first.startswith("For sm_90, triton ")
     assert sum(int(part.split("compiled: ")[1].split(",")[0]) for part in parts) == 4
     for order in (names, names[::-1]):
-        assert run("cache", "--here", *order, cwd=there, **variables) == "kernels compiled: 0, from the cache: 4\n"
+        assert run_cache("--here", *order, cwd=there, **variables) == "kernels compiled: 0, from the cache: 4\n"
 
 
 BANNER = "========= COMPUTE-SANITIZER\n"
