@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,9 +24,9 @@ def _no_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(kind, "__init__", init)
     yield
     gc.collect()
-    for each in [*made]:
-        each.close()
-    deadline = time.monotonic() + 60
-    while left := [each.name for each in threading.enumerate() if each.name.startswith("tritonemb-offload")]:
-        assert time.monotonic() < deadline, f"threads are left: {left}"
-        time.sleep(0.01)
+    for tier in [*made]:
+        tier.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("tritonemb-offload"):
+            thread.join(60)
+            assert not thread.is_alive(), f"{thread.name} is left"
