@@ -169,9 +169,9 @@ if os.fork() == 0:
         write(store, range(seed, 20_000, 20), seed)
     sys.exit()
 print(os.wait()[1], flush=True)
-store = disk_rows(folder / "killed", 7000, 516)
+store = disk_rows(folder / "killed", 3500, 516)
 for seed in range(100_000):
-    write(store, range(7000), seed).wait()
+    write(store, range(3500), seed).wait()
     print(seed, flush=True)
 """
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -185,9 +185,9 @@ for seed in range(100_000):
         for seed in range(20):
             assert read(store, range(seed, 20_000, 20)).equal(some_records(1000, 100, seed))
     last = int(lines[-1] if lines[-1].endswith("\n") else lines[-2])
-    with disk_rows(tmp_path / "killed", 7000, 516) as store:
-        rows = read(store, range(7000))
-    versions = [some_records(7000, 516, seed) for seed in (last, last + 1, last + 2)]
+    with disk_rows(tmp_path / "killed", 3500, 516) as store:
+        rows = read(store, range(3500))
+    versions = [some_records(3500, 516, seed) for seed in (last, last + 1, last + 2)]
     assert torch.stack([(rows == version).all(1) for version in versions]).any(0).all()
 
 

@@ -31,7 +31,7 @@ INCREMENTAL = CheckpointOptions(checkpoint_steps=4, keep=2, checkpoint_increment
 
 @pytest.fixture(scope="module")
 def data():
-    """Of six steps an epoch."""
+    """Data of six steps per epoch."""
     return planted(300, validation=False)
 
 

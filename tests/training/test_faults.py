@@ -36,7 +36,7 @@ make_trainer = partial(disk_job.make_trainer, placement="device")
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    """Of twelve steps an epoch."""
+    """Data of twelve steps per epoch."""
     return planted(600)
 
 

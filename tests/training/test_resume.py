@@ -22,7 +22,7 @@ from tritonemb.training.checkpoint import CheckpointFolder
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
-    """Of six steps an epoch."""
+    """Data of six steps per epoch."""
     return planted(300)
 
 
