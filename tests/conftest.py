@@ -71,12 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Free the garbage collector from objects of modules: 400,000, which every full collection would visit."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where Triton kernels run: a CUDA device, or the CPU if they are interpreted."""
@@ -93,8 +87,8 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
-    """Set apart what is alive before a file's tests: else each `gc.collect` of theirs goes through all modules."""
+def _freeze_imports() -> None:
+    """Free the garbage collector from the objects of modules, 400,000, which a full collection would visit."""
     gc.collect()
     gc.freeze()
 
