@@ -65,12 +65,13 @@ def test_errors_come_with_their_type(bundle, place, read, error):
 
 
 def test_streams_do_not_run_away_from_a_slow_trainer(bundle, place, read):
-    """While the trainer takes many batches of another stream, few are made of this one."""
+    """While this process makes many batches of another stream, few are made of this one."""
     made = bundle.marks(f"made slow trainer {place}")
     with read(f"endless/slow trainer {place}", 20_000) as stream:
         next(stream)
-        with read(f"endless/fast trainer {place}", 20_000) as other:
-            for _ in range(30):
+        made.wait_for(6)
+        with bundle.open(f"endless/fast trainer {place}", 20_000) as other:
+            for _ in range(60):
                 next(other)
         assert made.count() <= {"worker": 14, "host": 20}[place]  # those that wait, and some on their way
         for _ in range(30):  # the network opens its window again when a part of it is empty

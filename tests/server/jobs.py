@@ -267,9 +267,9 @@ class _RestartedChannel:
 
 @contextmanager
 def restarted(
-    folder: Path, log: str, number: int = 2, every: int = 7, patience: float = DEADLINE, lose: bool = False
+    folder: Path, log: str, number: int = 2, every: int = 7, lose: bool = False
 ) -> Iterator[tuple[Servers, list[Restarted]]]:
     """Servers in this process that are lost and started again when they have taken `every` messages."""
     own = [Restarted(folder / f"server-{index}", log, every + index, lose) for index in range(number)]
-    with quick_resending(), Servers(own, own, patience) as servers:
+    with quick_resending(), Servers(own, own, DEADLINE) as servers:
         yield servers, own

@@ -20,7 +20,7 @@ import tritonemb as te
 from tests.helpers import DEADLINE, assert_same_bits, process_ends
 from tests.server.jobs import local_servers, make, same, train, train_all
 from tritonemb import cli
-from tritonemb.server import EmbeddingServer, connect, start, start_on_ray
+from tritonemb.server import EmbeddingServer, connect, launch, start, start_on_ray
 from tritonemb.server.attach import address_file
 from tritonemb.server.snapshot import read_tables
 from tritonemb.server.transport import FlightServer
@@ -29,6 +29,12 @@ from tritonemb.training.config import ServersOptions
 from tritonemb.utils import MissingExtraError
 
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch) -> None:
+    """A busy machine starts processes slowly."""
+    monkeypatch.setattr(launch, "SECONDS_TO_START", 4 * DEADLINE)
 
 
 def processes_of(parent: int) -> list[int]:
@@ -88,7 +94,7 @@ def test_killed_servers_change_no_bit(tmp_path, log, staleness):
 
         moments = draw.sample(range(10, 250), 2)
         for each in servers.connections:
-            each._keep_bytes, each._patience = 30_000, DEADLINE
+            each._keep_bytes, each._patience = 30_000, 4 * DEADLINE
         same(train_all(servers, 150, on_step=kill, **how), expected)
         assert len(kills) == 2
 
@@ -157,9 +163,9 @@ def test_a_process_that_cannot_start_says_so(tmp_path):
 @pytest.mark.more
 def test_a_killed_server_without_a_log_ends_training():
     with start(1, processes=True) as servers:
-        servers.connections[0]._patience = 2.0
         model = make(servers)
         train(model, 2)
+        servers.connections[0]._patience = 2.0
         servers._own[0]._process.kill()
         with pytest.raises(ConnectionError, match=r"has not answered for 2 seconds; start it again"):
             train(model, 2)
@@ -168,7 +174,7 @@ def test_a_killed_server_without_a_log_ends_training():
 def test_a_server_that_has_moved_is_found(tmp_path):
     server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
     before = FlightServer(server)
-    with server, connect([before.address], token=before.token, folder=tmp_path, patience=5.0) as servers:
+    with server, connect([before.address], token=before.token, folder=tmp_path, patience=DEADLINE) as servers:
         model = make(servers, 1)
         found = train(model, 2)
         before.close()

@@ -63,9 +63,10 @@ def test_a_server_that_has_lost_its_folder_ends_training(tmp_path):
 
 @pytest.mark.more
 def test_a_server_that_is_gone_ends_training(tmp_path):
-    with restarted(tmp_path, "disk", every=NEVER, patience=3.0) as (servers, own):
+    with restarted(tmp_path, "disk", every=NEVER) as (servers, own):
         model = make(servers)
         train(model, 2)
+        servers.connections[0]._patience = 3.0
         own[0].receive = lambda message, reply: None
         with pytest.raises(ConnectionError, match=r"server-0 has not answered for 3 seconds"):
             train(model, 1)

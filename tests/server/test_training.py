@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import local_servers
 from tests.training import jobs
-from tritonemb.server import AtMost, Follower, connect, start
+from tritonemb.server import AtMost, Follower, connect
 from tritonemb.server.metrics import totals
 from tritonemb.training import Callback
 from tritonemb.training.config import CheckpointOptions
@@ -196,10 +197,14 @@ def on_a_rank(rank: int, addresses: list[str], token: str, folder: Path, checkpo
 
 @pytest.mark.more
 def test_trainers_on_ranks_resume_together(ranks, tmp_path):
+    pytest.importorskip("pyarrow.flight")
+    from tritonemb.server.transport import FlightServer
+
     def run(number: int, folder: str, checkpoint: Path | None = None, **options: Any):
-        with start(number, processes=True) as servers:
-            where = servers.addresses, servers.token, tmp_path / folder
-            return ranks(2).run(partial(on_a_rank, **options), *where, checkpoint)
+        with ExitStack() as stack:
+            servers = [stack.enter_context(te.server.EmbeddingServer(f"server-{index}")) for index in range(number)]
+            addresses = [stack.enter_context(FlightServer(server, token="secret")).address for server in servers]
+            return ranks(2).run(partial(on_a_rank, **options), addresses, "secret", tmp_path / folder, checkpoint)
 
     (losses, rows), (others, _) = run(1, "whole", epochs=2)
     assert losses == others
