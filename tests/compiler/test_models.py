@@ -19,8 +19,8 @@ from tests.compiler.graphs import Recorded, copies_of, count_ops
 from tests.compiler.models import DCN, DLRM, DeepFM, SequenceTower, TwoTower
 from tests.helpers import breadth
 
-BATCH_SIZE, NUM_STEPS = 64, 40
-# Losses in float32 after up to 40 steps whose sums are taken in another order.
+BATCH_SIZE, NUM_STEPS = 64, 100
+# Losses in float32 after up to 100 steps whose sums are taken in another order.
 CLOSE = {"rtol": 1e-5, "atol": 0.0}
 ROWS = [3 + (k * 37) % 90 for k in range(8)]
 
@@ -182,7 +182,7 @@ def test_by_inductor_many_steps_have_the_same_losses(name):
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
     found = train(forward, case, optimizers[:1], steps)
     wanted = train(plain, case, optimizers[1:], steps)
-    assert wanted[-1] < wanted[0]
+    assert sum(wanted[-10:]) < sum(wanted[:10])
     torch.testing.assert_close(found, wanted, **CLOSE)
 
 

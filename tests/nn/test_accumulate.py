@@ -138,7 +138,7 @@ def test_collections_do_not_share_what_they_gather():
 def test_accumulate_compiled():
     collection = make_collection([te.TableConfig("a", 20, 7), te.TableConfig("b", 9, 3)], te.optim.Adam())
     twin = copy.deepcopy(collection)
-    compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(collection, fullgraph=True, dynamic=True, backend="aot_eager")
     steps = random_steps(collection, 3, weighted=True)
     for _ in range(2):
         with collection.accumulate():

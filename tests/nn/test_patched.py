@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tritonemb as te
+from tests.compiler.graphs import Compiled
 from tritonemb.compiler import explain
 
 pytestmark = pytest.mark.public
@@ -60,7 +61,7 @@ def test_a_function_in_the_place_of_pytorchs_changes_no_lookup(monkeypatch):
     monkeypatch.setattr(nn.functional, "embedding", lambda *args, **kwargs: theirs(*args, **kwargs))
     assert "a row for each id" in str(explain(model, ids))
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model, backend="tritonemb")(ids), expected)
+    torch.testing.assert_close(Compiled(model)(ids), expected)
 
 
 def test_another_linear_layer_computes_what_it_computes(monkeypatch):
