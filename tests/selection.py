@@ -3,7 +3,8 @@
 `--quick` leaves out tests marked `more`. Of a test with parameters it keeps as few cases as show every value of every
 parameter once (six optimizers on three placements are six cases, not eighteen), and of a test marked `few(n)` no more
 than `n` of these. Hypothesis makes few examples. `--rest` leaves out what `--quick` has run, but for tests of
-Hypothesis, which make more examples then.
+Hypothesis, which make more examples then; of what is left, it keeps as few cases as show every value once again, in
+another combination. Tests marked `slow`, and all other combinations, run without either option.
 
 pytest-xdist hands out groups of tests in their order, so the dearest comes first. `costs.json` beside this file has the
 CPU seconds that a case of a test takes; `--measure FILE` writes such a file.
@@ -38,9 +39,18 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
 
 def rest(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The tests that `--rest` runs, in their order, and the others."""
-    functions = [(item.nodeid, getattr(item, "obj", None)) for item in select(items)[0]]
-    done = {name for name, function in functions if not getattr(function, "is_hypothesis_test", False)}
-    return [item for item in items if item.nodeid not in done], [item for item in items if item.nodeid in done]
+    quick = {item.nodeid for item in select(items)[0]}
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.nodeid not in quick and not item.get_closest_marker("slow"):
+            functions[function_of(item.nodeid)].append(item)
+    chosen = {item.nodeid for cases in functions.values() for item in cover(cases)}
+    chosen |= {item.nodeid for item in items if item.nodeid in quick and is_hypothesis_test(item)}
+    return [item for item in items if item.nodeid in chosen], [item for item in items if item.nodeid not in chosen]
+
+
+def is_hypothesis_test(item: pytest.Item) -> bool:
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 def most_cases(item: pytest.Item) -> int | None:
