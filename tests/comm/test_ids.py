@@ -126,14 +126,19 @@ def test_an_id_out_of_range_is_told_by_the_rank_that_has_it(ranks, once):
     assert found[0][1]["0"][:2] == ([[], [0, 4]] if not once else [[0, 4], [0, 4]])  # and the next batch is exchanged
 
 
-def some_weighted(rank):
+def some_weighted(rank, ids):
+    """A batch whose ids have weights on rank 1 alone; `ids` are those of rank 0."""
+    lists = {"a": [[0] if rank else ids], "b": [[0] if rank else ids]}
     weights = {"a": [[1.0]], "b": [[1.0]]} if rank else None
     try:
-        IdExchange(RankGroup.world(), LANES)(te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]}, weights))
+        IdExchange(RankGroup.world(), LANES)(te.KeyedJaggedTensor.from_lists(lists, weights))
     except ValueError as error:
         return str(error)
     return None
 
 
-def test_weights_on_some_ranks_only(ranks):
-    assert ranks(2).run(some_weighted) == ["ids have weights on some ranks only; those without are [0]"] * 2
+@pytest.mark.parametrize(
+    ("ids", "message"), [([0], "ids have weights on some ranks only; those without are [0]"), ([], None)]
+)
+def test_weights_on_some_ranks_only(ranks, ids, message):
+    assert ranks(2).run(some_weighted, ids) == [message] * 2

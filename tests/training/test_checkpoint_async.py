@@ -61,6 +61,22 @@ def loaded(folder: CheckpointFolder, step: int) -> dict[str, torch.Tensor]:
     return in_memory(folder.path(step))
 
 
+def test_a_checkpoint_is_still_awaited_after_an_interrupt(tmp_path, gate, monkeypatch):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    save = AsyncSave(CheckpointFolder(tmp_path))
+    save.start(1, {"a": torch.arange(3.0)}, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(save._running[1], "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save.wait()
+    gate.open.set()
+    saved = save.wait()
+    assert saved is not None
+    assert saved.step == 1
+
+
 def test_it_holds_the_moment_of_its_start(tmp_path, gate):
     folder = CheckpointFolder(tmp_path)
     save, progress = AsyncSave(folder), {"step": 1, "losses": [0.5]}
