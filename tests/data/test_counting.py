@@ -1,3 +1,4 @@
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -115,6 +116,22 @@ def test_memory_is_bounded_and_frequent_values_are_kept(tmp_path):
     stored = parquet.read_table(target).filter(pa.compute.field("feature") == "cat_1").to_pydict()
     assert sorted(stored["value"]) == ["0", "1", "2", "3", "4"]
     assert all(150 - report.forgotten["cat_1"] <= count <= 150 for count in stored["count"])
+
+
+def test_the_encoding_of_a_log_is_that_of_its_vocabulary(tmp_path):
+    """Two vocabularies of the same sizes, with the ids of two values exchanged."""
+    paths = {
+        name: write(tmp_path, [line(categories={1: value}) for value in name], f"{name}.txt") for name in ("aab", "abb")
+    }
+    for name, path in paths.items():
+        build_vocabulary(ClickLog(path, options()), tmp_path / name)
+    shutil.copy(tmp_path / "aab", tmp_path / "copy")
+
+    def encoding(log: str, vocabulary: str) -> str:
+        return ClickLog(paths[log], options(vocabulary=tmp_path / vocabulary)).encoding
+
+    assert encoding("aab", "aab") == encoding("abb", "aab") == encoding("aab", "copy")
+    assert encoding("aab", "aab") != encoding("aab", "abb")
 
 
 def test_bad_rows_are_not_counted(tmp_path):
