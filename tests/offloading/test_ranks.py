@@ -27,7 +27,7 @@ def trained(
     """Losses of all ranks' samples, and whole gradients of the first step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model: Any = Transformer(dim=20, blocks=2, tied=False)  # 50 words over 4 ranks are not even
+    model: Any = Transformer(dim=20, blocks=2, words=51, tied=False)  # whose words no number of ranks divides
     if ranks > 1:
         for block in model.blocks:
             fully_shard(block)
