@@ -26,6 +26,7 @@ from tritonemb.sharding import (
     uniform_plan,
 )
 from tritonemb.sharding.planner import planner
+from tritonemb.sharding.planner.cost_model import STAGES
 from tritonemb.sharding.planner.options import make_problem
 from tritonemb.sharding.planner.search import relax, solve
 from tritonemb.sharding.planner.topology import machine
@@ -501,6 +502,18 @@ def test_topologies_are_kept_in_files_and_know_their_machine(tmp_path):
     (tmp_path / "other.json").write_text('{"format": 1, "world_size": 2, "hmb": 3}')
     with pytest.raises(ValueError, match="no field 'hmb'; did you mean 'hbm'"):
         te.Topology.load(tmp_path / "other.json")
+
+
+def test_a_cache_misses_rows_of_all_ranks():
+    """One group of all rows is what no hotness means."""
+    tables, placements = [te.TableConfig("a", 100_000, 16)], {"a": TablePlacement("host", 20_000)}
+    plan = ShardingPlan({"a": RowWise()}, 4, placements=placements)
+    plain, grouped = (
+        CostModel(tables, te.Topology(4), 4_096, stats={"a": TableStats(2.0, hotness=hotness)}).predict(plan).seconds
+        for hotness in ((), ((100_000, 1.0),))
+    )
+    assert (grouped[:, STAGES.index("misses")] > 0).all()
+    np.testing.assert_allclose(grouped, plain, rtol=1e-6)
 
 
 def test_a_plan_for_another_world_is_refused():
