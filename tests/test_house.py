@@ -18,7 +18,6 @@ FILES = {
     "tritonemb/sharding/planner/search.py": "# A plan that\n# Nobody reads; there is no other.\n",
     "README.md": "There is no table.\n",
     "docs/api/a.md": "A list is\nno table.\n",
-    "tests/test_a.py": "x = 1\ny = 2\n",
     "tools/a.py": "# so\n# many rows; also many\n",
     "tools/words.txt": "# Phrases\nnobody\nso many\nis no\n! there is no\n",
 }
@@ -30,7 +29,6 @@ PLACES = {
     "import_cycles": ["tritonemb.a imports tritonemb.b", "tritonemb.b imports tritonemb.a"],
     "lines.kernels.cpu": ["tritonemb/kernels/cpu/sums.py: 1"],
     "lines.root": ["tritonemb/a.py: 4", "tritonemb/b.py: 4"],
-    "lines.tests": ["tests/test_a.py: 2"],
     "long_classes": ["tritonemb/tables/long.py:1 Long: 301 lines"],
     "long_files": ["tritonemb/tables/long.py: 501 lines"],
     "phrases.docs": ["docs/api/a.md:1 is no"],

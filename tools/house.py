@@ -8,7 +8,7 @@ its ceiling; if none is, it lowers the ceilings that are above their figures, ex
   count; `self`, `cls`, `*args` and `**kwargs` do not. `arguments.kernels` has all functions of `kernels/`, where a
   pointer, a size and a stride are an argument each.
 - files, lines: of each package; `root` has the modules outside packages, `kernels` is without `kernels.cpu`, and
-  `sharding` without `sharding.planner`. `lines.tests` has the Python files of `tests/`.
+  `sharding` without `sharding.planner`.
 - fmt_comments: `# fmt: skip` and `# fmt: off`.
 - import_cycles: modules that are in a cycle. Imports in functions and under TYPE_CHECKING count. An edge goes to the
   module that is named, be it a package's `__init__`, but not to the packages above it.
@@ -90,7 +90,7 @@ def measure(root: Path) -> Figures:
     sources = [Source(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
     kernels = [source for source in sources if source.package.startswith("kernels")]
     library = [source for source in sources if source not in kernels]
-    figures = size_figures(root, sources) | phrase_figures(root)
+    figures = size_figures(sources) | phrase_figures(root)
     figures["arguments.kernels"] = count(long_signatures(kernels))
     figures["arguments.library"] = count(long_signatures(library))
     figures["fmt_comments"] = count(fmt_comments(sources))
@@ -101,13 +101,11 @@ def measure(root: Path) -> Figures:
     return dict(sorted(figures.items()))
 
 
-def size_figures(root: Path, sources: Iterable[Source]) -> Figures:
+def size_figures(sources: Iterable[Source]) -> Figures:
     lines: dict[str, dict[str, int]] = defaultdict(dict)
     for source in sources:
         lines[source.package][source.path] = lines["total"][source.path] = source.num_lines
     figures = {f"files.{package}": count(sizes) for package, sizes in lines.items()}
-    for path in (root / "tests").rglob("*.py"):
-        lines["tests"][path.relative_to(root).as_posix()] = path.read_text().count("\n")
     for package, sizes in lines.items():
         longest_first = sorted(sizes, key=lambda path: -sizes[path])
         figures[f"lines.{package}"] = Figure(sum(sizes.values()), [f"{path}: {sizes[path]}" for path in longest_first])
