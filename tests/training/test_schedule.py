@@ -3,6 +3,7 @@ import math
 import pytest
 
 from tritonemb.training import Schedule
+from tritonemb.training.schedule import LossScale
 
 
 def factors(schedule: Schedule, steps: int) -> list[float]:
@@ -58,3 +59,17 @@ def test_decay_over_an_unknown_number_of_steps_is_refused():
 def test_numbers_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Schedule(**options)
+
+
+def test_a_loss_scale_doubles_and_halves_within_its_limits():
+    scale = LossScale(factor=LossScale.LARGEST / 2)
+    for _ in range(3 * LossScale.GROWTH_INTERVAL):
+        scale.update(overflowed=False)
+    assert scale.factor == LossScale.LARGEST
+    for _ in range(LossScale.GROWTH_INTERVAL - 1):
+        scale.update(overflowed=False)
+    scale.update(overflowed=True)
+    assert (scale.factor, scale.good_steps, scale.overflows) == (LossScale.LARGEST / 2, 0, 1)
+    for _ in range(30):
+        scale.update(overflowed=True)
+    assert (scale.factor, scale.overflows) == (LossScale.SMALLEST, 31)
