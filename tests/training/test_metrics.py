@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("torchmetrics")
 
 from tritonemb.training import binary_metrics
+from tritonemb.training.metrics import predict_logits
 
 
 def test_metrics_by_hand():
@@ -44,3 +45,10 @@ def test_ties_count_half_and_large_logits_stay_distinct():
 def test_undefined_metrics_are_refused(logits, labels, message):
     with pytest.raises(ValueError, match=message):
         binary_metrics(logits, labels)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_is_in_its_mode_again_after_predictions(training):
+    model = torch.nn.Linear(1, 1).train(training)
+    predict_logits(model, [], torch.device("cpu"))
+    assert model.training is training
