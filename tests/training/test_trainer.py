@@ -145,8 +145,9 @@ def test_lines_are_printed_where_there_is_no_terminal(data, capsys):
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
 
 
-def test_divergence_is_reported(small):
-    trainer = make_trainer(small, make_model(small), dense_lr=1e30)
+@pytest.mark.parametrize("options", [{}, {"epochs": 2, "log_every": 10_000}], ids=["log", "end of an epoch"])
+def test_divergence_is_reported(small, options):
+    trainer = make_trainer(small, make_model(small), dense_lr=1e30, **options)
     with pytest.raises(ValueError, match=r"training loss is (nan|inf) in epoch 1; lower the learning rates"):
         trainer.fit()
 
