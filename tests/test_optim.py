@@ -67,11 +67,17 @@ def test_hyperparameters_are_flat_and_in_order(kind):
     assert (plain.max_gradient, plain.max_norm, plain.weight_decay) == (math.inf, math.inf, 0.0)
     for part in ("eps", "beta1", "beta2", "momentum", "eta", "beta", "l1", "l2"):
         assert getattr(plain, part) == getattr(kind(), part, 0.0)
-    options = {"weight_decay": 0.1, "max_gradient": 2, "max_norm": 3, "stochastic_rounding": False, "nonfinite": "skip"}
+    options = {
+        "weight_decay": 0.1,
+        "max_gradient": 2,
+        "max_norm": 3,
+        "stochastic_rounding": False,
+        "on_nonfinite": "skip",
+    }
     given = kind(weight_decay_mode="decoupled", **options).hyperparameters
     in_ratio = {"lamb": "decoupled", "partial_row_wise_lamb": "decoupled", "lars_sgd": "l2"}.get(kind.name)
     assert given[:6] == (0.1, 3.0 if in_ratio == "decoupled" else 2.0, 2.0, 3.0, 0.0, 2.0)
-    assert kind(weight_decay_mode="none", nonfinite="raise").hyperparameters[:6] == (0, 0, math.inf, math.inf, 1, 1)
+    assert kind(weight_decay_mode="none", on_nonfinite="raise").hyperparameters[:6] == (0, 0, math.inf, math.inf, 1, 1)
     assert kind(weight_decay_mode="l2").hyperparameters.weight_decay_mode == (3.0 if in_ratio == "l2" else 1.0)
 
 
@@ -90,7 +96,7 @@ BAD = [
     ({"max_norm": 0}, r"max_norm must lie in \(0.0, inf\)"),
     ({"max_norm": NAN}, r"max_norm must lie in \(0.0, inf\)"),
     ({"weight_decay_mode": "L2"}, "weight_decay_mode must be one of .*, got 'L2'"),
-    ({"nonfinite": "ignore"}, "nonfinite must be one of .*, got 'ignore'"),
+    ({"on_nonfinite": "propagate"}, "on_nonfinite must be one of .*, got 'propagate'"),
     ({"weight_decay": 0.1, "weight_decay_mode": "none"}, "weight_decay is 0.1 but weight_decay_mode is 'none'"),
 ]  # fmt: skip
 

@@ -317,7 +317,7 @@ def needs_dense(model: nn.Module, name: str) -> bool:
 def weighted(_: Path, steps: int) -> Digests:
     """Per-sample weights, int64 ids, empty bags, clamped gradients and norms, through a collection alone."""
     torch.manual_seed(0)
-    options = {"weight_decay": 1e-2, "max_norm": 0.2, "max_gradient": 0.05, "nonfinite": "skip"}
+    options = {"weight_decay": 1e-2, "max_norm": 0.2, "max_gradient": 0.05, "on_nonfinite": "skip"}
     tables = [te.TableConfig("a", 300, 7), te.TableConfig("b", 90, 16, features=["b", "c"], dtype=torch.float16)]
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1, **options))
     draw = torch.Generator().manual_seed(1)

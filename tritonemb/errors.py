@@ -1,5 +1,6 @@
 """Errors about a batch: from what a kernel has found, or its ids."""
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -95,9 +96,19 @@ def bad_gradient(row: int, layout: Layout) -> ValueError:
     )
 
 
+def warn_of_skipped_rows(table: str) -> None:
+    """Warn, once with Python's filters, that rows of a table were not updated as their gradients were not finite."""
+    warnings.warn(
+        f"table {table!r}: rows whose gradient is NaN or infinite are not updated; skipped_rows() counts them. Lower "
+        'the learning rate, clip with max_gradient=, or choose on_nonfinite="raise" or "ignore"',
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def gradient_not_finite(table: str, row: int) -> ValueError:
     """The message for a row whose gradient is NaN or infinite."""
     return ValueError(
         f"table {table!r}: the gradient of row {row} is NaN or infinite; no table was changed. Lower the learning "
-        'rate, clip with max_gradient=, or pass nonfinite="skip" to leave such rows untouched'
+        'rate, clip with max_gradient=, or choose on_nonfinite="skip" to leave such rows untouched'
     )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
 WeightDecayMode = Literal["none", "l2", "decoupled"]
-NonFinite = Literal["propagate", "raise", "skip"]
+NonFinite = Literal["ignore", "raise", "skip"]
 DECAY_MODES = (*get_args(WeightDecayMode), "trust_ratio")  # of kernels: the trust ratio includes the decay
 _DECAYS = ("beta1", "beta2")
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2", "max_gradient", "max_norm", *_DECAYS)
@@ -34,7 +34,7 @@ class Hyperparameters(NamedTuple):
     max_gradient: float = math.inf
     max_norm: float = math.inf
     stochastic_rounding: float = 1.0
-    nonfinite: float = 0.0  # index into NonFinite
+    on_nonfinite: float = 0.0  # index into NonFinite
     eps: float = 0.0
     beta1: float = 0.0
     beta2: float = 0.0
@@ -58,8 +58,8 @@ class Optimizer:
         max_norm: after the step a row longer than this (L2) is scaled back to it.
         stochastic_rounding: for 16-bit tables, round up or down at random in proportion to the distance, by a
             counter-based generator keyed on (table, row, step, element), so that small steps are not lost.
-        nonfinite: a NaN or Inf in a row's gradient is written ("propagate"), raised before anything is changed
-            ("raise"), or leaves its row untouched and is counted ("skip").
+        on_nonfinite: a NaN or infinity in a row's gradient leaves the row as it is, is counted and warned of ("skip"),
+            is raised before anything is changed ("raise"), or written ("ignore").
 
     Raises:
         ValueError: naming the optimizer, the field and its range.
@@ -71,7 +71,7 @@ class Optimizer:
     max_gradient: float | None = field(default=None, kw_only=True)
     max_norm: float | None = field(default=None, kw_only=True)
     stochastic_rounding: bool = field(default=True, kw_only=True)
-    nonfinite: NonFinite = field(default="propagate", kw_only=True)
+    on_nonfinite: NonFinite = field(default="skip", kw_only=True)
 
     name: ClassVar[str]
     states: ClassVar[tuple[StateSpec, ...]] = ()
@@ -90,7 +90,7 @@ class Optimizer:
                 raise TypeError(f"{title}: {part} must be a number, got {value!r}")
             if not (value > 0.0 if optional else value >= 0.0) or not value < high:
                 raise ValueError(f"{title}: {part} must lie in {'(' if optional else '['}0.0, {high}), got {value}")
-        for part, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("nonfinite", get_args(NonFinite))):
+        for part, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("on_nonfinite", get_args(NonFinite))):
             if getattr(self, part) not in choices:
                 raise ValueError(f"{title}: {part} must be one of {choices}, got {getattr(self, part)!r}")
         if self.weight_decay and self.weight_decay_mode == "none":
@@ -105,7 +105,7 @@ class Optimizer:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         mode = "trust_ratio" if self.weight_decay_mode == self.trust_ratio_decay else self.weight_decay_mode
         values["weight_decay_mode"] = DECAY_MODES.index(mode)
-        values["nonfinite"] = get_args(NonFinite).index(self.nonfinite)
+        values["on_nonfinite"] = get_args(NonFinite).index(self.on_nonfinite)
         values |= {name: math.inf for name in ("max_gradient", "max_norm") if values[name] is None}
         return Hyperparameters(**{name: float(values[name]) for name in Hyperparameters._fields if name in values})
 
@@ -234,7 +234,7 @@ class Custom(Optimizer):
             `[U, D]`; `lr` `[]`; and `t`, int64 `[]`. It returns tensors like `rows` and `states`. No row may depend on
             others, and equal rows must get equal bits. It may be a `torch.compile`d function.
         states: by name "row", one value a row, or "element", one for each element; zero at first.
-        whole_row: whether an element depends on others of its row. If not, column-wise shards exchange nothing.
+        whole_row: whether an element depends on others of its row. If not, column-wise shards exchange little.
 
     Weight decay, clamping, `max_norm` and rounding are done around the function, as for SGD.
     """

@@ -311,7 +311,7 @@ def update_cases() -> Iterator[Case]:
             yield Case(f"update-{short(dtype)}-{rounding}", case, stochastic)
     yield Case("update-mixed", functools.partial(_update, adagrad, (3, 128, 64), torch.float32, "mean", True), True)
     yield Case("update-none", functools.partial(_update, adagrad, (128,), torch.float32, "none"), True)
-    clipped = te.optim.Adam(lr=0.1, weight_decay=0.1, max_gradient=1.0, max_norm=1.0, nonfinite="skip")
+    clipped = te.optim.Adam(lr=0.1, weight_decay=0.1, max_gradient=1.0, max_norm=1.0, on_nonfinite="skip")
     yield Case("update-clipped", functools.partial(_update, clipped), True)
     for name, dtype in (("adam", torch.float32), ("partial_row_wise_lamb", torch.bfloat16)):
         case = functools.partial(_update, OPTIMIZERS[name](lr=0.1), dtype=dtype, own_steps=True)
@@ -336,7 +336,9 @@ def update_cases() -> Iterator[Case]:
 
 def _everything(kind: type[te.optim.Optimizer]) -> te.optim.Optimizer:
     """An optimizer with every option that all have."""
-    return kind(lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled", max_gradient=1, max_norm=1, nonfinite="skip")
+    return kind(
+        lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled", max_gradient=1, max_norm=1, on_nonfinite="skip"
+    )
 
 
 def _update(

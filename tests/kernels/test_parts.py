@@ -222,7 +222,7 @@ def test_rows_held_elsewhere_are_updated_as_in_the_table(device, name, dtype, im
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_bad_gradient_of_a_row_held_elsewhere_names_the_row(device, implementation):
     device = device if implementation == "triton" else torch.device("cpu")
-    whole, spec = te.TableConfig("whole", 60, 8), te.optim.SGD(lr=0.1, nonfinite="raise")
+    whole, spec = te.TableConfig("whole", 60, 8), te.optim.SGD(lr=0.1, on_nonfinite="raise")
     _, layout = held(whole, torch.tensor([7, 41, 3], device=device))
     weight, offsets = torch.ones(3, 8, device=device), torch.arange(3, device=device)
     values, grad = torch.tensor([0, 1], device=device), torch.tensor([[1.0], [float("nan")]], device=device)

@@ -147,16 +147,16 @@ def test_a_custom_optimizer_may_have_three_states_and_change_what_it_is_given():
     assert not found["table.weight"][[0, 2, 3, 5]].any()
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "raise", "propagate"])
-def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(nonfinite):
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise", "ignore"])
+def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(on_nonfinite):
     configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 5, dtype=torch.bfloat16)]
     found = []
-    for spec in (formulas.custom("adagrad", nonfinite=nonfinite), te.optim.Adagrad(nonfinite=nonfinite)):
+    for spec in (formulas.custom("adagrad", on_nonfinite=on_nonfinite), te.optim.Adagrad(on_nonfinite=on_nonfinite)):
         collection = make_collection(configs, spec)
         steps = random_steps(collection, 3)
         steps[1][1][1, 2], steps[1][1][4, 6] = torch.nan, torch.inf
         for number, step in enumerate(steps):
-            if nonfinite == "raise" and number == 1:
+            if on_nonfinite == "raise" and number == 1:
                 with pytest.raises(ValueError, match="table 'a': the gradient of row"):
                     train(collection, [step])
             else:
@@ -164,7 +164,7 @@ def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(non
         found.append((contents(collection), collection.skipped_rows()))
     assert_same_bits(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
-    assert any(found[0][1].values()) == (nonfinite == "skip")
+    assert any(found[0][1].values()) == (on_nonfinite == "skip")
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
@@ -454,7 +454,7 @@ def test_triton_updates_small_tables_with_the_references_bits(device, index):
 @pytest.mark.usefixtures("poisoned")
 def test_triton_updates_by_a_custom_step_with_the_references_bits(device, name):
     """Several dims and dtypes, a feature of two tables, rows that are skipped."""
-    optimizer = formulas.custom(name, weight_decay=0.1, max_gradient=0.5, max_norm=1.5, nonfinite="skip")
+    optimizer = formulas.custom(name, weight_decay=0.1, max_gradient=0.5, max_norm=1.5, on_nonfinite="skip")
     configs = [
         te.TableConfig("a", 9, 20, features=["x", "y"], pooling="mean"),
         te.TableConfig("b", 5, 3, features=["y"], dtype=torch.bfloat16),
@@ -511,7 +511,7 @@ def test_triton_takes_16_bit_gradients(device, dtype):
 @pytest.mark.triton
 def test_triton_skips_gradients_that_are_not_finite(device):
     configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 60, dtype=torch.float16)]
-    optimizer = te.optim.Adam(lr=0.1, nonfinite="skip")
+    optimizer = te.optim.Adam(lr=0.1, on_nonfinite="skip")
     ((batch, grad),) = random_steps(make_collection(configs, optimizer), 1)
     grad[1, 2], grad[5, 20], grad[9, 3], grad[11, 63] = torch.nan, torch.nan, torch.inf, -torch.inf
     steps = [(batch, grad)]
@@ -527,7 +527,7 @@ def train_and_wait(collection, steps):
 @pytest.mark.triton
 def test_triton_raises_gradients_that_are_not_finite_and_changes_nothing(device):
     configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 60)]
-    collection = make_collection(configs, te.optim.Adam(lr=0.1, nonfinite="raise"), device=device)
+    collection = make_collection(configs, te.optim.Adam(lr=0.1, on_nonfinite="raise"), device=device)
     before = contents(collection)
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1], [2]], "b": [[8], [4, 7]]}).to(device)
     grad = torch.ones(2, 64, device=device)

@@ -152,7 +152,7 @@ def test_equal_steps_have_the_bits_of_one_that_is_shared(update, device):
 @each_implementation
 def test_all_steps_advance_or_none(update, device):
     device = device_of(update, device)
-    optimizer = te.optim.Adam(lr=0.1, nonfinite="raise")
+    optimizer = te.optim.Adam(lr=0.1, on_nonfinite="raise")
     tables = make_tables(optimizer, torch.float32, device)
     before = [tensor.clone() for tensor in (*tables.weights, *tables.states)]
     batch, grads = random_update(device)

@@ -35,7 +35,7 @@ class SlowRecord:
 def test_one_of_two_threads_raises_a_finding(monkeypatch):
     layout = make_layout([TableConfig("user", 9, 4)], ["user"], True, torch.device("cpu"))
     number = int(triton_utils.error_args(layout, torch.device("cpu"))[2])
-    record = SlowRecord([1, number, 3, 12, 0, 0, 2, 9], readers=2)  # an id out of range
+    record = SlowRecord([1, number, 3, 12, 0, 0, 2, 9, 0], readers=2)  # an id out of range
     monkeypatch.setattr(triton_utils, "error_word", lambda device: (torch.ones(1, dtype=torch.int32), record, record))
 
     def found() -> str:

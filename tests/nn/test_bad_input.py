@@ -11,6 +11,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits, contents, fewer, make_collection, output_of, random_steps, train
 from tests.nn.tiers import not_interpreted, seeded
 from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.registry import REFERENCE, forced
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
@@ -172,7 +173,7 @@ def test_tables_that_do_not_go_together():
 def test_a_gradient_that_is_not_finite_is_raised_before_anything_changes(name, num_threads, bad):
     torch.set_num_threads(num_threads)
     tables = [te.TableConfig("first", 400, 33), te.TableConfig("second", 300, 7)]
-    collection = make_collection(tables, OPTIMIZERS[name](lr=0.1, nonfinite="raise"))
+    collection = make_collection(tables, OPTIMIZERS[name](lr=0.1, on_nonfinite="raise"))
     (batch, grad), good = random_steps(collection, 2, batch_size=BATCH)
     before = contents(collection)
     sample = 17
@@ -195,7 +196,7 @@ def test_a_gradient_that_is_not_finite_is_raised_before_anything_changes(name, n
 def test_rows_whose_gradient_is_not_finite_are_skipped_and_counted(name, num_threads):
     torch.set_num_threads(num_threads)
     tables = [te.TableConfig("first", 400, 33), te.TableConfig("second", 300, 7)]
-    collection = make_collection(tables, OPTIMIZERS[name](lr=0.1, nonfinite="skip"))
+    collection = make_collection(tables, OPTIMIZERS[name](lr=0.1, on_nonfinite="skip"))
     (batch, grad), *_ = random_steps(collection, 1, batch_size=BATCH)
     assert collection.skipped_rows() == {"first": 0, "second": 0}
     grad[5, 0], grad[6, 2], grad[7, 36] = float("nan"), float("inf"), -float("inf")
@@ -217,15 +218,48 @@ def test_rows_whose_gradient_is_not_finite_are_skipped_and_counted(name, num_thr
     assert collection.skipped_rows() == {name: 2 * len(rows) for name, rows in skipped.items()}
 
 
-def test_by_default_what_is_not_finite_is_written():
-    collection = make(te.optim.SGD(lr=0.1))
+WARNING = r"table 'user': rows whose gradient is NaN or infinite are not updated; skipped_rows\(\) counts them"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_by_default_rows_are_skipped_with_a_warning(placement, bad):
+    collection = make(te.optim.SGD(lr=0.1), placement=placement)
+    before = contents(collection)
+    gradient = torch.ones(2, 10)
+    gradient[1, :4] = bad  # of sample 1's bag of feature "u"
+    with pytest.warns(RuntimeWarning, match=WARNING):
+        collection(batch_of([[1], [4]], [[2], [3]])).backward(gradient)
+    after = contents(collection)
+    changed = (after["user.weight"] != before["user.weight"]).any(1).nonzero().flatten().tolist()
+    assert changed == [1, 2, 3]
+    assert collection.skipped_rows() == {"user": 1, "genre": 0}
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_reference_kernels_warn_of_skipped_rows_too(custom):
+    def step(rows, states, gradients, lr, number):
+        return rows - lr * gradients, states
+
+    optimizer = te.optim.Custom(step=step, lr=0.1) if custom else te.optim.SGD(lr=0.1)
+    with forced(REFERENCE):
+        collection = make(optimizer)
+        with pytest.warns(RuntimeWarning, match=WARNING):
+            collection(batch_of([[1]], [[2]])).backward(torch.full((1, 10), torch.nan))
+    assert collection.skipped_rows() == {"user": 2, "genre": 1}
+
+
+def test_gradients_that_are_not_finite_are_written_where_they_are_ignored():
+    collection = make(te.optim.SGD(lr=0.1, on_nonfinite="ignore"))
     collection(batch_of([[1]], [[2]])).backward(torch.full((1, 10), float("nan")))
     assert contents(collection)["genre.weight"].isnan().any(1).tolist() == [False, False, True, False, False]
     assert contents(collection)["user.weight"].isnan().any(1).nonzero().flatten().tolist() == [1, 2]
 
 
 def test_clipping_comes_before_the_check_but_does_not_hide_nan():
-    collection = make_collection([te.TableConfig("t", 3, 2)], te.optim.SGD(lr=1.0, nonfinite="raise", max_gradient=0.5))
+    collection = make_collection(
+        [te.TableConfig("t", 3, 2)], te.optim.SGD(lr=1.0, on_nonfinite="raise", max_gradient=0.5)
+    )
     before = contents(collection)["t.weight"]
     batch = te.KeyedJaggedTensor.from_lists({"t": [[0]]})
     collection(batch).backward(torch.tensor([[float("inf"), -float("inf")]]))
@@ -236,7 +270,7 @@ def test_clipping_comes_before_the_check_but_does_not_hide_nan():
 
 @pytest.mark.usefixtures("dynamo")
 def test_compiled_modules_report_the_same():
-    collection = make(te.optim.Adam(lr=0.1, nonfinite="raise"))
+    collection = make(te.optim.Adam(lr=0.1, on_nonfinite="raise"))
     before = contents(collection)
     compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match=r"table 'genre': id 7 of feature 'shared', sample 0 \(position 1 of values\)"):

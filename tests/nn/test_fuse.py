@@ -576,7 +576,7 @@ class TestByStep:
 
 def test_a_refused_gradient_changes_no_table_of_any_batch_size():
     model = nn.ModuleDict({"a": nn.Embedding(5, 3), "b": nn.EmbeddingBag(5, 3, mode="sum"), "c": nn.EmbeddingBag(5, 3)})
-    te.fuse(model, te.optim.SGD(lr=1.0, nonfinite="raise"))
+    te.fuse(model, te.optim.SGD(lr=1.0, on_nonfinite="raise"))
     before = copy.deepcopy(model.state_dict())
     for bad, row in (("a", 1), ("b", 2), ("c", 4)):
         outputs = {

@@ -28,7 +28,7 @@ def accumulated(collection, steps):
 @pytest.mark.parametrize("name", CUT, ids=ascii)
 def test_what_is_wrong_is_told_of_the_right_table_and_feature(name):
     tables = [te.TableConfig(name, 100, 4, features=["u" + name]), te.TableConfig("second", 10, 4)]
-    collection = seeded(tables, te.optim.Adam(lr=0.1, nonfinite="raise"))
+    collection = seeded(tables, te.optim.Adam(lr=0.1, on_nonfinite="raise"))
     keys = ["u" + name, "second"]
     for ids, told in (([1, 50], ("second", "second")), ([100, 1], (name, "u" + name))):
         with pytest.raises(ValueError, match="out of range") as caught:

@@ -39,16 +39,16 @@ def trained_alike(mine, twin):
     assert_same_bits(contents(mine), contents(twin))
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_gradient_that_is_not_finite(placement, nonfinite):
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite(placement, on_nonfinite):
     """The error names the row of the table: its slot has another number."""
-    mine, twin = (make(where, te.optim.SGD(nonfinite=nonfinite)) for where in (placement, "device"))
+    mine, twin = (make(where, te.optim.SGD(on_nonfinite=on_nonfinite)) for where in (placement, "device"))
     before = contents(mine)
     grad = torch.ones(2, 10)
     grad[1, 8] = float("nan")  # the table of genres, whose rows 61 and 7 sample 1 has
     for collection in (mine, twin):
         out = collection(batch_of([[400], [444]], [[3], [61, 7]]))
-        if nonfinite == "raise":
+        if on_nonfinite == "raise":
             with pytest.raises(ValueError, match="table 'genre': the gradient of row 7 is NaN or infinite"):
                 out.backward(grad)
             assert_same_bits(contents(collection), before)

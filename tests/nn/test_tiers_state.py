@@ -186,7 +186,7 @@ def test_rows_are_held_until_the_backward_has_been_or_cannot_come(placements):
 
 @pytest.mark.usefixtures("frozen_objects")
 def test_rows_are_given_up_where_a_step_fails(placements):
-    mine = make(placements, optimizer=te.optim.SGD(nonfinite="raise"))
+    mine = make(placements, optimizer=te.optim.SGD(on_nonfinite="raise"))
     before = contents(mine)
     with pytest.raises(ValueError, match="NaN or infinite"):
         (mine(batch_of(1, 2)) * float("nan")).sum().backward()

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import KEYS, Faults, batches, local_servers, make, same, train, train_all
+from tests.server.jobs import ALONE, KEYS, Faults, batches, local_servers, make, same, train, train_all
 from tritonemb.data import make_synthetic
-from tritonemb.server import AtMost, EmbeddingServer, Servers, flush
+from tritonemb.server import AtMost, EmbeddingServer, Servers, attach, flush
 from tritonemb.server.transport import LocalTransport
 
 OPTIMIZERS = [
@@ -228,3 +228,35 @@ def test_tables_that_find_no_room_are_put_on_disk(how, tmp_path):
     message = r"small has 200,000 bytes for tables left, and those of 'tables' need .* over_memory=\"spill\""
     with Servers([LocalTransport(server, "small")], [server]) as servers, pytest.raises(ValueError, match=message):
         make(servers)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("dynamic", [None, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.few(4)
+def test_frozen_tables_on_servers_are_not_trained(when, dynamic, staleness):
+    with local_servers(2) as servers:
+        collection = make(None if when == "before" else servers, staleness, dynamic=dynamic)
+        if when == "before":
+            configs = [replace(config, placement="server") for config in collection.configs]
+            collection = te.nn.EmbeddingBagCollection(configs, te.optim.Adagrad(lr=0.1)).requires_grad_(False)
+            attach(collection, servers, staleness, group=ALONE)
+        else:
+            train(collection, 2)
+            flush(collection)
+            collection.requires_grad_(False)
+        before = {name: value.clone() for name, value in collection.state_dict().items()}
+        batch, scale = next(batches(1)), torch.ones((), requires_grad=True)
+        size = batch.values().numel()
+        weights = torch.ones(size, requires_grad=staleness > 0)
+
+        def weighted(weights: torch.Tensor) -> torch.Tensor:
+            return collection(te.KeyedJaggedTensor(KEYS, batch.values(), weights, offsets=batch.offsets()))
+
+        (weighted(weights) * scale).sum().backward()
+        flush(collection)
+        assert_same_bits(collection.state_dict(), before)
+        if staleness:  # at 0 a cache has the rows, which are not pinned until the backward
+            with torch.no_grad():
+                of_each = torch.stack([weighted(weight).sum() for weight in torch.eye(size)])
+            torch.testing.assert_close(weights.grad, of_each)  # sums of a few float32

@@ -368,7 +368,7 @@ def optimizers(draw: st.DrawFn) -> Optimizer:
         weight_decay=draw(st.sampled_from((0.0, 0.01))),
         max_norm=draw(st.sampled_from((None, None, 0.7))),
         max_gradient=draw(st.sampled_from((None, None, 0.05))),
-        nonfinite=draw(st.sampled_from(("propagate", "skip"))),
+        on_nonfinite=draw(st.sampled_from(("ignore", "skip"))),
     )
 
 

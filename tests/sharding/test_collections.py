@@ -126,7 +126,7 @@ def test_every_optimizer_with_its_options(ranks, name, world):
     options = [
         plain,
         replace(plain, weight_decay=0.01, max_norm=0.7),
-        replace(plain, weight_decay=0.01, weight_decay_mode="decoupled", nonfinite="skip"),
+        replace(plain, weight_decay=0.01, weight_decay_mode="decoupled", on_nonfinite="skip"),
         replace(plain, max_gradient=0.02),
     ]
     given = [
@@ -138,7 +138,7 @@ def test_every_optimizer_with_its_options(ranks, name, world):
             4,
             1 + (pooled == number % 2),
             weighted=pooled,
-            bad_at=3 if optimizer.nonfinite == "skip" else -1,
+            bad_at=3 if optimizer.on_nonfinite == "skip" else -1,
             rates=(0.05, 0.02, 0.1),
             seed=2,
         )
@@ -207,7 +207,7 @@ def test_copies_of_the_tables_are_alike(ranks, name):
 
 def skipping(world: int) -> Case:
     shardings = (TableWise(world - 1), TableWise(0), RowWise())
-    bad = te.optim.SGD(lr=0.1, nonfinite="skip")
+    bad = te.optim.SGD(lr=0.1, on_nonfinite="skip")
     return Case(tables(True, 3), shardings, bad, sizes(world, 3), bad_at=0, seed=5)
 
 

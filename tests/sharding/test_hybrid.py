@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
+from tests.helpers import assert_same_bits
 from tests.sharding.cases import EXACT
 from tests.sharding.models import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, train, whole_state
 from tritonemb.sharding import (
@@ -130,6 +131,77 @@ def test_sub_batches_train_as_the_whole_batch(ranks, world, number, compiled, ki
     expected = alone(kind(), 3, world)
     for state in ranks(world).run(in_parts, world, kind, number, compiled):
         assert_near(state, expected)
+
+
+FREEZES = {
+    "model": lambda model: model.embeddings.requires_grad_(False),
+    "collections": lambda parallel: [collection.requires_grad_(False) for collection in parallel.collections],
+    "wrapper": lambda parallel: parallel.requires_grad_(False),
+}
+
+
+def changed_by_training(rank, world, cases):
+    """For each case: the names of tensors that two steps have changed."""
+    results = []
+    for when, kind, device, dense, ahead in cases:
+        model = kind(device)
+        if when == "model":
+            FREEZES[when](model)
+        parallel = te.HybridParallel(model, plan(world), dense=dense, exchange=EXACT)
+        if when != "model":
+            FREEZES[when](parallel)
+        for parameter in parallel.parameters():
+            parameter.requires_grad_()
+        before = whole_state(parallel)
+        train(parallel, rank, world, 2, ahead=ahead)
+        after = whole_state(parallel)
+        results.append([name for name in after if not torch.equal(after[name], before[name])])
+    return results
+
+
+def test_frozen_tables_are_trained_on_no_rank(ranks):
+    """Of four shardings; a rank without shards of a table takes no part in a backward that others leave out."""
+    cases = [("model", dlrm, None, "ddp", False), ("model", dcn, "meta", "fsdp", True)]
+    cases += [("collections", dlrm, "meta", "ddp", True), ("wrapper", dcn, None, "ddp", False)]
+    for results in ranks(2).run(changed_by_training, 2, cases):
+        for names in results:
+            assert names
+            assert not [name for name in names if name.startswith("embeddings")]
+
+
+@pytest.mark.parametrize("when", FREEZES)
+@pytest.mark.parametrize("options", [{}, {"placement": "host"}, {"placement": "disk"}, {"capacity": 100}], ids=str)
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.few(2)
+def test_frozen_tables_stay_on_every_tier(when, options, pooled):
+    collection = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
+    cache = {"cache": te.CacheConfig(rows=32)} if "placement" in options else {}
+    rows, pooling = None if "capacity" in options else 20, "sum" if pooled else "none"
+    table = te.TableConfig("t", rows, 8, pooling=pooling, **options, **cache)
+    model = nn.ModuleDict({"embeddings": collection([table], te.optim.Adam(lr=0.1))})
+    model.forward = lambda sparse: model.embeddings(sparse)
+    if when == "model":
+        FREEZES[when](model)
+    parallel = te.HybridParallel(model)
+    if when != "model":
+        FREEZES[when](parallel)
+    before, scale = whole_state(parallel), torch.ones((), requires_grad=True)
+    sparse = te.KeyedJaggedTensor(["t"], torch.tensor([1, 2, 15]), lengths=torch.tensor([2, 1]))
+    for features in (sparse, parallel.prefetch(sparse)):
+        output = parallel(features)
+        ((output if pooled else output.values()) * scale).sum().backward()
+    assert_same_bits(whole_state(parallel), before)
+    parallel.requires_grad_(True)
+    output = parallel(sparse)
+    (output if pooled else output.values()).sum().backward()
+    assert not torch.equal(whole_state(parallel)["embeddings.step"], before["embeddings.step"])
+
+
+def test_a_collection_that_is_frozen_in_part_cannot_be_sharded():
+    model = dlrm()
+    model.embeddings["t1"].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"tables \['t1'\] do not require gradients but others"):
+        te.HybridParallel(model)
 
 
 class Scalar(nn.Module):

@@ -240,7 +240,7 @@ def assert_as_on_the_device(ranks, given: list[Case], look_aheads: list[int | No
 def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
     """The bits of the same plan on the device."""
     given = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]
-    given.append(gathered(way, "row_wise_adagrad", pooled=pooled, dtype=torch.bfloat16, nonfinite="skip"))
+    given.append(gathered(way, "row_wise_adagrad", pooled=pooled, dtype=torch.bfloat16, on_nonfinite="skip"))
     assert_as_on_the_device(ranks, given, [None, 2], ("disk",), ("host", "device", CACHED))
 
 
@@ -263,7 +263,7 @@ def test_any_cut_optimizer_and_look_ahead_gives_the_bits_of_the_device(ranks, wa
         replace(gathered(way, name, world, pooled, **options), local=2 if GATHERED[way][2] else 0)
         for name, options in (
             ("row_wise_adagrad", {"max_gradient": 0.05}),
-            ("lars_sgd", {"dtype": torch.bfloat16, "nonfinite": "skip", "max_norm": 0.9}),
+            ("lars_sgd", {"dtype": torch.bfloat16, "on_nonfinite": "skip", "max_norm": 0.9}),
             ("adam", {"max_norm": 0.9}),
         )
     ]

@@ -92,7 +92,7 @@ def row_update_(
     `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
     untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
     or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`. What
-    `nonfinite="raise"` refuses is a ValueError before anything is changed.
+    `on_nonfinite="raise"` refuses is a ValueError before anything is changed.
     """
     h = Hyperparameters(*hyperparameters)
     rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)

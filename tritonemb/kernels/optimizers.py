@@ -143,7 +143,7 @@ def apply_sums_(
     `narrow(new rows, weight, table, rows, step)` makes them the weight's dtype. Raises before anything is changed.
     """
     finite = [gradient.isfinite().all(1) for gradient in gradients]
-    mode = NONFINITE_MODES[int(h.nonfinite)]
+    mode = NONFINITE_MODES[int(h.on_nonfinite)]
     tables = [TableRow(*fields) for fields in layout.tables.tolist()]
     for table, own, good in zip(tables, rows, finite, strict=True):
         if mode == "raise" and not bool(good.all()):
@@ -159,7 +159,11 @@ def apply_sums_(
         new = step_by_torch(optimizer, row, new_states, gradient, rate, steps[index], h, table=names[index])
         changes.append((weight, own, table_states, *new))
     step += 1
-    skipped += torch.stack([(~good).sum() for good in finite]) * (mode == "skip")
+    if mode == "skip":
+        skipped += torch.stack([(~good).sum() for good in finite])
+        for name, good in zip(names, finite, strict=True):
+            if not bool(good.all()):
+                errors.warn_of_skipped_rows(name)
     for index, (weight, own, table_states, row, new_states) in enumerate(changes):
         weight[own] = narrow(row, weight, tables[index], own, steps[index])
         for state, new_state in zip(table_states, new_states, strict=True):
@@ -276,14 +280,14 @@ def update_by_user_(
     owned = [TensorList(every[first : first + num_tables]) for first in range(0, len(every), num_tables)]
     layouts = [_layout_of_rows(layout, max(tensor.shape[1] for tensor in own)) for own in owned]
 
-    dims, skips = [weight.shape[1] for weight in weights], NONFINITE_MODES[int(h.nonfinite)] == "skip"
+    dims, skips = [weight.shape[1] for weight in weights], NONFINITE_MODES[int(h.on_nonfinite)] == "skip"
     sums = {dim: empty_result((size, dim), torch.float32, grad.device) for dim in dict.fromkeys(dims)}
     for of_dim in sums.values() if at_once is None else ():
         of_dim.fill_(torch.inf)  # which sums of skipped rows stay
     done, now_skipped = step.clone(), skipped.clone()
     row_update_(
         [sums[dim] for dim in dims], [], done, now_skipped, learning_rate, grad, offsets, sample_weights, "place",
-        Hyperparameters(max_gradient=h.max_gradient, nonfinite=h.nonfinite), groups, layout,
+        Hyperparameters(max_gradient=h.max_gradient, on_nonfinite=h.on_nonfinite), groups, layout,
     )  # fmt: skip
 
     def read(begin: int, end: int, dim: int) -> list[Tensor]:
@@ -306,7 +310,7 @@ def update_by_user_(
         dim, mine, table = dims[first], None, names_in(layout.table_names)[first]
         out, g = [each[begin:end, :dim] for each in new], sums[dim][begin:end]
         old = given = out if at_once is None else read(begin, end, dim)
-        if skips or at_once is None:
+        if at_once is None or (skips and not bool(g.isfinite().all())):
             mine = ((row_dims[tables[begin:end]] == dim) & (g.isfinite().all(1) | (not skips))).unsqueeze(1)
             given = [each.clone() for each in old]
         w, found = step_by_torch(optimizer, given[0], given[1:], g, learning_rate, t[first], h, table=table)

@@ -51,6 +51,7 @@ from tritonemb.kernels.triton_utils import (
     launch,
     narrow,
     next_power_of_2,
+    note_skipped,
     num_programs,
     on_device,
     pointer_to,
@@ -101,8 +102,8 @@ def _update_kernel(
     """ROWS groups at a time, from `program_id` on in steps of `num_programs`: sum, step, store.
 
     NONFINITE 1: the first pass, CHECK_ONLY, leaves the lowest row whose gradient is not finite in `found[1]`; the
-    second reports it and does nothing if there is one. NONFINITE 2: such rows are counted in `skipped`. OWN_STEP: each
-    table has a step and corrections of its own.
+    second reports it and does nothing if there is one. NONFINITE 2: such rows are counted in `skipped`, and noted.
+    OWN_STEP: each table has a step and corrections of its own.
     """
     count = tl.load(num_groups).to(tl.int32)
     if NONFINITE == 1 and not CHECK_ONLY:
@@ -153,6 +154,7 @@ def _update_kernel(
                     tl.atomic_min(found + 1, worst)
             elif NONFINITE == 2:
                 tl.atomic_add(skipped + table, tl.full((ROWS,), 1, tl.int64), mask=ours & spread)
+                note_skipped(record, names, table, ours & spread)
                 ours = ours & (spread == 0)
                 mask = mask & ours[:, None]
                 dim = tl.where(ours, dim, 0)
@@ -204,13 +206,13 @@ def row_update_(
     dims = fact(weights, dims_of)
     block = max(8, next_power_of_2(max(dims)))  # eight elements share a random counter
     grad_step = alignment_of([grad], dims) // grad.element_size()
-    nonfinite, betas = int(h.nonfinite), None
+    on_nonfinite, betas = int(h.on_nonfinite), None
     if spec.corrects_bias:
         betas = on_device([h.beta1, h.beta2], device, torch.float64)
     own_steps, step = step, step.contiguous()
     placed, found, corrections = place_gradients(
         grad, offsets.contiguous(), sample_weights, groups, layout, h.max_gradient, block, grad_step, step, betas,
-        nonfinite != RAISE,
+        on_nonfinite != RAISE,
     )  # fmt: skip
     args = (
         layout.tables, rows, starts, num_groups, *placed, learning_rate, step, corrections,
@@ -220,8 +222,8 @@ def row_update_(
     pointers = fact(states, pointers_to) + (0,) * (2 * num_tables - len(states))
     state_align = math.gcd(16, *pointers)
     kinds = [int(state.per_element) + 1 for state in spec.states] + [0, 0]
-    for check_only in (True, False) if nonfinite == RAISE else (False,):
-        if nonfinite == RAISE and not check_only:
+    for check_only in (True, False) if on_nonfinite == RAISE else (False,):
+        if on_nonfinite == RAISE and not check_only:
             step += found[1] == NO_ROW_FOUND
         for dtype, addresses, align, *_ in fact(weights, by_dtype):
             row_step = align // dtype.itemsize
@@ -233,7 +235,7 @@ def row_update_(
                 CODE=CODES[dtype], GRAD_CODE=CODES[grad.dtype], KIND=KINDS[optimizer], STATE1=kinds[0], STATE2=kinds[1],
                 DECAY=int(h.weight_decay_mode) if h.weight_decay else 0, CLAMPED=h.max_gradient < torch.inf,
                 LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
-                NONFINITE=nonfinite, CHECK_ONLY=check_only, OWN_STEP=step.dim() == 1, ALIGN=align,
+                NONFINITE=on_nonfinite, CHECK_ONLY=check_only, OWN_STEP=step.dim() == 1, ALIGN=align,
                 STATE_ALIGN=math.gcd(state_align, 4 * row_step), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
                 BLOCK=block, UNROLL=min(8, 32 * num_warps * lanes() // (tile_rows * block)), num_warps=num_warps,
             )  # fmt: skip
@@ -250,7 +252,7 @@ def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> in
     return max(1, min(32, per_lane * lanes() // block))
 
 
-_PLAIN_SGD = SGD(stochastic_rounding=False)
+_PLAIN_SGD = SGD(stochastic_rounding=False, on_nonfinite="ignore")
 
 
 def row_gradients_(

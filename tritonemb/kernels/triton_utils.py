@@ -363,7 +363,9 @@ def mix(ids):
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (tl.constexpr(kind) for kind in range(1, 6))
 _ID, _OFFSETS, _GRADIENT, _FIRST_OFFSET, _LAST_OFFSET = range(1, 6)
-_FIELDS = 8  # kind, names, position or row, value, table or last offset, key, sample, valid rows
+_FIELDS = 9  # kind, names, position or row, value, table or last offset, key, sample, valid rows; a note
+_NOTE = 8  # its place: names << 32 | table + 1 where rows were skipped, else 0
+SKIPPED_ROWS = tl.constexpr(_NOTE)
 _names: list[tuple[str, str]] = []
 _polling = threading.Lock()
 
@@ -382,6 +384,13 @@ def report(lock, record, kind, names, where, value, table, key, sample, rows):
         tl.store(record, kind)
 
 
+@jit
+def note_skipped(record, names, table, mask):
+    """Write that rows of a table were skipped, of the last program that says so: the host warns when it reads that."""
+    note = (tl.load(names) << 32) + table + 1
+    tl.store(record + SKIPPED_ROWS + tl.zeros_like(table), note, mask=mask)
+
+
 @functools.cache
 def _number(table_names: str, feature_names: str) -> int:
     _names.append((table_names, feature_names))
@@ -390,7 +399,7 @@ def _number(table_names: str, feature_names: str) -> int:
 
 @functools.cache
 def error_word(device: torch.device) -> tuple[Tensor, Tensor, Any]:
-    """The one error word of a device: a lock, int32 `[1]`, and a record, int64 `[8]` in pinned host memory.
+    """The one error word of a device: a lock, int32 `[1]`, and a record, int64 `[9]` in pinned host memory.
 
     The record is also an array, whose elements take the host less time to read.
     """
@@ -406,14 +415,17 @@ def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 
 def poll(device: torch.device) -> None:
-    """Raise what kernels have reported so far, without waiting for those that still run."""
+    """Raise what kernels have reported so far, and warn of skipped rows, without waiting for those that still run."""
     lock, record, fields = error_word(device)
     if not fields[0]:
+        if note := int(fields[_NOTE]):
+            fields[_NOTE] = 0
+            errors.warn_of_skipped_rows(names_in(_names[note >> 32][0])[(note & 0xFFFFFFFF) - 1])
         return
     with _polling:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        kind, names, where, value, table, key, sample, rows = record.tolist()
+        kind, names, where, value, table, key, sample, rows, _ = record.tolist()
         if kind == 0:  # another thread has just raised it
             return
         record.zero_()

@@ -145,13 +145,22 @@ class TableCollection(FusedModule):
         return self.table_set.scale_accumulated(factor)
 
     def skipped_rows(self) -> dict[str, int]:
-        """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
+        """For `on_nonfinite="skip"`: how many row updates each table has skipped so far."""
         names = [config.name for config in self.configs]
         return {} if self.optimizer is None else dict(zip(names, self.skipped.tolist(), strict=True))
 
     def cache_statistics(self) -> dict[str, CacheStatistics]:
         """What the caches have done so far, by table in host memory or on disk."""
         return {} if self.cache is None else self.cache.statistics()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the tables, or freeze them, on embedding servers too, where `requires_grad_` of a model has no effect.
+
+        A lookup trains its table if the weight requires a gradient then.
+        """
+        for table in self.tables:
+            table.requires_grad_(requires_grad)
+        return self
 
     def reset_parameters(self) -> None:
         """Initialise all tables, e.g. after `to_empty`."""

@@ -68,7 +68,7 @@ class SingleTable(FusedModule):
         return self._optimized.rate_on(self.weight.device)
 
     def skipped_rows(self) -> int:
-        """For `nonfinite="skip"`: how many row updates have been skipped so far."""
+        """For `on_nonfinite="skip"`: how many row updates have been skipped so far."""
         return 0 if self._optimized is None else int(self.skipped)
 
     def optimizer_states(self) -> dict[str, Tensor]:

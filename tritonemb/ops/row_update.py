@@ -69,7 +69,7 @@ def row_update_(
 ) -> None:  # fmt: skip
     """Sum each row's gradients in order and apply the optimizer once a row.
 
-    What `nonfinite="raise"` refuses is a ValueError, before anything is changed.
+    What `on_nonfinite="raise"` refuses is a ValueError, before anything is changed.
 
     Args:
         grad: gradient of the output, `[B, width]` or `[N, width]`; or those of each lookup, `[B, dim]` or `[n, dim]`,
@@ -115,7 +115,8 @@ def _update(
     )  # fmt: skip
     if len(steps) > 1:
         torch._foreach_copy_(steps, list(step.unbind()))
-    if len(skipped) > 1 and Hyperparameters(*hyperparameters).nonfinite == SKIP:
+    skips = len(skipped) > 1 and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
+    if skips and (device.type != "cpu" or bool(count.any())):  # no wait for a GPU's count
         torch._foreach_add_(skipped, list(count.split(1)))
     count_pass(learning_rate)
 

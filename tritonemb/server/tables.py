@@ -153,7 +153,10 @@ class CollectionSpec:
     def from_json(cls, values: Values) -> "CollectionSpec":
         tables, owners = tuple(TableSpec(**table) for table in values["tables"]), tuple(map(tuple, values["owners"]))
         parts = tuple(part and tuple(part) for part in values["parts"])
-        return cls(**{**values, "tables": tables, "owners": owners, "parts": parts})
+        optimizer = dict(values["optimizer"])
+        if (mode := optimizer.pop("nonfinite", None)) is not None:  # of a file from before "skip" was the default
+            optimizer["on_nonfinite"] = "skip" if mode == "propagate" else mode
+        return cls(**{**values, "tables": tables, "owners": owners, "parts": parts, "optimizer": optimizer})
 
     def number(self, table: str) -> int:
         """That of a table, by name."""

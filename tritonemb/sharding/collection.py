@@ -37,7 +37,7 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.tables.table import Table
-from tritonemb.tables.table_set import Groups, TableSet, kind_of
+from tritonemb.tables.table_set import Groups, TableSet, kind_of, require_gradients
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
 # A batch, the distinct rows for each table set of replicated tables, and for each ID exchange what it has received and
@@ -69,7 +69,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
         self.placement = Placement(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
         self._nothing = torch.empty(0, device=device)
-        self._no_columns = torch.empty(1, 0, device=device, requires_grad=True)
+        self._no_columns = torch.empty(1, 0, device=device)  # requires a gradient as the tables do
         # The ranks that train a shard together, by whether its table is replicated; and, where such tables are cached,
         # the same ranks for prefetches: all ranks make these groups.
         self._sharers = {True: groups.world, False: groups.replicas if sync_replicas else RankGroup()}
@@ -93,8 +93,16 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
             configs = [self.configs[each.table] for each in replicated]
             self._checked = [(key, c.name, c.num_embeddings) for c in configs for key in c.feature_names]
         self._init_shards(collection)
+        self.requires_grad_(require_gradients(collection.configs, [table.weight for table in collection.tables]))
         # A compiled model's graph ends before it and begins behind it: the host reads sizes of messages.
         self._exchange_ids = torch.compiler.disable(self._exchange_ids)  # type: ignore[method-assign]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train all tables, or freeze them; on every rank alike, as the backward of trained ones is a collective."""
+        for _, table, _ in self._local_tables():
+            table.requires_grad_(requires_grad)
+        self._no_columns.requires_grad_(requires_grad)
+        return self
 
     def _make_lookups(self) -> list[ShardedLookup]:
         raise NotImplementedError
@@ -148,7 +156,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
         return all(finite)
 
     def skipped_rows(self) -> dict[str, int]:
-        """For `nonfinite="skip"`: how many row updates this rank has skipped so far, by table."""
+        """For `on_nonfinite="skip"`: how many row updates this rank has skipped so far, by table."""
         found = dict.fromkeys((config.name for config in self.configs), 0)
         counts = [count for tables in self.locals for count in tables.counters["skipped"].tolist()]
         for (each, _, _), count in zip(self._local_tables(), counts, strict=True):
@@ -433,7 +441,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
         for tables in self.locals:
             tables.convert(fn)
         self._nothing = fn(self._nothing)
-        self._no_columns = fn(self._no_columns.detach()).requires_grad_()
+        self._no_columns = fn(self._no_columns.detach()).requires_grad_(self._no_columns.requires_grad)
         self.device = self._nothing.device
         for view in self._views:
             view.refresh()

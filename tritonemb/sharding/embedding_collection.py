@@ -91,7 +91,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         assert routes is not None
         found = [tables.look_up(ids, of_ids, routes.occurrences) for tables, of_ids in zip(sets, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
-            found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
+            found = [self._no_columns.new_zeros(0, width, requires_grad=self._no_columns.requires_grad)]
         return exchange(functools.reduce(operator.add, found), routes)
 
     def _in_batch_order(self, ids: IdExchange, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
+from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection, part_sizes
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
@@ -255,6 +256,13 @@ class HybridParallel(ParallelModel):
             f"{path}.{config.name}." if path else f"{config.name}."
             for path, module in sharded for config in module.configs if config.is_dynamic
         )  # fmt: skip
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train tables and other layers, or freeze them; a collection of `collections` has its own `requires_grad_`."""
+        for module in self.module.modules():
+            if isinstance(module, ShardedCollection | TableCollection):
+                module.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the other layers, under their names in the model."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, all_gather_rows, exchange_columns
 from tritonemb.comm.group import RankGroup
-from tritonemb.errors import gradient_not_finite
+from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
 from tritonemb.kernels.optimizers import step_by_torch
 from tritonemb.kernels.triton_utils import row_sum_by_torch
 from tritonemb.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, Layout, lines_of, make_layout
@@ -35,7 +35,7 @@ NO_BACKWARD = -1  # what autograd calls it when it is not running
 
 def needs_whole_rows(optimizer: Optimizer) -> bool:
     """Whether the update of an element depends on others of its row."""
-    return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
+    return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.on_nonfinite != "ignore"
 
 
 class ShardUpdate(LocalUpdate):
@@ -247,7 +247,8 @@ class WholeRowUpdate:
         self._optimizer = replace(optimizer, max_gradient=None)
         self._per_element = [state.per_element for state in optimizer.states]
         # Squares are added in a tree, neighbours in pairs: so many of them are together in all of a table's blocks.
-        self._by_squares = optimizer.reads_squares and optimizer.max_norm is None
+        # Where an element depends on its row only in that all of the row is skipped, they are negative or of no use.
+        self._by_squares = optimizer.max_norm is None and (optimizer.reads_squares or not optimizer.reads_whole_rows)
         self._together = defaultdict[int, int](lambda: 1 << 62)
         for block in blocks:
             self._together[block.table] = math.gcd(self._together[block.table], block.first_column)
@@ -292,12 +293,12 @@ class WholeRowUpdate:
         known = [self._known(cut, *read, received) for cut, read in zip(cuts, before, strict=True) if len(cut.rows)]
         step, updated = int(counters["step"]) + 1, [cut for cut in cuts if len(cut.rows)]
         for cut, (finite, *_) in zip(updated, known, strict=True):
-            if optimizer.nonfinite == "raise" and not bool(finite.all()):
+            if optimizer.on_nonfinite == "raise" and not bool(finite.all()):
                 raise gradient_not_finite(cut.table.name, int(cut.rows[~finite][0]))
         count_pass(counters["learning_rate"])
         changes = []  # which are made when all steps have been
         for cut, (finite, gradient, weight, states, columns, mean) in zip(updated, known, strict=True):
-            rows = finite if optimizer.nonfinite == "skip" else torch.ones_like(finite)
+            rows = finite if optimizer.on_nonfinite == "skip" else torch.ones_like(finite)
             weight, states = step_by_torch(
                 optimizer.name, weight[rows], [state.view(len(rows), -1)[rows] for state in states], gradient[rows],
                 counters["learning_rate"], step, optimizer.hyperparameters, None if mean is None else mean[rows],
@@ -308,7 +309,9 @@ class WholeRowUpdate:
             changes.append((cut, rows, weight[:, columns], new))
         for cut, rows, weight, new in changes:
             cut.write(rows, weight, new, step, optimizer)
-            cut.pinned.tables.counters["skipped"][cut.place] += (~rows).sum()
+            if num_skipped := int((~rows).sum()):
+                cut.pinned.tables.counters["skipped"][cut.place] += num_skipped
+                warn_of_skipped_rows(cut.table.name)
         for part in lookups:
             part[0].pinned.tables.counters["step"] += 1
 
@@ -322,7 +325,7 @@ class WholeRowUpdate:
         together = self._together[cut.block.table]
         padded = torch.nn.functional.pad(gradient, (0, -gradient.shape[1] % together))
         squares = row_sum_by_torch(padded.square().unflatten(1, (-1, together))).squeeze(2)
-        if optimizer.nonfinite != "propagate":  # no sum of squares is negative
+        if optimizer.on_nonfinite != "ignore":  # no sum of squares is negative
             squares[~cut.sums.isfinite().all(1)] = -1.0
         return squares
 
@@ -348,7 +351,7 @@ def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimi
     if table.dtype == torch.float32 or not rows.numel():
         return values.to(table.dtype)
     # A step of gradient descent from zero with learning rate -1 leaves the values themselves, rounded.
-    device, spec = values.device, SGD(stochastic_rounding=optimizer.stochastic_rounding)
+    device, spec = values.device, SGD(stochastic_rounding=optimizer.stochastic_rounding, on_nonfinite="ignore")
     narrowed = torch.zeros(values.shape, dtype=table.dtype, device=device)
     before, skipped = torch.full((), step - 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     fused = ops.FusedTables([narrowed], [], [before], [skipped], torch.full((), -1.0, device=device), "", [])

@@ -136,9 +136,9 @@ def update(gradients: list[ops.BagGradient]) -> None:
 
 
 def _check_finite(gradients: list[ops.BagGradient]) -> None:
-    """For `nonfinite="raise"`, before the first of several calls changes anything; on a GPU each checks its own."""
+    """For `on_nonfinite="raise"`, before the first of several calls changes anything; on a GPU each checks its own."""
     for table, name, values, _, bags, grad in gradients:
-        raises = get_args(NonFinite)[int(Hyperparameters(*table.hyperparameters).nonfinite)] == "raise"
+        raises = get_args(NonFinite)[int(Hyperparameters(*table.hyperparameters).on_nonfinite)] == "raise"
         if not raises or grad.device.type != "cpu" or bool(grad.isfinite().all()):
             continue
         by_position = ~grad.isfinite().all(1)

@@ -208,7 +208,7 @@ def prefetch_batch(
     the batch, has them, and for an id out of range, a ValueError before anything changes; StorageError as of its `pin`.
     """
     keys, values, offsets, weights = parts_of(features)
-    training = torch.is_grad_enabled() and trains(tables)
+    training = tables.trains()
     if training and tables.service is not None:
         tables.service.begin_training()
     assigned = None if before is None else before.assigned
@@ -242,13 +242,12 @@ def prefetch_batch(
 
 def look_up_pinned(tables: Tables, lookup: Lookup) -> Tensor:
     """As `look_up_cached`, for a graph: by a batch that has been prefetched."""
-    weights, trained = [table.weight for table in tables.tables], False
+    weights, trained = [table.weight for table in tables.tables], tables.trains()
+    if trained:
+        tables.update.check(tables)
     if torch.is_grad_enabled():
         check_gradients(tables, lookup)
-        trained = trains(tables)
-        if trained:
-            tables.check_trainable(weights)
-        elif any(weight.requires_grad for weight in weights):
+        if not trained and any(weight.requires_grad for weight in weights):
             raise ValueError(_no_gradient(tables))
     assert lookup.ticket is not None
     layout, ids, offsets = lookup.layout, lookup.values, lookup.offsets
@@ -283,13 +282,13 @@ def look_up_cached(
         lookup.release()
         return found
     check_gradients(tables, lookup)
-    if not trains(tables):
+    if not tables.trains():
         weights = [table.weight for table in tables.tables]
         stand_for_all = next((weight for weight in weights if weight.requires_grad), weights[0])
         found = ops.fused_lookup(stand_for_all, None, read, partial(_refuse_gradient, tables))
         lookup.release()
         return found
-    tables.check_trainable(tables.weights())
+    tables.update.check(tables)
     if tables.accumulator.is_open:
         keys, values, _, _ = parts_of(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
@@ -316,7 +315,7 @@ def assign_rows(
     if layout.multiplicity > 1:
         batch = one_key_a_lookup(tables, batch, layout)
         layout = tables.layout(batch.keys(), values.device)
-    training = torch.is_grad_enabled() and trains(tables)
+    training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         raise ValueError(_no_gradient(tables))
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
@@ -468,8 +467,8 @@ def _of_slots(tables: Tables, lookup: Lookup) -> UnknownIds:
 
 
 def read_unknown(tables: Tables, batch: UnknownIds, offsets: Tensor, sample_weights: Tensor | None) -> Tensor:
-    """`[B, width]` if pooled, else `[N, width]`: ids without rows read as initial values; no gradient."""
-    with torch.no_grad(), tables.memory():
+    """`[B, width]` if pooled, else `[N, width]`: ids without rows read as initial values; no gradient of rows."""
+    with tables.memory():
         weights = [table.weight.detach() for table in tables.tables]
         dtype, check_bounds = tables.dtype_of(weights), tables.bounds_check == "raise"
         for number, rows in batch.rows.items():
@@ -482,14 +481,14 @@ def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     assert batch.unknown is not None
     keys, rows, offsets, sample_weights = parts_of(batch.features)
     read = partial(read_unknown, tables, batch.unknown, offsets, sample_weights)
-    if not batch.training or not torch.is_grad_enabled():
+    if not batch.training or not tables.trains():
         return read()
     if sample_weights is not None and sample_weights.requires_grad:
         raise ValueError(_no_weight_gradient(tables))
     if torch.compiler.is_compiling():  # no op of a graph reads other rows than it trains
         known_alone: Tensor = tables.look_up_rows(batch.features, batch.groups, check_bounds=False)
         return read() + (known_alone - known_alone.detach())
-    tables.check_trainable(tables.weights())
+    tables.update.check(tables)
     if tables.accumulator.is_open:
         tables.remember_keys(keys)
     own = tables.layout(keys, rows.device)
@@ -511,10 +510,6 @@ def _no_gradient(tables: Tables) -> str:
     )
 
 
-def trains(tables: Tables) -> bool:
-    return tables.optimizer is not None and any(table.weight.requires_grad for table in tables.tables)
-
-
 def _first_cached(tables: Tables) -> TableConfig:
     return next(config for config in tables.configs if config.is_dynamic or config.placement != "device")
 
@@ -531,7 +526,7 @@ def check_gradients(tables: Tables, lookup: Lookup) -> None:
 
 def check_prefetched(tables: Tables, training: bool) -> None:
     """ValueError if a batch was not prefetched to be trained, and now is trained."""
-    if torch.is_grad_enabled() and trains(tables) and not training:
+    if tables.trains() and not training:
         raise ValueError(
             f"the rows of table {_first_cached(tables).name!r} were prefetched under no_grad, and now gradients are "
             "recorded; call group() or prefetch() where gradients are recorded"
@@ -540,9 +535,11 @@ def check_prefetched(tables: Tables, training: bool) -> None:
 
 def _no_weight_gradient(tables: Tables) -> str:
     config = _first_cached(tables)
+    refused = config.is_dynamic and config.placement == "device"  # ids without rows, which get no gradient
     return (
-        f"per-sample weights get no gradient where table {config.name!r} is {_why_special(config)}; detach them, or "
-        f"{'let it admit every id' if config.is_dynamic else 'place the tables on the device'}"
+        f"per-sample weights get no gradient where table {config.name!r} is "
+        f"{'dynamic and admits some ids only' if refused else f'placed on {config.placement!r}'}; detach them, or "
+        f"{'let it admit every id' if refused else 'place the tables on the device'}"
     )
 
 

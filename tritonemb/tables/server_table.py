@@ -15,13 +15,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tritonemb import ops
-from tritonemb.errors import first_bad_id, gradient_not_finite
+from tritonemb.errors import first_bad_id, gradient_not_finite, warn_of_skipped_rows
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.cached_table import is_metadata_only
-from tritonemb.tables.lookup import Lookup, check_gradients, one_key_a_lookup, positions_of, row_sums, trains, uses
+from tritonemb.tables.lookup import Lookup, check_gradients, one_key_a_lookup, positions_of, row_sums, uses
 from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import Device, TableConfig
 
@@ -127,6 +127,11 @@ class ServerTable(Table):
         if not self.weight.is_meta:
             self.seed = draw_seed()
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train the table, or freeze it. `requires_grad_` of a module around it does not reach its weight."""
+        self.weight.requires_grad_(requires_grad)
+        return self
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if is_metadata_only():
             return
@@ -184,7 +189,7 @@ def pull_batch(tables: Tables, features: Features) -> PulledBatch:
         raise problem
     batch = one_key_a_lookup(tables, batch, tables.layout(keys, values.device))
     layout = tables.layout(batch.keys(), values.device)
-    training = torch.is_grad_enabled() and trains(tables)
+    training = tables.trains()
     with torch.no_grad(), torch.inference_mode(False):
         any_dynamic = any(config.is_dynamic for config in tables.configs)
         lookup = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
@@ -247,7 +252,7 @@ def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | Non
         lookup = pull_batch(tables, features)
     lookup.acquired = True
     read = partial(_read, tables, lookup)
-    if not torch.is_grad_enabled() or not trains(tables):
+    if not tables.trains():
         found: Tensor = read()
         lookup.release()
         return found
@@ -272,22 +277,28 @@ def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | Non
 
 def _read(tables: Tables, lookup: PulledBatch) -> Tensor:
     device = lookup.values.device
-    with torch.no_grad():
-        weights = [rows.to(device, non_blocking=True) for rows in lookup.pull.rows()]
-        return ops.embedding_bag(
-            weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, False,
-            tables.dtype_of(weights),
-        )  # fmt: skip
+    weights = [rows.to(device, non_blocking=True) for rows in lookup.pull.rows()]
+    return ops.embedding_bag(
+        weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, False, tables.dtype_of(weights)
+    )
 
 
 @torch.no_grad()
 def push_gradients(tables: Tables, grad: Tensor, lookup: PulledBatch) -> None:
-    """Send the sums of a batch's gradients; for `nonfinite="raise"`, ValueError if one is not finite, and none is."""
+    """Send the sums of a batch's gradients; for `on_nonfinite="raise"`, ValueError if one is not finite, and none is.
+
+    For "skip" such rows are counted here, and left as they are by the servers.
+    """
     optimizer = tables.optimizer
     _, sums = row_sums(grad, lookup, optimizer.max_gradient)
-    if optimizer.nonfinite == "raise":
-        for config, ids, of_table in zip(tables.configs, lookup.ids, sums, strict=True):
-            if (bad := ~of_table.isfinite().all(1)).any():
-                raise gradient_not_finite(config.name, int(ids[bad.cpu()][0]))
+    for number, of_table in enumerate(sums if optimizer.on_nonfinite != "ignore" else ()):
+        if bool(of_table.sum().isfinite()):  # one pass; a sum that overflows is looked at again
+            continue
+        config, bad = tables.configs[number], ~of_table.isfinite().all(1).cpu()
+        if optimizer.on_nonfinite == "raise" and bad.any():
+            raise gradient_not_finite(config.name, int(lookup.ids[number][bad][0]))
+        if num_skipped := int(bad.sum()):
+            tables.counters["skipped"][number] += num_skipped
+            warn_of_skipped_rows(config.name)
     lookup.on_release = None
     lookup.pull.push([of_table.cpu() for of_table in sums], tables.current_learning_rate)

@@ -59,10 +59,10 @@ class LocalUpdate:
     is_shared = False  # whether other ranks take part
     is_of_shards = False  # whatever averages the dense network, the tables do not diverge
 
-    def check(self, table: str) -> None:
+    def check(self, tables: "TableSet") -> None:
         """Raise in the forward where the tables must not be updated."""
         if not self.is_of_shards:
-            check_not_data_parallel(table)
+            check_not_data_parallel(tables.configs[0].name)
 
     def replica_rows(self, tables: "TableSet") -> FindReplicaRows | None:
         """Finds the rows of other ranks' batches that are updated with a batch, or None."""
@@ -249,13 +249,13 @@ class TableSet(OptimizedTables):
         """As `look_up`, of rows that are in the tables' memory."""
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
-        if self.optimizer is None or not torch.is_grad_enabled():
-            weights = self.weights()
+        fused = None if self.optimizer is None or not torch.is_grad_enabled() else self.fused_tables()
+        if fused is None or not self.trains(fused.weights):
+            weights = self.weights() if fused is None else fused.weights
             return ops.embedding_bag(
                 weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
             )
-        fused = self.fused_tables()
-        self.check_trainable(fused.weights)
+        self.update.check(self)
         if self.accumulator.is_open:
             self.remember_keys(keys)
         if groups is None and (values.is_cuda or self.update.is_shared):
@@ -377,15 +377,11 @@ class TableSet(OptimizedTables):
             states = self._listed("states", states)
         return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.hyperparameters)
 
-    def check_trainable(self, weights: Sequence[Tensor]) -> None:
-        """Raise where the tables must not be updated, or if only some weights require gradients."""
-        self.update.check(self.configs[0].name)
-        if len(set(map(attrgetter("requires_grad"), weights))) > 1:
-            frozen = [c.name for c, weight in zip(self.configs, weights, strict=True) if not weight.requires_grad]
-            raise ValueError(
-                f"tables {frozen} do not require gradients but others of their collection do; "
-                "put frozen tables into a collection of their own"
-            )
+    def trains(self, weights: Sequence[Tensor] | None = None) -> bool:
+        """Whether the backward of a lookup made now updates the tables; ValueError if it would update only some."""
+        if self.optimizer is None or not torch.is_grad_enabled():
+            return False
+        return require_gradients(self.configs, self.weights() if weights is None else weights)
 
     def remember_keys(self, keys: list[str]) -> None:
         """Raise ValueError unless all micro-batches have the same keys."""
@@ -508,6 +504,18 @@ class TableSet(OptimizedTables):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.accumulator.tables = ref(self)
+
+
+def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor]) -> bool:
+    """Whether the tables are trained: if their weights require gradients; ValueError if only some do."""
+    flags = set(map(attrgetter("requires_grad"), weights))
+    if len(flags) > 1:
+        frozen = [config.name for config, weight in zip(configs, weights, strict=True) if not weight.requires_grad]
+        raise ValueError(
+            f"tables {frozen} do not require gradients but others of their collection do; put frozen tables into a "
+            "collection of their own"
+        )
+    return True in flags
 
 
 def kind_of(config: TableConfig) -> type[Table]:

@@ -24,7 +24,15 @@ from tritonemb.kernels.cpu.row_groups import (
     sort_pairs,
     uses_by_table,
 )  # fmt: skip
-from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
+from tritonemb.kernels.cpu.simd import (
+    element_size,
+    float32_row,
+    int32_row,
+    int64_row,
+    prefetch,
+    sum_float32_rows,
+    uint16_row,
+)
 from tritonemb.layout import (
     COLUMN,
     COLUMN_ORIGIN,
@@ -41,6 +49,7 @@ from tritonemb.layout import (
     SPAN,
     TABLE,
     Layout,
+    names_in,
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
 
@@ -49,14 +58,14 @@ GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
 READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cache already
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
 TASK_COST = 8_192  # about, of a task that takes its groups from sorted pairs
-PROPAGATE, RAISE, SKIP = range(3)
+IGNORE, RAISE, SKIP = range(3)
 SUMS, COMPACT_SUMS = -1, -2  # in place of an optimizer: gradients alone, in their rows or side by side
 WEIGHT, DTYPE, STEP, SKIPPED, STATES = range(5)  # rows of `places` [6, T]: addresses, but for DTYPE
 NO_ROW = np.iinfo(np.int64).max
 _NO_IDS, _NO_PAIRS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint32)
 _NO_UNITS = np.empty((0, NUM_GROUPS + 1), dtype=np.int64)
 _NO_GROUPS: Any = np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32), 0  # starts, order, their number
-_SGD_CONSTANTS = np.array(SGD().hyperparameters, dtype=np.float64)
+_SGD_CONSTANTS = np.array(SGD(on_nonfinite="ignore").hyperparameters, dtype=np.float64)
 
 
 @inlined
@@ -144,11 +153,12 @@ def _sum_gradients(to, gradients, scales, count, dim, room):
 
 
 @inlined
-def _is_finite(row):
-    worst = np.float32(0)
-    for j in range(row.size):
-        worst += row[j] * np.float32(0)  # stays 0 unless a NaN or an infinity comes by
-    return worst == np.float32(0)
+def _is_finite(bits):
+    """Whether float32 values are finite, by their bits, int32 `[n]`: integers are compared many at once."""
+    largest = np.int32(0)
+    for j in range(bits.size):
+        largest = max(largest, np.int32(bits[j] & np.int32(0x7FFFFFFF)))
+    return largest < np.int32(0x7F800000)  # the exponent of infinities and NaN
 
 
 @inlined
@@ -185,7 +195,7 @@ def _update_rows(
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     pieces_room = np.empty(SPAN // PIECE * widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
-    nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
+    on_nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
     for part in range(parts.size - 1):
         begin, end = max(bounds[task], parts[part]) - parts[part], min(bounds[task + 1], parts[part + 1]) - parts[part]
@@ -242,8 +252,8 @@ def _update_rows(
                 if dtype != FLOAT32:
                     narrow_row(sums, dtype, uint16_row(address, dim))
                 continue
-            if nonfinite != PROPAGATE and not _is_finite(sums):
-                if nonfinite == RAISE:
+            if on_nonfinite != IGNORE and not _is_finite(int32_row(to, dim)):
+                if on_nonfinite == RAISE:
                     found[task] = rows[group]
                     return
                 skipped[task, table] += 1
@@ -282,7 +292,10 @@ def _update(
     units, pairs, rows, starts, order, num_groups, grads, apart, width, sample_weights, learning_rate,
     hyperparameters,
 ):  # fmt: skip
-    """Update all rows and count; or none, and return the first row whose gradient must be refused (else -1)."""
+    """Update all rows and count; or none, and return the first row whose gradient must be refused.
+
+    Otherwise -1, or -2 - t if rows of table t were skipped.
+    """
     table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
     parts = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
     for part in range(parts.size - 1):
@@ -323,11 +336,14 @@ def _update(
         )  # fmt: skip
         if found.min() != NO_ROW:
             return found.min()
+    result = np.int64(-1)
     for table in range(tables.shape[0] if kind >= 0 else 0):
         int64_row(places[STEP, table], 1)[0] = steps[table]
         for task in range(skipped.shape[0]):
             int64_row(places[SKIPPED, table], 1)[0] += skipped[task, table]
-    return -1
+            if skipped[task, table]:
+                result = np.int64(-2 - table)
+    return result
 
 
 def row_update_(
@@ -340,12 +356,14 @@ def row_update_(
     places = [step.data_ptr() + 8 * table * sum(step.stride()) for table in range(len(weights))]
     places += [skipped.data_ptr() + 8 * table * skipped.stride(0) for table in range(len(weights))]
     places += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
-    refused = _run(
+    result = _run(
         KINDS[optimizer], weights, places, _per_element(optimizer), learning_rate.item(),
         np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, groups, layout,
     )  # fmt: skip
-    if refused >= 0:
-        raise errors.bad_gradient(refused, layout)
+    if result >= 0:
+        raise errors.bad_gradient(result, layout)
+    if result <= -2:
+        errors.warn_of_skipped_rows(names_in(layout.table_names)[-2 - result])
 
 
 def row_gradients_(
