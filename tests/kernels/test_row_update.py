@@ -96,6 +96,19 @@ def grow(rows, states, g, lr, t):
     return rows, {"last": g, "count": states["count"], "sum": states["sum"] + g}
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.few(4)
+def test_without_a_learning_rate_rows_are_scaled_back_to_their_largest_norm(implementation, name, request):
+    if implementation == "triton":
+        request.getfixturevalue("device")
+    table = te.TableConfig("table", 3, 4, init=torch.nn.init.ones_)
+    collection = te.nn.EmbeddingBagCollection([table], OPTIMIZERS[name](lr=0.0, max_norm=1.0))
+    with forced(implementation):
+        train(collection, [(te.KeyedJaggedTensor.from_lists({"table": [[1]]}), torch.randn(1, 4))])
+    assert contents(collection)["table.weight"].tolist() == [[1.0] * 4, [0.5] * 4, [1.0] * 4]
+
+
 MISTAKES = {
     "raises": (lambda rows, states, new: rows.nope, RuntimeError, "raised AttributeError: .*nope"),
     "rows": (lambda rows, states, new: (rows[:, :1], new), ValueError, "must return rows and states .*, got"),

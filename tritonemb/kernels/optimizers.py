@@ -204,14 +204,13 @@ def step_by_torch(
         states = [h.momentum * states[0] + adjusted * (g + decay * w)]
         w = w - states[0]
     elif optimizer == "ftrl":
-        if float(lr) == 0.0:
-            return w, states
-        z, n = states
-        grown = n + g.square()
-        z = z + (g - (_sqrt(grown) - _sqrt(n)) / lr * w)
-        shrunk = z - torch.copysign(torch.full_like(z, h.l1), z)
-        w = torch.where(z.abs() <= h.l1, 0.0, -shrunk / ((h.beta + _sqrt(grown)) / lr + h.l2))
-        states = [z, grown]
+        if float(lr) != 0.0:  # by which it divides
+            z, n = states
+            grown = n + g.square()
+            z = z + (g - (_sqrt(grown) - _sqrt(n)) / lr * w)
+            shrunk = z - torch.copysign(torch.full_like(z, h.l1), z)
+            w = torch.where(z.abs() <= h.l1, 0.0, -shrunk / ((h.beta + _sqrt(grown)) / lr + h.l2))
+            states = [z, grown]
     else:
         spec = OPTIMIZERS[optimizer]
         assert spec.corrects_bias

@@ -119,9 +119,8 @@ def apply(kind, w, first, second, g, lr, step, h):
     elif kind == LARS_SGD:
         _lars(w, first, g, lr, np.float32(h[MOMENTUM]), np.float32(h[ETA]), decay if mode == RATIO_DECAY else ZERO)
     elif kind == FTRL:
-        if lr == ZERO:
-            return
-        _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
+        if lr != ZERO:  # by which it divides
+            _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
     else:
         row_wise = kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB
         _adam_direction(first, second, row_wise, g, h, step)
