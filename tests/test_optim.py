@@ -133,6 +133,15 @@ def test_what_is_no_number(value):
         te.optim.SGD(lr=value)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS.values())
+def test_parameters_of_a_model_are_refused_with_the_right_call(kind):
+    for parameters in (iter(()), [0.5]):
+        for options in ({}, {"lr": 0.1}):
+            with pytest.raises(TypeError, match=r"takes no parameters.*te.optim.fused\(model, te.optim.*lr=0.01"):
+                kind(parameters, **options)
+    assert pickle.loads(pickle.dumps(kind(0.5))) == copy.deepcopy(kind(0.5)) == dataclasses.replace(kind(), lr=0.5)
+
+
 @pytest.mark.parametrize("name", CUSTOM)
 def test_a_custom_one_is_a_frozen_value_with_a_name_of_its_own(name):
     spec = custom(name, lr=0.1, max_norm=2.0)

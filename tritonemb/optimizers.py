@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 from weakref import WeakValueDictionary
 
 WeightDecayMode = Literal["none", "l2", "decoupled"]
@@ -79,6 +79,12 @@ class Optimizer:
     reads_squares: ClassVar[bool] = False  # whether it depends on the mean of squares of their gradients alone
     trust_ratio_decay: ClassVar[WeightDecayMode | None] = None  # the mode that a trust ratio includes, if there is one
     corrects_bias: ClassVar[bool] = False  # whether the step divides by 1 - beta1^t and 1 - beta2^t
+
+    def __new__(cls, *values: Any, **_: Any) -> Self:
+        if values and hasattr(values[0], "__iter__") and not isinstance(values[0], str):
+            call = f"te.optim.fused(model, te.optim.{cls.__name__}(lr=0.01)) makes the optimizer of a model"
+            raise TypeError(f"{cls.__name__} takes no parameters; {call}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         title = type(self).__name__
