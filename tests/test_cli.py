@@ -379,6 +379,11 @@ def test_help_fits_a_screen_and_has_an_example(command, capsys, monkeypatch):
     assert any(re.search(r"tritonemb \w+ --\w+", line) and "usage" not in line for line in lines)
 
 
+def test_the_columns_of_a_log_come_first_in_the_help_of_train():
+    named = re.findall(r"--[a-z][a-z-]+", cli.TRAIN_USAGE.partition("samples/s.")[2])
+    assert {"--label", "--dense", "--sparse", "--time-column"} <= set(named[:6])
+
+
 def test_every_flag_that_the_short_help_names_exists(capsys):
     with pytest.raises(SystemExit):
         run("train", "--help-all")
@@ -429,7 +434,13 @@ def test_defaults_follow_the_data_set(capsys):
             ["train", "--data", "synthetic", "--epocs", "3"],
             "Unrecognized options: --epocs, 3; did you mean '--epochs'?",
         ),
-        (["train", "--data", "synthetic", "--epochs", "x"], "Error parsing --epochs: invalid literal for int() with"),
+        (
+            ["train", "--data", "synthetic", "--epochs", "x"],
+            "error: --epochs: invalid literal for int() with base 10: 'x'; see",
+        ),
+        (["train", "--data", "x.csv", "--label", "y"], "error: no sparse columns are named; a click model needs at"),
+        (["train", "--data", "x.csv", "--test-share", "2"], "error: test_share must be a share of the rows, from 0 to"),
+        (["train", "--data", "x.csv", "--delimiter", ",,"], "error: delimiter must be one ASCII character, got ',,';"),
         (
             ["train", "--data", "synthetic", "--model", "dlm"],
             "invalid choice 'dlm' for argument '--model'. Expected one",

@@ -42,9 +42,11 @@ usage: tritonemb train [--data NAME|PATH] [--config FILE] [--resume auto] ...
 
 Train a click model; print test AUC, log loss, normalized entropy, samples/s.
 
-  --data NAME|PATH      movielens-100k, synthetic, adult, criteo-kaggle,
-                        criteo-terabyte; or a log, a file or folder
-  --path PATH           where adult or a criteo set lies
+  --data NAME|PATH      a log, a file or folder; or movielens-100k, adult,
+                        synthetic, criteo-kaggle, criteo-terabyte (and --path)
+  --label COLUMN        of a log, 0 or 1; --dense COLUMN ... has numbers,
+  --sparse COLUMN ...   categories; --time-column COLUMN --test-from TIME
+                        holds out the later rows, else the last sixth
   --preset NAME         start from the values of another data set
   --config FILE         a TOML file; flags given here win
   --resume auto|PATH    resume from the newest, or from this, checkpoint
@@ -58,8 +60,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --on-bad-row skip     leave out and count what cannot be read
   --precision bf16      autocast; --compile runs torch.compile
   --device cuda         --threads N on a CPU; --seed N
-  --profile-steps N     write a trace; --tensorboard writes curves
-  --num-workers N       data loader workers of each rank
+  --num-workers N       of each rank; --profile-steps N; --tensorboard
   --plan FILE           where tables go, on the ranks that torchrun starts
   --offload-states disk the dense optimizer's, with --offload-path FOLDER;
                         --offload-params, --offload-activations
@@ -208,6 +209,7 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
         # tyro shows a box: what is wrong, then options with similar names or the text of this one.
         box = " ".join(shown.getvalue().replace("│", " ").splitlines()[1:-1])
         what, _, more = re.sub(r"\s*[─-]{5,}\s*", "─", " ".join(box.split())).strip("─ ").partition("─")
+        what = re.sub(r"^Error parsing ([a-z][\w.]*: )?", "", what)
         what = re.sub(r"(--[\w-]+) [A-Z].*?\(required\)", r"\1", what)
         near = re.match(r"Perhaps you meant: (--[\w-]+)", more)
         hint = f"did you mean {near[1]!r}?" if near else f"see {prog} --help"

@@ -8,7 +8,7 @@ polars = pytest.importorskip("polars")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import ALL_TRAIN, options, rows_of, same  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, from_dataframe  # noqa: E402
+from tritonemb.data import ClickLog, Schema, SplitRule, from_dataframe  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item")}
 COLUMNS = {
@@ -102,6 +102,8 @@ def test_held_out_frames(log):
 
 
 def test_mistakes_are_named():
+    with pytest.raises(TypeError, match=r"options must be LogOptions\(schema=...\), got a Schema"):
+        from_dataframe(polars.DataFrame(COLUMNS), Schema(**SCHEMA))
     frame = polars.DataFrame(COLUMNS)
     bad = frame.with_columns(click=polars.Series([0] * 99 + [2]))
     with pytest.raises(ValueError, match=r"clicks, row 100: field 1 \(click\) is '2', expected 0 or 1"):
@@ -113,7 +115,7 @@ def test_mistakes_are_named():
         (
             frame.with_columns(user=0.5),
             {},
-            "column 'user' is double, but a sparse column has integers, strings or list",
+            r"column 'user' is double, but .* or lists; if these are integers: df..user...astype\(.Int64.\) in pandas",
         ),
         (frame, {"test": frame.drop("item")}, r"data frame \(test\): the schema's sparse column 'item' is not there"),
         (frame, {"test": frame, "options": options(SplitRule(split_by="random"), **SCHEMA)}, "another split rule than"),

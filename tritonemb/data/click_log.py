@@ -54,6 +54,8 @@ class ClickLog(protocol.Tables):
         self, source: str | Path | Sequence[str | Path] | Mapping[Split, LogFile], options: LogOptions | None = None, *,
         name: str | None = None, labelled: bool = True, kept: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
+        if not isinstance(options, LogOptions | None):
+            raise TypeError(f"options must be LogOptions(schema=...), got a {type(options).__name__}")
         self.options = options or LogOptions()
         rule = self.options.split
         self.best_auc: float | None = None

@@ -198,7 +198,10 @@ def _checked(kind: Any, name: str, schema: Schema, where: str) -> str:
     if types.is_integer(inner) or types.is_boolean(inner):
         return "integers"
     if sparse and not is_text(inner):
-        raise ValueError(f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists")
+        hint = f'; if these are integers: df["{name}"].astype("Int64") in pandas' if types.is_floating(inner) else ""
+        raise ValueError(
+            f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
+        )
     if not sparse and not types.is_floating(inner):
         what = "a dense column" if name in schema.dense else "the label"
         raise ValueError(f"{where}: column {name!r} is {inner}, but {what} has numbers")

@@ -52,18 +52,18 @@ class Schema:
     def __post_init__(self) -> None:
         named = [name for name in (self.label, *self.dense, *self.sparse) if name]
         if twice := sorted({name for name in named if named.count(name) > 1}):
-            raise ValueError(f"schema: {listed(twice)} named more than once among label, dense and sparse")
+            raise ValueError(f"{listed(twice)} named more than once among label, dense and sparse")
         if (self.dense or self.sparse) and not self.label:
-            raise ValueError("schema: dense or sparse columns are named, but no label column")
+            raise ValueError("dense or sparse columns are named, but no label column")
         if self.label and not self.sparse:
-            raise ValueError("schema: no sparse columns are named; a click model needs at least one")
+            raise ValueError("no sparse columns are named; a click model needs at least one")
         transformed = () if isinstance(self.log_transform, bool) else self.log_transform
         for what, names, known in (("log_transform", transformed, "dense"), ("integers", self.integers, "sparse")):
             columns = getattr(self, known)
             if unknown := [name for name in names if columns and name not in columns]:
-                raise ValueError(f"schema: {what} names {listed(unknown)}, not among {known}: {listed(columns)}")
+                raise ValueError(f"{what} names {listed(unknown)}, not among {known}: {listed(columns)}")
         if self.dynamic and self.vocabulary is not None:
-            raise ValueError("schema: dynamic tables need no vocabulary; leave one of the two out")
+            raise ValueError("dynamic tables need no vocabulary; leave one of the two out")
         _check_size("num_embeddings", self.num_embeddings)
         self.sizes_by_name()
 
@@ -73,11 +73,11 @@ class Schema:
         for entry in self.sizes:
             name, separator, number = entry.rpartition("=")
             if not separator or not number.isascii() or not number.isdigit():
-                raise ValueError(f'schema: sizes has {entry!r}, expected "name=number"')
+                raise ValueError(f'sizes has {entry!r}, expected "name=number"')
             if self.sparse and name not in self.sparse:
-                raise ValueError(f"schema: sizes has {entry!r}, but sparse has no {name!r}: {listed(self.sparse)}")
+                raise ValueError(f"sizes has {entry!r}, but sparse has no {name!r}: {listed(self.sparse)}")
             if name in sizes:
-                raise ValueError(f"schema: sizes names {name!r} twice")
+                raise ValueError(f"sizes names {name!r} twice")
             _check_size(f"the size of {name!r}", int(number))
             sizes[name] = int(number)
         return sizes
@@ -110,7 +110,7 @@ class Schema:
 
 def _check_size(what: str, number: int) -> None:
     if not 2 <= number <= MAX_EMBEDDINGS:
-        raise ValueError(f"schema: {what} is {number}, expected 2 to {MAX_EMBEDDINGS}: id 0 is for missing values")
+        raise ValueError(f"{what} is {number}, expected 2 to {MAX_EMBEDDINGS}: id 0 is for missing values")
 
 
 CRITEO = Schema(LABEL, INTEGERS, CATEGORIES)
@@ -148,16 +148,16 @@ class SplitRule:
     def __post_init__(self) -> None:
         for name in ("test_share", "validation_share"):
             if not 0 <= (share := getattr(self, name)) < 1:
-                raise ValueError(f"split: {name} must be a share of the rows, from 0 to less than 1, got {share}")
+                raise ValueError(f"{name} must be a share of the rows, from 0 to less than 1, got {share}")
         if self.test_share + self.validation_share >= 1:
-            raise ValueError(f"split: shares of {self.test_share} and {self.validation_share} leave no train rows")
+            raise ValueError(f"shares of {self.test_share} and {self.validation_share} leave no train rows")
         by = self.kind()
         if by != "files" and (self.test_files or self.validation_files):
-            raise ValueError(f'split: test and validation files are for split_by="files", not for split_by={by!r}')
+            raise ValueError(f'test and validation files are for split_by="files", not for split_by={by!r}')
         if by != "time" and (self.time_column or self.test_from or self.validation_from):
-            raise ValueError(f'split: a time column and times are for split_by="time", not for split_by={by!r}')
+            raise ValueError(f'a time column and times are for split_by="time", not for split_by={by!r}')
         if by == "time" and not (self.time_column and (self.test_from or self.validation_from)):
-            raise ValueError('split: split_by="time" needs time_column and test_from, validation_from or both')
+            raise ValueError('split_by="time" needs time_column and test_from, validation_from or both')
 
     def kind(self, stems: Sequence[str] = ()) -> Kind:
         """What "auto" comes to for files with these names."""
@@ -197,6 +197,7 @@ class LogOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        vars(self)["delimiter"] = {r"\t": "\t"}.get(self.delimiter, self.delimiter)  # as a shell hands it on
         if not 1 <= self.chunk_bytes <= LARGEST_CHUNK:
             raise ValueError(f"chunk_bytes must be from 1 to {LARGEST_CHUNK}, got {self.chunk_bytes}")
         if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):
