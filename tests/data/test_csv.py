@@ -58,6 +58,80 @@ def test_any_delimiter(tmp_path, written):
     assert rows_of(reader(path, delimiter=written)) == expected
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_lists_are_those_of_parquet(tmp_path, chunk_bytes):
+    path = write(tmp_path, "1,a,1,x|yy|x,7", "0,b,2,,8|-9|", '1,c,3,"z",', "0,d,4,|,1")
+    columns = {"click": [1, 0, 1, 0], "price": [1, 2, 3, 4], "user": [["x", "yy", "x"], None, ["z"], [None, None]]}
+    columns["item"] = [[7], [8, -9, None], None, [1]]
+    logs = [reader(path, list_separator="|", chunk_bytes=chunk_bytes), reader(as_parquet(tmp_path, columns))]
+    assert logs[0].encoding == logs[1].encoding
+    assert [feature.kind for feature in logs[0].features] == ["strings", "integers"]
+    assert same(*(log.open("train", 2) for log in logs))
+    convert(path, tmp_path / "converted.parquet", options(**SCHEMA, list_separator="|"))
+    assert same(reader(tmp_path / "converted.parquet").open("train", 2), logs[0].open("train", 2))
+    some = reader(path, list_separator="|", lists=("user",), integers=())
+    assert [feature.multi_hot for feature in some.features] == [True, False]
+    bad = reader(write(tmp_path, "1,a,1,u,1", "1,a,1,u|v,1|x"), list_separator="|", chunk_bytes=chunk_bytes)
+    with pytest.raises(ValueError, match=r"line 3: field 5 \(item\) is '1\|x', expected an integer or nothing"):
+        rows_of(bad)
+
+
+@pytest.mark.parametrize(
+    ("times", "bounds"),
+    [
+        (["5", "90", "100", "", "110"], ("100", "105")),
+        (["2026-01-01", "2026-01-02", "2026-01-03", "", "2026-01-04"], ("2026-01-03", "2026-01-04")),
+    ],
+    ids=["integers", "dates"],
+)
+def test_rows_are_split_by_a_time_column(tmp_path, times, bounds):
+    rule = SplitRule(time_column="note", validation_from=bounds[0], test_from=bounds[1])
+    path = write(tmp_path, *(f"{row % 2},{time},{row},u,{row}" for row, time in enumerate(times)), "1,x")
+    log = reader(path, split=rule, on_bad_row="skip", chunk_bytes=20)
+    assert [[row[1] for row in rows_of(log, split)] for split in log.splits()] == [[0, 1, 3], [2], [4]]
+    shards = [row[1] for index in range(2) for row in rows_of(log, "train", shard=(index, 2))]
+    assert sorted(shards) == [0, 1, 3]
+    reports = []
+    for split in log.splits():
+        with log.open(split, 2) as stream:
+            list(stream)
+            reports.append(stream.report.skipped)
+    assert reports == [1, 0, 0]  # a bad line has no time, like the fourth row
+    convert(path, tmp_path / "log.parquet", options(rule, **SCHEMA, on_bad_row="skip"))
+    kept = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "log.parquet")
+    assert kept.column_names == ["click", "price", "user", "item", "note"]
+    assert str(kept.schema.field("note").type) == ("int64" if times[0] == "5" else "string")
+    converted = reader(tmp_path / "log.parquet", split=rule)
+    assert all(same(log.open(split, 2), converted.open(split, 2)) for split in log.splits())
+
+
+def test_rows_to_score_have_ids_of_the_kind_that_was_trained(tmp_path):
+    """Text becomes integers where a Parquet file had them; where it had strings, it stays what it is."""
+    path, schema = write(tmp_path, "1,a,1,123,7", "0,b,2,,-8"), SCHEMA | {"integers": ()}
+    for integers in ((), ("user",), ("user", "item")):
+        values = {"user": [123, None] if "user" in integers else ["123", None]}
+        values["item"] = [7, -8] if "item" in integers else ["7", "-8"]
+        trained = reader(as_parquet(tmp_path, {"click": [1, 0], "price": [1, 2], **values}), integers=())
+        for schema in (SCHEMA | {"integers": ()}, SCHEMA):
+            scored = open_for_scoring(path, options(**schema), trained.features)
+            assert [row[1:] for row in rows_of(scored, "test")] == [row[1:] for row in rows_of(trained)]
+    other = open_for_scoring(write(tmp_path, "1,a,1,1,1", "0,a,1,u7,1"), options(**SCHEMA), trained.features)
+    with pytest.raises(ValueError, match=r"line 3: field 4 \(user\) is 'u7', expected an integer or nothing"):
+        rows_of(other, "test")
+
+
+def test_negative_numbers_have_no_logarithm(tmp_path):
+    path = write(tmp_path, "1,a,1,u,7", "0,b,-2.5,v,8")
+    assert [row[1] for row in rows_of(reader(path, log_transform=None))] == [1, -2.5]
+    for log_transform in (True, ("price",)):
+        with pytest.raises(ValueError, match=r"line 3: field 3 \(price\) is '-2.5', expected 0 or more under log_tran"):
+            rows_of(reader(path, log_transform=log_transform))
+    clamped = rows_of(reader(path, log_transform=True, clamp_negative=True))
+    assert [row[1] for row in clamped] == pytest.approx([np.log(2), 0])
+    assert rows_of(reader(path, log_transform=("False",))) == rows_of(reader(path))
+    assert reader(path, log_transform=("tRUE",)).schema.log_transform is True
+
+
 def test_options_and_header_are_checked(tmp_path):
     path = write(tmp_path, "1,a,1.5,ann,7")
     for changes, message in (
@@ -66,7 +140,11 @@ def test_options_and_header_are_checked(tmp_path):
         ({"integers": ("price",)}, "integers names price, not among sparse: user, item"),
         ({"delimiter": "|"}, "log.csv, line 1: expected names with '|' between them, found 'click,note"),
         ({"sparse": ("shop",), "integers": ()}, "the schema's sparse column 'shop' is not there; columns: click, note"),
-        ({"split": SplitRule(time_column="note", test_from="3")}, "text files are not split by a time column"),
+        ({"split": SplitRule(time_column="note", test_from="3")}, "line 2: field 2 (note) is 'a', expected an integer"),
+        ({"split": SplitRule(time_column="then", test_from="3")}, "column 'then' is not there; columns: click, note"),
+        ({"list_separator": ","}, "lists need a list_separator other than the delimiter, got ','"),
+        ({"lists": ("user",)}, "lists need a list_separator other than the delimiter, got ''"),
+        ({"lists": ("price",), "list_separator": "|"}, "lists names price, not among sparse: user, item"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             reader(path, **changes)

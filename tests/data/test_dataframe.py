@@ -8,7 +8,7 @@ polars = pytest.importorskip("polars")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import ALL_TRAIN, options, rows_of, same  # noqa: E402
-from tritonemb.data import ClickLog, Schema, SplitRule, from_dataframe  # noqa: E402
+from tritonemb.data import ClickLog, Schema, SplitRule, build_vocabulary, from_dataframe  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item")}
 COLUMNS = {
@@ -99,6 +99,42 @@ def test_held_out_frames(log):
     assert found.splits() == ("train", "validation", "test")
     assert [rows_of(found, split) for split in found.splits()] == [everything[:60], everything[60:80], everything[80:]]
     assert from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), test=frame[80:]).splits() == ("train", "test")
+
+
+@pytest.mark.parametrize("integer", ["int64", "Int64", "category"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_strings_of_integers_are_scored_as_the_integers_that_were_trained(integer, dynamic):
+    frame = pandas.DataFrame(COLUMNS)[["click", "price", "item", "user"]]
+    how = options(ALL_TRAIN, **SCHEMA, dynamic=dynamic)
+    trained = from_dataframe(frame.astype({"item": integer}), how)
+    kinds = {feature.name: feature.kind for feature in trained.features}
+    assert kinds == {"user": "strings", "item": "integers"}
+    strings = from_dataframe(frame.astype({"item": str}), how)
+    assert not same(strings.open("train", 64), trained.open("train", 64))
+    for texts in (frame["item"].astype(str), frame["item"].astype(str).astype("category")):
+        scored = from_dataframe(frame.assign(item=texts), how).read_as(kinds)
+        assert same(scored.open("train", 64), trained.open("train", 64))
+    large = ["-9223372036854775808", "9223372036854775807"]
+    scored = from_dataframe(pandas.DataFrame({"click": [0, 1], "price": [0, 1], "user": "u", "item": large}), how)
+    numbers = from_dataframe(
+        pandas.DataFrame({"click": [0, 1], "price": [0, 1], "user": "u", "item": list(map(int, large))}), how
+    )
+    assert same(scored.read_as(kinds).open("train", 2), numbers.open("train", 2))
+    for value in ("", "1.0", "0x10", " 1", "9223372036854775808", "1\n"):
+        bad = from_dataframe(frame.assign(item=[*texts[:-1].astype(str), value]), how)
+        with pytest.raises(ValueError, match=r"feature 'item' was trained with integers, has .*string '"):
+            rows_of(bad.read_as(kinds))
+    with pytest.raises(ValueError, match="feature 'user' was trained with strings, has int64 '0'"):
+        rows_of(from_dataframe(frame.assign(user=range(100)), how).read_as(kinds))
+
+
+def test_strings_are_looked_up_in_a_vocabulary_of_integers(tmp_path):
+    frame = pandas.DataFrame(COLUMNS)[["click", "price", "item", "user"]]
+    build_vocabulary(from_dataframe(frame, options(ALL_TRAIN, **SCHEMA)), tmp_path / "v.parquet")
+    how = options(ALL_TRAIN, **SCHEMA, vocabulary=tmp_path / "v.parquet")
+    trained = from_dataframe(frame, how)
+    scored = from_dataframe(frame.astype({"item": str}), how).read_as({"item": "integers"})
+    assert same(scored.open("train", 64), trained.open("train", 64))
 
 
 def test_mistakes_are_named():

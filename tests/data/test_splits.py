@@ -162,8 +162,8 @@ def test_a_time_column_splits_a_parquet_file(tmp_path, kind):
         reader(tmp_path / "log.parquet", SplitRule(time_column="then", test_from="1"), **schema)
 
 
-def test_text_has_no_time_column(tmp_path):
-    with pytest.raises(ValueError, match="text files are not split by a time column; split by another rule"):
+def test_a_time_column_of_text_is_looked_for(tmp_path):
+    with pytest.raises(ValueError, match="column 'when' is not there; columns: label, int_1"):
         reader(write(tmp_path, random_lines(3)), SplitRule(time_column="when", test_from="3"))
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +18,12 @@ pytest.importorskip("psutil")
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.training.jobs import ROW_WISE_ADAGRAD, Crash, CrashAt, Record, make_trainer, planted
-from tritonemb.data import Dataset
+from tritonemb.data import Dataset, LogOptions, Schema, from_dataframe
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Schedule
-from tritonemb.training.checkpoint import CheckpointFolder
+from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
+from tritonemb.training.checkpoint.manager import CheckpointManager
+
+RUN = CheckpointManager._run
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +137,71 @@ def test_another_run_is_refused_with_what_differs(data, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         other.resume()
+
+
+def frame_trainer(items: object, folder: Path, epochs: int = 1, num_workers: int = 0, **how: Any) -> te.Trainer:
+    """On a data frame whose label is whether its item is odd, and whose number may be negative."""
+    pa = pytest.importorskip("pyarrow")
+    columns = {"click": [row % 2 for row in range(90)], "x": [row % 7 - 3.0 for row in range(90)], "item": items}
+    options = LogOptions(Schema("click", ("x",), ("item",), num_embeddings=1000, **how))
+    data = from_dataframe(pa.table(columns), options)
+    torch.manual_seed(0)
+    model = te.nn.DLRM(data.tables(4), 1, bottom_mlp=[], top_mlp=[4], optimizer=ROW_WISE_ADAGRAD)
+    how = {"batch_size": 30, "epochs": epochs, "num_workers": num_workers}
+    return te.Trainer(model, data, folder=folder, verbose=False, **how)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.more)])
+def test_strings_are_evaluated_as_the_integers_that_were_trained(tmp_path, num_workers):
+    items = [row % 10 for row in range(90)]
+    trained = frame_trainer(items, tmp_path)
+    trained.fit()
+    resumed = frame_trainer(list(map(str, items)), tmp_path, epochs=2, num_workers=num_workers)
+    resumed.resume()
+    assert resumed.evaluate("test").log_loss == trained.evaluate("test").log_loss
+    resumed.fit()
+    assert read_manifest(tmp_path / "checkpoints" / "step-6")["run"]["kinds"] == {"item": "integers"}
+    unlike = frame_trainer([f"item {item}" for item in items], tmp_path)
+    unlike.resume()
+    with pytest.raises(ValueError, match=r"feature 'item' was trained with integers, has string 'item 5'"):
+        unlike.evaluate("test")
+
+
+def test_a_checkpoint_of_another_kind_of_data_is_refused(tmp_path):
+    trained = frame_trainer([row % 10 for row in range(90)], tmp_path)
+    trained.fit()
+    other = frame_trainer(["a"] * 90, tmp_path)
+    features = other.data.features
+    other.state.data = SimpleNamespace(name="data frame", features=features, encoding=trained.data.encoding)
+    with pytest.raises(ValueError, match=r"kinds was \{'item': 'integers'\}, is \{'item': 'strings'\}"):
+        other.resume()
+
+
+def test_an_older_checkpoint_has_no_kinds_and_the_logarithms_of_then(tmp_path, monkeypatch):
+    items = [row % 10 for row in range(90)]
+    old = frame_trainer(items, tmp_path, log_transform=True, clamp_negative=True)
+    monkeypatch.setattr(CheckpointManager, "_run", lambda self, data: without_kinds(manager_run(self, data)))
+    old.fit()
+    monkeypatch.undo()
+    resumed = frame_trainer(items, tmp_path)
+    resumed.resume()
+    assert resumed.evaluate("test").log_loss == old.evaluate("test").log_loss
+    strings = frame_trainer(list(map(str, items)), tmp_path)
+    strings.resume()
+    assert strings.state.data.features[0].kind == "strings"
+    strict = frame_trainer(items, tmp_path, log_transform=True)
+    with pytest.raises(ValueError, match=r"row 78: field 2 \(x\) is '-3.0', expected 0 or more under log_transform"):
+        strict.evaluate("test")
+    with pytest.raises(ValueError, match="is of another run: encoding was"):
+        frame_trainer(items, tmp_path, log_transform=False).resume()
+
+
+def manager_run(manager: CheckpointManager, data: Any) -> dict[str, Any]:
+    return RUN(manager, data)
+
+
+def without_kinds(run: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in run.items() if name != "kinds"}
 
 
 def test_another_model_is_refused_and_nothing_is_changed(data, tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tomli_w")
 
-from tritonemb.data.schema import SplitRule
+from tritonemb.data.schema import Schema, SplitRule
 from tritonemb.training.config import from_plain, plain, read_toml, to_toml
 
 
@@ -68,6 +68,20 @@ def test_times_of_a_split_need_no_quotes(tmp_path, written, read):
     assert read_toml(tmp_path / "run.toml", SplitRule()).test_from == read
     (tmp_path / "run.toml").write_text("time_column = 'ts'\ntest_from = 2020-01-31T10:00:00\n")
     assert read_toml(tmp_path / "run.toml", SplitRule()).test_from == "2020-01-31 10:00:00"
+
+
+@pytest.mark.parametrize(("recorded", "clamps"), [(True, True), (["price"], True), (False, False)])
+def test_logarithms_of_an_older_configuration_clamp_negative_numbers_as_then(recorded, clamps):
+    """Those that were saved name all options that there were; others are of now."""
+    columns = {"label": "click", "dense": ["price"], "sparse": ["user"], "log_transform": recorded}
+    others = {"num_embeddings": 100_000, "sizes": [], "dynamic": False, "integers": []}
+    saved = from_plain(columns | others, Schema(), "here")
+    assert (saved.is_logarithmic("price"), saved.clamps("price")) == (clamps, clamps)
+    assert from_plain(plain(saved), Schema(), "here") == saved
+    assert not from_plain(columns | {"integers": ["user"]}, Schema(), "here").clamps("price")
+    assert not from_plain(plain(Schema("click", ("price",), ("user",), True)), Schema(), "here").clamps("price")
+    criteo = from_plain({"log_transform": True, "label": "", "dense": [], "sparse": []} | others, Schema(), "here")
+    assert all(schema.is_logarithmic("int_2") and schema.clamps("int_2") for schema in (criteo, Schema()))
 
 
 def test_only_what_is_written_changes(tmp_path):

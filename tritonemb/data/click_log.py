@@ -78,8 +78,6 @@ class ClickLog(protocol.Tables):
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
         is_text = files[0].format == "text"
-        if is_text and rule.time_column:
-            raise ValueError(f"{files[0].path}: text files are not split by a time column; split by another rule")
         self._source: TextSource | ArrowSource = (
             TextSource(files, self.options, labelled, kept) if is_text
             else ArrowSource(files, self.options.schema, rule, labelled, kept)
@@ -88,9 +86,10 @@ class ClickLog(protocol.Tables):
         known = numberings(self.schema)
         vocabulary = self.schema.vocabulary
         self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
-        lists, names = self._source.multi_hot, self.schema.sparse
+        lists, kinds = self._source.multi_hot, self._source.kinds
         self.features = tuple(
-            Feature(name, known[name].num_embeddings, name in lists, self.schema.dynamic) for name in names
+            Feature(name, known[name].num_embeddings, name in lists, self.schema.dynamic, kinds.get(name, ""))
+            for name in self.schema.sparse
         )
         self.encode = partial(encode, schema=self.schema, features=self.features, numberings=known)
         self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
@@ -231,6 +230,17 @@ class ClickLog(protocol.Tables):
             _identity=(*self._identity, "parquet"), _left_out=left_out,
         )  # fmt: skip
 
+    def read_as(self, kinds: Mapping[str, str], encoding: str = "") -> Self:
+        """The same log as a model was trained with it: ids of these kinds, by feature, for which strings may become
+        integers; and logarithms of numbers if that, once the default, is what this `encoding` came from."""
+        log = copy.copy(self)
+        if self.schema.log_transform is None and encoding not in ("", self.encoding):
+            log.schema = replace(self.schema, log_transform=True, clamp_negative=True)
+            log.schema = log.schema if log.encoding == encoding else self.schema
+        log.features = tuple(replace(each, kind=kinds.get(each.name) or each.kind) for each in self.features)
+        log.encode = partial(self.encode, features=log.features, schema=log.schema)
+        return log
+
     def text_schema(self) -> Any:
         """The `pyarrow.Schema` of its columns if it is read from text; else None."""
         return self._source.form.arrow_schema() if isinstance(self._source, TextSource) else None
@@ -239,6 +249,7 @@ class ClickLog(protocol.Tables):
         """A digest of what decides the values of a text log's rows: its files, how they are parsed, and the splits."""
         options = (self.options.split, self.options.on_bad_row, self.options.delimiter, self.options.quoted_newlines)
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
+        columns += [("", self.options.list_separator)] * bool(self.options.list_separator)
         return protocol.digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
 
     def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]], **more: Any) -> Self:
@@ -265,17 +276,21 @@ class ClickLog(protocol.Tables):
                 problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
             if self.options.on_bad_row == "raise":
                 raise ValueError(problems[0])
-        keep = self._chosen(split, chunk, parsed.rows)
+        keep = self._chosen(split, chunk, parsed.rows, parsed.batch)
         batch = parsed.batch if keep.all() else parsed.batch.filter(pa.array(keep))
         return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
-    def _chosen(self, split: Split, chunk: Chunk, rows: Array) -> Array:
+    def _chosen(self, split: Split, chunk: Chunk, rows: Array, batch: Any = None) -> Array:
+        """Which of these rows of a chunk belong to a split; `batch` has them, unless they are bad ones."""
         rule, part = self.options.split, self._parts[split][chunk.part]
         if self._kind == "random":
             return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
         if self._kind == "time":
-            times = chunk.rows.column(rule.time_column)
-            return time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
+            if batch is None and isinstance(self._source, TextSource):  # its bad lines have no time
+                return np.full(len(rows), split == "train")
+            batch = chunk.rows.take(pa.array(rows)) if batch is None else batch
+            times = batch.column(rule.time_column)
+            return time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)
         return np.ones(len(rows), dtype=bool)
 
     def _parts_of(self, split: Split) -> tuple[Part, ...]:

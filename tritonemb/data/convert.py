@@ -34,9 +34,10 @@ def convert(
 ) -> ReadReport:  # fmt: skip
     """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
 
-    Each file gets its name when it is whole. It has the columns of the schema: the label as int8, numbers as float64
-    and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to cat_26 as uint32. An
-    empty field is null. A `ClickLog` gives the same batches for both.
+    Each file gets its name when it is whole. It has the columns of the schema, and the time column of the split: the
+    label as int8, numbers as float64, categories as string or int64, times as string or int64; of Criteo's
+    format int_1 to int_13 as int64 and cat_1 to cat_26 as uint32. An empty field is null. A `ClickLog` gives the same
+    batches for both.
 
     Args:
         target: must not be there yet; in a folder, none of the files.
@@ -56,7 +57,9 @@ def convert(
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
     if there := [path for path in targets if path.exists()]:
         raise ValueError(f"{there[0]} is there already; remove it, or name another target")
-    log = ClickLog(source, replace(options or LogOptions(), split=SplitRule(split_by="end", test_share=0.0)))
+    rule = SplitRule(split_by="end", test_share=0.0)
+    by_time = options is not None and options.split.time_column
+    log = ClickLog(source, options if by_time else replace(options or LogOptions(), split=rule))
     if is_folder:
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]

@@ -13,7 +13,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ import numpy as np
 
 from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.batch import Array
-from tritonemb.data.encode import good_rows, integers, string_buffers, wrong_values
-from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, wrong_value
+from tritonemb.data.encode import good_rows, integers, string_buffers, to_integers, wrong_values
+from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Schema, wrong_value
 from tritonemb.utils import listed
 
 Text = bytes | bytearray
@@ -49,23 +49,30 @@ class Parsed:
 
 
 class CsvFormat:
-    """CSV with these columns: label and dense ones float64, sparse ones int64 or strings, others that are `kept`
-    strings. With `quoted`, fields in quotes may contain line ends."""
+    """CSV with these columns: label and dense ones float64, sparse ones int64 or strings, or lists of them, others that
+    are `kept` strings. With `quoted`, fields in quotes may contain line ends."""
 
     quote = True
 
     def __init__(
-        self, columns: tuple[str, ...], schema: Schema, delimiter: str, quoted: bool = False, labelled: bool = True,
-        kept: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self.columns, self.quoted, self.schema, self.labelled = columns, quoted, schema, labelled
-        self._delimiter = delimiter
+        self, columns: tuple[str, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
+    ) -> None:
+        schema, rule, self.columns, self.labelled = options.schema, options.split, columns, labelled
+        self.schema, self.quoted, self._delimiter = schema, options.quoted_newlines, options.delimiter
+        self.time, self._separator = rule.time_column, options.list_separator
+        self.multi_hot = (schema.lists or schema.sparse) if self._separator else ()
+        self.kinds = {name: "integers" if name in schema.integers else "strings" for name in schema.sparse}
         self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(schema.columns(labelled), pa.float64())
-        self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
+        types = {name: pa.int64() if kind == "integers" else pa.string() for name, kind in self.kinds.items()}
+        self._types |= {name: pa.list_(kind) if name in self.multi_hot else kind for name, kind in types.items()}
+        bound = rule.test_from or rule.validation_from or ""
+        if self._types.get(self.time) == pa.string() and re.fullmatch("-?[0-9]+", bound):
+            self._types[self.time] = pa.int64()
 
     def arrow_schema(self) -> Any:
-        """The columns of the schema in the smallest types that hold them, a `pyarrow.Schema`."""
-        fields = [self.read(b"").schema.field(name) for name in self.schema.columns(self.labelled)]
+        """The columns of the schema, and of times, in the smallest types that hold them, a `pyarrow.Schema`."""
+        names = dict.fromkeys((*self.schema.columns(self.labelled), *filter(None, [self.time])))
+        fields = [self.read(b"").schema.field(name) for name in names]
         return pa.schema([field.with_type(pa.int8()) if field.name == self.schema.label else field for field in fields])
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
@@ -112,7 +119,8 @@ class CsvFormat:
         if (name := self.columns[place - 1]) not in self._types:
             return None
         if (alone := self._parse(line + b"\n", {name: self._types[name]})) is None:
-            return "0 or 1" if name == self.schema.label else _EXPECTED[str(self._types[name])]
+            kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
+            return "0 or 1" if name == self.schema.label else _EXPECTED[str(kind)]
         wrong = wrong_values(alone, self.schema)
         return wrong[0][1] if wrong else None
 
@@ -123,13 +131,25 @@ class CsvFormat:
         read = arrow_csv.ReadOptions(column_names=self.columns, block_size=BLOCK_BYTES, use_threads=False)
         parse = arrow_csv.ParseOptions(delimiter=self._delimiter, quote_char=quote, newlines_in_values=self.quoted)
         convert = arrow_csv.ConvertOptions(
-            column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=self.quote
-        )
+            column_types={name: pa.string() if name in self.multi_hot else kind for name, kind in types.items()},
+            include_columns=list(types), null_values=[""], strings_can_be_null=self.quote,
+        )  # fmt: skip
         try:
             table = arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
         except pa.ArrowInvalid:
             return None
-        return pa.RecordBatch.from_arrays([column.combine_chunks() for column in table.columns], table.column_names)
+        arrays = [column.combine_chunks() for column in table.columns]
+        arrays = [self._lists(a, types[n]) if n in self.multi_hot else a for n, a in zip(types, arrays, strict=True)]
+        return None if any(array is None for array in arrays) else pa.RecordBatch.from_arrays(arrays, list(types))
+
+    def _lists(self, strings: Any, kind: Any) -> Any:
+        """An array of lists, with a null where nothing stands between separators; None if a value is not an integer."""
+        lists = compute.split_pattern(strings, self._separator)
+        values = compute.if_else(compute.equal(lists.values, ""), pa.scalar(None, pa.string()), lists.values)
+        found = values if kind.value_type == pa.string() else to_integers(values)
+        if found.null_count > values.null_count:
+            return None
+        return pa.ListArray.from_arrays(lists.offsets, found, mask=lists.is_null())
 
 
 class CriteoFormat(CsvFormat):
@@ -137,8 +157,9 @@ class CriteoFormat(CsvFormat):
 
     quote = False
 
-    def __init__(self, schema: Schema = CRITEO, labelled: bool = True) -> None:
-        super().__init__(FIELDS if labelled else FIELDS[1:], schema, "\t", labelled=labelled)
+    def __init__(self, options: LogOptions, labelled: bool = True) -> None:
+        super().__init__(FIELDS if labelled else FIELDS[1:], replace(options, delimiter="\t"), labelled)
+        self.multi_hot, self.kinds = (), dict.fromkeys(self.schema.sparse, "integers")
         self._rules = _RULES[-len(self.columns) :]
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
         self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}

@@ -32,7 +32,7 @@ from tritonemb.data.arrow import compute, fs, pa
 from tritonemb.data.batch import Array, Column, Rows, offsets_of
 from tritonemb.data.files import LogFile, open_parquet
 from tritonemb.data.protocol import Feature
-from tritonemb.data.schema import Schema
+from tritonemb.data.schema import Schema, shown
 from tritonemb.utils import listed
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -144,6 +144,17 @@ def scaled(found: Array, logarithmic: bool) -> Array:
     return logarithms
 
 
+def to_integers(strings: Any) -> Any:
+    """int64 of `pyarrow` strings in decimal; null where one is missing, or something else."""
+    decimal = compute.match_substring_regex(strings, "^-?[0-9]{1,19}$")
+    strings = compute.if_else(decimal, strings, pa.scalar(None, strings.type)).cast(pa.large_string())
+    try:
+        return strings.cast(pa.int64())
+    except pa.ArrowInvalid:  # some of 19 digits do not fit
+        values = [None if value is None else int(value) for value in strings.to_pylist()]
+        return pa.array([n if n is not None and -(1 << 63) <= n < 1 << 63 else None for n in values], pa.int64())
+
+
 def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
     """Of a `pyarrow.RecordBatch` with some of a schema's columns, those that have something wrong: their name, what was
     expected, and the rows (bool `[N]`) that have something else."""
@@ -161,6 +172,8 @@ def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
             wrong.append((name, "a finite number or nothing", infinite))
             if not schema.is_logarithmic(name):
                 wrong.append((name, "a number that fits float32", (np.abs(found) >= _INFINITE) & ~infinite))
+        if place >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
+            wrong.append((name, "0 or more under log_transform, or clamp_negative", numbers(batch.column(place)) < 0))
     return [entry for entry in wrong if entry[2].any()]
 
 
@@ -199,10 +212,16 @@ class Numbering:
             if (self._keys[1:] == self._keys[:-1]).any():
                 raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
 
-    def ids(self, array: Any) -> Array:
-        """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing. If dynamic, int64; `MISSING`."""
+    def ids(self, array: Any, kind: str = "") -> Array:
+        """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing. If dynamic, int64; `MISSING`.
+        Strings become integers if that is the `kind`; ValueError if one cannot, or for integers in place of strings."""
         if array.null_count == len(array) or str(decoded(array.type)) == "null":
             return np.full(len(array), self._missing, dtype=self._dtype)
+        if kind and is_text(array.type) != (kind == "strings"):
+            values = array.cast(decoded(array.type))
+            array = to_integers(values) if kind == "integers" else pa.nulls(len(values), pa.int64())
+            if len(wrong := values.filter(array.is_null()).drop_null()):
+                raise ValueError(f"feature {self.name!r} was trained with {kind}, has {values.type} {shown(wrong[0])}")
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
         if not hasattr(array.type, "index_type"):
@@ -309,12 +328,12 @@ def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings
     for place, name in enumerate(schema.dense):
         dense[:, place] = scaled(numbers(batch.column(name)), schema.is_logarithmic(name))
     labels = numbers(batch.column(schema.label)) if schema.label in batch.schema.names else np.zeros(batch.num_rows)
-    columns = tuple(_encoded(batch.column(feature.name), numberings[feature.name]) for feature in features)
+    columns = tuple(_encoded(batch.column(f.name), numberings[f.name], f.kind) for f in features)
     return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels.astype(np.float32)))
 
 
-def _encoded(array: Any, numbering: Numbering) -> Column:
+def _encoded(array: Any, numbering: Numbering, kind: str) -> Column:
     if not is_list(array.type):
-        return Column(torch.from_numpy(numbering.ids(array)))
+        return Column(torch.from_numpy(numbering.ids(array, kind)))
     offsets = offsets_of(integers(compute.list_value_length(array)))
-    return Column(torch.from_numpy(numbering.ids(compute.list_flatten(array))), torch.from_numpy(offsets))
+    return Column(torch.from_numpy(numbering.ids(compute.list_flatten(array), kind)), torch.from_numpy(offsets))

@@ -88,8 +88,9 @@ def open_for_scoring(
 ) -> ClickLog:
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
-    `log` is as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt. Columns to be
-    `kept` are in the batches of `ClickLog.scan`, used by the model or not.
+    `log` is as in training; its split rule is ignored. Categories are read as the kinds that the features have. The
+    label may be missing, as in Criteo's test.txt. Columns to be `kept` are in the batches of `ClickLog.scan`, used by
+    the model or not.
 
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.
@@ -97,7 +98,10 @@ def open_for_scoring(
     if not exists(path):
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
     labelled = is_labelled(find(path)[0], log)
-    opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)), labelled=labelled, kept=kept)
+    kinds = dict.fromkeys(log.schema.integers, "integers") | {each.name: each.kind for each in features if each.kind}
+    schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
+    log = replace(log, schema=schema, split=SplitRule(split_by="end", test_share=0.0))
+    opened = ClickLog(path, log, labelled=labelled, kept=kept).read_as({each.name: each.kind for each in features})
     if len(opened.features) != len(features):
         raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
     for found, expected in zip(opened.features, features, strict=True):

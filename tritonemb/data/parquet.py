@@ -62,7 +62,8 @@ class ArrowSource:
     """Parquet files or tables with the same columns, among them the time column if the rule names one. ValueError if
     one is damaged, has no rows, or lacks a column, has it twice, or of a type that does not fit.
 
-    Attributes: `schema` with all columns filled in, and `multi_hot`, the sparse columns that are lists.
+    Attributes: `schema` with all columns filled in; `multi_hot`, the sparse columns that are lists; `kinds` of the
+    sparse columns, see `Feature`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ArrowSource:
             if time is not None:
                 self._time_type = columns.field(time).type
                 time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # checks the rule's times
-        self.schema = schema
+        self.schema, self.kinds = schema, {name: kind for name, (kind, _) in known.items()}
         self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *others)))
 
     def sizes(self) -> list[int]:

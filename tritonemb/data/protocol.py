@@ -31,13 +31,15 @@ reading_processes = 1  # on this host, as far as this process knows: they divide
 class Feature:
     """A categorical feature: ids in `[0, num_embeddings)`, exactly one a row unless `multi_hot`.
 
-    If it is `dynamic` any int64 is an id, and `num_embeddings` the capacity of its table.
+    If it is `dynamic` any int64 is an id, and `num_embeddings` the capacity of its table. Its `kind` says whether ids
+    are made of "integers" or of "strings", which have different ones; nothing where that is not known.
     """
 
     name: str
     num_embeddings: int
     multi_hot: bool = False
     dynamic: bool = field(default=False, repr=False)  # not in the digests of older checkpoints
+    kind: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -29,27 +29,35 @@ class Schema:
     Args:
         label: name of the column with 0 and 1.
         dense: names of the columns with numbers.
-        sparse: names of the columns with categories: integers, strings, or lists of them (multi-hot, not in text).
-        log_transform: whether numbers x become log(1 + max(x, 0)), or the names of those that do.
+        sparse: names of the columns with categories: integers, strings, or lists of them (multi-hot).
+        log_transform: whether numbers x become log(1 + x), or the names of those that do, in which negative numbers are
+            errors. If not given, Criteo's integers do, whose negative numbers become 0, and no others.
         num_embeddings: ids of each category, 0 for missing among them; values are hashed to the others.
         sizes: other numbers of ids for some of the categories, as "name=number".
         vocabulary: a file of `tritonemb vocab`, which numbers the categories in place of hashing.
         dynamic: categories keep ids of 64 bits, for dynamic tables, whose capacities `num_embeddings` and `sizes` are:
             integers are their own ids, strings have their hashes, and missing ones -2^63.
         integers: those categories of CSV files that are integers, whose hashes are others. Other formats say so.
+        lists: those categories of CSV files that are lists, where there is a list separator; all if none is named.
+        clamp_negative: whether negative numbers become 0 under log_transform in place of being errors.
     """
 
     label: str = ""
     dense: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
-    log_transform: bool | tuple[str, ...] = True
+    log_transform: bool | tuple[str, ...] | None = None
     num_embeddings: int = 100_000
     sizes: tuple[str, ...] = ()
     vocabulary: Path | None = None
     dynamic: bool = False
     integers: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    clamp_negative: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.log_transform, tuple) and not {*self.log_transform} & {*self.dense}:
+            words = " ".join(self.log_transform).lower()  # as a shell hands it on
+            vars(self)["log_transform"] = {"true": True, "false": False}.get(words, self.log_transform)
         named = [name for name in (self.label, *self.dense, *self.sparse) if name]
         if twice := sorted({name for name in named if named.count(name) > 1}):
             raise ValueError(f"{listed(twice)} named more than once among label, dense and sparse")
@@ -57,8 +65,9 @@ class Schema:
             raise ValueError("dense or sparse columns are named, but no label column")
         if self.label and not self.sparse:
             raise ValueError("no sparse columns are named; a click model needs at least one")
-        transformed = () if isinstance(self.log_transform, bool) else self.log_transform
-        for what, names, known in (("log_transform", transformed, "dense"), ("integers", self.integers, "sparse")):
+        checked = {"log_transform": "dense", "integers": "sparse", "lists": "sparse"}
+        for what, known in checked.items():
+            names = value if isinstance(value := getattr(self, what), tuple) else ()
             columns = getattr(self, known)
             if unknown := [name for name in names if columns and name not in columns]:
                 raise ValueError(f"{what} names {listed(unknown)}, not among {known}: {listed(columns)}")
@@ -83,7 +92,16 @@ class Schema:
         return sizes
 
     def is_logarithmic(self, name: str) -> bool:
-        return self.log_transform if isinstance(self.log_transform, bool) else name in self.log_transform
+        if isinstance(self.log_transform, tuple):
+            return name in self.log_transform
+        return self._is_criteo(name) if self.log_transform is None else self.log_transform
+
+    def clamps(self, name: str) -> bool:
+        """Whether negative numbers of a column become 0 before their logarithm is taken."""
+        return self.clamp_negative or self._is_criteo(name)
+
+    def _is_criteo(self, name: str) -> bool:
+        return self.label in ("", LABEL) and name in INTEGERS
 
     def columns(self, labelled: bool = True) -> tuple[str, ...]:
         """The label, if there is one, dense and sparse columns."""
@@ -123,14 +141,14 @@ class SplitRule:
 
     Args:
         split_by: "end": the last rows, as a log is in order of time; "random": rows drawn by their number in the file;
-            "files": whole files; "time": rows by a time column of Parquet files; "auto": "files" with the last file as
-            test if the files are Criteo's days (day_0, day_1, ...) or test or validation files are named, "time" if a
-            time column is, else "end".
+            "files": whole files; "time": rows by a time column; "auto": "files" with the last file as test if the files
+            are Criteo's days (day_0, day_1, ...) or test or validation files are named, "time" if a time column is,
+            else "end".
         test_share: share of the rows, for "end" and "random"; the test rows come last.
         validation_share: likewise; they come before the test rows.
         test_files: paths, for "files": some of the log's, or others.
         validation_files: likewise.
-        time_column: for "time".
+        time_column: for "time"; of CSV files with integers if the times below are integers.
         test_from: rows with this time or a later one are test rows: a number, or a date and time as 2014-05-31 or
             2014-05-31T12:00:00.
         validation_from: rows with this time or a later one, but earlier than the test rows, are validation rows.
@@ -184,6 +202,7 @@ class LogOptions(Options):
         delimiter: what stands between the fields of text files that begin with a header. Without it, names that end
             with `.csv` (or `.csv.gz`, `.csv.zst`) say that it is a comma, and others that they have Criteo's format.
         quoted_newlines: whether fields in quotes may contain line ends: slower, as such files are cut serially.
+        list_separator: what stands between the values of a list in a field of CSV files; there are no lists without it.
     """
 
     schema: Schema = field(default_factory=Schema)
@@ -194,6 +213,7 @@ class LogOptions(Options):
     chunk_bytes: int = 8 << 20
     delimiter: str = ""
     quoted_newlines: bool = False
+    list_separator: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -202,6 +222,8 @@ class LogOptions(Options):
             raise ValueError(f"chunk_bytes must be from 1 to {LARGEST_CHUNK}, got {self.chunk_bytes}")
         if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):
             raise ValueError(f"delimiter must be one ASCII character, got {self.delimiter!r}")
+        if self.list_separator in {*'\n\r"', self.delimiter or ","} or (self.schema.lists and not self.list_separator):
+            raise ValueError(f"lists need a list_separator other than the delimiter, got {self.list_separator!r}")
 
 
 def check_there(columns: Sequence[str], names: Iterable[str], where: str, what: str = "column") -> None:

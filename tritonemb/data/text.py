@@ -31,8 +31,6 @@ class TextSource:
     """Text files of Criteo's format, or CSV with the same header; its methods are those of `ArrowSource`. ValueError if
     the schema has other columns, or a file's first line is bad, unless bad rows are skipped."""
 
-    multi_hot: tuple[str, ...] = ()
-
     def __init__(
         self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
     ) -> None:
@@ -45,11 +43,11 @@ class TextSource:
             if found != columns:
                 raise ValueError(f"{file.path}: its header is not that of {where}: {listed(found)}")
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
+        kept = (*kept, *filter(None, [options.split.time_column]))
         self.schema = options.schema.of(columns, where, labelled, kept)
-        self.form = (
-            CsvFormat(columns, self.schema, delimiter, options.quoted_newlines, labelled, kept)
-            if delimiter else CriteoFormat(self.schema, labelled)
-        )  # fmt: skip
+        options = replace(options, schema=self.schema, delimiter=delimiter)
+        self.form = CsvFormat(columns, options, labelled, kept) if delimiter else CriteoFormat(options, labelled)
+        self.multi_hot, self.kinds = self.form.multi_hot, self.form.kinds
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
 

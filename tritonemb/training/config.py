@@ -8,7 +8,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tritonemb.data import LogOptions, kind_of
+from tritonemb.data import LogOptions, Schema, kind_of
 from tritonemb.offloading.setup import parse_bytes
 from tritonemb.offloading.tiers import TierName
 from tritonemb.optimizers import OPTIMIZERS
@@ -459,6 +459,8 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 
 def from_plain(values: dict[str, Any], base: Config, where: str, section: str = "") -> Config:
     """`base` with these values in place of its own; `where` and `section` name their source in errors."""
+    if isinstance(base, Schema) and {"log_transform", "sizes", "dynamic", "integers"} <= values.keys():
+        values = {"clamp_negative": bool(values["log_transform"])} | values  # saved by a version without this option
     hints, changed = get_type_hints(type(base)), {}
     known = sorted(each.name for each in fields(base))  # type: ignore[arg-type]
     for key, value in values.items():

@@ -296,10 +296,12 @@ def predict(options: PredictOptions) -> str:
     check_device(options.device)
     values = {name: value for name, value in manifest["config"].items() if name not in NOT_OF_A_MODEL}
     values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
-    features, num_dense = tuple(Feature(**each) for each in values.pop("features")), values.pop("num_dense")
+    kinds, num_dense = manifest["run"].get("kinds", {}), values.pop("num_dense")
+    features = tuple(Feature(**each | {"kind": kinds.get(each["name"], "")}) for each in values.pop("features"))
     config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
     # A row that is left out would give all later ones another row's score.
     data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features, options.keep)
+    data = data.read_as(kinds, manifest["run"]["encoding"])
     if data.encoding != manifest["run"]["encoding"]:
         raise ValueError(
             f"{options.data} would be numbered otherwise than in training, so its ids would mean something else: the "

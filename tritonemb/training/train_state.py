@@ -104,7 +104,12 @@ class TrainState:
     def __post_init__(self) -> None:
         self.last_epoch: int = self.options.epochs
         self.last_step: int | None = self.options.max_steps
-        self._workers = DataLoaderWorkers(self.data, self.options.num_workers) if self.options.num_workers else None
+        self.use(self.data)
+
+    def use(self, data: Data) -> None:
+        """Read this data from now on."""
+        self.data = data
+        self._workers = DataLoaderWorkers(data, self.options.num_workers) if self.options.num_workers else None
 
     def open(self, split: Split, training: bool = False) -> Batches:
         """This rank's batches of a split; for training shuffled, from where the epoch has come to."""

@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.data.click_log import ClickLog
 from tritonemb.data.loader import merge_positions, rank_position
+from tritonemb.data.protocol import Data
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding.collection import ShardedCollection
@@ -274,7 +276,7 @@ class CheckpointManager:
         position = None if state.progress.position is None else merge_positions(positions)
         return {
             "versions": versions(state.device),
-            "run": self._run(),
+            "run": self._run(state.data),
             "progress": asdict(state.progress) | {"position": position},
             **state.step.to_json(),
             "optimizer": train_state.optimizer_state(state.model, state.step.dense_optimizer, False)[1],
@@ -296,7 +298,11 @@ class CheckpointManager:
             checkpoint = newest
         path = Path(checkpoint)
         manifest = read_manifest(path, self._control)
-        run, here = manifest["run"], self._run()
+        run, data = manifest["run"], state.data
+        if isinstance(data, ClickLog):
+            data = data.read_as(run.get("kinds", {}), run.get("encoding", ""))
+        here = self._run(data)
+        run["kinds"] = here["kinds"] | run.get("kinds", {})  # older checkpoints have none
         different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
         if different:
             raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
@@ -322,6 +328,7 @@ class CheckpointManager:
         position = progress.position
         own = None if position is None else rank_position(position, state.ranks.rank, state.ranks.size)
         state.progress = replace(progress, position=own)
+        state.use(data)
         return path
 
     def mark_best_again(self) -> None:
@@ -333,11 +340,12 @@ class CheckpointManager:
         if progress.best is not None and not marked and checkpoints.path(step).is_dir():
             checkpoints.mark_best(step)
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self, data: Data) -> dict[str, Any]:
         state = self._state
         return {
-            "data": state.data.name,
-            "encoding": state.data.encoding,
+            "data": data.name,
+            "encoding": data.encoding,
+            "kinds": {feature.name: feature.kind for feature in data.features if feature.kind},
             "batch_size": state.options.batch_size,
             "accumulate": state.options.accumulate,
             "seed": state.options.seed,
