@@ -2,7 +2,9 @@
 
 import csv
 import io
+import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ pa = pytest.importorskip("pyarrow")
 
 from tests.data import logs  # noqa: E402
 from tests.data.logs import ALL_TRAIN, contents, options, rows_of, same  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
-from tritonemb.data.delimited import LONGEST_LINE, read_line  # noqa: E402
+from tritonemb.data import ClickLog, Schema, SplitRule, convert, delimited, open_dataset, open_for_scoring  # noqa: E402
+from tritonemb.data.delimited import LONGEST_LINE, CsvFormat, count_rows, parse, read_line  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item"), "integers": ("item",)}
 HEADER = "click,note,price,user,item"
@@ -204,6 +206,41 @@ def test_quoted_line_ends_are_those_of_a_parser(text):
     assert ends == expected + [len(text)] * (not text.endswith("\n") or inside) * bool(text)
 
 
+@given(
+    st.lists(st.sampled_from([*'01u",,', '""', "\r", "\n", "\r\n", ',"', '",', '1,"u\n"\n']), max_size=40).map("".join)
+)
+def test_a_quoted_line_is_read_alone_as_among_others(text):
+    """So batches do not depend on where chunks end."""
+    form = CsvFormat(("click", "user"), Schema("click", sparse=("user",)), ",", quoted=True)
+    lines = list(iter(partial(read_line, io.BytesIO(text.encode()), True), b""))
+    whole, alone = parse(form, text.encode()), [parse(form, line) for line in lines]
+    assert whole.batch.to_pylist() == [row for each in alone for row in each.batch.to_pylist()]
+    assert len(whole.bad_rows) == sum(len(each.bad_rows) for each in alone)
+    assert sorted([*whole.rows, *whole.bad_rows]) == list(range(len(whole.lines)))
+    assert count_rows(text.encode(), True) == len(whole.lines)
+    places = list(zip(itertools.accumulate((line.count(b"\n") for line in lines), initial=0), lines, strict=False))
+    assert whole.lines.tolist() == [place for place, line in places if line not in (b"\n", b"\r\n", b"\r")]
+
+
+@pytest.mark.parametrize("block_bytes", range(24, 40))
+def test_a_carriage_return_in_quotes_may_stand_anywhere(monkeypatch, block_bytes):
+    """pyarrow loses the line feed behind one that ends a block."""
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", block_bytes)
+    form = CsvFormat(("click", "user"), Schema("click", sparse=("user",)), ",", quoted=True)
+    users = [f"{'u' * number}\r\n{number}" for number in range(9)]
+    parsed = parse(form, "".join(f'1,"{user}"\r\n' for user in users).encode())
+    assert parsed.batch["user"].to_pylist() == users
+
+
+def test_a_carriage_return_outside_quotes_is_named(tmp_path):
+    path = write(tmp_path, '1,"a\rb",1,u,1', "1,a,1,u,1\r0,b,2,v,2", '1,"a\nb",1,u,1')
+    with pytest.raises(ValueError, match="line 3: a carriage return stands inside the line"):
+        rows_of(reader(path, quoted_newlines=True))
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r"))
+    with pytest.raises(ValueError, match="lines end with line feeds, not with carriage returns alone; convert it"):
+        reader(path)
+
+
 def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
     good = ["1,a,1,u,1"] * 9000
     path = write(tmp_path, *good[:100], '1,"a,1,u,1', *good)
@@ -257,6 +294,16 @@ def test_a_converted_file_gives_the_same_batches(tmp_path):
     assert dict(zip(table.schema.names, map(str, table.schema.types), strict=True)) == {
         "click": "int8", "price": "double", "user": "string", "item": "int64",
     }  # fmt: skip
+
+
+def test_labels_of_rows_to_score_are_not_read(tmp_path):
+    log = reader(write(tmp_path, "1,a,1,u,1", "0,b,2,v,2"))
+    for labels in (("", ""), ("-1", "-1"), ("unknown", "1")):
+        path = write(tmp_path, *(f"{label},a,1,u,1" for label in labels), name="score.csv")
+        scored = open_for_scoring(path, log.options, log.features, kept=("click",))
+        assert [row[:2] for row in rows_of(scored, "test")] == [(0, 1), (0, 1)]
+        (block,) = scored.scan("test", lambda batch: batch["click"].to_pylist())
+        assert block.rows == [label or None for label in labels]
 
 
 def test_names_open_csv_and_rows_without_labels_are_scored(tmp_path):

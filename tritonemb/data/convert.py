@@ -14,7 +14,7 @@ import numpy as np
 from tritonemb.data.arrow import pa
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
-from tritonemb.data.files import find, write_parquet
+from tritonemb.data.files import find, shown_path, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.utils import read_sealed, require, sealed, write_whole
@@ -52,7 +52,7 @@ def convert(
     target, files = Path(target), find(source)
     if files[0].format == "parquet":
         raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
-    is_folder = len(files) > 1 or str(files[0].path).rstrip("/") != str(source).rstrip("/")
+    is_folder = files[0].path != shown_path(source)
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
     if there := [path for path in targets if path.exists()]:
         raise ValueError(f"{there[0]} is there already; remove it, or name another target")
