@@ -106,6 +106,11 @@ class Dataset(protocol.Tables):
         """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
         return protocol.digest("in memory", self.num_dense, self.features)
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """The number of rows of each split, for a run that is resumed."""
+        return {split: f"{self.num_rows(split):,} rows" for split in self.splits()}
+
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
         return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)

@@ -4,6 +4,7 @@ Checkpoints may be written while training goes on, by `torch.distributed.checkpo
 """
 
 import atexit
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -19,7 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.data.click_log import ClickLog
 from tritonemb.data.loader import merge_positions, rank_position
+from tritonemb.data.protocol import Data
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding.collection import ShardedCollection
@@ -45,7 +48,9 @@ from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, M
 from tritonemb.training.config import plain
 from tritonemb.training.doctor import versions
 from tritonemb.training.ranks import on_each_rank, on_rank_zero
-from tritonemb.utils import print_error
+from tritonemb.utils import listed, print_error
+
+_log = logging.getLogger(__name__)
 
 
 class AsyncSave:
@@ -190,6 +195,21 @@ def _prefix(collection: str) -> str:
     return "" if collection == "tables" else f"{collection}."
 
 
+def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, on_changed_data: str) -> str:
+    """What is not as it was in the data of a checkpoint's run, as far as both say; ValueError if that is to "stop"."""
+    if not (recorded := manifest.get("data")) and isinstance(data, ClickLog):
+        data.number_by_line()
+    current = getattr(data, "contents", None)
+    if not recorded or not current or list(current.items()) == list(recorded.items()):
+        return ""
+    pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
+    changes = [f"{name} was {before}, is {now}" for name, (before, now) in pairs.items() if before != now]
+    text = f"the data have changed since {path}: {listed(changes or ['another order of the files'], most=5)}"
+    if on_changed_data == "stop":
+        raise ValueError(f"{text}. Bring them back, or begin the epoch again with on_changed_data=continue")
+    return text
+
+
 def services_of(model: nn.Module) -> dict[str, TableService]:
     """Of a model's collections on embedding servers, by path."""
     return {path: each.service for path, each in collections_on_servers(model).items() if each.service is not None}
@@ -275,6 +295,7 @@ class CheckpointManager:
         return {
             "versions": versions(state.device),
             "run": self._run(),
+            "data": getattr(state.data, "contents", {}),
             "progress": asdict(state.progress) | {"position": position},
             **state.step.to_json(),
             "optimizer": train_state.optimizer_state(state.model, state.step.dense_optimizer, False)[1],
@@ -300,6 +321,8 @@ class CheckpointManager:
         different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
         if different:
             raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
+        on_changed_data = state.options.checkpoints.on_changed_data
+        changes = on_each_rank(self._control, lambda: data_changes(path, manifest, state.data, on_changed_data))
         try:
             progress = train_state.Progress(**manifest["progress"])
             options = {name: manifest[name] for name in (*step.to_json(), "optimizer", "rng")}
@@ -316,6 +339,10 @@ class CheckpointManager:
         load_model(path, state.model, others, stored, ("rng.",), self._control)
         if state.step.dense_optimizer is not None:
             train_state.load_optimizer_state(state.model, state.step.dense_optimizer, tensors, options["optimizer"])
+        if changes:
+            progress, sums = replace(progress, position=None, epoch_samples=0), sums * torch.tensor([1.0, 0.0])
+            if state.ranks.is_first:
+                _log.warning("%s. The epoch begins again; rows that are held out now may have been trained", changes)
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
