@@ -206,20 +206,23 @@ def test_quoted_line_ends_are_those_of_a_parser(text):
     assert ends == expected + [len(text)] * (not text.endswith("\n") or inside) * bool(text)
 
 
+@pytest.mark.parametrize("quoted", [False, True])
 @given(
     st.lists(st.sampled_from([*'01u",,', '""', "\r", "\n", "\r\n", ',"', '",', '1,"u\n"\n']), max_size=40).map("".join)
 )
-def test_a_quoted_line_is_read_alone_as_among_others(text):
-    """So batches do not depend on where chunks end."""
-    form = CsvFormat(("click", "user"), Schema("click", sparse=("user",)), ",", quoted=True)
-    lines = list(iter(partial(read_line, io.BytesIO(text.encode()), True), b""))
+def test_lines_are_read_alone_as_among_others(quoted, text):
+    """So neither rows nor their numbers depend on where chunks end."""
+    text += "\n"
+    form = CsvFormat(("click", "user"), Schema("click", sparse=("user",)), ",", quoted)
+    lines = list(iter(partial(read_line, io.BytesIO(text.encode()), quoted), b""))
     whole, alone = parse(form, text.encode()), [parse(form, line) for line in lines]
     assert whole.batch.to_pylist() == [row for each in alone for row in each.batch.to_pylist()]
     assert len(whole.bad_rows) == sum(len(each.bad_rows) for each in alone)
     assert sorted([*whole.rows, *whole.bad_rows]) == list(range(len(whole.lines)))
-    assert count_rows(text.encode(), True) == len(whole.lines)
+    assert count_rows(text.encode(), quoted) == len(whole.lines)
     places = list(zip(itertools.accumulate((line.count(b"\n") for line in lines), initial=0), lines, strict=False))
-    assert whole.lines.tolist() == [place for place, line in places if line not in (b"\n", b"\r\n", b"\r")]
+    blank = (b"\n", b"\r\n") if quoted else (b"\n", b"\r\n", b"\r\r\n")
+    assert whole.lines.tolist() == [place for place, line in places if line not in blank]
 
 
 @pytest.mark.parametrize("block_bytes", range(24, 40))
@@ -298,12 +301,19 @@ def test_a_converted_file_gives_the_same_batches(tmp_path):
 
 def test_labels_of_rows_to_score_are_not_read(tmp_path):
     log = reader(write(tmp_path, "1,a,1,u,1", "0,b,2,v,2"))
-    for labels in (("", ""), ("-1", "-1"), ("unknown", "1")):
+    for labels, kept in ((("", "-1"), [None, -1.0]), (("unknown", "1"), [])):
         path = write(tmp_path, *(f"{label},a,1,u,1" for label in labels), name="score.csv")
-        scored = open_for_scoring(path, log.options, log.features, kept=("click",))
+        scored = open_for_scoring(path, log.options, log.features, kept=("click",) if kept else ())
         assert [row[:2] for row in rows_of(scored, "test")] == [(0, 1), (0, 1)]
-        (block,) = scored.scan("test", lambda batch: batch["click"].to_pylist())
-        assert block.rows == [label or None for label in labels]
+        (block,) = scored.scan(
+            "test",
+            lambda batch: [
+                value for name in batch.schema.names for value in batch[name].to_pylist() if name == "click"
+            ],
+        )
+        assert block.rows == kept
+    with pytest.raises(ValueError, match=r"field 1 \(click\) is 'unknown', expected a number or nothing"):
+        open_for_scoring(path, log.options, log.features, kept=("click",))
 
 
 def test_names_open_csv_and_rows_without_labels_are_scored(tmp_path):

@@ -36,7 +36,7 @@ def convert(
 
     Each file gets its name when it is whole. It has the columns of the schema: the label as int8, numbers as float64
     and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to cat_26 as uint32. An
-    empty field is null. A `ClickLog` gives the same batches for both.
+    empty field is null. A `ClickLog` has the same rows for both, and the same splits but by "end".
 
     Args:
         target: must not be there yet; in a folder, none of the files.

@@ -61,7 +61,8 @@ class CsvFormat:
     ) -> None:  # fmt: skip
         self.columns, self.quoted, self.schema, self.labelled = columns, quoted, schema, labelled
         self._delimiter = delimiter
-        self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(schema.columns(labelled), pa.float64())
+        numbers = schema.columns(labelled or schema.label in kept)
+        self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(numbers, pa.float64())
         self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
 
     def arrow_schema(self) -> Any:
@@ -127,7 +128,8 @@ class CsvFormat:
         if (name := self.columns[place - 1]) not in self._types:
             return None
         if (alone := self._parse(line + b"\n", {name: self._types[name]})) is None:
-            return "0 or 1" if name == self.schema.label else _EXPECTED[str(self._types[name])]
+            is_label = self.labelled and name == self.schema.label
+            return "0 or 1" if is_label else _EXPECTED[str(self._types[name])]
         wrong = wrong_values(alone, self.schema, self.labelled)
         return wrong[0][1] if wrong else None
 
@@ -283,7 +285,7 @@ def count_rows(data: Text, quoted: bool) -> int:
     """Lines, perhaps quoted, that are not blank."""
     if quoted:
         return len(_lines_of(data, quoted)[0])
-    text = np.frombuffer(b"\n" + data.replace(b"\r\n", b"\n"), np.uint8)
+    text = np.frombuffer(b"\n" + data.replace(b"\r\n", b"\n").replace(b"\r\n", b"\n"), np.uint8)
     return int(np.count_nonzero((text[1:] == ord("\n")) & (text[:-1] != ord("\n"))))
 
 

@@ -304,9 +304,8 @@ def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> A
 
 
 def encode(
-    batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering],
-    labelled: bool = True,
-) -> Rows:  # fmt: skip
+    batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering], labelled: bool
+) -> Rows:
     """The rows of a `pyarrow.RecordBatch`; labels are 0 unless it is `labelled`."""
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for place, name in enumerate(schema.dense):

@@ -139,8 +139,8 @@ class ArrowSource:
                 batch = batch.cast(plain_schema(batch.schema))
                 first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
                 if first < last:
-                    at = row + first
-                    yield Chunk(number, at, at - part.start, at, batch.slice(first, last - first))
+                    rows = batch.slice(first, last - first)
+                    yield Chunk(number, row + first, row + first - part.start, row + first, rows)
                 row += batch.num_rows
         if row < stop:
             raise file.changed(f"it had at least {stop} rows and now has {row}")

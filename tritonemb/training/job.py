@@ -74,11 +74,8 @@ def train(
         config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         data = open_data(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
-        if checkpoint is not None:  # before anything is converted
-            options, saved = config.checkpoint, checkpoint
-            on_each_rank(
-                group, lambda: data_changes(saved, read_manifest_text(saved)[1], data, options.on_changed_data)
-            )
+        if (saved := checkpoint) is not None:  # before anything is converted
+            on_each_rank(group, lambda: data_changes(saved, read_manifest_text(saved)[1], data, config.checkpoint))
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
             # The first rank that comes writes; the others wait, in no collective that times out.
