@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from tritonemb.comm.control import rendezvous_name
+from tritonemb.comm.control import init_from_env, rendezvous_name
 
 
 def meet(store: dist.Store, size: int, seconds: float = 30.0) -> list[str]:
@@ -31,6 +31,22 @@ def test_every_attempt_has_a_name_of_its_own(sizes):
     found = [set(meet(store, size)) for size in sizes]
     assert all(len(names) == 1 for names in found)
     assert len(set.union(*found)) == len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("MASTER_PORT", "abc"), ("MASTER_PORT", "70000"), ("RANK", "-1"), ("WORLD_SIZE", "")]
+)
+def test_a_malformed_environment_is_named(monkeypatch, name, text):
+    for each, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        name: text,
+    }.items():
+        monkeypatch.setenv(each, value)
+    with pytest.raises(ValueError, match=f"the environment has {name}={text}, and not such a number; torchrun sets it"):
+        init_from_env("gloo", timedelta(seconds=1))
 
 
 def test_an_attempt_that_did_not_come_together_leaves_nothing_in_the_way():

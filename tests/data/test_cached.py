@@ -27,6 +27,8 @@ def test_batches_and_reports_are_the_same(tmp_path, name, rule):
     seen = []
     cached = cached_as_parquet(log, tmp_path / "cache", lambda rows, total: seen.append((rows, total)))
     assert (cached.splits(), cached.encoding, cached.features) == (log.splits(), log.encoding, log.features)
+    assert cached.contents == log.contents
+    assert list(log.contents) == ["split", name]
     assert seen[-1][0] == 80
     assert all(total is not None for _, total in seen)
     for split in log.splits():

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, rows_of, write
-from tritonemb.data import NAMES, ClickLog, LogOptions, SplitRule, kind_of, open_dataset
+from tritonemb.data import NAMES, ClickLog, LogOptions, SplitRule, kind_of, open_dataset, open_for_scoring
 
 GOOD = line()
 
@@ -127,6 +127,17 @@ def test_a_bad_line_is_named_or_skipped_alone(tmp_path, bad, message):
     assert len(report.problems) == 3
     assert f"{path}, line 2: {message}" in report.problems[0]
     assert [count for _, count in report.reasons] == [3]
+
+
+@pytest.mark.parametrize("labels", [("1", "0"), ("-1", ""), None])
+def test_rows_to_score_need_no_labels(tmp_path, labels):
+    lines = [line(label or "0", {1: label or "1"}) for label in labels or ("1", "0")]
+    lines = lines if labels else [entry.partition("\t")[2] for entry in lines]
+    log = ClickLog(write(tmp_path, [GOOD]), options(log_transform=False))
+    scored = open_for_scoring(write(tmp_path, ["", *lines], "test.txt"), log.options, log.features)
+    assert [row[:2] for row in rows_of(scored, "test")] == [(0, float(label or 1)) for label in labels or ("1", "0")]
+    with pytest.raises(ValueError, match=r"field 1 \(label\) is 'x', expected an integer or nothing"):
+        open_for_scoring(write(tmp_path, [line("x")], "test.txt"), log.options, log.features)
 
 
 def test_a_bad_first_line_is_named_before_anything_is_read(tmp_path):

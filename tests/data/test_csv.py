@@ -2,7 +2,9 @@
 
 import csv
 import io
+import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ pa = pytest.importorskip("pyarrow")
 
 from tests.data import logs  # noqa: E402
 from tests.data.logs import ALL_TRAIN, contents, options, rows_of, same  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
-from tritonemb.data.delimited import LONGEST_LINE, read_line  # noqa: E402
+from tritonemb.data import ClickLog, LogOptions, Schema, SplitRule, convert, delimited, open_dataset, open_for_scoring  # noqa: E402
+from tritonemb.data.delimited import LONGEST_LINE, CsvFormat, count_rows, parse, read_line  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item"), "integers": ("item",)}
 HEADER = "click,note,price,user,item"
@@ -80,9 +82,10 @@ def test_lists_are_those_of_parquet(tmp_path, chunk_bytes):
     ("times", "bounds"),
     [
         (["5", "90", "100", "", "110"], ("100", "105")),
+        (["0.5", "9", "10.0", "", "11"], ("10.0", "10.5")),
         (["2026-01-01", "2026-01-02", "2026-01-03", "", "2026-01-04"], ("2026-01-03", "2026-01-04")),
     ],
-    ids=["integers", "dates"],
+    ids=["integers", "numbers", "dates"],
 )
 def test_rows_are_split_by_a_time_column(tmp_path, times, bounds):
     rule = SplitRule(time_column="note", validation_from=bounds[0], test_from=bounds[1])
@@ -283,6 +286,46 @@ def test_quoted_line_ends_are_those_of_a_parser(text):
     assert ends == expected + [len(text)] * (not text.endswith("\n") or inside) * bool(text)
 
 
+@pytest.mark.parametrize("quoted", [False, True])
+@given(
+    st.lists(st.sampled_from([*'01u",,', '""', "\r", "\n", "\r\n", ',"', '",', '1,"u\n"\n']), max_size=40).map("".join)
+)
+def test_lines_are_read_alone_as_among_others(quoted, text):
+    """So neither rows nor their numbers depend on where chunks end."""
+    text += "\n"
+    schema = Schema("click", sparse=("user",))
+    form = CsvFormat(("click", "user"), LogOptions(schema, delimiter=",", quoted_newlines=quoted))
+    lines = list(iter(partial(read_line, io.BytesIO(text.encode()), quoted), b""))
+    whole, alone = parse(form, text.encode()), [parse(form, line) for line in lines]
+    assert whole.batch.to_pylist() == [row for each in alone for row in each.batch.to_pylist()]
+    assert len(whole.bad_rows) == sum(len(each.bad_rows) for each in alone)
+    assert sorted([*whole.rows, *whole.bad_rows]) == list(range(len(whole.lines)))
+    assert count_rows(text.encode(), quoted) == len(whole.lines)
+    places = list(zip(itertools.accumulate((line.count(b"\n") for line in lines), initial=0), lines, strict=False))
+    blank = (b"\n", b"\r\n") if quoted else (b"\n", b"\r\n", b"\r\r\n")
+    assert whole.lines.tolist() == [place for place, line in places if line not in blank]
+
+
+@pytest.mark.parametrize("block_bytes", range(24, 40))
+def test_a_carriage_return_in_quotes_may_stand_anywhere(monkeypatch, block_bytes):
+    """pyarrow loses the line feed behind one that ends a block."""
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", block_bytes)
+    schema = Schema("click", sparse=("user",))
+    form = CsvFormat(("click", "user"), LogOptions(schema, delimiter=",", quoted_newlines=True))
+    users = [f"{'u' * number}\r\n{number}" for number in range(9)]
+    parsed = parse(form, "".join(f'1,"{user}"\r\n' for user in users).encode())
+    assert parsed.batch["user"].to_pylist() == users
+
+
+def test_a_carriage_return_outside_quotes_is_named(tmp_path):
+    path = write(tmp_path, '1,"a\rb",1,u,1', "1,a,1,u,1\r0,b,2,v,2", '1,"a\nb",1,u,1')
+    with pytest.raises(ValueError, match="line 3: a carriage return stands inside the line"):
+        rows_of(reader(path, quoted_newlines=True))
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r"))
+    with pytest.raises(ValueError, match="lines end with line feeds, not with carriage returns alone; convert it"):
+        reader(path)
+
+
 def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
     good = ["1,a,1,u,1"] * 9000
     path = write(tmp_path, *good[:100], '1,"a,1,u,1', *good)
@@ -336,6 +379,23 @@ def test_a_converted_file_gives_the_same_batches(tmp_path):
     assert dict(zip(table.schema.names, map(str, table.schema.types), strict=True)) == {
         "click": "int8", "price": "double", "user": "string", "item": "int64",
     }  # fmt: skip
+
+
+def test_labels_of_rows_to_score_are_not_read(tmp_path):
+    log = reader(write(tmp_path, "1,a,1,u,1", "0,b,2,v,2"))
+    for labels, kept in ((("", "-1"), [None, -1.0]), (("unknown", "1"), [])):
+        path = write(tmp_path, *(f"{label},a,1,u,1" for label in labels), name="score.csv")
+        scored = open_for_scoring(path, log.options, log.features, kept=("click",) if kept else ())
+        assert [row[:2] for row in rows_of(scored, "test")] == [(0, 1), (0, 1)]
+        (block,) = scored.scan(
+            "test",
+            lambda batch: [
+                value for name in batch.schema.names for value in batch[name].to_pylist() if name == "click"
+            ],
+        )
+        assert block.rows == kept
+    with pytest.raises(ValueError, match=r"field 1 \(click\) is 'unknown', expected a number or nothing"):
+        open_for_scoring(path, log.options, log.features, kept=("click",))
 
 
 def test_names_open_csv_and_rows_without_labels_are_scored(tmp_path):

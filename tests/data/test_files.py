@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow")
 
-from tests.data.logs import line, options, random_lines, rows_of, write
-from tritonemb.data import CRITEO, ClickLog, LogOptions, SplitRule, convert
-from tritonemb.data.files import Part, find, natural
-from tritonemb.data.parquet import ArrowSource
-from tritonemb.data.text import TextSource
+from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
+from tritonemb.data import CRITEO, ClickLog, LogOptions, SplitRule, convert  # noqa: E402
+from tritonemb.data.files import Part, find, natural  # noqa: E402
+from tritonemb.data.parquet import ArrowSource  # noqa: E402
+from tritonemb.data.text import TextSource  # noqa: E402
 
 GOOD = line()
 
@@ -32,6 +32,15 @@ def test_a_folder_has_its_data_files_in_order(tmp_path):
     (tmp_path / "more").mkdir()
     assert [file.path.name for file in find(tmp_path)] == ["day_0", "day_9.gz", "day_10"]
     assert [(file.format, file.codec, file.stem) for file in find(tmp_path)][1] == ("text", "gzip", "day_9")
+
+
+def test_folders_beside_files_are_not_left_out_silently(tmp_path):
+    write(tmp_path, [GOOD], "day_0")
+    for name in ("more", "_old"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, [GOOD], "day_1")
+    with pytest.raises(ValueError, match=r"has folders in it, whose rows would be left out: more; move their files"):
+        find(tmp_path)
 
 
 def test_several_files_keep_their_order(tmp_path):
@@ -104,6 +113,19 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
     os.rename(path, os.fsencode(tmp_path) + b"/log-\xff.txt")
     with pytest.raises(ValueError, match=r"names of files must be UTF-8 .*; rename them"):
         ClickLog(tmp_path, options())
+
+
+def test_zstd_files_may_have_skippable_frames(tmp_path):
+    """pzstd writes one before each frame."""
+    lines, zstd = random_lines(20), pa.Codec("zstd")
+    frames = [
+        zstd.compress(b"".join(line + b"\n" for line in lines[part]), asbytes=True) for part in (slice(9), slice(9, 20))
+    ]
+    skippable = b"\x50*M\x18" + (4).to_bytes(4, "little")
+    (tmp_path / "log.zst").write_bytes(
+        b"".join(skippable + len(frame).to_bytes(4, "little") + frame for frame in frames)
+    )
+    assert rows_of(ClickLog(tmp_path / "log.zst", options())) == rows_of(ClickLog(write(tmp_path, lines), options()))
 
 
 def test_an_empty_compressed_file_is_refused(tmp_path):

@@ -230,7 +230,8 @@ def test_lines_are_counted_from_anywhere(tmp_path, name):
     (file,) = find(path)
     starts = [0, 3, 4, 5, 9, 11, 12]
     for start in range(17):
-        assert text.lines_before(file, start) == sum(line < start for line in starts)
+        assert text.counted_before(file, start)[0] == sum(line < start for line in starts)
+        assert text.counted_before(file, start)[1] == sum(line < start for line in (0, 5, 9, 12))
 
 
 def text_of(path):

@@ -240,6 +240,42 @@ def test_damaged_files_are_refused(tmp_path):
         ClickLog(tmp_path / "bad.parquet", options(**SCHEMA))
 
 
+def test_files_without_rows_beside_others_have_none(tmp_path):
+    """As Spark writes them, with columns of nulls, too."""
+    folder = tmp_path / "log"
+    folder.mkdir()
+    empty = {"click": pa.array([], pa.int8()), "price": pa.nulls(0), "user": pa.nulls(0)}
+    for number in range(4):
+        write(folder, f"part-{number}.parquet", **({} if number % 2 else empty))
+    log = ClickLog(folder, options(**SCHEMA))
+    assert len(rows_of(log)) == 6
+    assert sum(len(rows_of(log, shard=(index, 3))) for index in range(3)) == 6
+    assert len(rows_of(ClickLog(folder, options(SplitRule(test_share=0.5), **SCHEMA)), "test")) == 3
+    held_out = SplitRule(test_files=(str(folder / "part-2.parquet"),))
+    with pytest.raises(ValueError, match="log: the files of the test rows have none"):
+        ClickLog(folder, options(held_out, **SCHEMA))
+
+
+def test_decimals_and_views_are_numbers_and_strings(tmp_path):
+    prices = pa.array([None, "1.25", "-3.00"]).cast(pa.decimal128(12, 2))
+    users = pa.array(["7", None, "-8"]).cast(pa.decimal128(18, 0))
+    labels = pa.array(["1", "0", "1"]).cast(pa.decimal128(1, 0))
+    path = write(tmp_path, click=labels, price=prices, user=users)
+    expected = ClickLog(
+        write(tmp_path, "same.parquet", click=[1, 0, 1], price=[None, 1.25, -3.0], user=[7, None, -8]),
+        options(**SCHEMA),
+    )
+    assert rows_of(ClickLog(path, options(**SCHEMA))) == rows_of(expected)
+    with pytest.raises(ValueError, match="column 'user' is double, but a sparse column has integers, strings or lists"):
+        ClickLog(write(tmp_path, user=prices), options(**SCHEMA))
+    views = write(tmp_path, user=pa.array(["a", None, "a string too long to be inlined"], pa.string_view()))
+    assert ids(ClickLog(views, options(**SCHEMA))) == [
+        *of_strings("a"),
+        [0],
+        *of_strings("a string too long to be inlined"),
+    ]
+
+
 def test_large_row_groups_are_read_in_slices(tmp_path):
     num_rows = 150_000
     path = write(tmp_path, click=[0, 1] * 75_000, price=np.arange(num_rows), user=["u"] * num_rows)

@@ -36,6 +36,7 @@ def test_remote_data_describe_themselves_as_the_data_do(served):
         assert found.features == data.features
         assert (found.name, found.num_dense, found.encoding) == (data.name, data.num_dense, data.encoding)
         assert (found.best_auc, found.splits()) == (data.best_auc, data.splits())
+        assert found.contents == data.contents == {"train": "500 rows", "test": "100 rows"}
         assert found.tables(8) == data.tables(8)
         assert (found.num_rows("train"), found.estimated_rows("test")) == (500, 100)
     with pytest.raises(ValueError, match="has no 'validation' rows"):

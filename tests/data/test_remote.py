@@ -67,6 +67,17 @@ def test_a_remote_folder_has_its_data_files_in_order(tmp_path, bucket):
     assert len(rows_of(open_for_scoring(uri("days"), options(), log.features), "test")) == 6
 
 
+def test_a_key_with_a_blank_has_one_identity(tmp_path, bucket):
+    put, uri = bucket
+    for day in (1, 2):
+        put(write(tmp_path, [line(integers={1: str(day)})] * 2), f"blank/my day {day}.txt")
+    for key in ("blank/my day 2.txt", "blank/my%20day%202.txt"):
+        log = ClickLog(uri("blank"), options(SplitRule(test_files=(uri(key),)), log_transform=False))
+        assert [[row[1] for row in rows_of(log, split)] for split in ("train", "test")] == [[1, 1], [2, 2]]
+    convert(uri("blank/my day 1.txt"), tmp_path / "one.parquet")
+    assert (tmp_path / "one.parquet").is_file()
+
+
 def test_bad_rows_and_changed_files_are_named(tmp_path, bucket):
     put, uri = bucket
     put(write(tmp_path, [line(), line("x")]), "bad/train.txt")

@@ -1,5 +1,7 @@
 import itertools
+import os
 import re
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -102,6 +104,37 @@ def test_random_rows_do_not_depend_on_chunks_or_splits_of_bad_rows(tmp_path):
     assert skipped == 1
 
 
+@pytest.mark.parametrize("quoted", [False, True])
+def test_random_rows_of_a_text_are_those_of_its_copy(tmp_path, quoted):
+    """Neither the header nor blank lines are rows; nor is each line where quotes contain line ends."""
+    note = '"n\nn"' if quoted else "n"
+    lines = ["y,r,note,u", "", *(f"{row % 2},{row},{note},u{row}" + "\n\r\n" * (row % 7 == 0) for row in range(200))]
+    schema = {"label": "y", "dense": ("r",), "sparse": ("u",), "quoted_newlines": quoted, "chunk_bytes": 100}
+    path, rule = write(tmp_path, lines, "log.csv"), SplitRule("random", 0.3)
+    convert(path, tmp_path / "log.parquet", options(**schema), row_group_rows=30)
+    text, copy = (reader(source, rule, **schema) for source in (path, tmp_path / "log.parquet"))
+    expected = [row for row in range(200) if place_of(row) >= 0.7]
+    assert numbers(text, "test") == numbers(copy, "test") == expected
+    shards = [[round(row[1]) for row in rows_of(text, "test", shard=(index, 3))] for index in range(3)]
+    assert sorted(itertools.chain(*shards)) == expected
+    with text.open("train", 8) as stream:
+        next(stream)
+        position, rest = stream.position, [batch.dense[:, 0].tolist() for batch in stream]
+    with text.open("train", 8, position=position) as stream:
+        assert [batch.dense[:, 0].tolist() for batch in stream] == rest
+
+
+def test_random_rows_of_earlier_runs_stay_what_they_were(tmp_path):
+    """Those numbered every line, the header and blank ones, too."""
+    lines = ["y,r,u", "", *(f"{row % 2},{row},u" for row in range(100)), ""]
+    path, rule = write(tmp_path, lines, "log.csv"), SplitRule("random", 0.3)
+    log = reader(path, rule, label="y", dense=("r",), sparse=("u",), chunk_bytes=50)
+    digest = log.rows_digest()
+    log.number_by_line()
+    assert numbers(log, "test") == [row for row in range(100) if place_of(row + 2) >= 0.7]
+    assert log.rows_digest() != digest
+
+
 def place_of(row: int) -> float:
     """Where the hash of a row of the first file falls in [0, 1): SplitMix64 of its number and the letters SPLIT."""
     z = row ^ 0x53504C4954
@@ -155,11 +188,83 @@ def test_a_time_column_splits_a_parquet_file(tmp_path, kind):
     log = reader(tmp_path / "log.parquet", rule, **schema)
     assert [numbers(log, split) for split in ("train", "validation", "test")] == [[0, 1, 2, 7], [3, 4], [5, 6]]
     assert log.splits() == ("train", "validation", "test")
-    if kind != "text":
-        with pytest.raises(ValueError, match="'soon' is not a time of the time column, which is"):
-            reader(tmp_path / "log.parquet", SplitRule(time_column="when", test_from="soon"), **schema)
+    with pytest.raises(ValueError, match="'soon' is not a time of the time column, which is"):
+        reader(tmp_path / "log.parquet", SplitRule(time_column="when", test_from="soon"), **schema)
     with pytest.raises(ValueError, match="column 'then' is not there; columns: when, click"):
         reader(tmp_path / "log.parquet", SplitRule(time_column="then", test_from="1"), **schema)
+
+
+@pytest.mark.parametrize("bound", ["2026-01-02T06:00:00", "2026-01-02 06:00", "2026-01-02T06:00:00Z", "1767333600"])
+def test_times_as_strings_are_times(tmp_path, bound):
+    """However they are written: 72 hours, of which 30 are before the bound."""
+    hours = [datetime(2026, 1, 1) + timedelta(hours=hour) for hour in range(72)]
+    spellings = {
+        "T": ["%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S.123456789"],
+        "Z": ["%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%d %H:%M:%S+00:00", "%Y-%m-%d %H:%M:%S.5+00:00"],
+        "0": ["%s"],
+    }
+    kind = bound[-1] if bound.endswith("Z") else "T" if "-" in bound else "0"
+    for texts in ("T", "Z", "0"):
+        times = [
+            str(round(hour.replace(tzinfo=UTC).timestamp())) if texts == "0"
+            else hour.strftime(spellings[texts][place % len(spellings[texts])])
+            for place, hour in enumerate(hours)
+        ]  # fmt: skip
+        if texts == "Z":
+            times[::5] = [f"{(hour + timedelta(hours=2)).isoformat()}+02:00" for hour in hours[::5]]
+        path = tmp_path / "log.parquet"
+        table = {"when": [*times, None, ""], "click": [0] * 74, "price": range(74), "user": ["a"] * 74}
+        for dictionary in (False, True):
+            parquet.write_table(pa.table(table), path, row_group_size=20, use_dictionary=dictionary)
+            if dictionary:
+                parquet.write_table(pa.table({**table, "when": pa.array(table["when"]).dictionary_encode()}), path)
+            rule = SplitRule(time_column="when", test_from=bound)
+            log = reader(path, rule, label="click", dense=("price",), sparse=("user",))
+            if texts == kind:
+                assert numbers(log, "test") == list(range(30, 72))
+                assert sorted(itertools.chain(*(rows_of(log, "train", shard=(at, 2)) for at in (0, 1)))) == sorted(
+                    rows_of(log)
+                )
+                assert numbers(log, "train") == [*range(30), 72, 73]
+            else:
+                with pytest.raises(ValueError, match=r"not all of its times are alike \(.*\); write both as 2014"):
+                    numbers(log, "test")
+
+
+@pytest.mark.parametrize(
+    "spelling", ["{0}/day 2.csv", "file://{0}/day 2.csv", "FILE://{0}//day%202.csv", "{0}/../hard.csv"]
+)
+@pytest.mark.parametrize("source", ["{0}", "file://{0}", "local://{0}/"])
+def test_a_held_out_file_may_be_spelled_otherwise(tmp_path, source, spelling):
+    folder = tmp_path / "my logs"
+    folder.mkdir()
+    for day in range(3):
+        write(folder, ["y,r,u", *(f"0,{row},u" for row in range(10 * day, 10 * day + 10))], f"day {day}.csv")
+    os.link(folder / "day 2.csv", tmp_path / "hard.csv")
+    rule = SplitRule(test_files=(spelling.format(folder),))
+    log = reader(
+        source.format(str(folder).replace(" ", "%20") if "://" in source else folder),
+        rule,
+        label="y",
+        dense=("r",),
+        sparse=("u",),
+    )
+    assert [numbers(log, "train"), numbers(log, "test")] == [list(range(20)), list(range(20, 30))]
+    both = SplitRule(test_files=(spelling.format(folder),), validation_files=(str(folder / "day 2.csv"),))
+    with pytest.raises(ValueError, match="is named for validation and for test"):
+        reader(folder, both, label="y", dense=("r",), sparse=("u",))
+
+
+def test_no_file_is_trained_and_tested_by_another_name(tmp_path):
+    path = write(tmp_path, numbered(5), "a.txt")
+    other = write(tmp_path, numbered(5), "a.txt.gz")
+    os.link(path, tmp_path / "link.txt")
+    for source, held_out in (
+        ([path, tmp_path / "link.txt"], ()),
+        ([path, write(tmp_path, numbered(2), "b.txt")], (str(other),)),
+    ):
+        with pytest.raises(ValueError, match="look like the same data twice; keep one of them"):
+            reader(source, SplitRule(test_files=held_out))
 
 
 def test_a_time_column_of_text_is_looked_for(tmp_path):

@@ -484,6 +484,7 @@ def test_features_that_have_been_sent_cannot_be_changed():
         ({"plan": ShardingPlan({"t0": RowWise()}, 2)}, "the plan is for 2 ranks"),
         ({"plan": ShardingPlan({"t0": RowWise()}, 1)}, r"lacks the tables \['t1', 't2', 't3'\]"),
         ({"plan": ShardingPlan({key: TableWise(1) for key in KEYS}, 1)}, "table 't0': rank 1"),
+        ({"plan": ShardingPlan({key: RowWise() for key in (*KEYS, "t9")}, 1)}, "that the model does not have: t9"),
     ],
 )
 def test_what_the_constructor_refuses(options, message):

@@ -33,6 +33,17 @@ def test_ties_count_half_and_large_logits_stay_distinct():
     assert binary_metrics(torch.tensor([20.0, 21.0, 22.0]), labels).auc == 1.0  # equal as float32 probabilities
 
 
+@pytest.mark.parametrize("shift", [-1000, -40, 0, 30, 40, 1000])
+def test_logits_are_ranked_however_large_they_are(shift):
+    """Their probabilities would be the same from 37 on, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, generator=generator).round(decimals=2) + shift
+    labels = (torch.rand(500, generator=generator) < (logits - shift).sigmoid()).float()
+    pairs = logits[labels == 1, None] - logits[None, labels == 0]
+    expected = ((pairs > 0).double() + 0.5 * (pairs == 0)).mean()
+    assert binary_metrics(logits, labels).auc == pytest.approx(float(expected), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [

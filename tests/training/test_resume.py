@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ pytest.importorskip("psutil")
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.training.jobs import ROW_WISE_ADAGRAD, Crash, CrashAt, Record, make_trainer, planted
-from tritonemb.data import Dataset, LogOptions, Schema, from_dataframe
+from tritonemb.data import ClickLog, Dataset, LogOptions, Schema, SplitRule, from_dataframe
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Schedule
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
 from tritonemb.training.checkpoint.manager import CheckpointManager
@@ -202,6 +204,75 @@ def manager_run(manager: CheckpointManager, data: Any) -> dict[str, Any]:
 
 def without_kinds(run: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in run.items() if name != "kinds"}
+
+
+def csv_log(folder, **files) -> ClickLog:
+    """A file for each name, of rows from a number on to another."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, (first, last, user) in files.items():
+        rows = [f"{row % 2},{row / 100},{user}{row % 9}" for row in range(first, last)]
+        (folder / f"{name}.csv").write_text("\n".join(["y,x,u", *rows, ""]))
+    options = LogOptions(Schema("y", dense=("x",), sparse=("u",), num_embeddings=50), workers=1)
+    return ClickLog(folder, options)
+
+
+FIRST = {"a": (0, 100, "u"), "b": (100, 150, "u")}
+CHANGES = [
+    (FIRST | {"c": (150, 300, "u")}, r"c.csv was absent, is [\d,]+ bytes, CRC-32 "),
+    ({"a": FIRST["a"]}, r"b.csv was [\d,]+ bytes, CRC-32 .*, is absent"),
+    (FIRST | {"a": (0, 100, "v")}, r"a.csv was ([\d,]+) bytes, CRC-32 .*, is \1 bytes, CRC-32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "changes"), [(None, CHANGES[:1]), (2, CHANGES)], ids=["end of epoch", "mid-epoch"]
+)
+def test_a_run_resumes_with_changed_data_only_if_it_is_told_to(tmp_path, max_steps, changes):
+    log = csv_log(tmp_path / "log", **FIRST)
+
+    def trainer(**options) -> te.Trainer:
+        model = te.nn.DLRM(log.tables(4), 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=ROW_WISE_ADAGRAD)
+        return te.Trainer(model, log, batch_size=20, folder=tmp_path / "run", verbose=False, **options)
+
+    first = trainer(max_steps=max_steps)
+    first.fit()
+    told = trainer(epochs=2, checkpoints=CheckpointOptions(on_changed_data="continue"))
+    told.resume()
+    assert (told.progress.position is None) == (max_steps is None)
+    first.state.data = ClickLog(log.files, replace(log.options, split=SplitRule(test_share=0.5)), name="log")
+    with pytest.raises(ValueError, match=r"split was end 0.0 0.1\d*, is end 0.0 0.5"):
+        first.resume()
+    for files, message in changes:
+        first.state.data = told.state.data = csv_log(tmp_path / "log", **files)
+        with pytest.raises(ValueError, match=rf"the data have changed since .*: {message}"):
+            first.resume()
+        with pytest.warns(UserWarning, match="The epoch begins again; rows held out now may have been trained"):
+            told.resume()
+        assert (told.progress.position, told.progress.epoch_samples) == (None, 0)
+    assert told.fit().steps > (max_steps or 7)
+
+
+def test_a_run_that_did_not_record_its_data_resumes_with_its_split(tmp_path):
+    log = csv_log(tmp_path / "log", **FIRST)
+    random = replace(log.options, split=SplitRule("random"))
+
+    def trainer(**options) -> te.Trainer:
+        model = te.nn.DLRM(log.tables(4), 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=ROW_WISE_ADAGRAD)
+        data = ClickLog(log.files, random, name="log")
+        return te.Trainer(model, data, batch_size=20, folder=tmp_path / "run", verbose=False, **options)
+
+    def held_out(data: ClickLog) -> list[float]:
+        return [value for batch in data.open("test", 50) for value in batch.dense[:, 0].tolist()]
+
+    first = trainer()
+    first.data.number_by_line()
+    first.saving.manifest, whole = lambda: {k: v for k, v in whole().items() if k != "data"}, first.saving.manifest
+    first.fit()
+    again = trainer(epochs=2)
+    assert held_out(again.data) != held_out(first.data)
+    again.resume()
+    assert held_out(again.data) == held_out(first.data)
 
 
 def test_another_model_is_refused_and_nothing_is_changed(data, tmp_path):

@@ -1,6 +1,7 @@
 """The control plane: rendezvous of the ranks, and which rank has failed or is silent."""
 
 import itertools
+import os
 import re
 import threading
 import time
@@ -44,6 +45,9 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
     name, under which the store holds nothing. `timeout`: of the job's collectives. ValueError if the environment does
     not say where the store is, RuntimeError if a rank did not come in time.
     """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not (text := os.environ.get(name, "0")).isdecimal() or int(text) >= 1 << 16:
+            raise ValueError(f"the environment has {name}={text}, and not such a number; torchrun sets it")
     store, rank, size = next(iter(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
     store.set_timeout(RENDEZVOUS_TIMEOUT)
     name = rendezvous_name(store, rank, size, RENDEZVOUS_TIMEOUT)

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +17,11 @@ from tritonemb.data.arrow import pa
 from tritonemb.data.batch import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
-from tritonemb.data.parquet import ArrowSource, head_of, time_mask
+from tritonemb.data.parquet import ArrowSource, time_mask
 from tritonemb.data.pipeline import FIELDS, Place, batches_of, in_order, permutation
 from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, Position, ReadReport, Shard, Split, Stream
-from tritonemb.data.schema import CATEGORIES, INTEGERS, LABEL, Kind, LogOptions, SplitRule
-from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
+from tritonemb.data.schema import Kind, LogOptions, SplitRule
+from tritonemb.data.text import TextSource
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class ClickLog(protocol.Tables):
             ones by a URI such as `s3://bucket/logs`. Or what `from_dataframe` makes of data frames, by split.
         options: how it is read.
         name: for messages; the file's or folder's if not given.
-        labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
+        labelled: whether rows have a label. If not, they get 0, and a column of that name may have anything in it.
         kept: columns that `scan` has besides those of the schema.
 
     Attributes:
@@ -74,7 +74,7 @@ class ClickLog(protocol.Tables):
             found = find(source)
             self.name, self._kind = name or _name_of(source, found), rule.kind([file.stem for file in found])
             by_split = split_files(rule, found) if self._kind == "files" else {"train": found}
-        files = tuple(file for split in SPLITS for file in by_split.get(split, ()))
+        splits, files = zip(*((split, file) for split in SPLITS for file in by_split.get(split, ())), strict=True)
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
         is_text = files[0].format == "text"
@@ -82,6 +82,8 @@ class ClickLog(protocol.Tables):
             TextSource(files, self.options, labelled, kept) if is_text
             else ArrowSource(files, self.options.schema, rule, labelled, kept)
         )  # fmt: skip
+        rule_words = " ".join([self._kind, *map(str, self._held_out().values() if self._kind != "files" else ())])
+        self._origin = rule_words, splits, [0] * len(files) if is_text else self._source.sizes()
         self.schema = self._source.schema
         known = numberings(self.schema)
         vocabulary = self.schema.vocabulary
@@ -91,16 +93,22 @@ class ClickLog(protocol.Tables):
             Feature(name, known[name].num_embeddings, name in lists, self.schema.dynamic, kinds.get(name, ""))
             for name in self.schema.sparse
         )
-        self.encode = partial(encode, schema=self.schema, features=self.features, numberings=known)
+        self.encode = partial(encode, schema=self.schema, features=self.features, numberings=known, labelled=labelled)
         self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}
+        for split, parts in {} if is_text else self._parts.items():
+            if not any(map(self._source.estimated_rows, parts)):
+                raise ValueError(f"{self.name}: the files of the {split} rows have none")
+
+    def _held_out(self) -> dict[Split, Any]:
+        rule = self.options.split
+        if self._kind == "time":
+            return {"validation": rule.validation_from, "test": rule.test_from}
+        return {"validation": rule.validation_share, "test": rule.test_share}
 
     def _split_rows(self) -> dict[Split, tuple[Part, ...]]:
-        rule = self.options.split
+        rule, held_out = self.options.split, self._held_out()
         whole = tuple(Part(file) for file in range(len(self._files)))
-        held_out: dict[Split, Any] = {"validation": rule.validation_share, "test": rule.test_share}
-        if self._kind == "time":
-            held_out = {"validation": rule.validation_from, "test": rule.test_from}
         if self._kind != "end" or not any(held_out.values()):
             return {split: whole for split in SPLITS if split == "train" or held_out[split]}
         if any(file.codec for file in self._files):
@@ -123,6 +131,22 @@ class ClickLog(protocol.Tables):
             "dynamic log" if self.schema.dynamic else "log", self.schema.label, dense, self.features, self._vocabulary
         )
 
+    @cached_property
+    def contents(self) -> dict[str, str]:
+        """What it was read from, for a run that is resumed: the split, and each file with its rows, as far as they are
+        known, and `LogFile.digest`."""
+        rule, splits, rows = self._origin
+        contents = {"split": rule}
+        for split, file, num_rows in zip(splits, self._files, rows, strict=True):
+            name = file.name if split == "train" else f"{file.name} ({split})"
+            contents[name] = contents.get(name, "") + (f"{num_rows:,} rows, " if num_rows else "") + file.digest()
+        return contents
+
+    def number_by_line(self) -> None:
+        """Split at random as earlier versions did, whose row numbers counted headers and blank lines of text."""
+        if self._source.numbering is not None:
+            self._source.numbering, self.contents = 0, {}  # so that it is resumed as such again
+
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
         return tuple(split for split in SPLITS if split in self._parts)
@@ -143,7 +167,7 @@ class ClickLog(protocol.Tables):
             return known
         rows = sum(self._source.estimated_rows(part) for part in self._parts_of(split))
         if self._kind == "random":
-            held_out = {"validation": self.options.split.validation_share, "test": self.options.split.test_share}
+            held_out = self._held_out()
             rows *= held_out[split] if split != "train" else 1 - sum(held_out.values())
         return round(rows)
 
@@ -199,9 +223,6 @@ class ClickLog(protocol.Tables):
         threads; close the iterator to end them. ValueError if there is a bad row that is not to be skipped."""
         parts = self._parts_of(split)
         first = start or Place(offset=parts[0].start if parts else 0)
-        if self._kind == "random":  # here, and not in the threads
-            for part in parts:
-                self._source.rows_before(part)
 
         def chunks() -> Iterator[Chunk]:
             for number, part in enumerate(parts[first.part :], start=first.part):
@@ -250,7 +271,9 @@ class ClickLog(protocol.Tables):
         options = (self.options.split, self.options.on_bad_row, self.options.delimiter, self.options.quoted_newlines)
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
         columns += [("", self.options.list_separator)] * bool(self.options.list_separator)
-        return protocol.digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
+        paths = [file.path if isinstance(file.path, str) else str(file.path.resolve()) for file in self._files]
+        files = [(path, file.size, file.modified) for path, file in zip(paths, self._files, strict=True)]
+        return protocol.digest(files, options, columns, *["by row"] * bool(self._source.numbering))
 
     def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]], **more: Any) -> Self:
         log = copy.copy(self)
@@ -267,16 +290,19 @@ class ClickLog(protocol.Tables):
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
         parsed, part = self._source.parse(chunk), self._parts[split][chunk.part]
+        numbers = parsed.lines if self._source.numbering == 0 else np.arange(len(parsed.lines))
         counts: Counter[str] = Counter()
         problems: list[str] = []
-        for number in np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows)).tolist():
+        for number in np.flatnonzero(self._chosen(split, chunk, numbers[parsed.bad_rows])).tolist():
             reason, message = parsed.describe(number)
             counts[f"{self.files[part.file]}: {reason}"] += 1
             if len(problems) < protocol.MAX_PROBLEMS:
-                problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
+                problems.append(
+                    f"{self._source.where(part, chunk, int(parsed.lines[parsed.bad_rows[number]]))}: {message}"
+                )
             if self.options.on_bad_row == "raise":
                 raise ValueError(problems[0])
-        keep = self._chosen(split, chunk, parsed.rows, parsed.batch)
+        keep = self._chosen(split, chunk, numbers[parsed.rows], parsed.batch)
         batch = parsed.batch if keep.all() else parsed.batch.filter(pa.array(keep))
         return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
@@ -284,7 +310,7 @@ class ClickLog(protocol.Tables):
         """Which of these rows of a chunk belong to a split; `batch` has them, unless they are bad ones."""
         rule, part = self.options.split, self._parts[split][chunk.part]
         if self._kind == "random":
-            return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
+            return _drawn(rule, split, part.file, chunk.first_row + rows)
         if self._kind == "time":
             if batch is None and isinstance(self._source, TextSource):  # its bad lines have no time
                 return np.full(len(rows), split == "train")
@@ -300,23 +326,13 @@ class ClickLog(protocol.Tables):
 
 
 def _drawn(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
-    """Which rows of a file (their lines or rows, from 0) belong to a split, for "random": their numbers are hashed to
+    """Which rows of a file (their numbers, from 0) belong to a split, for "random": their numbers are hashed to
     `[0, 1)`, the top of it is test, below that is validation."""
     number = rows.astype(np.uint64) + (np.uint64(file) << np.uint64(44))
     place = (mix(number ^ np.uint64(0x53504C4954)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     test = place >= 1 - rule.test_share
     held_out = place >= 1 - rule.test_share - rule.validation_share
     return {"train": ~held_out, "validation": held_out & ~test, "test": test}[split]
-
-
-def is_labelled(file: LogFile, options: LogOptions) -> bool:
-    """Whether a log that is to be scored has labels, as far as a file's columns or its first line tell."""
-    label = options.schema.label or LABEL
-    if file.format != "text":
-        return label in head_of(file)[0].names
-    if delimiter := delimiter_of(file, options):
-        return label in header_of(file, delimiter)[0]
-    return first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(INTEGERS + CATEGORIES) - 1
 
 
 def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:

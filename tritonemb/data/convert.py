@@ -14,7 +14,7 @@ import numpy as np
 from tritonemb.data.arrow import pa
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
-from tritonemb.data.files import find, write_parquet
+from tritonemb.data.files import find, shown_path, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.utils import read_sealed, require, sealed, write_whole
@@ -35,9 +35,9 @@ def convert(
     """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
 
     Each file gets its name when it is whole. It has the columns of the schema, and the time column of the split: the
-    label as int8, numbers as float64, categories as string or int64, times as string or int64; of Criteo's
-    format int_1 to int_13 as int64 and cat_1 to cat_26 as uint32. An empty field is null. A `ClickLog` gives the same
-    batches for both.
+    label as int8, numbers as float64, categories as string or int64, times as string or int64; of Criteo's format int_1
+    to int_13 as int64 and cat_1 to cat_26 as uint32. An empty field is null. A `ClickLog` has the same rows for both,
+    and the same splits but by "end".
 
     Args:
         target: must not be there yet; in a folder, none of the files.
@@ -53,7 +53,7 @@ def convert(
     target, files = Path(target), find(source)
     if files[0].format == "parquet":
         raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
-    is_folder = len(files) > 1 or str(files[0].path).rstrip("/") != str(source).rstrip("/")
+    is_folder = files[0].path != shown_path(source)
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
     if there := [path for path in targets if path.exists()]:
         raise ValueError(f"{there[0]} is there already; remove it, or name another target")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tritonemb.data import protocol
 from tritonemb.data.arrow import pa, parquet
@@ -104,6 +105,11 @@ class Dataset(protocol.Tables):
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
         return protocol.digest("in memory", self.num_dense, self.features)
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """The number of rows of each split, for a run that is resumed."""
+        return {split: f"{self.num_rows(split):,} rows" for split in self.splits()}
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
@@ -334,7 +340,10 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
         columns.append(Column(torch.from_numpy(ids), torch.from_numpy(offsets) if feature.multi_hot else None))
     labels = (random.random(num_rows) < 1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
-    best = _auc(logits[num_train:], labels[num_train:])
+    test_labels = labels[num_train:]
+    if test_labels.min() == test_labels.max():
+        raise ValueError("the test rows have labels of one kind only; ask for more of them")
+    best = exact_auc(torch.from_numpy(logits[num_train:]), torch.from_numpy(test_labels))
     return Dataset("synthetic", FEATURES, rows.slice(0, num_train), rows.slice(num_train, num_rows), best_auc=best)
 
 
@@ -344,8 +353,8 @@ def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
     return random.permutation(num_embeddings).astype(np.int32)[ranks]
 
 
-def _auc(logits: Array, labels: Array) -> float:
-    if labels.min() == labels.max():
-        raise ValueError("the test rows have labels of one kind only; ask for more of them")
+def exact_auc(logits: Tensor, labels: Tensor) -> float:
+    """Area under the ROC curve of logits `[N]` of any size: by their ranks, as probabilities would tie large ones."""
+    ranks = logits.unique(return_inverse=True)[1].double()
     classification = require("torchmetrics.functional.classification")
-    return float(classification.binary_auroc(torch.from_numpy(logits).sigmoid(), torch.from_numpy(labels).int()))
+    return float(classification.binary_auroc(ranks / len(ranks), labels.int()))

@@ -43,9 +43,10 @@ class Parsed:
     """The rows of a chunk."""
 
     batch: Any  # a `pyarrow.RecordBatch` of the good rows
-    rows: Array  # int64 [N], the line or row of each in the chunk
-    bad_rows: Array  # int64, the other lines or rows, ascending
-    describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th of them
+    rows: Array  # int64 [N], the number of each in the chunk
+    bad_rows: Array  # int64, the others, ascending
+    lines: Array  # int64, the line, or row, of the chunk that each of both is
+    describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th bad one
 
 
 class CsvFormat:
@@ -62,7 +63,8 @@ class CsvFormat:
         self.time, self._separator = rule.time_column, options.list_separator
         self.multi_hot = (schema.lists or schema.sparse) if self._separator else ()
         self.kinds = {name: "integers" if name in schema.integers else "strings" for name in schema.sparse}
-        self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(schema.columns(labelled), pa.float64())
+        numbers = schema.columns(labelled or schema.label in kept)
+        self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(numbers, pa.float64())
         types = {name: pa.int64() if kind == "integers" else pa.string() for name, kind in self.kinds.items()}
         self._types |= {name: pa.list_(kind) if name in self.multi_hot else kind for name, kind in types.items()}
         bound = rule.test_from or rule.validation_from or ""
@@ -84,8 +86,10 @@ class CsvFormat:
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
         """Which lines can be read: by halves, so that the many lines around a bad one are parsed together."""
-        if not any(len(line) > LONGEST_LINE or (b"\r" in line and not self.quoted) for line in lines):
-            found = self.read(b"".join(line + b"\n" for line in lines))
+        text = b"".join(line + b"\n" for line in lines)
+        plain = not any(len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line for line in lines)
+        if (plain and len(lines) == 1) or (self.is_regular(text) if self.quoted else plain):
+            found = self.read(text)
             if found is not None and found.num_rows == len(lines):
                 return [True] * len(lines)
         if len(lines) == 1:
@@ -93,12 +97,24 @@ class CsvFormat:
         half = len(lines) // 2
         return self.accepts(lines[:half]) + self.accepts(lines[half:])
 
+    def is_regular(self, text: Text) -> bool:
+        """Whether each line is one row wherever it stands: none is too long, quotes are at the ends of fields or twice
+        inside one, and carriage returns in quotes or before line feeds."""
+        if whole_lines(text) < len(text):
+            return False
+        data = np.frombuffer(b"\n" + text, np.uint8)
+        inside, quotes = np.logical_xor.accumulate(data == ord('"')), np.flatnonzero(data == ord('"'))
+        outwards = data[np.where(inside[quotes], quotes - 1, quotes + 1)]
+        after_returns = data[np.flatnonzero((data == ord("\r")) & ~inside) + 1]
+        ends = np.frombuffer(f'{self._delimiter}\r\n"'.encode(), np.uint8)
+        return bool(np.isin(outwards, ends).all() and (after_returns == ord("\n")).all())
+
     def problem(self, line: bytes) -> tuple[str, str]:
         """Reason and message for a bad line, without its end."""
         hint = "; a quote is not closed in this line" if self.quote and line.count(b'"') % 2 else encoding_hint(line)
         if self.quote and len(line) > LONGEST_LINE:
             return "too long", f"the line has more than {LONGEST_LINE:,} characters"
-        if self.quote and b"\r" in line and not self.quoted:
+        if self.quote and b"\r" in (re.sub(rb'"[^"]*"', b"", line) if self.quoted else line):
             return "carriage return", "a carriage return stands inside the line"
         fields, count = self._fields(line), len(self.columns)
         if len(fields) != count:
@@ -120,15 +136,18 @@ class CsvFormat:
             return None
         if (alone := self._parse(line + b"\n", {name: self._types[name]})) is None:
             kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
-            return "0 or 1" if name == self.schema.label else _EXPECTED[str(kind)]
-        wrong = wrong_values(alone, self.schema)
+            is_label = self.labelled and name == self.schema.label
+            return "0 or 1" if is_label else _EXPECTED[str(kind)]
+        wrong = wrong_values(alone, self.schema, self.labelled)
         return wrong[0][1] if wrong else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
         if not lines:
             return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
         quote = '"' if self.quote else False
-        read = arrow_csv.ReadOptions(column_names=self.columns, block_size=BLOCK_BYTES, use_threads=False)
+        # pyarrow loses a line feed in quotes behind a carriage return that ends a block (apache/arrow#51368).
+        size = len(lines) if self.quoted else BLOCK_BYTES
+        read = arrow_csv.ReadOptions(column_names=self.columns, block_size=size, use_threads=False)
         parse = arrow_csv.ParseOptions(delimiter=self._delimiter, quote_char=quote, newlines_in_values=self.quoted)
         convert = arrow_csv.ConvertOptions(
             column_types={name: pa.string() if name in self.multi_hot else kind for name, kind in types.items()},
@@ -153,14 +172,15 @@ class CsvFormat:
 
 
 class CriteoFormat(CsvFormat):
-    """Criteo's. The label and integers are int64, categories uint32. Without the label, as in test.txt, 39 fields."""
+    """Criteo's. The label and integers are int64, categories uint32. Without the label, as in test.txt, 39 fields. If
+    rows are not `labelled`, it is any integer, or empty."""
 
     quote = False
 
-    def __init__(self, options: LogOptions, labelled: bool = True) -> None:
-        super().__init__(FIELDS if labelled else FIELDS[1:], replace(options, delimiter="\t"), labelled)
+    def __init__(self, options: LogOptions, columns: tuple[str, ...] = FIELDS, labelled: bool = True) -> None:
+        super().__init__(columns, replace(options, delimiter="\t"), labelled)
         self.multi_hot, self.kinds = (), dict.fromkeys(self.schema.sparse, "integers")
-        self._rules = _RULES[-len(self.columns) :]
+        self._rules = (_RULES[not labelled], *_RULES[1:])[-len(columns) :]
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
         self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}
 
@@ -254,34 +274,40 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
     """The rows of some lines. All lines are parsed at once; if one of them is bad, each is looked at."""
     if not data.endswith(b"\n"):
         data = data + b"\n"
-    plain = not _has_long_line(data)
+    plain = form.is_regular(data) if form.quoted else not _has_long_line(data)
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
     batch: Any = form.read(data) if plain else None
     is_whole = batch is not None and (not form.quote or batch.num_rows == count_lines(data))
-    if is_whole and not wrong_values(batch, form.schema):
-        return Parsed(batch, np.arange(batch.num_rows), np.zeros(0, dtype=np.int64), lambda number: ("", ""))
+    if is_whole and not wrong_values(batch, form.schema, form.labelled):
+        rows = np.arange(batch.num_rows)
+        return Parsed(batch, rows, rows[:0], rows, lambda number: ("", ""))
     lines, numbers = _lines_of(data, form.quoted)
-    rows = numbers
+    rows = np.arange(len(lines))
     if batch is None or batch.num_rows != len(lines):
         accepted = form.accepts(lines)
-        rows = numbers[np.array(accepted, dtype=bool)]
+        rows = np.flatnonzero(accepted)
         batch = form.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
-    good = good_rows(batch, wrong_values(batch, form.schema))
+    good = good_rows(batch, wrong_values(batch, form.schema, form.labelled))
     batch, rows = batch.filter(pa.array(good)), rows[good]
-    bad_rows = np.setdiff1d(numbers, rows, assume_unique=True)
+    bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)
 
-    def describe(number: int) -> tuple[str, str]:
-        return form.problem(lines[int(np.searchsorted(numbers, bad_rows[number]))])
-
-    return Parsed(batch, rows, bad_rows, describe)
+    return Parsed(batch, rows, bad_rows, numbers, lambda number: form.problem(lines[bad_rows[number]]))
 
 
 def count_lines(data: Text) -> int:
     """Line feeds; several times as fast as `data.count`. By pieces that stay in the processor's cache."""
     text = np.frombuffer(data, np.uint8)
     return sum(int(np.count_nonzero(text[at : at + (1 << 16)] == ord("\n"))) for at in range(0, len(text), 1 << 16))
+
+
+def count_rows(data: Text, quoted: bool) -> int:
+    """Lines, perhaps quoted, that are not blank."""
+    if quoted:
+        return len(_lines_of(data, quoted)[0])
+    text = np.frombuffer(b"\n" + data.replace(b"\r\n", b"\n").replace(b"\r\n", b"\n"), np.uint8)
+    return int(np.count_nonzero((text[1:] == ord("\n")) & (text[:-1] != ord("\n"))))
 
 
 def read_line(source: Any, quoted: bool = False) -> bytes:
@@ -299,11 +325,11 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
     return line
 
 
-def whole_lines(text: bytes) -> int:
+def whole_lines(text: Text) -> int:
     """Bytes of the lines, perhaps quoted, that a text begins with, whole and not too long."""
     data = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero((data == ord("\n")) & ~np.logical_xor.accumulate(data == ord('"'))) + 1
-    too_long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST_LINE)
+    too_long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST_LINE + 1)
     ends = ends[: too_long[0]] if len(too_long) else ends
     return int(ends[-1]) if len(ends) else 0
 

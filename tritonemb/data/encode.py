@@ -155,11 +155,11 @@ def to_integers(strings: Any) -> Any:
         return pa.array([n if n is not None and -(1 << 63) <= n < 1 << 63 else None for n in values], pa.int64())
 
 
-def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
+def wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
     """Of a `pyarrow.RecordBatch` with some of a schema's columns, those that have something wrong: their name, what was
     expected, and the rows (bool `[N]`) that have something else."""
     wrong: list[tuple[str, str, Array]] = []
-    if schema.label in batch.schema.names:
+    if labelled and schema.label in batch.schema.names:
         label = batch.column(schema.label)
         found = numbers(label)
         bad = (found != 0) & (found != 1) | missing_of(label.cast(decoded(label.type)))
@@ -322,12 +322,14 @@ def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> A
     return kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
 
-def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering]) -> Rows:
-    """The rows of a `pyarrow.RecordBatch`; its labels are 0 if it has none."""
+def encode(
+    batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering], labelled: bool
+) -> Rows:
+    """The rows of a `pyarrow.RecordBatch`; labels are 0 unless it is `labelled`."""
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for place, name in enumerate(schema.dense):
         dense[:, place] = scaled(numbers(batch.column(name)), schema.is_logarithmic(name))
-    labels = numbers(batch.column(schema.label)) if schema.label in batch.schema.names else np.zeros(batch.num_rows)
+    labels = numbers(batch.column(schema.label)) if labelled else np.zeros(batch.num_rows)
     columns = tuple(_encoded(batch.column(f.name), numberings[f.name], f.kind) for f in features)
     return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels.astype(np.float32)))
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote, unquote
 
 from tritonemb.data.arrow import fs, pa, parquet
 from tritonemb.data.protocol import SPLITS, WHOLE, ReadReport, Shard, Split
@@ -18,9 +19,13 @@ from tritonemb.utils import listed, require, written_aside
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+EDGE_BYTES = 1 << 16  # at either end of a file, of which runs have a checksum
 NEAR = 1 / 16  # of a shard: how far a cut may move to fall between two row groups
 CHECKSUMS, BLOCK_BYTES = b"tritonemb.crc32", 1 << 20  # of Parquet files
 _MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PK\3\4": "zip"}
+_MAGICS |= {bytes([0x50 + number]) + b"*M\x18": "zstd" for number in range(16)}  # skippable frames, as pzstd writes
+_SCHEMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs"}
+_LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,22 @@ class LogFile:
         return name
 
     @property
-    def location(self) -> str:
-        """The same for all ways to write the path."""
-        return self.path if isinstance(self.path, str) else str(self.path.resolve())
+    def identity(self) -> tuple[Any, ...]:
+        """The same for every spelling of its path, links included."""
+        assert self.stored is not None
+        if isinstance(self.path, Path):
+            status = self.path.stat()
+            return status.st_dev, status.st_ino or self.path.resolve()
+        scheme, _, address = self.path.partition("://")
+        return _SCHEMES.get(scheme, scheme), unquote(address) if scheme.startswith("http") else self.stored[1]
+
+    def digest(self) -> str:
+        """Size, and CRC-32 of the first and last 64 KiB, which may be all; of a table, its rows."""
+        if self.stored is None:
+            return f"{self.size:,} rows"
+        with self.open() as raw:
+            edges = raw.read_at(EDGE_BYTES, 0) + raw.read_at(EDGE_BYTES, max(self.size - EDGE_BYTES, 0))
+        return f"{self.size:,} bytes, CRC-32 {zlib.crc32(edges):08x} of its first and last 64 KiB"
 
     def open(self) -> Any:
         """The stored bytes as a `pyarrow.NativeFile`; ValueError if their number is not the one found."""
@@ -72,7 +90,7 @@ class LogFile:
 
 def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
     """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10),
-    without folders and files whose names begin with a dot or an underscore (`_SUCCESS`).
+    without folders and files whose names begin with a dot or an underscore (`_SUCCESS`); others in it are errors.
 
     Args:
         source: paths, or URIs such as `s3://bucket/logs` that `pyarrow` or else `fsspec` has a file system for.
@@ -86,12 +104,17 @@ def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
     files = [file for entry in given for file in _found(entry)]
     if len(by_format := {file.format: file.path for file in files}) > 1:
         raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
-    seen: dict[tuple[str, str], LogFile] = {}
+    _check_distinct(files)
+    return tuple(files)
+
+
+def _check_distinct(files: Sequence[LogFile]) -> None:
+    seen: dict[Any, LogFile] = {}
     for file in files:
         path = file.path if isinstance(file.path, str) else os.path.abspath(file.path)
-        if (other := seen.setdefault((path.removesuffix(file.name), file.stem), file)) is not file:
-            raise ValueError(f"{other.path} and {file.path} look like the same data twice; keep one of them")
-    return tuple(files)
+        for key in (file.identity, (path.removesuffix(file.name), file.stem)):
+            if (other := seen.setdefault(key, file)) is not file:
+                raise ValueError(f"{other.path} and {file.path} look like the same data twice; keep one of them")
 
 
 def is_remote(path: str | Path) -> bool:
@@ -109,21 +132,28 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _found(entry: str | Path) -> list[LogFile]:
-    uri = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
-    path: Path | str = uri if is_remote(entry) else Path(entry)
-    shown, files = path, []
+    path = shown = shown_path(entry)
+    files = []
     try:
-        system, place = _file_system(str(entry), path) if isinstance(path, str) else (fs.LocalFileSystem(), str(entry))
+        system, place = _located(entry)
         info = system.get_file_info(place)
         if info.type == fs.FileType.NotFound:
             raise FileNotFoundError(f"{path}: no such file or folder")
         infos = {path: info}
         if info.type == fs.FileType.Directory:
+            entries = sorted(system.get_file_info(fs.FileSelector(place)), key=lambda entry: natural(entry.base_name))
+            entries = [entry for entry in entries if not entry.base_name.startswith((".", "_"))]
+            folders = [entry for entry in entries if entry.type == fs.FileType.Directory]
             infos = {
                 f"{path}/{entry.base_name}" if isinstance(path, str) else path / entry.base_name: entry
-                for entry in sorted(system.get_file_info(fs.FileSelector(place)), key=lambda e: natural(e.base_name))
-                if entry.type != fs.FileType.Directory and not entry.base_name.startswith((".", "_"))
+                for entry in entries
+                if entry.type != fs.FileType.Directory
             }
+            if names := [entry.base_name for entry in folders if system.get_file_info(fs.FileSelector(entry.path))]:
+                raise ValueError(
+                    f"{path} has folders in it, whose rows would be left out: {listed(names, most=5)}; move their "
+                    "files out of them, or let the folders' names begin with an underscore"
+                )
         if not infos:
             raise ValueError(f"{path}: there are no data files in this folder")
         for shown, info in infos.items():
@@ -144,9 +174,22 @@ def _found(entry: str | Path) -> list[LogFile]:
     return files
 
 
-def _file_system(uri: str, shown: str) -> tuple[Any, str]:
-    try:
-        system, path = fs.FileSystem.from_uri(uri)
+def shown_path(source: str | Path) -> Path | str:
+    """A path, also of a file:// URI; other URIs without keys and options."""
+    if not is_remote(source):
+        return Path(source)
+    uri = re.sub(r"(?<=://)[^/]*@", "", str(source).partition("?")[0]).rstrip("/")
+    return Path(unquote(uri[local.end() :])) if (local := _LOCAL.match(uri)) else uri
+
+
+def _located(source: str | Path) -> tuple[Any, str]:
+    """The file system of a path or URI, and the path there."""
+    shown, uri = shown_path(source), str(source)
+    if isinstance(shown, Path):
+        return fs.LocalFileSystem(), str(shown) if is_remote(source) else uri
+    try:  # as a URI has to be, whether or not it was written so: blanks and the like as %20
+        legal = re.sub(r"%(?![0-9A-Fa-f]{2})", "%25", quote(uri, safe="%/:?=&@+,;!$'()*~[]"))
+        system, path = fs.FileSystem.from_uri(legal)
     except ValueError:  # a scheme that pyarrow does not know
         core = require("fsspec.core")
         try:
@@ -260,6 +303,7 @@ class Chunk:
     part: int  # index
     offset: int  # where the run begins: a byte of the unpacked text, or a row
     line: int  # lines of the part before it
+    first_row: int  # its number in the file, whose header and blank lines are none; of text, for "random" alone
     rows: Any  # whole lines, a `bytearray`, or a `pyarrow.RecordBatch`
     report: ReadReport = field(default_factory=ReadReport)
 
@@ -268,14 +312,15 @@ def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tupl
     """The files of each split, also those that only the rule names."""
     validation, test = (find(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
     test = test if validation or test else files[-1:]
-    validation_at, test_at = ({file.location for file in held_out} for held_out in (validation, test))
-    if both := validation_at & test_at:
-        raise ValueError(f"split: {sorted(both)[0]} is named for validation and for test")
-    if not (train := tuple(file for file in files if file.location not in validation_at | test_at)):
+    validation_at, test_at = ({file.identity for file in held_out} for held_out in (validation, test))
+    if both := [file for file in test if file.identity in validation_at]:
+        raise ValueError(f"split: {both[0].path} is named for validation and for test")
+    if not (train := tuple(file for file in files if file.identity not in validation_at | test_at)):
         names = listed((str(file.path) for file in files), most=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
     if len({file.format for file in (*train, *validation, *test)}) > 1:
         raise ValueError("split: the held-out files are of another format than the others")
+    _check_distinct((*train, *validation, *test))
     return {"train": train, "validation": validation, "test": test}
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tritonemb.data.click_log import ClickLog, is_labelled
+from tritonemb.data.click_log import ClickLog
 from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, make_synthetic
-from tritonemb.data.files import exists, find
+from tritonemb.data.files import exists
 from tritonemb.data.parquet import file_of_frame
 from tritonemb.data.protocol import Data, Feature, Split
 from tritonemb.data.reader_host import ReaderHost, RemoteData
@@ -89,19 +89,18 @@ def open_for_scoring(
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
     `log` is as in training; its split rule is ignored. Categories are read as the kinds that the features have. The
-    label may be missing, as in Criteo's test.txt. Columns to be `kept` are in the batches of `ClickLog.scan`, used by
-    the model or not.
+    label is not read, and may be missing, as in Criteo's test.txt. Columns to be `kept` are in the batches of
+    `ClickLog.scan`, used by the model or not.
 
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.
     """
     if not exists(path):
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
-    labelled = is_labelled(find(path)[0], log)
     kinds = dict.fromkeys(log.schema.integers, "integers") | {each.name: each.kind for each in features if each.kind}
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=SplitRule(split_by="end", test_share=0.0))
-    opened = ClickLog(path, log, labelled=labelled, kept=kept).read_as({each.name: each.kind for each in features})
+    opened = ClickLog(path, log, labelled=False, kept=kept).read_as({each.name: each.kind for each in features})
     if len(opened.features) != len(features):
         raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
     for found, expected in zip(opened.features, features, strict=True):

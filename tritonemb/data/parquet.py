@@ -24,7 +24,7 @@ def head_of(file: LogFile) -> tuple[Any, list[int]]:
     if file.table is not None:
         return file.table.schema, [file.size]
     with open_parquet(file) as (source, _):
-        return source.schema_arrow, _group_rows(source)
+        return plain_schema(source.schema_arrow), _group_rows(source)
 
 
 def _group_rows(source: Any) -> list[int]:
@@ -41,54 +41,63 @@ def file_of_frame(frame: Any, name: str) -> LogFile:
         )
     try:
         table = pa.table(frame)
-        table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+        table = table.cast(plain_schema(table.schema))
     except (pa.ArrowException, TypeError) as error:
         raise ValueError(f"{name}: Arrow can not represent its columns ({error})") from error
     return LogFile(name, "table", None, table.num_rows, table=table)
 
 
-def _without_views(kind: Any) -> Any:
+def plain_schema(schema: Any) -> Any:
+    """A `pyarrow.Schema` without views and decimals: those that are whole and fit become int64, others float64."""
+    return pa.schema([field.with_type(_plain(field.type)) for field in schema])
+
+
+def _plain(kind: Any) -> Any:
+    if pa.types.is_decimal(kind):
+        return pa.int64() if kind.scale == 0 and kind.precision <= 18 else pa.float64()
     if str(kind) in ("string_view", "binary_view"):
         return pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
     if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _without_views(kind.value_type), kind.ordered)
+        return pa.dictionary(kind.index_type, _plain(kind.value_type), kind.ordered)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make(kind.value_field.with_type(_without_views(kind.value_type)))
+        return make(kind.value_field.with_type(_plain(kind.value_type)))
     return kind
 
 
 class ArrowSource:
     """Parquet files or tables with the same columns, among them the time column if the rule names one. ValueError if
-    one is damaged, has no rows, or lacks a column, has it twice, or of a type that does not fit.
+    none has rows, or one is damaged, or lacks a column, has it twice, or of a type that does not fit.
 
     Attributes: `schema` with all columns filled in; `multi_hot`, the sparse columns that are lists; `kinds` of the
     sparse columns, see `Feature`.
     """
 
+    numbering: int | None = None  # of text
+
     def __init__(
         self, files: tuple[LogFile, ...], schema: Schema, rule: SplitRule | None = None, labelled: bool = True,
         kept: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        self._files, self._rule = files, rule or SplitRule()
+        self._files, self._rule, self._labelled = files, rule or SplitRule(), labelled
         self._groups: list[list[int]] = []  # rows of the row groups of each file
         self.multi_hot: tuple[str, ...] = ()
-        time = self._rule.time_column
+        time, first = self._rule.time_column, ""
         others = kept if time is None else (*kept, time)
         known: dict[str, tuple[str, LogFile]] = {}
-        for number, file in enumerate(files):
+        for file in files:
             where, (columns, groups) = str(file.path), head_of(file)
-            if sum(groups) == 0:
-                raise ValueError(f"{where} is empty: it has no rows")
             self._groups.append(groups)
+            if sum(groups) == 0:
+                continue
             schema = schema.of(columns.names, where, labelled, others)
             names = schema.columns(labelled)
             values = {name: _checked(columns.field(name).type, name, schema, where) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
-            if number == 0:
-                self.multi_hot = lists
+            if not first:
+                self.multi_hot, first = lists, where
             if lists != self.multi_hot:
-                raise ValueError(f"{where}: other columns are lists than in {files[0].path}: {self.multi_hot}")
+                raise ValueError(f"{where}: other columns are lists than in {first}: {self.multi_hot}")
             for name in schema.sparse:
                 expected, other = known.setdefault(name, (values[name], file)) if values[name] else ("", file)
                 if values[name] != expected:
@@ -99,6 +108,8 @@ class ArrowSource:
             if time is not None:
                 self._time_type = columns.field(time).type
                 time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # checks the rule's times
+        if not first:
+            raise ValueError(f"{files[0].path} is empty: it has no rows")
         self.schema, self.kinds = schema, {name: kind for name, (kind, _) in known.items()}
         self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *others)))
 
@@ -117,7 +128,7 @@ class ArrowSource:
         if file.table is not None:
             for row in range(offset, stop, slice_rows):
                 rows = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
-                yield Chunk(number, row, row - part.start, rows.to_batches()[0])
+                yield Chunk(number, row, row - part.start, row, rows.to_batches()[0])
             return
         with open_parquet(file, columns) as (source, verify):
             ends = list(itertools.accumulate(_group_rows(source), initial=0))
@@ -126,16 +137,18 @@ class ArrowSource:
             for batch in source.iter_batches(slice_rows, row_groups=groups, columns=columns, use_threads=False):
                 for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
                     verify(group)
+                batch = batch.cast(plain_schema(batch.schema))
                 first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
                 if first < last:
-                    yield Chunk(number, row + first, row + first - part.start, batch.slice(first, last - first))
+                    rows = batch.slice(first, last - first)
+                    yield Chunk(number, row + first, row + first - part.start, row + first, rows)
                 row += batch.num_rows
         if row < stop:
             raise file.changed(f"it had at least {stop} rows and now has {row}")
 
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.rows
-        wrong = wrong_values(batch, self.schema)
+        wrong = wrong_values(batch, self.schema, self._labelled)
         good = good_rows(batch, wrong)
         rows, bad_rows = np.flatnonzero(good), np.flatnonzero(~good)
 
@@ -147,7 +160,8 @@ class ArrowSource:
             message = wrong_value(place, name, "missing" if value is None else value, expected)
             return f"column {name} is not {expected}", message
 
-        return Parsed(batch.filter(pa.array(good)) if len(bad_rows) else batch, rows, bad_rows, describe)
+        good_batch = batch.filter(pa.array(good)) if len(bad_rows) else batch
+        return Parsed(good_batch, rows, bad_rows, np.arange(len(good)), describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """One shard of some parts: runs of whole row groups where there are enough; else one may be read twice."""
@@ -166,7 +180,8 @@ class ArrowSource:
         time = self._rule.time_column
         for number, (file, groups) in enumerate(zip(self._files, self._groups, strict=True)):
             kept, ends = list(range(len(groups))), np.cumsum(groups).tolist()
-            if file.stored is not None and not pa.types.is_floating(self._time_type):  # statistics leave out NaN
+            # Statistics leave out NaN, and those of strings are in the order of text.
+            if file.stored is not None and not (pa.types.is_floating(self._time_type) or is_text(self._time_type)):
                 system, path = file.check_size()
                 fragment = dataset.ParquetFileFormat().make_fragment(path, system)
                 wanted = time_mask(self._rule, split, compute.field(time), self._time_type)
@@ -177,10 +192,6 @@ class ArrowSource:
                     start = parts.pop().start
                 parts.append(Part(number, start, ends[group]))
         return tuple(parts)
-
-    def rows_before(self, part: Part) -> int:
-        """Lines or rows of the file before those of the part. May have to read them, once."""
-        return part.start
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         """`train.parquet, row 3`: where a chunk's row is in its file."""
@@ -221,8 +232,19 @@ def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
 def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
     if bound is None:  # false everywhere; pyarrow takes an expression where the times are one
         return compute.and_kleene(compute.is_valid(times), pa.scalar(False))
-    try:
-        limit = pa.scalar(bound).cast(kind)
-    except pa.ArrowException as error:
-        raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {kind}") from error
-    return compute.coalesce(compute.greater_equal(times, limit), pa.scalar(False))
+    kinds, reason = [kind], ""
+    if text := is_text(kind):  # times of ISO 8601 or numbers, whatever their spelling
+        times = times.cast(pa.string())
+        times = compute.if_else(compute.equal(times, ""), pa.scalar(None, pa.string()), times)
+        kinds = [pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")]
+        kinds += [pa.int64(), pa.float64()]
+    for instant in kinds:
+        try:
+            late = compute.greater_equal(times.cast(instant) if text else times, pa.scalar(bound).cast(instant))
+            return compute.coalesce(late, pa.scalar(False))
+        except pa.ArrowException as error:
+            reason = reason or str(error).splitlines()[0]
+    raise ValueError(
+        f"split: {shown(bound)} is not a time of the time column, which is {kind}, or not all of its times are alike "
+        f"({reason}); write both as 2014-05-31T12:00:00 or, with a zone, as 2014-05-31T12:00:00Z"
+    )

@@ -167,7 +167,8 @@ class OpenOptions:
 
 
 class Data(Protocol):
-    """A data set for binary click prediction, in memory (`Dataset`) or read as it is needed (`ClickLog`)."""
+    """A data set for binary click prediction, in memory (`Dataset`) or read as it is needed (`ClickLog`). It may have
+    `contents`, strings by name: where they have changed, a run is not resumed unasked."""
 
     @property
     def name(self) -> str: ...

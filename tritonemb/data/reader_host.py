@@ -61,7 +61,8 @@ class ReaderHost(Closing):
 def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
     if (action := request.pop("action")) == "describe":
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
-        yield values | {"features": [astuple(feature) for feature in data.features], "splits": data.splits()}, b""
+        values |= {"contents": getattr(data, "contents", {}), "splits": data.splits()}
+        yield values | {"features": [astuple(feature) for feature in data.features]}, b""
     elif action == "rows":
         yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
     else:
@@ -103,6 +104,7 @@ class RemoteData(Tables):
         self.features = tuple(Feature(*feature) for feature in first["features"])
         self.num_dense: int = first["num_dense"]
         self.encoding: str = first["encoding"]
+        self.contents: dict[str, str] = first.get("contents", {})
         self.best_auc: float | None = first["best_auc"]
         self._splits: tuple[Split, ...] = tuple(first["splits"])
 

@@ -37,16 +37,24 @@ class TextSource:
         delimiter, where = delimiter_of(files[0], options), str(files[0].path)
         if not delimiter:
             delimited.check_criteo(options.schema, where)
-        headers = [header_of(file, delimiter) if delimiter else (FIELDS[not labelled :], 0) for file in files]
+        criteo = FIELDS
+        if not (delimiter or labelled):  # there may be labels all the same
+            line = first_bytes(files[0]).lstrip(b"\r\n").partition(b"\n")[0]
+            criteo = FIELDS[line.count(b"\t") == len(FIELDS) - 2 :]
+        headers = [header_of(file, delimiter) if delimiter else (criteo, 0) for file in files]
         columns = headers[0][0]
         for file, (found, _) in zip(files, headers, strict=True):
             if found != columns:
                 raise ValueError(f"{file.path}: its header is not that of {where}: {listed(found)}")
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
+        # What `Chunk.first_row` counts, for a split at random: 1 for rows; 0 for lines, as earlier versions did.
+        self.numbering = 1 if options.split.kind() == "random" else None
         kept = (*kept, *filter(None, [options.split.time_column]))
         self.schema = options.schema.of(columns, where, labelled, kept)
         options = replace(options, schema=self.schema, delimiter=delimiter)
-        self.form = CsvFormat(columns, options, labelled, kept) if delimiter else CriteoFormat(options, labelled)
+        self.form = (
+            CsvFormat(columns, options, labelled, kept) if delimiter else CriteoFormat(options, columns, labelled)
+        )
         self.multi_hot, self.kinds = self.form.multi_hot, self.form.kinds
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
@@ -84,6 +92,7 @@ class TextSource:
                 offset = _enter(source, offset, quoted)
             else:
                 source.seek(offset)
+            row = 0 if self.numbering is None else self._before(part.file, offset)[self.numbering]
             while offset < stop:
                 stripe = offset // width
                 if not (data := _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)):
@@ -92,8 +101,10 @@ class TextSource:
                         raise file.changed(f"its text ends at byte {offset} and had at least {least}")
                     return
                 if stripe % count == index:
-                    yield Chunk(number, offset, line, data)
-                line += count_lines(data)
+                    yield Chunk(number, offset, line, row, data)
+                num_lines = count_lines(data)
+                line += num_lines
+                row += delimited.count_rows(data, quoted) if self.numbering else num_lines
                 offset = source.tell()
 
     def parse(self, chunk: Chunk) -> delimited.Parsed:
@@ -112,12 +123,14 @@ class TextSource:
             pieces += [replace(part, stripes=shard) for part in packed]
         return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
 
-    def rows_before(self, part: Part) -> int:
-        with _COUNTING:
-            return lines_before(self._files[part.file], part.start, self.form.quoted)
+    def where(self, part: Part, chunk: Chunk, line: int) -> str:
+        before = self._before(part.file, part.start)[0]
+        return f"{self._files[part.file].path}, line {before + chunk.line + line + 1}"
 
-    def where(self, part: Part, chunk: Chunk, row: int) -> str:
-        return f"{self._files[part.file].path}, line {self.rows_before(part) + chunk.line + row + 1}"
+    def _before(self, number: int, start: int) -> tuple[int, int]:
+        """Lines, and rows, of a file before the first line that begins at byte `start` or later; reads them, once."""
+        with _COUNTING:
+            return counted_before(self._files[number], start, self.form.quoted, self._header_bytes[number] > 0)
 
     def _check_beginning(self, file: LogFile, header_bytes: int, lenient: bool) -> None:
         with opened(file) as source:
@@ -153,6 +166,10 @@ def delimiter_of(file: LogFile, options: LogOptions) -> str:
 def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
     """The columns that a CSV file names, and the bytes of its first line; ValueError if that is no header."""
     line, end, _ = first_bytes(file).partition(b"\n")
+    if b"\r" in line.removesuffix(b"\r"):
+        raise ValueError(
+            f"{file.path}: lines end with line feeds, not with carriage returns alone; convert it: mac2unix"
+        )
     try:
         decoded = line.removesuffix(b"\r").decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -201,14 +218,15 @@ class _Unpacked(io.RawIOBase):
 
 
 @lru_cache(maxsize=1024)
-def lines_before(file: LogFile, start: int, quoted: bool = False) -> int:
-    """Lines of a file before the first one that begins at byte `start` or later."""
+def counted_before(file: LogFile, start: int, quoted: bool = False, header: bool = False) -> tuple[int, int]:
+    """Lines of a file before the first one that begins at byte `start` or later, and the rows among them."""
+    lines, rows = 0, -1 if header else 0
     if start == 0:
-        return 0
+        return 0, 0
     with opened(file) as source:
-        end = _enter(source, start, quoted)
-    with opened(file) as source:
-        return sum(count_lines(source.read(min(_BLOCK_BYTES, end - place))) for place in range(0, end, _BLOCK_BYTES))
+        while (left := start - source.tell()) > 0 and (data := _read_lines(source, min(left, _BLOCK_BYTES), quoted)):
+            lines, rows = lines + count_lines(data), rows + delimited.count_rows(data, quoted)
+    return lines, rows
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:

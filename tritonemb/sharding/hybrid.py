@@ -30,6 +30,7 @@ from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.cached_server_table import ParallelModel
 from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.utils import listed
 
 Dense = Literal["ddp", "fsdp"]
 
@@ -111,6 +112,9 @@ class HybridParallel(ParallelModel):
         table_device = _device_for(model, device)
         job = fused[0].optimizer, self.groups.world, size, node, table_device, batch_size
         self.plan = plan_job([config for each in fused for config in each.configs], *job) if plan is None else plan
+        named = {config.name for module in model.modules() if isinstance(module, kinds) for config in module.configs}
+        if unknown := sorted(self.plan.tables.keys() - named):
+            raise ValueError(f"the plan has tables that the model does not have: {listed(unknown)}")
         if (self.plan.world_size, self.plan.local_world_size) != (size, node):
             raise ValueError(
                 f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "

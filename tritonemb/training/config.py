@@ -250,6 +250,7 @@ class CheckpointOptions(Options):
         checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
         keep: how many of the last checkpoints stay; the best one stays besides.
         on_checkpoint_error: continue training with the earlier checkpoints, or stop.
+        on_changed_data: at a resumption with data that are not what they were, stop, or begin the epoch again.
         checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
             long as such changes together are smaller than the table.
         checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
@@ -259,6 +260,7 @@ class CheckpointOptions(Options):
     checkpoint_minutes: float = number(10.0, least=0)
     keep: int = number(3, least=1)
     on_checkpoint_error: Literal["continue", "stop"] = "continue"
+    on_changed_data: Literal["continue", "stop"] = "stop"
     checkpoint_incremental: bool = False
     checkpoint_async: bool = False
 

@@ -34,7 +34,7 @@ from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.files import read_manifest_text
-from tritonemb.training.checkpoint.manager import load_model
+from tritonemb.training.checkpoint.manager import data_changes, load_model
 from tritonemb.training.config import TrainConfig, from_plain, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
@@ -74,6 +74,8 @@ def train(
         config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         data = open_data(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
+        if (saved := checkpoint) is not None:  # before anything is converted
+            on_each_rank(group, lambda: data_changes(saved, read_manifest_text(saved)[1], data, config.checkpoint))
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
             # The first rank that comes writes; the others wait, in no collective that times out.

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tritonemb.data.batch import Batch
+from tritonemb.data.datasets import exact_auc
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero
 from tritonemb.training.step import Forward, logits_of, take
 from tritonemb.training.train_state import TrainState
-from tritonemb.utils import require
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
         raise UndefinedMetricsError(
             f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
         )
-    auc = float(require("torchmetrics.functional.classification").binary_auroc(logits.sigmoid(), labels.int()))
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
+    auc = exact_auc(logits, labels)
     return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), labels.numel() / seconds if seconds else 0.0)
 
 

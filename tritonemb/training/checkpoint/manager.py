@@ -4,6 +4,7 @@ Checkpoints may be written while training goes on, by `torch.distributed.checkpo
 """
 
 import atexit
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -44,10 +45,10 @@ from tritonemb.training.checkpoint.reader import (
     stored_tensors,
 )
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, Manifest, Tensors
-from tritonemb.training.config import plain
+from tritonemb.training.config import CheckpointOptions, plain
 from tritonemb.training.doctor import versions
 from tritonemb.training.ranks import on_each_rank, on_rank_zero
-from tritonemb.utils import print_error
+from tritonemb.utils import listed, print_error
 
 
 class AsyncSave:
@@ -192,6 +193,21 @@ def _prefix(collection: str) -> str:
     return "" if collection == "tables" else f"{collection}."
 
 
+def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: CheckpointOptions) -> str:
+    """What is not as it was in the data of a checkpoint's run, as far as both say; ValueError if that is to stop it."""
+    if not (recorded := manifest.get("data")) and isinstance(data, ClickLog):
+        data.number_by_line()
+    current = getattr(data, "contents", None)
+    if not recorded or not current or list(current.items()) == list(recorded.items()):
+        return ""
+    pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
+    changes = [f"{name} was {before}, is {now}" for name, (before, now) in pairs.items() if before != now]
+    text = f"the data have changed since {path}: {listed(changes or ['another order of the files'], most=5)}"
+    if options.on_changed_data == "stop":
+        raise ValueError(f"{text}. Bring them back, or begin the epoch again (--on-changed-data continue)")
+    return text
+
+
 def services_of(model: nn.Module) -> dict[str, TableService]:
     """Of a model's collections on embedding servers, by path."""
     return {path: each.service for path, each in collections_on_servers(model).items() if each.service is not None}
@@ -277,6 +293,7 @@ class CheckpointManager:
         return {
             "versions": versions(state.device),
             "run": self._run(state.data),
+            "data": getattr(state.data, "contents", {}),
             "progress": asdict(state.progress) | {"position": position},
             **state.step.to_json(),
             "optimizer": train_state.optimizer_state(state.model, state.step.dense_optimizer, False)[1],
@@ -306,6 +323,7 @@ class CheckpointManager:
         different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
         if different:
             raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
+        changes = on_each_rank(self._control, lambda: data_changes(path, manifest, data, state.options.checkpoints))
         try:
             progress = train_state.Progress(**manifest["progress"])
             options = {name: manifest[name] for name in (*step.to_json(), "optimizer", "rng")}
@@ -322,6 +340,12 @@ class CheckpointManager:
         load_model(path, state.model, others, stored, ("rng.",), self._control)
         if state.step.dense_optimizer is not None:
             train_state.load_optimizer_state(state.model, state.step.dense_optimizer, tensors, options["optimizer"])
+        if changes:
+            progress, sums = replace(progress, position=None, epoch_samples=0), sums * torch.tensor([1.0, 0.0])
+            if state.ranks.is_first:
+                warnings.warn(
+                    f"{changes}. The epoch begins again; rows held out now may have been trained", stacklevel=3
+                )
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
