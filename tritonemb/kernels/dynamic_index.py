@@ -361,7 +361,9 @@ def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
 def dynamic_insert_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
-    """A launch behind a sort; the host waits for the number of victims. As the reference."""
+    """As `dynamic_missing`, then a launch behind a sort; the host waits for the number of victims. As the reference."""
+    if missing := dynamic_missing(index, ids, last):
+        raise ValueError(f"{missing:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
     rows, evicted = torch.empty_like(ids), ids.new_full((ids.numel(), 2), -1)
     _launch(_insert_kernel, index, ids, occurrences.contiguous(), step, last, half_life, rows, evicted)
     return insertion(rows, evicted)
@@ -437,7 +439,7 @@ def dynamic_missing_reference(index: DynamicIndex, ids: Tensor, last: int) -> in
 def dynamic_insert_reference_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
-    """Give rows to new ids, of which none is `dynamic_missing`.
+    """Give rows to new ids; ValueError, before anything changes, if some are `dynamic_missing`.
 
     Args:
         ids: int64 `[N]`, distinct, ascending, and unknown.
@@ -446,6 +448,8 @@ def dynamic_insert_reference_(
         last: rows that were used after this step are not evicted.
         half_life: in steps, of counts for "lfu", at least 1; 0 for "lru".
     """
+    if missing := dynamic_missing_reference(index, ids, last):
+        raise ValueError(f"{missing:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
     rows, batch = _Rows(index), ids.tolist()
     pairs = zip(batch, occurrences.tolist(), strict=True)
     evicted = [victim for id, count in pairs for victim in rows.insert(id, count, step, last, half_life)]
