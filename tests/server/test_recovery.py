@@ -7,10 +7,10 @@ import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import Trainers, batches, local_servers, make, restarted, same, train, train_all
+from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
 from tritonemb.server import Servers, client, flush, node, records
 from tritonemb.server.node import EmbeddingServer
-from tritonemb.server.records import read_records, write_record
+from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.transport import LocalTransport
 from tritonemb.storage import StorageError
 
@@ -95,6 +95,73 @@ def test_a_torn_record_is_left_out_and_a_damaged_one_is_not(tmp_path):
     for (values, tensors), (given, others) in zip(read_records(path), messages, strict=True):
         assert values == given
         assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(tensors, others, strict=True))
+
+
+def test_a_damaged_record_of_a_log_is_not_taken_for_a_torn_one(tmp_path):
+    """Whichever bit is flipped, also of the last record: what was acknowledged is read, or is missed."""
+    messages = [({"n": n}, [torch.arange(n), torch.tensor(1.5)]) for n in range(3)]
+    with MessageLog(tmp_path / "log", durable=True) as log:
+        for each in (messages[:2], messages[2:]):
+            log.append(each)
+    content = (tmp_path / "log").read_bytes()
+    refused = 0
+    for at in range(0, len(content), 3):
+        (tmp_path / "log").write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        try:
+            assert [values["n"] for values, _ in read_log(tmp_path / "log")] == [0, 1, 2]
+        except StorageError:
+            refused += 1
+    assert refused > len(content) / 4
+    (tmp_path / "log").write_bytes(content[:-60])  # a torn one
+    assert [values["n"] for values, _ in read_log(tmp_path / "log")] == [0, 1]
+
+
+def test_a_server_that_is_lost_again_behind_a_torn_record_is_started_a_third_time(tmp_path):
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, _):
+        train(make(servers, 2), 4)
+    (log,) = (tmp_path / "server-0").glob("log-*")
+    log.write_bytes(log.read_bytes()[:-60])
+    for _ in range(2):
+        with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
+            make(servers, 2)  # something is logged
+            assert own.server.collections["tables"].next_pull == 4
+
+
+@pytest.mark.parametrize("log", ["memory", "disk"])
+def test_an_answer_that_may_be_lost_stays_until_it_is_acknowledged(tmp_path, log):
+    """Also over a restart."""
+    with EmbeddingServer("server-0", tmp_path, log) as server:
+        raw = RawClient(server)
+        first, _ = raw.send("save"), raw.send("save")
+        server.save()
+    with EmbeddingServer("server-0", tmp_path, log) as server:
+        raw.server, version = server, server._version
+        assert list(server._clients["raw"].answers) == [0, 1]
+        assert raw.receive({"op": "again", "number": 0, "received": 0})[0] == first
+        assert server._version == version
+        raw.receive({"op": "save", "number": 2, "received": 1})
+        assert list(server._clients["raw"].answers) == [1, 2]
+
+
+def test_a_client_acknowledges_what_it_has_received_alone():
+    with local_servers(1) as servers:
+        connection, server, taken = servers.connections[0], servers._own[0], {}
+        receive, acknowledged = server.receive, []
+
+        def keep(message, reply):
+            if (number := message[0].get("number")) is not None and number not in taken:
+                taken[number] = reply
+                acknowledged.append(message[0]["received"])
+
+        server.receive = keep
+        for number in range(5):
+            connection.submit("save", {})
+            if number in (1, 3):  # later ones are answered first
+                taken[number](({"number": number, "saved": 0}, []))
+            if number == 3:
+                taken[0](({"number": 0, "saved": 0}, []))
+        assert acknowledged == [0, 0, 0, 0, 2]
+        server.receive = receive
 
 
 @pytest.mark.few(1)
