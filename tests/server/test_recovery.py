@@ -8,7 +8,7 @@ import torch
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
-from tritonemb.server import Servers, client, flush, node, records
+from tritonemb.server import Follower, Publisher, Servers, attach, client, flush, node, records
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.transport import LocalTransport
@@ -162,6 +162,32 @@ def test_a_client_acknowledges_what_it_has_received_alone():
                 taken[0](({"number": 0, "saved": 0}, []))
         assert acknowledged == [0, 0, 0, 0, 2]
         server.receive = receive
+
+
+def test_a_chain_that_nobody_goes_on_with_is_bounded(tmp_path):
+    """The server's own has one snapshot, as there is no log; those that are published stay right."""
+    server = EmbeddingServer("server-0", tmp_path / "rows")
+    with Servers([LocalTransport(server, "server-0")], [server]) as servers:
+        dynamic = {"capacity": 50, "placement": "server", "eviction": te.EvictionConfig(protect=3)}
+        tables = [te.TableConfig(name, None, 4, **dynamic) for name in "de"]
+        model = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
+        attach(model, servers, 1)
+        publisher, room = Publisher(tmp_path / "published"), len(server.collections["tables"].dynamic[0].index.ids)
+        for step in range(30):
+            ids = torch.cat([torch.arange(10 * step, 10 * step + 10), torch.arange(2)])
+            model(te.KeyedJaggedTensor(["d", "e"], ids, lengths=torch.tensor([10, 2]))).sum().backward()
+            if step % 5 == 4:
+                publisher.publish(model)
+        (served,) = server.collections.values()
+        assert list(served.chains) == ["published"]
+        assert sum(map(len, served.chains["published"].removed[0])) <= room
+        flush(model)
+        publisher.publish(model)
+        with Follower(tmp_path / "published", poll=None) as follower:
+            for name in "de":
+                saved = model.table_set.service.tensors(name)
+                assert torch.equal(follower.replica.tables[name].ids, saved["ids"])
+                assert torch.equal(follower.replica.tables[name].rows, saved["weight"])
 
 
 @pytest.mark.few(1)

@@ -329,6 +329,15 @@ class ServedTables:
             table.removed = []
         self.chains[name] = Chain(snapshot, changed, [[] for _ in self.dynamic])
 
+    def note_removed(self) -> None:
+        """Let chains know the ids that have lost their rows; those are forgotten whose next snapshot must be whole."""
+        for place, table in enumerate(self.dynamic):
+            for name, chain in list(self.chains.items()):
+                chain.removed[place] += table.removed or []
+                if table.removed is None or sum(map(len, chain.removed[place])) > len(table.index.ids):
+                    del self.chains[name]
+            table.removed = []
+
     def when(self, condition: Callable[[], bool], action: Action) -> None:
         """Act when this holds, and nothing else can be done."""
         self.waiting.append((condition, action))
