@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 
@@ -373,8 +375,9 @@ def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
 def test_servers_in_another_order_are_refused():
     own = [EmbeddingServer(f"server-{index}") for index in range(2)]
     transports = [LocalTransport(server, server.name) for server in own]
-    with Servers(transports, own) as servers:
-        make(servers)
+    with own[0], own[1]:
+        with Servers(transports) as servers:
+            make(servers)
         with Servers(transports[::-1]) as others, pytest.raises(ValueError, match="in the order in which they were"):
             make(others)
 
@@ -422,3 +425,137 @@ def test_gradients_that_cannot_be_applied_are_not_lost_in_silence(monkeypatch, c
         with pytest.raises(RuntimeError, match=r"server-0 has failed \(MemoryError: no memory\)"):
             train(model, 4)
         assert "no memory" in capfd.readouterr().err
+
+
+def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monkeypatch):
+    """It waits a little, for one that was killed; the first trains on. One that was silent is told the reason."""
+    monkeypatch.setattr(client, "BEAT", 1e6)
+    monkeypatch.setattr(client, "TRAINER_SECONDS", -1e6)
+    server = EmbeddingServer("server-0")
+    transport = LocalTransport(server, "server-0")
+    with Servers([transport], [server]) as first, Servers([transport]) as second:
+        model = make(first, 2)
+        found = train(model, 3)
+        taken = "server-0 has heard of another trainer of rank 0 of 'tables' in the last 10 seconds; end that run first"
+        with pytest.raises(ConnectionRefusedError, match=taken):
+            make(second, 2)
+        found += train(model, 3)
+        server._heard.clear()  # as it is after these seconds
+        train(make(second, 2), 1)
+        with pytest.raises(PermissionError, match="another trainer of rank 0 of 'tables' has taken the place"):
+            train(model, 1)
+        with pytest.raises(PermissionError, match="has taken the place"):
+            first.connections[0].ask("hello")
+    with local_servers(1) as servers:
+        model = make(servers, 2)
+        same(([found], {}), ([train(model, 3) + train(model, 3)], {}))
+
+
+def test_a_server_hears_of_a_client_that_has_nothing_to_say(monkeypatch):
+    with local_servers(1) as servers:
+        connection, server = servers.connections[0], servers._own[0]
+        server._heard.clear()
+        connection._sent -= client.BEAT
+        connection.tick()
+        assert connection._client in server._heard
+
+
+def test_while_a_server_is_started_again_patience_is_not_counted():
+    with local_servers(1) as servers:
+        model, connection, server = make(servers, 1), servers.connections[0], servers._own[0]
+        receive, server.receive = server.receive, lambda message, reply: None
+        waiting = te.nn.prefetch(model, next(batches(1)))
+        connection.is_starting = lambda: True
+        connection._heard -= 10 * connection._patience
+        connection.tick()
+        assert connection._failure is None
+        connection.is_starting = lambda: False
+        connection._heard -= 10 * connection._patience
+        connection.tick()
+        with pytest.raises(ConnectionError, match="has not answered for"):
+            model(waiting)
+        server.receive = receive
+
+
+IDS, ONES = torch.arange(3), torch.ones(3, dtype=torch.int64)
+SUMS = [torch.zeros(3, 6), torch.zeros(0, 4)]
+PULL, PUSH = {"batch": 0, "sizes": [3, 0]}, {"batch": 0, "lr": 0.1, "scale": 1.0, "sizes": [3, 0]}
+MOVE, RECORDS = {"sizes": [[0, 3]], "written": 1}, torch.zeros(3, 48, dtype=torch.uint8)
+MALFORMED = [
+    ("pull", PULL, [IDS]),
+    ("pull", PULL, [IDS, ONES, ONES, ONES]),
+    ("pull", PULL, [IDS, 0 * ONES]),
+    ("pull", PULL, [IDS.int(), ONES]),
+    ("pull", PULL, [IDS[:, None], ONES]),
+    ("pull", PULL, [IDS - 1, ONES]),
+    ("pull", PULL, [IDS + 298, ONES]),
+    ("pull", {"sizes": [3, 0]}, [IDS, ONES]),
+    ("pull", {**PULL, "batch": "0"}, [IDS, ONES]),
+    ("pull", {**PULL, "batch": -1}, [IDS, ONES]),
+    ("pull", {**PULL, "sizes": None}, [IDS, ONES]),
+    ("pull", {**PULL, "sizes": [3]}, [IDS, ONES]),
+    ("pull", {**PULL, "sizes": [4, -1]}, [IDS, ONES]),
+    ("pull", {**PULL, "rank": 1}, [IDS, ONES]),
+    ("pull", {**PULL, "rank": None}, [IDS, ONES]),
+    ("pull", {**PULL, "collection": "of nobody"}, [IDS, ONES]),
+    ("look_up", {"after": "x", "sizes": [3, 0]}, [IDS]),
+    ("look_up", {"after": 0, "sizes": [3, 0]}, [IDS + 2**40]),
+    ("push", PUSH, [IDS]),
+    ("push", PUSH, [IDS, *SUMS, SUMS[0]]),
+    ("push", PUSH, [IDS, SUMS[0].double(), SUMS[1]]),
+    ("push", PUSH, [IDS, SUMS[0][:2], SUMS[1]]),
+    ("push", PUSH, [IDS + 298, *SUMS]),
+    ("push", {**PUSH, "lr": "x"}, [IDS, *SUMS]),
+    ("push", {"batch": 0, "lr": 0.1, "sizes": [3, 0]}, [IDS, *SUMS]),
+    ("flush", {"steps": "x"}, []),
+    ("flush", {"steps": 1, "returned": {"lr": 0.1}}, []),
+    ("assign", {"training": True, "sizes": [3]}, [IDS, ONES]),
+    ("move", MOVE, []),
+    ("move", MOVE, [IDS, RECORDS[:2]]),
+    ("move", MOVE, [IDS, RECORDS.char()]),
+    ("move", MOVE, [IDS.flip(0), RECORDS]),
+    ("move", MOVE, [IDS + 298, RECORDS]),
+    ("move", {"sizes": [[7, 3]], "written": 0}, [IDS]),
+    ("snapshot", {"steps": "1", "chain": "x", "changes_only": False, "path": "x"}, []),
+    ("restore", {"chains": 3}, []),
+    ("read", {"table": "z"}, []),
+    ("load", {"table": "a", "names": ["ids", "weight"]}, [IDS]),
+    ("fail", {}, []),
+]
+
+
+@pytest.mark.parametrize("log", [None, "disk"])
+def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
+    """Of somebody without a name, of a stranger, and of a trainer of other tables; also when the log is read again."""
+    with local_servers(1) as servers:
+        model = make(servers, 2)
+        expected = train(model, 2) + train(model, 4)
+    with restarted(tmp_path, log, 1, NEVER) as (servers, (own,)):
+        model = make(servers, 2)
+        found, server = train(model, 2), own.server
+        raw, stranger = RawClient(server), RawClient(server, "stranger")
+        for values in ({"op": "push", "number": 0}, {"op": "push", "number": 0, "received": 0}, {"op": "stats"},
+                       {"op": "push", "number": "0", "received": 0, "client": "x"}, {"ask": 0}, {}):  # fmt: skip
+            with pytest.raises((KeyError, TypeError)):
+                server.receive((values, []), raw.answers.put)
+        for _ in range(2):
+            error = stranger.send("push", [IDS, *SUMS], collection="tables", rank=0, **PUSH)["error"]
+            assert "this client is not the trainer of rank 0 of 'tables'" in error["message"]
+        assert "no attribute '_ask_fail'" in raw.ask("fail")["error"]["message"]
+        spec = asdict(replace(server.collections["tables"].spec, staleness=0))
+        assert raw.ask("register", collection="other", rank=0)["refused"] is None
+        wrong = [{"trainers": 0}, {"batches": 0}, {"staleness": -1}, {"staleness": "2"}, {"owners": []}]
+        for change in wrong:
+            assert "error" in raw.send("create", collection="other", rank=0, spec=spec | change, server=0)
+        assert "cannot be" in raw.send("create", collection="../other", rank=0, spec=spec, server=0)["error"]["message"]
+        assert "error" not in raw.send("create", collection="other", rank=0, spec=spec, server=0)
+        for op, values, tensors in MALFORMED:
+            assert "error" in raw.send(op, tensors, **{"collection": "other", "rank": 0, **values}), (op, values)
+        assert server._failure is None
+        rows = raw.send("pull", [IDS, ONES], collection="other", rank=0, **PULL)
+        assert "error" not in rows
+        if log is not None:
+            own.restart()
+        found += train(model, 4)
+        assert own.server._failure is None
+    same(([found], {}), ([expected], {}))
