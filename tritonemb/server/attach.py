@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +93,8 @@ def start(
             thread of this process, to which rows are passed by reference.
         folder: where their state is saved; what is there is restored.
         log: who keeps what they were told since then; see `EmbeddingServer`.
-        patience: seconds without a sign of life after which a server counts as gone, and training ends.
+        patience: seconds without a sign of life after which a server counts as gone, and training ends; not counted
+            while a process is started again.
 
     Raises:
         ValueError: there is no server to start, or a log without a folder.
@@ -106,7 +108,10 @@ def start(
             path = None if folder is None else Path(folder) / f"server-{index}"
             own.append(ServerProcess(token, path, log) if processes else EmbeddingServer(f"server-{index}", path, log))
     if processes:
-        return Servers([FlightTransport(each.address, token) for each in own], own, patience, token)
+        servers = Servers([FlightTransport(each.address, token) for each in own], own, patience, token)
+        for connection, each in zip(servers.connections, own, strict=True):
+            connection.is_starting = partial(getattr, each, "is_starting")
+        return servers
     return Servers([LocalTransport(each, each.name) for each in own], own, patience)
 
 

@@ -112,9 +112,7 @@ class FlightTransport:
         moved: a file that has the server's address, which is tried next where it does not answer.
     """
 
-    def __init__(
-        self, address: str, token: str, roots: str | Path | None = None, moved: Path | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, address: str, token: str, roots: str | Path | None = None, moved: Path | None = None) -> None:
         self.address, self._token, self._roots, self._moved = address, token, roots, moved
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
