@@ -6,7 +6,6 @@ Nothing that comes through a socket is unpickled. Exceptions of the server are r
 import builtins
 import hmac
 import json
-import re
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -323,7 +322,8 @@ def check_reach(address: str, has_token: bool = True) -> None:
 
 def full_address(address: str) -> str:
     """An address of which HOST:PORT may be all that is given: of this machine, or else with TLS."""
-    if re.fullmatch(r"[^/]+:\d+", address) is None:
+    host, _, port = address.rpartition(":")
+    if "//" in host or not (host and port.isdecimal()):
         return address
     return f"{'grpc' if _is_loopback('//' + address) else 'grpc+tls'}://{address}"
 

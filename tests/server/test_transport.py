@@ -245,7 +245,7 @@ def test_an_address_may_be_host_and_port_alone(server):
             "localhost:9000": "grpc://localhost:9000", "127.0.0.1:9000": "grpc://127.0.0.1:9000",
             "[::1]:9000": "grpc://[::1]:9000"}  # fmt: skip
     assert {address: flight.full_address(address) for address in full} == full
-    for address in ("grpc://rows-0:9000", "rows-0", "rows-0:", "http://rows-0:9000"):
+    for address in ("grpc://rows-0:9000", "rows-0", "rows-0:", ":9000", "9000", "http://rows-0:9000"):
         assert flight.full_address(address) == address
     with connect([server.address.removeprefix("grpc://")], token="secret") as servers:
         assert servers.addresses == [server.address]
