@@ -12,9 +12,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tritonemb.utils import LazyModule
 
@@ -91,12 +93,13 @@ def start_server(
         exchange: what the server does with a stream in both directions, which ends when it returns or raises.
 
     Raises:
-        ValueError: the address does not fit to the files.
+        ValueError: the address does not fit to the files, or other machines could reach it without TLS.
         OSError: the address is in use, or a file is missing.
     """
     _check_address(address)
     if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
         raise ValueError(f"{address}: TLS needs a grpc+tls:// address, a certificate and its key")
+    check_reach(address)
     pairs = [(Path(certificate).read_bytes(), Path(key).read_bytes())] if certificate and key else None
     expected = f"Bearer {token}".encode()
     streams: set[Exchange] = set()
@@ -140,7 +143,7 @@ def start_server(
     try:
         return Server(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
     except pa.ArrowException as error:
-        raise OSError(f"cannot serve at {address}: {error}") from error
+        raise OSError(f"cannot serve at {address}: {error}; is the port in use? 0 takes a free one") from error
 
 
 @cache
@@ -306,6 +309,31 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
                     break
     error.add_note(f"In {origin}:\n{values['trace']}")
     return error
+
+
+def check_reach(address: str, has_token: bool = True) -> None:
+    """ValueError if other machines can reach a server at this address without TLS, or a token that was chosen."""
+    if address.startswith("grpc://" if has_token else SCHEMES) and not _is_loopback(address):
+        raise ValueError(
+            f"other machines can reach {address}: set {TOKEN}, and serve at grpc+tls://HOST:PORT with a certificate "
+            "and its key; or serve at grpc://127.0.0.1:PORT"
+        )
+
+
+def full_address(address: str) -> str:
+    """An address of which HOST:PORT may be all that is given: of this machine, or else with TLS."""
+    host, _, port = address.rpartition(":")
+    if "//" in host or not (host and port.isdecimal()):
+        return address
+    return f"{'grpc' if _is_loopback('//' + address) else 'grpc+tls'}://{address}"
+
+
+def _is_loopback(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_address(address: str) -> None:

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.data.logs import same
 from tests.data.threads import running
 from tests.helpers import DEADLINE
 from tritonemb.data import Dataset, ReaderHost, RemoteData, Rows, make_synthetic, open_dataset
+from tritonemb.data import open as open_
 from tritonemb.data.loader import open_shards
 from tritonemb.flight import Client, decode_error, encode_error
 
@@ -101,6 +103,21 @@ def test_hosts_need_the_same_data(served):
         ReaderHost(make_synthetic(10, 50), "grpc+tls://127.0.0.1:0")
     with pytest.raises(OSError, match="cannot serve at"):
         ReaderHost(make_synthetic(10, 50), host.address)
+    with pytest.raises(ValueError, match=r"other machines can reach grpc://0\.0\.0\.0:0: .* serve at grpc\+tls"):
+        ReaderHost(make_synthetic(10, 50), "grpc://0.0.0.0:0")
+
+
+def test_the_command_listens_on_this_machine_and_says_a_token_that_it_has_made(capsys, monkeypatch):
+    monkeypatch.setattr(open_, "open_dataset", lambda *args, **how: make_synthetic(10, 50))
+    monkeypatch.setattr(ReaderHost, "wait", lambda host: None)
+    options = open_.ServeOptions("synthetic")
+    assert options.address == "grpc://127.0.0.1:8815"
+    for token in ("", "secret"):
+        monkeypatch.setenv("TRITONEMB_TOKEN", token)
+        open_.serve(replace(options, address="grpc://127.0.0.1:0"))
+        address, *more = capsys.readouterr().out.splitlines()
+        assert address.startswith("serving synthetic at grpc://127.0.0.1:")
+        assert [line[:16] for line in more] == ([] if token else ["TRITONEMB_TOKEN="])
 
 
 def test_tls(certificate):

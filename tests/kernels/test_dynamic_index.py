@@ -301,6 +301,29 @@ def assert_alike(one: DynamicIndex, other: DynamicIndex) -> None:
         assert torch.equal(mine.cpu(), theirs.cpu())
 
 
+@pytest.mark.parametrize(
+    ("kernels", "capacity"), [("reference", 700), ("cpu", 700), pytest.param("triton", 9, marks=pytest.mark.triton)]
+)
+def test_an_insertion_that_finds_no_room_ends_and_changes_nothing(device, kernels, capacity):
+    """Also where it is one partition that is full, and others have room."""
+    index = make_index(capacity, device if kernels == "triton" else "cpu", 3)
+    num_partitions = index.num_sets.numel()
+    room = len(index.ids) // num_partitions
+    ids = torch.arange(6 * room * num_partitions, device=index.ids.device)
+    of_partition = [ids[partitions_of(ids, num_partitions) == number] for number in range(num_partitions)]
+    insert, ones = served(kernels, "dynamic_insert_"), torch.ones_like(ids)
+    insert(index, of_partition[0][:room], ones[:room], 1, 0, 0)
+    before = [part.clone() for part in index]
+    new = torch.cat([of_partition[0][room : room + 2], of_partition[-1][-3:]]).sort().values
+    missing = 2 if num_partitions > 1 else 5
+    with pytest.raises(ValueError, match=f"{missing} of 5 new ids find no room, and nothing was inserted"):
+        insert(index, new, ones[:5], 2, 0, 0)
+    assert all(torch.equal(part, copy) for part, copy in zip(index, before, strict=True))
+    done = insert(index, new, ones[:5], 2, 1, 0)
+    assert len(done.evicted_ids) == missing
+    assert torch.isin(done.evicted_ids, of_partition[0][:room]).all()
+
+
 @pytest.mark.triton
 @settings(max_examples=4)
 @given(problems(most_steps=4, most_ids=(3, 20, 60)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import shutil
 import threading
@@ -125,6 +126,26 @@ def same(found: tuple[list[Outputs], dict[str, Tensor]], expected: tuple[list[Ou
         torch.equal(*pair) for each in zip(outputs, expected[0], strict=True) for pair in zip(*each, strict=True)
     )
     assert_same_bits(state, expected[1])
+
+
+class RawClient:
+    """Sends a server what it is told, whatever that is, and has its answers."""
+
+    def __init__(self, server: EmbeddingServer, name: str = "raw") -> None:
+        self.server, self.name, self.number = server, name, 0
+        self.answers: queue.Queue[Message] = queue.Queue()
+
+    def receive(self, values: dict, tensors=()) -> tuple[dict, list[Tensor]]:
+        self.server.receive(({"client": self.name, **values}, list(tensors)), self.answers.put)
+        return self.answers.get(timeout=DEADLINE)
+
+    def ask(self, op: str, **values) -> dict:
+        return self.receive({"op": op, "ask": 0, **values})[0]
+
+    def send(self, op: str, tensors=(), **values) -> dict:
+        """The next message's answer."""
+        self.number += 1
+        return self.receive({"op": op, "number": self.number - 1, "received": 0, **values}, tensors)[0]
 
 
 class Faults(NamedTuple):

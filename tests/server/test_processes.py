@@ -8,7 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,12 +23,14 @@ import tritonemb as te
 from tests.helpers import DEADLINE, assert_same_bits, process_ends
 from tests.server.jobs import local_servers, make, same, train, train_all
 from tritonemb import cli
-from tritonemb.server import EmbeddingServer, connect, launch, start, start_on_ray
+from tritonemb.comm.group import RankGroup
+from tritonemb.server import EmbeddingServer, Servers, connect, launch, start, start_on_ray
 from tritonemb.server.attach import address_file
 from tritonemb.server.snapshot import read_tables
 from tritonemb.server.transport import FlightServer
+from tritonemb.training import job
 from tritonemb.training.checkpoint.reader import saved_on_servers
-from tritonemb.training.config import ServersOptions
+from tritonemb.training.config import ServersOptions, TrainConfig
 from tritonemb.utils import MissingExtraError
 
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
@@ -56,6 +61,7 @@ def test_processes_have_the_bits_of_threads(monkeypatch, capfd):
         mine = [pid for pid in processes_of(os.getpid()) if pid not in before]
         assert len(mine) == 1
         same(train_all(servers, 8, **how), expected)
+        assert "import time:" not in capfd.readouterr().err  # everything was imported before it served
         monkeypatch.setenv("TRITONEMB_TOKEN", servers.token)
         assert cli.main(["doctor", "--servers", ",".join(servers.addresses)]) == 0
         text = capfd.readouterr().out
@@ -64,6 +70,71 @@ def test_processes_have_the_bits_of_threads(monkeypatch, capfd):
         assert cli.main(["doctor", "--servers", "grpc://127.0.0.1:1"]) == 1
         assert "FAILS: grpc://127.0.0.1:1 does not answer" in capfd.readouterr().out
     assert all(map(process_ends, mine))
+
+
+class Process:
+    """A server's, which says its address when it is let."""
+
+    def __init__(self, words: list[str], **how: Any) -> None:
+        self.how, self.words, self.stdin, self.stdout = how, words, None, self
+        self.may_serve, self.ended = threading.Event(), threading.Event()
+        processes.append(self)
+
+    def readline(self) -> str:
+        self.may_serve.wait(DEADLINE)
+        return "serving at grpc://127.0.0.1:1\n"
+
+    def wait(self, timeout: float = DEADLINE) -> None:
+        self.ended.wait(timeout)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def terminate(self) -> None:
+        self.ended.set()
+
+    kill = terminate
+
+
+processes: list[Process] = []
+
+
+def test_a_process_has_a_session_of_its_own_and_says_that_it_is_being_started(monkeypatch):
+    """So a signal to the group of the trainer ends the trainer alone, which then saves what servers have."""
+    started = threading.Event()
+
+    def start_one(*args: Any, **how: Any) -> Process:
+        process = Process(*args, **how)
+        if len(processes) == 1:
+            process.may_serve.set()
+        started.set()
+        return process
+
+    monkeypatch.setattr(launch.subprocess, "Popen", start_one)
+    processes.clear()
+    with launch.ServerProcess("secret", "folder", "disk") as server:
+        assert processes[0].how["start_new_session"]
+        assert not server.is_starting
+        started.clear()
+        processes[0].ended.set()
+        assert started.wait(DEADLINE)
+        assert server.is_starting
+        processes[1].may_serve.set()
+        while server.is_starting:
+            time.sleep(0.001)
+
+
+def test_a_server_that_is_asked_for_without_a_token_says_which_one_it_has(capsys, monkeypatch):
+    monkeypatch.setattr(launch.signal, "signal", lambda number, handler: handler(number, None))  # it ends at once
+    for token in ("", "secret"):
+        monkeypatch.setenv("TRITONEMB_TOKEN", token)
+        launch.serve(launch.ServerOptions())
+        address, *more = capsys.readouterr().out.splitlines()
+        assert address.startswith("serving at grpc://127.0.0.1:")
+        assert [line[:16] for line in more] == ([] if token else ["TRITONEMB_TOKEN="])
 
 
 @pytest.mark.more
@@ -100,19 +171,27 @@ def test_killed_servers_change_no_bit(tmp_path, log, staleness):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("sign", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_command(tmp_path, sign):
+    """Signals go to its process group, as from a terminal or a scheduler. One that it can note ends it with a
+    checkpoint, which takes the servers."""
     command = [sys.executable, "-m", "tritonemb", "train", "--data", "synthetic", "--epochs", "50"]
     command += ["--servers", "2", "--staleness", "4", "--out", str(tmp_path / "run"), "--server-log", "disk"]
+    command += ["--log-every", "3"]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        assert process.stdout.readline(), process.stderr.read()  # it begins to train
+        process.stdout.readline()
+        assert process.stdout.readline(), process.stderr.read()  # it trains
         servers = processes_of(process.pid)
         assert len(servers) == 2
-        process.send_signal(sign)
-        process.communicate(timeout=DEADLINE)
+        os.killpg(process.pid, sign)
+        _, errors = process.communicate(timeout=DEADLINE)
         assert all(map(process_ends, servers))
+        assert any((tmp_path / "run/checkpoints").glob("step-*")) == (sign == signal.SIGINT), errors
+        assert process.returncode == (130 if sign == signal.SIGINT else -sign), errors
     finally:
         process.kill()
         process.communicate()
@@ -203,6 +282,8 @@ def test_ray_has_to_be_installed(monkeypatch):
         ({"servers": "ray:-1"}, "servers=ray:-1: say how many"),
         ({"servers": "2", "server_key": Path("key")}, "server_key are for servers on Ray"),
         ({"servers": "grpc://127.0.0.1:1", "server_log": "disk"}, "server_log is for servers that are started here"),
+        ({"server_restart_timeout": 5.0}, "without servers there is nothing for server_restart_timeout"),
+        ({"servers": "2", "server_restart_timeout": 0.0}, "server_restart_timeout must be at least 1"),
     ],
 )
 @pytest.mark.few(3)
@@ -210,6 +291,18 @@ def test_what_the_command_is_asked_for_wrongly(options, message):
     with pytest.raises(ValueError, match=message):
         ServersOptions(**options)
     assert ServersOptions(servers="ray:4", server_log="disk").num_started == 4
+
+
+def test_the_command_waits_for_a_lost_server_as_long_as_it_is_asked_to(tmp_path, monkeypatch):
+    patience = []
+    for name in ("start", "start_on_ray", "connect"):
+        monkeypatch.setattr(job, name, lambda *args, **how: patience.append(how["patience"]) or Servers([]))
+    for servers in ("2", "ray:2", "localhost:1"):
+        for seconds in (None, 300.0):
+            options = ServersOptions(servers=servers, server_restart_timeout=seconds)
+            with job._servers(TrainConfig(server=options), tmp_path, RankGroup()):
+                pass
+    assert patience == [20.0, 300.0, 60.0, 300.0, 20.0, 300.0]
 
 
 def test_a_folder_that_was_damaged_is_refused(tmp_path: Path):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import Trainers, batches, local_servers, make, restarted, same, train, train_all
-from tritonemb.server import Servers, client, flush, node, records
+from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
+from tritonemb.server import Follower, Publisher, Servers, attach, client, flush, node, records
 from tritonemb.server.node import EmbeddingServer
-from tritonemb.server.records import read_records, write_record
+from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.transport import LocalTransport
 from tritonemb.storage import StorageError
 
@@ -95,6 +97,99 @@ def test_a_torn_record_is_left_out_and_a_damaged_one_is_not(tmp_path):
     for (values, tensors), (given, others) in zip(read_records(path), messages, strict=True):
         assert values == given
         assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(tensors, others, strict=True))
+
+
+def test_a_damaged_record_of_a_log_is_not_taken_for_a_torn_one(tmp_path):
+    """Whichever bit is flipped, also of the last record: what was acknowledged is read, or is missed."""
+    messages = [({"n": n}, [torch.arange(n), torch.tensor(1.5)]) for n in range(3)]
+    with MessageLog(tmp_path / "log", durable=True) as log:
+        for each in (messages[:2], messages[2:]):
+            log.append(each)
+    content = (tmp_path / "log").read_bytes()
+    refused = 0
+    for at in range(0, len(content), 3):
+        (tmp_path / "log").write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        try:
+            assert [values["n"] for values, _ in read_log(tmp_path / "log")] == [0, 1, 2]
+        except StorageError:
+            refused += 1
+    assert refused > len(content) / 4
+    (tmp_path / "log").write_bytes(content[:-60])  # a torn one
+    assert [values["n"] for values, _ in read_log(tmp_path / "log")] == [0, 1]
+
+
+def test_a_server_that_is_lost_again_behind_a_torn_record_is_started_a_third_time(tmp_path):
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, _):
+        train(make(servers, 2), 4)
+    (log,) = (tmp_path / "server-0").glob("log-*")
+    log.write_bytes(log.read_bytes()[:-60])
+    for _ in range(2):
+        with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
+            make(servers, 2)  # something is logged
+            assert own.server.collections["tables"].next_pull == 4
+
+
+@pytest.mark.parametrize("log", ["memory", "disk"])
+def test_an_answer_that_may_be_lost_stays_until_it_is_acknowledged(tmp_path, log):
+    """Also over a restart."""
+    with EmbeddingServer("server-0", tmp_path, log) as server:
+        raw = RawClient(server)
+        first, _ = raw.send("save"), raw.send("save")
+        server.save()
+    with EmbeddingServer("server-0", tmp_path, log) as server:
+        raw.server, version = server, server._version
+        assert list(server._clients["raw"].answers) == [0, 1]
+        assert raw.receive({"op": "again", "number": 0, "received": 0})[0] == first
+        assert server._version == version
+        raw.receive({"op": "save", "number": 2, "received": 1})
+        assert list(server._clients["raw"].answers) == [1, 2]
+
+
+def test_a_client_acknowledges_what_it_has_received_alone():
+    with local_servers(1) as servers:
+        connection, server, taken = servers.connections[0], servers._own[0], {}
+        receive, acknowledged = server.receive, []
+
+        def keep(message, reply):
+            if (number := message[0].get("number")) is not None and number not in taken:
+                taken[number] = reply
+                acknowledged.append(message[0]["received"])
+
+        server.receive = keep
+        for number in range(5):
+            connection.submit("save", {})
+            if number in (1, 3):  # later ones are answered first
+                taken[number](({"number": number, "saved": 0}, []))
+            if number == 3:
+                taken[0](({"number": 0, "saved": 0}, []))
+        assert acknowledged == [0, 0, 0, 0, 2]
+        server.receive = receive
+
+
+def test_a_chain_that_nobody_goes_on_with_is_bounded(tmp_path):
+    """The server's own has one snapshot, as there is no log; those that are published stay right."""
+    server = EmbeddingServer("server-0", tmp_path / "rows")
+    with Servers([LocalTransport(server, "server-0")], [server]) as servers:
+        dynamic = {"capacity": 50, "placement": "server", "eviction": te.EvictionConfig(protect=3)}
+        tables = [te.TableConfig(name, None, 4, **dynamic) for name in "de"]
+        model = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
+        attach(model, servers, 1)
+        publisher, room = Publisher(tmp_path / "published"), len(server.collections["tables"].dynamic[0].index.ids)
+        for step in range(30):
+            ids = torch.cat([torch.arange(10 * step, 10 * step + 10), torch.arange(2)])
+            model(te.KeyedJaggedTensor(["d", "e"], ids, lengths=torch.tensor([10, 2]))).sum().backward()
+            if step % 5 == 4:
+                publisher.publish(model)
+        (served,) = server.collections.values()
+        assert list(served.chains) == ["published"]
+        assert sum(map(len, served.chains["published"].removed[0])) <= room
+        flush(model)
+        publisher.publish(model)
+        with Follower(tmp_path / "published", poll=None) as follower:
+            for name in "de":
+                saved = model.table_set.service.tensors(name)
+                assert torch.equal(follower.replica.tables[name].ids, saved["ids"])
+                assert torch.equal(follower.replica.tables[name].rows, saved["weight"])
 
 
 @pytest.mark.few(1)
@@ -280,8 +375,9 @@ def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
 def test_servers_in_another_order_are_refused():
     own = [EmbeddingServer(f"server-{index}") for index in range(2)]
     transports = [LocalTransport(server, server.name) for server in own]
-    with Servers(transports, own) as servers:
-        make(servers)
+    with own[0], own[1]:
+        with Servers(transports) as servers:
+            make(servers)
         with Servers(transports[::-1]) as others, pytest.raises(ValueError, match="in the order in which they were"):
             make(others)
 
@@ -329,3 +425,137 @@ def test_gradients_that_cannot_be_applied_are_not_lost_in_silence(monkeypatch, c
         with pytest.raises(RuntimeError, match=r"server-0 has failed \(MemoryError: no memory\)"):
             train(model, 4)
         assert "no memory" in capfd.readouterr().err
+
+
+def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monkeypatch):
+    """It waits a little, for one that was killed; the first trains on. One that was silent is told the reason."""
+    monkeypatch.setattr(client, "BEAT", 1e6)
+    monkeypatch.setattr(client, "TRAINER_SECONDS", -1e6)
+    server = EmbeddingServer("server-0")
+    transport = LocalTransport(server, "server-0")
+    with Servers([transport], [server]) as first, Servers([transport]) as second:
+        model = make(first, 2)
+        found = train(model, 3)
+        taken = "server-0 has heard of another trainer of rank 0 of 'tables' in the last 10 seconds; end that run first"
+        with pytest.raises(ConnectionRefusedError, match=taken):
+            make(second, 2)
+        found += train(model, 3)
+        server._heard.clear()  # as it is after these seconds
+        train(make(second, 2), 1)
+        with pytest.raises(PermissionError, match="another trainer of rank 0 of 'tables' has taken the place"):
+            train(model, 1)
+        with pytest.raises(PermissionError, match="has taken the place"):
+            first.connections[0].ask("hello")
+    with local_servers(1) as servers:
+        model = make(servers, 2)
+        same(([found], {}), ([train(model, 3) + train(model, 3)], {}))
+
+
+def test_a_server_hears_of_a_client_that_has_nothing_to_say(monkeypatch):
+    with local_servers(1) as servers:
+        connection, server = servers.connections[0], servers._own[0]
+        server._heard.clear()
+        connection._sent -= client.BEAT
+        connection.tick()
+        assert connection._client in server._heard
+
+
+def test_while_a_server_is_started_again_patience_is_not_counted():
+    with local_servers(1) as servers:
+        model, connection, server = make(servers, 1), servers.connections[0], servers._own[0]
+        receive, server.receive = server.receive, lambda message, reply: None
+        waiting = te.nn.prefetch(model, next(batches(1)))
+        connection.is_starting = lambda: True
+        connection._heard -= 10 * connection._patience
+        connection.tick()
+        assert connection._failure is None
+        connection.is_starting = lambda: False
+        connection._heard -= 10 * connection._patience
+        connection.tick()
+        with pytest.raises(ConnectionError, match="has not answered for"):
+            model(waiting)
+        server.receive = receive
+
+
+IDS, ONES = torch.arange(3), torch.ones(3, dtype=torch.int64)
+SUMS = [torch.zeros(3, 6), torch.zeros(0, 4)]
+PULL, PUSH = {"batch": 0, "sizes": [3, 0]}, {"batch": 0, "lr": 0.1, "scale": 1.0, "sizes": [3, 0]}
+MOVE, RECORDS = {"sizes": [[0, 3]], "written": 1}, torch.zeros(3, 48, dtype=torch.uint8)
+MALFORMED = [
+    ("pull", PULL, [IDS]),
+    ("pull", PULL, [IDS, ONES, ONES, ONES]),
+    ("pull", PULL, [IDS, 0 * ONES]),
+    ("pull", PULL, [IDS.int(), ONES]),
+    ("pull", PULL, [IDS[:, None], ONES]),
+    ("pull", PULL, [IDS - 1, ONES]),
+    ("pull", PULL, [IDS + 298, ONES]),
+    ("pull", {"sizes": [3, 0]}, [IDS, ONES]),
+    ("pull", {**PULL, "batch": "0"}, [IDS, ONES]),
+    ("pull", {**PULL, "batch": -1}, [IDS, ONES]),
+    ("pull", {**PULL, "sizes": None}, [IDS, ONES]),
+    ("pull", {**PULL, "sizes": [3]}, [IDS, ONES]),
+    ("pull", {**PULL, "sizes": [4, -1]}, [IDS, ONES]),
+    ("pull", {**PULL, "rank": 1}, [IDS, ONES]),
+    ("pull", {**PULL, "rank": None}, [IDS, ONES]),
+    ("pull", {**PULL, "collection": "of nobody"}, [IDS, ONES]),
+    ("look_up", {"after": "x", "sizes": [3, 0]}, [IDS]),
+    ("look_up", {"after": 0, "sizes": [3, 0]}, [IDS + 2**40]),
+    ("push", PUSH, [IDS]),
+    ("push", PUSH, [IDS, *SUMS, SUMS[0]]),
+    ("push", PUSH, [IDS, SUMS[0].double(), SUMS[1]]),
+    ("push", PUSH, [IDS, SUMS[0][:2], SUMS[1]]),
+    ("push", PUSH, [IDS + 298, *SUMS]),
+    ("push", {**PUSH, "lr": "x"}, [IDS, *SUMS]),
+    ("push", {"batch": 0, "lr": 0.1, "sizes": [3, 0]}, [IDS, *SUMS]),
+    ("flush", {"steps": "x"}, []),
+    ("flush", {"steps": 1, "returned": {"lr": 0.1}}, []),
+    ("assign", {"training": True, "sizes": [3]}, [IDS, ONES]),
+    ("move", MOVE, []),
+    ("move", MOVE, [IDS, RECORDS[:2]]),
+    ("move", MOVE, [IDS, RECORDS.char()]),
+    ("move", MOVE, [IDS.flip(0), RECORDS]),
+    ("move", MOVE, [IDS + 298, RECORDS]),
+    ("move", {"sizes": [[7, 3]], "written": 0}, [IDS]),
+    ("snapshot", {"steps": "1", "chain": "x", "changes_only": False, "path": "x"}, []),
+    ("restore", {"chains": 3}, []),
+    ("read", {"table": "z"}, []),
+    ("load", {"table": "a", "names": ["ids", "weight"]}, [IDS]),
+    ("fail", {}, []),
+]
+
+
+@pytest.mark.parametrize("log", [None, "disk"])
+def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
+    """Of somebody without a name, of a stranger, and of a trainer of other tables; also when the log is read again."""
+    with local_servers(1) as servers:
+        model = make(servers, 2)
+        expected = train(model, 2) + train(model, 4)
+    with restarted(tmp_path, log, 1, NEVER) as (servers, (own,)):
+        model = make(servers, 2)
+        found, server = train(model, 2), own.server
+        raw, stranger = RawClient(server), RawClient(server, "stranger")
+        for values in ({"op": "push", "number": 0}, {"op": "push", "number": 0, "received": 0}, {"op": "stats"},
+                       {"op": "push", "number": "0", "received": 0, "client": "x"}, {"ask": 0}, {}):  # fmt: skip
+            with pytest.raises((KeyError, TypeError)):
+                server.receive((values, []), raw.answers.put)
+        for _ in range(2):
+            error = stranger.send("push", [IDS, *SUMS], collection="tables", rank=0, **PUSH)["error"]
+            assert "this client is not the trainer of rank 0 of 'tables'" in error["message"]
+        assert "no attribute '_ask_fail'" in raw.ask("fail")["error"]["message"]
+        spec = asdict(replace(server.collections["tables"].spec, staleness=0))
+        assert raw.ask("register", collection="other", rank=0)["refused"] is None
+        wrong = [{"trainers": 0}, {"batches": 0}, {"staleness": -1}, {"staleness": "2"}, {"owners": []}]
+        for change in wrong:
+            assert "error" in raw.send("create", collection="other", rank=0, spec=spec | change, server=0)
+        assert "cannot be" in raw.send("create", collection="../other", rank=0, spec=spec, server=0)["error"]["message"]
+        assert "error" not in raw.send("create", collection="other", rank=0, spec=spec, server=0)
+        for op, values, tensors in MALFORMED:
+            assert "error" in raw.send(op, tensors, **{"collection": "other", "rank": 0, **values}), (op, values)
+        assert server._failure is None
+        rows = raw.send("pull", [IDS, ONES], collection="other", rank=0, **PULL)
+        assert "error" not in rows
+        if log is not None:
+            own.restart()
+        found += train(model, 4)
+        assert own.server._failure is None
+    same(([found], {}), ([expected], {}))

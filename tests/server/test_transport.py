@@ -21,7 +21,8 @@ import pyarrow.flight
 from tests.helpers import DEADLINE
 from tritonemb import flight
 from tritonemb.flight import Client, start_server
-from tritonemb.server import transport
+from tritonemb.server import connect, transport
+from tritonemb.server.metrics import MetricsServer
 from tritonemb.server.transport import FlightServer, FlightTransport, LocalTransport
 
 SHAPES = [(), (0,), (3,), (2, 0, 3), (5, 7), (1, 130)]
@@ -165,16 +166,6 @@ def test_messages_of_several_threads_stay_whole_and_in_order(peer, monkeypatch):
     assert all(found == list(range(60)) for found in numbers.values())
 
 
-def test_traffic(way, peer):
-    for _ in range(3):
-        peer.ask({"a": 1}, [torch.zeros(2, 5), torch.tensor(1, dtype=torch.int8)])
-    peer.ask({})
-    num_bytes = 0 if isinstance(way, LocalTransport) else 3 * 41
-    traffic = way.traffic
-    assert (traffic.messages_sent, traffic.messages_received) == (4, 4)
-    assert (traffic.bytes_sent, traffic.bytes_received) == (num_bytes, num_bytes)
-
-
 @pytest.mark.parametrize("kind", ["local", "flight"])
 def test_replies_come_from_any_thread_and_are_dropped_after_close(kind):
     service = Later()
@@ -247,6 +238,27 @@ def test_other_machines_need_a_token_and_tls(certificate, monkeypatch):
             peer = Peer(FlightTransport(server.address, "secret"))
             assert peer.ask({"a": 1}) == ({"a": 1}, [])
             peer.channel.close()
+
+
+def test_an_address_may_be_host_and_port_alone(server):
+    full = {"rows-0:9000": "grpc+tls://rows-0:9000", "10.0.0.1:9000": "grpc+tls://10.0.0.1:9000",
+            "localhost:9000": "grpc://localhost:9000", "127.0.0.1:9000": "grpc://127.0.0.1:9000",
+            "[::1]:9000": "grpc://[::1]:9000"}  # fmt: skip
+    assert {address: flight.full_address(address) for address in full} == full
+    for address in ("grpc://rows-0:9000", "rows-0", "rows-0:", ":9000", "9000", "http://rows-0:9000"):
+        assert flight.full_address(address) == address
+    with connect([server.address.removeprefix("grpc://")], token="secret") as servers:
+        assert servers.addresses == [server.address]
+    with pytest.raises(ValueError, match="'localhost' is not an address: expected grpc://HOST:PORT"):
+        connect(["localhost"])
+
+
+def test_a_port_in_use_is_said(server):
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(OSError, match=rf"cannot serve at grpc://127\.0\.0\.1:{port}: .* is the port in use\?"):
+        FlightServer(Echo(), server.address)
+    with pytest.raises(OSError, match=rf"cannot serve numbers at 127\.0\.0\.1:{port}: Address already in use"):
+        MetricsServer(port, str)
 
 
 def test_an_error_of_the_service_ends_one_channel(server):

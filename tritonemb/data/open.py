@@ -115,12 +115,12 @@ class ServeOptions:
 
     The token that they need is that of the environment (TRITONEMB_TOKEN); if there is none, a random one is printed.
 
-    Example: tritonemb serve --data day_0.tsv --address grpc://0.0.0.0:8815
+    Example: tritonemb serve --data day_0.tsv --address grpc+tls://0.0.0.0:8815 --certificate tls.crt --key tls.key
 
     Args:
         data: a data set's name, or the path of a log.
         path: where the data set lies, for names that need it.
-        address: where to listen: grpc://HOST:PORT, or grpc+tls://HOST:PORT with a certificate.
+        address: grpc://HOST:PORT on this machine alone, or grpc+tls://HOST:PORT with a certificate.
         certificate: a PEM file for TLS.
         key: its key, a PEM file.
         seed: of synthetic data.
@@ -129,7 +129,7 @@ class ServeOptions:
 
     data: str
     path: Path | None = None
-    address: str = "grpc://0.0.0.0:8815"
+    address: str = "grpc://127.0.0.1:8815"
     certificate: Path | None = None
     key: Path | None = None
     seed: int = 0
@@ -141,6 +141,6 @@ def serve(options: ServeOptions) -> None:
     data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
         print(f"serving {data.name} at {host.address}", flush=True)
-        if TOKEN not in os.environ:
+        if not os.environ.get(TOKEN):
             print(f"{TOKEN}={host.token}", flush=True)
         host.wait()

@@ -304,13 +304,17 @@ def _parts(index: DynamicIndex) -> Any:
     return _Parts._make((*index, partitions, index.ids.numel() // partitions, index.overflowed.numel()))
 
 
-def _launch(kernel: Any, index: DynamicIndex, ids: Tensor, *args: Any) -> None:
-    """A program for each partition, with its ids: their positions are `order[starts[p] … starts[p + 1] - 1]`."""
+def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`starts`, `order` and ids: those of partition p are at positions `order[starts[p] … starts[p + 1] - 1]`."""
     partitions = partitions_of(ids, index.whole[0]) - index.whole[1]
     partitions, order = torch.sort(partitions.short(), stable=True)
     edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int16, device=ids.device)
-    starts = torch.searchsorted(partitions, edges)
-    launch(kernel, index.num_sets.shape, _parts(index), starts, order, ids.contiguous(), *args, num_warps=1)
+    return torch.searchsorted(partitions, edges), order, ids.contiguous()
+
+
+def _launch(kernel: Any, index: DynamicIndex, *args: Any) -> None:
+    """A program for each partition."""
+    launch(kernel, index.num_sets.shape, _parts(index), *args, num_warps=1)
 
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -354,16 +358,20 @@ def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """A launch behind a sort, and the host waits. As the reference."""
     missing = torch.empty_like(index.num_sets)
-    _launch(_missing_kernel, index, ids, last, missing)
+    _launch(_missing_kernel, index, *_by_partition(index, ids), last, missing)
     return int(missing.sum())
 
 
 def dynamic_insert_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
-    """A launch behind a sort; the host waits for the number of victims. As the reference."""
+    """Two launches behind a sort; the host waits for how many are missing, and for the victims. As the reference."""
+    programs, missing = _by_partition(index, ids), torch.zeros_like(index.num_sets)
+    _launch(_missing_kernel, index, *programs, last, missing)
+    if number := int(missing.sum()):
+        raise ValueError(f"{number:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
     rows, evicted = torch.empty_like(ids), ids.new_full((ids.numel(), 2), -1)
-    _launch(_insert_kernel, index, ids, occurrences.contiguous(), step, last, half_life, rows, evicted)
+    _launch(_insert_kernel, index, *programs, occurrences.contiguous(), step, last, half_life, rows, evicted)
     return insertion(rows, evicted)
 
 
@@ -377,7 +385,7 @@ def insertion(rows: Tensor, evicted: Tensor) -> DynamicInsertion:
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """A launch behind a sort. As the reference."""
     rows = torch.empty_like(ids)
-    _launch(_remove_kernel, index, ids, rows)
+    _launch(_remove_kernel, index, *_by_partition(index, ids), rows)
     return rows
 
 
@@ -437,7 +445,7 @@ def dynamic_missing_reference(index: DynamicIndex, ids: Tensor, last: int) -> in
 def dynamic_insert_reference_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
-    """Give rows to new ids, of which none is `dynamic_missing`.
+    """Give rows to new ids; ValueError, before anything changes, if some are `dynamic_missing`.
 
     Args:
         ids: int64 `[N]`, distinct, ascending, and unknown.
@@ -446,6 +454,8 @@ def dynamic_insert_reference_(
         last: rows that were used after this step are not evicted.
         half_life: in steps, of counts for "lfu", at least 1; 0 for "lru".
     """
+    if missing := dynamic_missing_reference(index, ids, last):
+        raise ValueError(f"{missing:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
     rows, batch = _Rows(index), ids.tolist()
     pairs = zip(batch, occurrences.tolist(), strict=True)
     evicted = [victim for id, count in pairs for victim in rows.insert(id, count, step, last, half_life)]

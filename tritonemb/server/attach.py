@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
-from tritonemb.flight import ROOTS, TOKEN
+from tritonemb.flight import ROOTS, TOKEN, full_address
 from tritonemb.server.client import CollectionClient, Connection, WholeTables
 from tritonemb.server.held_rows import HeldRows, ShardedRows
 from tritonemb.server.launch import ServerProcess
@@ -92,7 +93,8 @@ def start(
             thread of this process, to which rows are passed by reference.
         folder: where their state is saved; what is there is restored.
         log: who keeps what they were told since then; see `EmbeddingServer`.
-        patience: seconds without a sign of life after which a server counts as gone, and training ends.
+        patience: seconds without a sign of life after which a server counts as gone, and training ends; not counted
+            while a process is started again.
 
     Raises:
         ValueError: there is no server to start, or a log without a folder.
@@ -106,7 +108,10 @@ def start(
             path = None if folder is None else Path(folder) / f"server-{index}"
             own.append(ServerProcess(token, path, log) if processes else EmbeddingServer(f"server-{index}", path, log))
     if processes:
-        return Servers([FlightTransport(each.address, token) for each in own], own, patience, token)
+        servers = Servers([FlightTransport(each.address, token) for each in own], own, patience, token)
+        for connection, each in zip(servers.connections, own, strict=True):
+            connection.is_starting = partial(getattr, each, "is_starting")
+        return servers
     return Servers([LocalTransport(each, each.name) for each in own], own, patience)
 
 
@@ -117,7 +122,8 @@ def connect(
     """Connect to embedding servers that run already: `tritonemb server`.
 
     Args:
-        addresses: grpc://HOST:PORT or grpc+tls://HOST:PORT of all of them, in the same order on every trainer.
+        addresses: grpc://HOST:PORT or grpc+tls://HOST:PORT of all of them, in the same order on every trainer;
+            HOST:PORT is the former on this machine, else the latter.
         token: that they expect; that of the environment (TRITONEMB_TOKEN) if not given.
         roots: a PEM file of certificates to trust with TLS; that of TRITONEMB_TLS_ROOTS, or the system's, if not given.
         patience: seconds without a sign of life after which a server counts as gone, and training ends; more where
@@ -139,7 +145,8 @@ def transports_to(
     """As `connect` takes them."""
     roots = roots or os.environ.get(ROOTS)
     moved = (None if folder is None else address_file(Path(folder) / f"server-{n}") for n in range(len(addresses)))
-    return [FlightTransport(address, token, roots, path) for address, path in zip(addresses, moved, strict=True)]
+    pairs = zip(map(full_address, addresses), moved, strict=True)
+    return [FlightTransport(address, token, roots, path) for address, path in pairs]
 
 
 def address_file(folder: str | Path) -> Path:

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,6 +20,7 @@ from torch import Tensor
 from tritonemb.flight import decode_error
 from tritonemb.layout import partitions_of
 from tritonemb.server.codec import RowCodecs
+from tritonemb.server.node import TRAINER_SECONDS
 from tritonemb.server.row_cache import CachedPull, TrainerCache
 from tritonemb.server.snapshot import whole_table
 from tritonemb.server.tables import CollectionSpec
@@ -28,7 +29,7 @@ from tritonemb.types import CacheConfig
 from tritonemb.utils import Closing
 
 Values = dict[str, Any]
-TICK, RESEND_AFTER = 0.2, 1.0  # seconds
+TICK, RESEND_AFTER, BEAT = 0.2, 1.0, 2.0  # seconds; a server hears of an idle client after each beat
 
 
 class Connection(Closing):
@@ -54,6 +55,7 @@ class Connection(Closing):
         self._questions: dict[int, Future[Message]] = {}
         self._heard = self._sent = time.monotonic()
         self._failure: Exception | None = None
+        self.is_starting: Callable[[], bool] = lambda: False  # whether the server is, which takes no patience
         self._closed, self._saving, self._opening = threading.Event(), threading.Lock(), threading.Lock()
         self._channel: Channel | None = None
         self._token: object = None  # of the channel
@@ -87,19 +89,28 @@ class Connection(Closing):
             self._send(self._kept[number])
         return future
 
-    def ask(self, op: str, timeout: float = 10.0) -> Values:
+    def ask(self, op: str, timeout: float = 10.0, **values: Any) -> Values:
         """Ask for what changes no row; ConnectionError if there is no answer in so many seconds."""
-        return self.question(op, {}, [], timeout)[0]
+        return self.question(op, values, [], timeout)[0]
 
     def statistics(self) -> Values:
         """What the server counts; waits while it is busy, or is started again. ConnectionError if it is gone."""
+        found: Values = self._persist("stats")["stats"]
+        return found
+
+    def register(self, collection: str, rank: int) -> None:
+        """Become the trainer of that rank, as soon as none is heard of; ConnectionRefusedError if there is another."""
+        end = time.monotonic() + TRAINER_SECONDS + BEAT
+        while (reason := self._persist("register", collection=collection, rank=rank)["refused"]) is not None:
+            if time.monotonic() > end:
+                raise ConnectionRefusedError(reason)
+            time.sleep(TICK)
+
+    def _persist(self, op: str, **values: Any) -> Values:
         while True:
-            try:
-                found: Values = self.ask("stats")["stats"]
-            except ConnectionError:
-                self.ask("alive", self._patience)
-                continue
-            return found
+            with suppress(ConnectionError):
+                return self.ask(op, **values)
+            self.ask("alive", self._patience)
 
     def question(self, op: str, values: Values, tensors: Sequence[Tensor], timeout: float = 10.0) -> Message:
         """As `ask`, with more to say, and the whole answer."""
@@ -107,6 +118,7 @@ class Connection(Closing):
         self._questions[number] = future
         try:
             while (left := end - time.monotonic()) > 0:
+                end += timeout if self.is_starting() and left < timeout / 2 else 0.0
                 self._reopen()
                 with self._lock:
                     if self._failure is not None:
@@ -191,19 +203,24 @@ class Connection(Closing):
                 future.set_exception(error)
 
     def tick(self) -> None:
-        """Send again what may have been lost."""
+        """Send again what may have been lost; or, if nothing is waited for, let the server hear of this client."""
         now = time.monotonic()
         with self._lock:
-            if self._failure is not None or not self._unanswered:
+            is_idle = not self._unanswered
+            if self._failure is not None or (is_idle and now - self._sent < BEAT):
                 return
-            if now - self._heard > self._patience:
+            if self.is_starting():
+                self._heard = now
+            if not is_idle and now - self._heard > self._patience:
                 self._fail(self._silent())
                 return
-            if now - max(self._sent, self._heard) < RESEND_AFTER and self._channel is not None:
+            if not is_idle and now - max(self._sent, self._heard) < RESEND_AFTER and self._channel is not None:
                 return
-            self._sent, first = now, next(iter(self._kept))  # which the server knows, if it has lost nothing
+            self._sent, first = now, next(iter(self._kept), 0)  # which the server knows, if it has lost nothing
         try:
             self.ask("alive", RESEND_AFTER)
+            if is_idle:
+                return
             expected = self.ask("hello", RESEND_AFTER)["expected"]
         except ConnectionError:  # it is gone, or busy
             return
@@ -324,6 +341,8 @@ class CollectionClient(WholeTables):
             for server in range(len(connections))
         ]  # fmt: skip
         servers, values = range(len(self._connections)), {"spec": asdict(spec)}
+        for connection in self._connections:
+            connection.register(name, rank)
         made = [found for found, _ in wait([self._submit(n, "create", {**values, "server": n}) for n in servers])]
         self._complete = all(found["complete"] for found in made) and len({found["pulls"] for found in made}) == 1
         self._batch = self._pushed = made[0]["pulls"]  # of an earlier run

@@ -20,7 +20,7 @@ from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closing, Options, number
 
 STARTED_BY = "TRITONEMB_STARTED_BY"  # set for a server that ends when its standard input does
-SECONDS_TO_START = 60.0
+SECONDS_TO_START = 600.0  # with many rows to restore
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class ServerOptions(Options):
 
     Example: tritonemb server --address grpc+tls://0.0.0.0:9000 --certificate tls.crt --key tls.key --folder rows
 
-    Clients need the token of the environment, TRITONEMB_TOKEN. What is in the folder is restored.
+    Clients need the token of the environment, TRITONEMB_TOKEN; if there is none, a random one is printed. What is in
+    the folder is restored.
 
     Args:
         address: grpc://HOST:PORT on this machine alone, or grpc+tls://HOST:PORT; port 0 takes a free one.
@@ -78,6 +79,8 @@ def serve(options: ServerOptions) -> None:
             text = partial(scrape, server, {"server": server.name})
             stack.enter_context(MetricsServer(options.metrics_port, text))
         print(f"serving at {served.address}", flush=True)
+        if not os.environ.get(TOKEN):
+            print(f"{TOKEN}={served.token}", flush=True)
         ended.wait()
 
 
@@ -92,7 +95,7 @@ def _end_with_parent() -> None:
 class ServerProcess(Closing):
     """A server in a process of its own, on this machine; `address` and the token are what clients need.
 
-    With a folder and a log it is started again if it ends, so many times.
+    With a folder and a log it is started again if it ends, so many times; meanwhile `is_starting`.
 
     Raises:
         OSError: it did not start, or its folder cannot be used.
@@ -105,16 +108,17 @@ class ServerProcess(Closing):
         self._token, self.address = token, "grpc://127.0.0.1:0"
         options = {"folder": folder, "log": log, "threads": threads}
         self._options = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        self._closing = threading.Event()
-        self._process = self._start()
+        self._closing, self.is_starting = threading.Event(), False
+        self._start()
         if log is not None and restarts:
             threading.Thread(target=self._watch, args=(restarts,), daemon=True, name="tritonemb-restart").start()
 
-    def _start(self) -> "subprocess.Popen[str]":
+    def _start(self) -> None:
         environment = {**os.environ, TOKEN: self._token, STARTED_BY: str(os.getpid()), "OMP_WAIT_POLICY": "passive"}
-        process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             [sys.executable, "-m", "tritonemb", "server", "--address", self.address, *self._options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            start_new_session=True,  # a signal to this process's group is not for servers, which it still needs
         )  # fmt: skip
         assert process.stdout is not None
         late = threading.Timer(SECONDS_TO_START, process.kill)
@@ -126,24 +130,21 @@ class ServerProcess(Closing):
             process.wait()
             raise OSError("an embedding server could not be started on this machine; what it has said is above")
         self.address = line.split()[-1]
-        return process
 
     def _watch(self, restarts: int) -> None:
         for _ in range(restarts):
             self._process.wait()
             if self._closing.is_set():
                 return
+            self.is_starting = True
             with suppress(OSError):  # clients say that it is gone
-                self._process = self._start()
+                self._start()
+            self.is_starting = False
 
     def close(self) -> None:
         self._closing.set()
-        self._process.terminate()
-        try:
-            self._process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+        with self._process as process:  # its streams are closed then
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+            process.kill()

@@ -138,7 +138,10 @@ class MetricsServer(Closing):
             def log_message(self, *args: Any) -> None:
                 """Nothing."""
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise OSError(f"cannot serve numbers at {host}:{port}: {error.strerror}; take another port") from error
         self.address = f"http://{host}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +26,7 @@ from tritonemb.flight import encode_error
 from tritonemb.server.codec import RowCodecs
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.snapshot import SavedPart, parts_of, restore, take_snapshot
-from tritonemb.server.tables import CollectionSpec, ServedTables
+from tritonemb.server.tables import CollectionSpec, ServedTables, warm_up
 from tritonemb.server.transport import Message, Reply
 from tritonemb.storage import StorageError
 from tritonemb.storage.io import sync
@@ -40,8 +41,10 @@ _OWN_FILE = re.compile(r"(clients|log)-\d+|.*-\d+\.rows")
 STATE, OWN = "state.json", "state"  # the file, and the chain of snapshots
 MOST_FILES = 16  # of a chain; a whole snapshot follows
 LOG_BYTES = 1 << 28  # after which the state is saved
-_OF_STEPS = ("pull", "push", "look_up", "flush")  # what users get wrong of these is answered where it is found
+_OF_TRAINERS = ("pull", "push", "look_up", "flush", "hold", "assign", "move")  # come from who is registered as one
 MOST_TAKEN = 64  # messages that are logged at once
+MOST_EARLY = 4_096  # messages of a client that wait for earlier ones; more are dropped, and sent again
+TRAINER_SECONDS = 10.0  # a trainer that was heard of since then is not replaced
 
 
 class ClientState:
@@ -52,10 +55,12 @@ class ClientState:
         early: messages that came before those that go before them.
         undone: messages that have no answer yet, and `waiting` where that goes, by number.
         answers: those that it may not have received.
+        failure: what all its messages are answered with, if it is not the trainer that it says, or not any more.
     """
 
-    def __init__(self, expected: int = 0) -> None:
-        self.expected = self.saved = expected
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.expected = self.saved = 0
+        self.failure = failure
         self.early: dict[int, tuple[Message, Reply]] = {}
         self.undone: dict[int, Message] = {}
         self.waiting: dict[int, Reply] = {}
@@ -95,7 +100,8 @@ class EmbeddingServer(Closing):
         self.name, self.log, self._memory, self._over_memory = name, log, memory, over_memory
         self._began = time.monotonic()
         self._taken: dict[str, float] = {}  # bytes, by collection
-        self._trainers: dict[tuple[str, int], str] = {}  # the client, by collection and rank
+        self._trainers: dict[str, str] = {}  # their clients
+        self._heard: dict[Any, float] = {}  # when each client was last heard of
         self.collections: dict[str, ServedTables] = {}
         self._row_codecs: dict[str, RowCodecs] = {}
         self._folder = None if folder is None else Path(folder)
@@ -112,15 +118,20 @@ class EmbeddingServer(Closing):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lock_folder()
                 self._restore()
+        warm_up()
         self._queue: queue.SimpleQueue[tuple[Message, Reply] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tritonemb-{name}", daemon=True)
         self._thread.start()
 
     def receive(self, message: Message, reply: Reply) -> None:
-        """Take a message; `reply` is called by the server's thread, or, if all that is asked is whether it is alive, by
-        this one, as that thread may be busy for long."""
-        if message[0]["op"] == "alive":
-            reply(({"ask": message[0]["ask"]}, []))
+        """Take a message, or raise if it has no sender. `reply` is called by the server's thread, or, if all that is
+        asked is whether it is alive, by this one, as that thread may be busy for long."""
+        values, is_numbered = message[0], "number" in message[0]
+        for name in ("number", "received") if is_numbered else ("ask",):
+            index(values[name])
+        self._heard[values["client"] if is_numbered else values.get("client")] = time.monotonic()
+        if values["op"] == "alive":
+            reply(({"ask": values["ask"]}, []))
         else:
             self._queue.put((message, reply))
 
@@ -173,17 +184,21 @@ class EmbeddingServer(Closing):
             if (number := values.get("number")) is None:
                 self._answer(reply, values)
                 continue
-            if self._failure is not None:
-                reply(({"number": number, "error": encode_error(self._failure)}, []))
-                continue
             client = self._clients.setdefault(values["client"], ClientState())
+            if not (self._restoring or client.failure) and values["op"] in _OF_TRAINERS:
+                trainer = _trainer_of(values)
+                if self._trainers.setdefault(trainer, values["client"]) != values["client"]:  # a restart forgets them
+                    client.failure = PermissionError(f"this client is not the {trainer}")
+            if (failure := self._failure or client.failure) is not None:
+                reply(({"number": number, "error": encode_error(failure)}, []))
+                continue
             for received in [n for n in client.answers if n < values["received"]]:
                 del client.answers[received]
             if number in client.answers:
                 reply(client.answers[number])
             elif number in client.undone:
                 client.waiting[number] = reply
-            elif number >= client.expected and values["op"] != "again":
+            elif client.expected <= number < client.expected + MOST_EARLY and values["op"] != "again":
                 client.early[number] = message, reply
             while client.expected in client.early:
                 number = client.expected
@@ -226,13 +241,13 @@ class EmbeddingServer(Closing):
         try:
             getattr(self, f"_do_{values['op']}")(values, tensors, answer)
         except Exception as error:
-            if number not in client.undone or values["op"] in _OF_STEPS:
+            if number not in client.undone or any(served.is_broken for served in self.collections.values()):
                 raise  # nobody would be told, or something is half done
             answer(error)
 
     def _answer(self, reply: Reply, question: Values) -> None:
         try:
-            answer = getattr(self, f"_{question['op']}")(question)
+            answer = getattr(self, f"_ask_{question['op']}")(question)
         except Exception as error:
             answer = {"error": encode_error(error)}
         reply(({**answer, "ask": question["ask"]}, []))
@@ -324,15 +339,33 @@ class EmbeddingServer(Closing):
 
     # Questions.
 
-    def _hello(self, question: Values) -> Values:
-        client = self._clients.get(question["client"])
-        return {"expected": client.expected if client else 0}
+    def _ask_hello(self, question: Values) -> Values:
+        client = self._clients.get(question["client"], ClientState())
+        if client.failure is not None:
+            raise client.failure
+        return {"expected": client.expected}
 
-    def _bye(self, question: Values) -> Values:
+    def _ask_bye(self, question: Values) -> Values:
         self._clients.pop(question["client"], None)
+        self._heard.pop(question["client"], None)
         return {}
 
-    def _stats(self, question: Values) -> Values:
+    def _ask_register(self, question: Values) -> Values:
+        """A client becomes a trainer, in the place of one that is gone; or `refused` says that one is not gone."""
+        trainer, client, now = _trainer_of(question), question["client"], time.monotonic()
+        self._heard = {name: at for name, at in list(self._heard.items()) if now - at < TRAINER_SECONDS}
+        if (before := self._trainers.setdefault(trainer, client)) != client:
+            if before in self._heard:
+                reason = (
+                    f"embedding server {self.name} has heard of another {trainer} in the last {TRAINER_SECONDS:.0f} "
+                    "seconds; end that run first, or start other servers for this one"
+                )
+                return {"refused": reason}
+            self._clients[before] = ClientState(PermissionError(f"another {trainer} has taken the place of this one"))
+            self._trainers[trainer] = client
+        return {"refused": None}
+
+    def _ask_stats(self, question: Values) -> Values:
         return {"stats": self.statistics()}
 
     def statistics(self) -> Values:
@@ -356,6 +389,9 @@ class EmbeddingServer(Closing):
 
     def _do_create(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         spec, name = CollectionSpec.from_json(values["spec"]), values["collection"]
+        counts, is_of_file = (spec.trainers, spec.batches, 1 + (spec.staleness or 0)), self._folder is not None
+        if min(counts) < 1 or (is_of_file and Path(name).name != name):
+            raise ValueError(f"there cannot be a collection {name!r} with {spec.trainers} trainers")
         if (there := self.collections.get(name)) is None:
             self.collections[name] = self._make(name, spec, values["server"])
         elif there.spec != spec:
@@ -368,18 +404,10 @@ class EmbeddingServer(Closing):
                 f"embedding server {self.name} is number {there.server} of those of {name!r}, and now it is number "
                 f"{values['server']}; give the addresses in the order in which they were given first"
             )
-        self._forget_trainer(values)
         served = self.collections[name]
         answer(({"pulls": served.next_pull, "complete": served.is_complete()}, []))
         if there is None:
             self.save()
-
-    def _forget_trainer(self, values: Values) -> None:
-        """The client that was this trainer before, if it is gone without a word."""
-        before = self._trainers.get((values["collection"], values["rank"]))
-        self._trainers[values["collection"], values["rank"]] = values["client"]
-        if before is not None and before not in self._trainers.values():
-            self._clients.pop(before, None)
 
     def _make(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
         needed, cache = spec.num_bytes(server), None
@@ -393,33 +421,43 @@ class EmbeddingServer(Closing):
                 )
             folder = None if self._folder is None else self._folder / "rows"
             cache = CacheConfig(share=free / needed, folder=folder)
-        made = ServedTables(spec, server, cache)
+        made, self._row_codecs[name] = ServedTables(spec, server, cache), RowCodecs(spec)
         self._taken[name] = min(needed, free)
         return made
 
     def _do_pull(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        served = self.collections[values["collection"]]
-        ids, occurrences, *versions = (list(each.split(values["sizes"])) for each in tensors)
-        send = _rows(answer, self._codecs(values), served, len(versions))
-        served.pull(values["rank"], values["batch"], ids, occurrences, send, *versions)
+        served, rank, batch = *self._of_trainer(values), index(values["batch"])
+        ids, occurrences, *more = served.columns(values["sizes"], tensors)
+        (versions,) = more or (None,)
+        if (served.spec.exact and batch < served.next_pull) or any((each < 1).any() for each in occurrences):
+            raise ValueError(f"batch {batch} was pulled before, or has an id that does not occur")
+        send = _rows(answer, self._row_codecs[values["collection"]], served, int(versions is not None))
+        served.pull(rank, batch, ids, occurrences, send, versions)
 
     def _do_look_up(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        served = self.collections[values["collection"]]
-        served.look_up(values["after"], list(tensors[0].split(values["sizes"])), _rows(answer))
+        served, _ = self._of_trainer(values)
+        (ids,) = served.columns(values["sizes"], tensors)
+        served.look_up(index(values["after"]), ids, _rows(answer))
 
     def _do_push(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        served, ids = self.collections[values["collection"]], list[Tensor]()
+        served, rank, batch = *self._of_trainer(values), index(values["batch"])
+        lr, ids, sums = float(values["lr"]), list[Tensor](), list[Tensor]()
         if values["sizes"] is not None:
-            ids = list(tensors[0].split(values["sizes"]))
+            (ids,) = served.columns(values["sizes"], tensors[:1])
+            codecs, scale = self._row_codecs[values["collection"]], float(values["scale"])
+            sums = codecs.unpack_gradients(served.numbers, tensors[1:], scale)
+            shapes = [(len(own), table.config.embedding_dim) for own, table in zip(ids, served.dynamic, strict=True)]
+            if [(each.dtype, *each.shape) for each in sums] != [(torch.float32, *shape) for shape in shapes]:
+                raise ValueError(f"gradients must be float32 {shapes}")
         answer(({}, []))  # it has been logged, and is among the pushes of the state from here on
-        sums = self._codecs(values).unpack_gradients(served.numbers, tensors[1:], values["scale"]) if ids else []
-        served.push(values["rank"], values["batch"], ids, sums, values["lr"])
+        served.push(rank, batch, ids, sums, lr)
 
-    def _codecs(self, values: Values) -> RowCodecs:
-        name = values["collection"]
-        if name not in self._row_codecs:
-            self._row_codecs[name] = RowCodecs(self.collections[name].spec)
-        return self._row_codecs[name]
+    def _of_trainer(self, values: Values) -> tuple[ServedTables, int]:
+        """The collection that a trainer's message is for, and the trainer's rank."""
+        served, rank = self.collections[values["collection"]], index(values["rank"])
+        if not 0 <= rank < served.spec.trainers:
+            raise ValueError(f"rank {rank} of {served.spec.trainers}")
+        return served, rank
 
     def _do_facts(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """What a trainer that holds rows must know of the tables, by number."""
@@ -433,8 +471,8 @@ class EmbeddingServer(Closing):
         answer(({}, []))
 
     def _do_assign(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        served = self.collections[values["collection"]]
-        ids, occurrences = (each.split(values["sizes"]) for each in tensors)
+        served, _ = self._of_trainer(values)
+        ids, occurrences = served.columns(values["sizes"], tensors, of_ids=True)
         if values["training"]:
             rows, new = served.assign(ids, occurrences)
         else:
@@ -442,18 +480,19 @@ class EmbeddingServer(Closing):
         answer(({}, [torch.cat([tensors[0][:0], *rows]), torch.cat([tensors[0][:0].bool(), *new])]))
 
     def _do_move(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        served, written = self.collections[values["collection"]], values["written"]
-        parts = tensors[0].split([size for _, size in values["sizes"]])
+        served, (ids, *records) = self.collections[values["collection"]], tensors
+        parts = ids.split([size for _, size in values["sizes"]])
         keys = [(number, part) for (number, _), part in zip(values["sizes"], parts, strict=True)]
-        if written:
-            served.write_records(dict(keys[:written]), tensors[1:])
-        answer(({}, served.read_records(dict(keys[written:]))))
+        served.check_records(keys, records)
+        if records:
+            served.write_records(dict(keys[: len(records)]), records)
+        answer(({}, served.read_records(dict(keys[len(records) :]))))
 
     def _do_flush(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        served = self.collections[values["collection"]]
-        if "returned" in values:
-            served.returned(**values["returned"])
-        served.flush(values["rank"], values["steps"], lambda error: answer(({}, []) if error is None else error))
+        (served, rank), steps, returned = self._of_trainer(values), index(values["steps"]), values.get("returned")
+        if returned is not None:
+            served.returned(index(returned["steps"]), float(returned["lr"]))
+        served.flush(rank, steps, lambda error: answer(({}, []) if error is None else error))
 
     def _do_read(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         found = self._table(values).saved()
@@ -470,7 +509,7 @@ class EmbeddingServer(Closing):
 
     def _do_snapshot(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """Write a file of these tables when all trainers have come to a step, for a checkpoint or for followers."""
-        served = self.collections[values["collection"]]
+        served, steps = self.collections[values["collection"]], index(values["steps"])
 
         def write(error: Exception | None) -> None:
             if error is not None:
@@ -485,7 +524,7 @@ class EmbeddingServer(Closing):
             except Exception as error:
                 answer(error)
 
-        served.when_trained(values["steps"], write)
+        served.when_trained(steps, write)
 
     def _do_restore(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """Become what the files of all servers at a step say: of each server, a chain."""
@@ -493,11 +532,8 @@ class EmbeddingServer(Closing):
         parts = parts_of(served, [[*map(Path, chain)] for chain in values["chains"]])
         for part in parts:
             part.check()
-        try:
-            restore(served, parts)
-        except Exception as error:
-            answer(error)
-            raise  # something is half done
+        served.is_broken = True
+        restore(served, parts)
         served.advance()
         answer(({}, []))
         self.save()
@@ -529,6 +565,10 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
             path.unlink(missing_ok=True)
             raise
     return {"snapshot": header["snapshot"], "after": header["after"]}
+
+
+def _trainer_of(values: Values) -> str:
+    return f"trainer of rank {values.get('rank')} of {values.get('collection')!r}"
 
 
 def _rows(answer: Any, codecs: RowCodecs | None = None, served: ServedTables | None = None, first: int = 0) -> Any:

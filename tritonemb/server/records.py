@@ -102,7 +102,7 @@ def read_log(path: Path) -> Iterator[Message]:
     """What a `MessageLog` has; the last that was appended is left out if it was not written to its end."""
     for values, tensors in read_records(path, torn=True):
         begin = 0
-        for message, size in zip(values["messages"], values["sizes"], strict=True):
+        for message, size in zip(values.get("messages", ()), values.get("sizes", ()), strict=True):
             yield message, tensors[begin : begin + size]
             begin += size
 
@@ -110,7 +110,8 @@ def read_log(path: Path) -> Iterator[Message]:
 class MessageLog(Closing):
     """What a server was told, since its last snapshot: appended to a file, and on the disk if `durable`.
 
-    What is appended at once is one record: if power is lost meanwhile, all or nothing of it is found.
+    What is appended at once is one record: if power is lost meanwhile, all or nothing of it is found. An empty record
+    follows when it is written: one that is damaged, and has that behind it, was acknowledged, and is not torn.
     """
 
     def __init__(self, path: Path, durable: bool) -> None:
@@ -131,6 +132,8 @@ class MessageLog(Closing):
                 self._file.flush()
                 if self._durable:
                     os.fdatasync(self._file.fileno())
+                size += write_record(self._file, ({}, []))
+                self._file.flush()
             except OSError:
                 with suppress(OSError):
                     self._file.close()  # with what it has not written

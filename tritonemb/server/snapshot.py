@@ -33,8 +33,7 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
     When all are written, it is the chain's last one.
     """
     name = uuid.uuid4().hex
-    if any(table.removed is None for table in served.dynamic):
-        served.chains = {}  # a table was loaded
+    served.note_removed()
     last = served.chains.get(chain) if changes_only else None
     counters = {} if served.tables is None else served.tables.counters
     yield {
@@ -43,9 +42,6 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
         "time": time.time(), "held": served.held,
     }, list(counters.values())  # fmt: skip
     for place, (number, table) in enumerate(zip(served.numbers, served.dynamic, strict=True)):
-        for each in served.chains.values():
-            each.removed[place] += table.removed or []
-        table.removed = []
         # By row: they then get the same rows one after the other, and are written where they have been read.
         if last is None:
             rows = table.index.rows[nonzero(table.index.digests != 0)].long().sort().values

@@ -38,7 +38,7 @@ from tritonemb.layout import (
     segment_offsets,
 )
 from tritonemb.ops.row_update import fill_initial_
-from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
+from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
 from tritonemb.storage import record_of
 from tritonemb.storage.store import cpu_kernels
 from tritonemb.tables.dynamic_table import DynamicTable, find_all
@@ -186,9 +186,10 @@ class CollectionSpec:
 
     def in_part(self, table: int, ids: Tensor) -> Tensor:
         """bool `[n]`, of ids that are in this server's partitions of a table: whether the trainer has them."""
-        if (part := self.parts[table]) is None or self.tables[table].num_embeddings is None:
+        if (size := self.tables[table].num_embeddings) is None:
             return torch.ones_like(ids, dtype=torch.bool)
-        return (ids >= part[0]) & (ids < sum(part))
+        first, count = self.parts[table] or (0, size)
+        return (ids >= first) & (ids < first + count)
 
     def num_bytes(self, server: int) -> int:
         """Bytes of a server's rows when its tables are full."""
@@ -233,6 +234,7 @@ class ServedTables:
         chains: of snapshots, by name: what has changed since the last one of each.
         staleness: how many pulls have missed so many steps' updates.
         held: whether a trainer has rows that it has not written back.
+        is_broken: whether something was begun that has not come to its end.
         versions: of each table int64, by row: a number that what is in the row has had since it was last changed, and
             no other content of a row has. None before a trainer with a cache asks; `NO_ROW` of ids without a row.
     """
@@ -256,13 +258,41 @@ class ServedTables:
         self.chains: dict[str, Chain] = {}
         self.versions: list[Tensor] | None = None
         self._version = 0
-        self.held = False
+        self.held, self.is_broken = False, False
         kinds_of = [spec.tables[n].num_embeddings is None for n in self.numbers]
         self._of_ids = [place for place, of_ids in enumerate(kinds_of) if of_ids]
         self._records = [
             record_of(table.config.embedding_dim, table.config.dtype, self.optimizer.states, of_ids)
             for table, of_ids in zip(self.dynamic, kinds_of, strict=True)
         ]
+
+    def columns(self, sizes: Sequence[int], tensors: Sequence[Tensor], of_ids: bool = False) -> list[list[Tensor]]:
+        """Parts of a message's tensors, int `[n]`, ids first, for each table, or dynamic one. Raises if malformed."""
+        columns = [list(each.split(sizes)) for each in tensors]
+        places = self._of_ids if of_ids else range(len(self.numbers))
+        owned = all(self._owns_all(place, ids) for place, ids in zip(places, columns[0], strict=True))
+        if not owned or tensors[0].dtype != torch.int64 or any(e.dim() != 1 or e.is_floating_point() for e in tensors):
+            raise ValueError("ids must be int64 [n], and of this server")
+        return columns
+
+    def _owns_all(self, place: int, ids: Tensor) -> bool:
+        """Others would be looked for in memory of something else."""
+        return bool((self.dynamic[place].owns(ids) & self.spec.in_part(self.numbers[place], ids)).all())
+
+    def check_records(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
+        """Keys of tables by number, as `read_records` takes them, ascending; records of the first of these."""
+        shapes = []
+        for number, of_table in keys:
+            place = self.numbers.index(number)
+            shapes.append((torch.uint8, of_table.numel(), self._records[place].num_bytes))
+            if place in self._of_ids:
+                exist = bool(((of_table >= 0) & (of_table < len(self.dynamic[place].index.ids))).all())
+            else:
+                exist = self._owns_all(place, of_table)
+            if not exist or (of_table[1:] <= of_table[:-1]).any():
+                raise ValueError(f"table {self.spec.tables[number].name!r} does not have these rows here")
+        if [(each.dtype, *each.shape) for each in records] != shapes[: len(records)]:
+            raise ValueError(f"records must be {shapes}")
 
     def pull(
         self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer,
@@ -329,6 +359,15 @@ class ServedTables:
             table.removed = []
         self.chains[name] = Chain(snapshot, changed, [[] for _ in self.dynamic])
 
+    def note_removed(self) -> None:
+        """Let chains know the ids that have lost their rows; those are forgotten whose next snapshot must be whole."""
+        for place, table in enumerate(self.dynamic):
+            for name, chain in list(self.chains.items()):
+                chain.removed[place] += table.removed or []
+                if table.removed is None or sum(map(len, chain.removed[place])) > len(table.index.ids):
+                    del self.chains[name]
+            table.removed = []
+
     def when(self, condition: Callable[[], bool], action: Action) -> None:
         """Act when this holds, and nothing else can be done."""
         self.waiting.append((condition, action))
@@ -336,13 +375,14 @@ class ServedTables:
 
     def advance(self) -> None:
         """Do what is next, as long as it can be done."""
-        spec = self.spec
+        spec, self.is_broken = self.spec, True
         while self._advance_push() or (self._pull_exactly() if spec.exact else self._pull_singly()):
             pass
         due = [each for each in self.waiting if each[0]()]
         self.waiting = [each for each in self.waiting if each not in due]
         for _, action in due:
             action(None)
+        self.is_broken = False
 
     def take_back(self) -> None:
         """Forget what was pulled and pushed and has not been done: another state is restored."""
@@ -623,6 +663,17 @@ class ServedTables:
             groups = ops.row_groups(batch.values(), batch.offsets(), layout)
             lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)
         self.tables.update.step(self.tables, grads, lookup, [] if self.tables.cache is None else [lookup])
+
+
+@functools.cache
+@torch.no_grad()
+def warm_up() -> None:
+    """Load half of torch and the kernels, as a first batch does."""
+    table, optimizer, one = TableConfig("table", 1, 1), SGD(lr=0.1), torch.ones(1, dtype=torch.int64)
+    specs, described = (TableSpec.of(table, 0, optimizer),), describe_optimizer(optimizer)
+    served = ServedTables(CollectionSpec(specs, described, 1, None, True, 1, ((0,),), (None,), "fp32", "fp32"), 0)
+    served.pull(0, 0, [one - 1], [one], lambda rows: None)
+    served.push(0, 0, [one - 1], [torch.ones(1, 1)], 0.1)
 
 
 def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:

@@ -12,11 +12,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from ipaddress import ip_address
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -77,48 +75,28 @@ class Transport(Protocol):
         """
 
 
-class MessageTraffic:
-    """The messages that went through a transport, and the bytes of their tensors."""
-
-    def __init__(self) -> None:
-        self.messages_sent = self.messages_received = self.bytes_sent = self.bytes_received = 0
-        self._lock = threading.Lock()
-
-    def sent(self, num_bytes: int) -> None:
-        with self._lock:
-            self.messages_sent += 1
-            self.bytes_sent += num_bytes
-
-    def received(self, num_bytes: int) -> None:
-        with self._lock:
-            self.messages_received += 1
-            self.bytes_received += num_bytes
-
-
 class LocalTransport:
-    """A server in this process; messages are passed by reference, so their bytes do not count as traffic."""
+    """A server in this process; messages are passed by reference."""
 
     def __init__(self, service: Service, address: str = "local") -> None:
-        self.address, self.traffic, self._service = address, MessageTraffic(), service
+        self.address, self._service = address, service
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
         """A channel, which is never lost; `receive` is called by the threads of the service."""
-        return _LocalChannel(self._service, receive, self.traffic)
+        return _LocalChannel(self._service, receive)
 
 
 class _LocalChannel:
-    def __init__(self, service: Service, receive: Reply, traffic: MessageTraffic) -> None:
-        self._service, self._receive, self._traffic, self._closed = service, receive, traffic, False
+    def __init__(self, service: Service, receive: Reply) -> None:
+        self._service, self._receive, self._closed = service, receive, False
 
     def send(self, message: Message) -> None:
         if self._closed:
             raise ConnectionError("the channel has been closed")
-        self._traffic.sent(0)
         self._service.receive(message, self._reply)
 
     def _reply(self, message: Message) -> None:
         if not self._closed:
-            self._traffic.received(0)
             self._receive(message)
 
     def close(self) -> None:
@@ -134,11 +112,8 @@ class FlightTransport:
         moved: a file that has the server's address, which is tried next where it does not answer.
     """
 
-    def __init__(
-        self, address: str, token: str, roots: str | Path | None = None, moved: Path | None = None
-    ) -> None:  # fmt: skip
-        self.address, self.traffic, self._token, self._roots = address, MessageTraffic(), token, roots
-        self._moved = moved
+    def __init__(self, address: str, token: str, roots: str | Path | None = None, moved: Path | None = None) -> None:
+        self.address, self._token, self._roots, self._moved = address, token, roots, moved
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
         """See `Transport.open`. A server that is gone is noticed at once, one whose machine or network is gone when
@@ -150,19 +125,16 @@ class FlightTransport:
                 with suppress(OSError):
                     self.address = self._moved.read_text()
             raise
-        return _FlightChannel(stream, self.traffic, receive, lost)
+        return _FlightChannel(stream, receive, lost)
 
 
 class _FlightChannel:
-    def __init__(
-        self, stream: flight.Exchange, traffic: MessageTraffic, receive: Reply, lost: Callable[[Exception], None]
-    ) -> None:
-        self._stream, self._traffic, self._closed = stream, traffic, False
+    def __init__(self, stream: flight.Exchange, receive: Reply, lost: Callable[[Exception], None]) -> None:
+        self._stream, self._closed = stream, False
         threading.Thread(target=self._read, args=(receive, lost), name="tritonemb-channel", daemon=True).start()
 
     def send(self, message: Message) -> None:
         self._stream.send(_encode(message))
-        self._traffic.sent(_num_bytes(message))
 
     def close(self) -> None:
         self._closed = True
@@ -174,7 +146,6 @@ class _FlightChannel:
             for message in _decode(self._stream.receive()):
                 if self._closed:
                     break
-                self._traffic.received(_num_bytes(message))
                 receive(message)
                 del message  # or it would stay until the next one is there
         except ConnectionError as caught:
@@ -210,11 +181,7 @@ class FlightServer(Closing):
         answer: flight.Answer = flight.not_served,
     ) -> None:  # fmt: skip
         token = token or os.environ.get(flight.TOKEN)
-        if address.startswith("grpc://" if token else flight.SCHEMES) and not _is_loopback(address):
-            raise ValueError(
-                f"other machines can reach {address}: set {flight.TOKEN}, and serve at grpc+tls://HOST:PORT with a "
-                "certificate and its key; or serve at grpc://127.0.0.1:PORT"
-            )
+        flight.check_reach(address, bool(token))
         self.token = token or secrets.token_hex(32)
         exchange = partial(_serve, service)
         server = flight.start_server(answer, address, self.token, certificate, key, exchange)
@@ -226,14 +193,6 @@ class FlightServer(Closing):
         self._stop()
 
 
-def _is_loopback(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _serve(service: Service, stream: flight.Exchange) -> None:
     def reply(message: Message) -> None:
         with suppress(ConnectionError):  # nobody waits for it
@@ -242,10 +201,6 @@ def _serve(service: Service, stream: flight.Exchange) -> None:
     for message in _decode(stream.receive()):
         service.receive(message, reply)
         del message  # or it would stay until the next one is there
-
-
-def _num_bytes(message: Message) -> int:
-    return sum(tensor.nbytes for tensor in message[1])
 
 
 def _encode(message: Message) -> list[flight.Message]:

@@ -114,12 +114,14 @@ class ServersOptions(Options):
 
     Args:
         servers: how many to start on this machine, for this run alone; or, as ray:4, on a Ray cluster; or addresses of
-            servers that run already, grpc://HOST:PORT or grpc+tls://HOST:PORT, with commas between them.
+            servers that run already, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, with commas between them.
         server_tables: names of the tables that go there; all if none is given.
         staleness: steps whose updates a batch may miss.
         staleness_mode: it misses exactly these, so a run can be repeated; at most these; or any number (unbounded).
         server_log: of servers that are started here, who keeps what they were told, so that they may be lost: trainers
             (memory), or a file that survives the process (disk) or a loss of power (fsync), in the run's folder.
+        server_restart_timeout: seconds without an answer that end training, besides those to start a process of this
+            machine again; 20 if not given, with Ray 60.
         server_exchange: in how many bits rows come from servers, where there is some staleness.
         server_exchange_gradients: likewise gradients to servers.
         server_certificate: of servers on Ray, a PEM file on their machines, for TLS.
@@ -131,6 +133,7 @@ class ServersOptions(Options):
     staleness: int = number(0, least=0)
     staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
     server_log: Literal["memory", "disk", "fsync"] | None = None
+    server_restart_timeout: float | None = number(None, least=1)
     server_exchange: CodecName = "fp32"
     server_exchange_gradients: CodecName = "fp32"
     server_certificate: Path | None = None

@@ -27,6 +27,7 @@ from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.server import Servers, connect, start, start_on_ray
+from tritonemb.server.launch import SECONDS_TO_START
 from tritonemb.server.on_ray import PATIENCE
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
@@ -134,7 +135,8 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
         yield None
         return
     count, kept = options.num_started, None if options.server_log is None else folder / "servers"
-    how: dict[str, Any] = {"folder": kept, "patience": PATIENCE} if options.on_ray else {}
+    patience = options.server_restart_timeout or (PATIENCE if options.on_ray else 20.0)
+    how: dict[str, Any] = {"folder": kept, "patience": patience}
 
     def begin() -> tuple[list[str], str]:
         assert count is not None
@@ -144,7 +146,7 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
             files = options.server_certificate, options.server_key
             own.append(start_on_ray(count, log=options.server_log, certificate=files[0], key=files[1], **how))
         else:
-            own.append(start(count, processes=True, folder=kept, log=options.server_log))
+            own.append(start(count, processes=True, log=options.server_log, **how))
         return own[0].addresses, own[0].token
 
     if count is not None and not options.on_ray and len(set(group.nodes)) > 1:
@@ -153,6 +155,8 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
             "(tritonemb server), and give their addresses"
         )
     addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, begin)
+    if count is not None and not options.on_ray and kept is not None:
+        how["patience"] += SECONDS_TO_START  # only rank 0 knows that it starts one again, or that it gives up
     with own[0] if own else connect(addresses, token=token, **how) as servers:
         yield servers
 

@@ -412,6 +412,8 @@ def dynamic_insert_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
     """See `kernels/dynamic_index.py`."""
+    if missing := dynamic_missing(index, ids, last):
+        raise ValueError(f"{missing:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
     num_tasks = tasks_for(ids.numel())
     rows, evicted = torch.empty_like(ids), torch.empty_like(ids)
     _insert_all(
