@@ -97,20 +97,62 @@ def test_a_table_that_is_looked_up_twice_is_updated_once():
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
 
 
+class Scaled(nn.Module):
+    """Two lookups of one table; what one returns is changed in place between them, as SASRec does."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = nn.Embedding(ROWS, 4, padding_idx=0)
+
+    def forward(self, history, candidates):
+        rows = self.items(history)
+        rows *= 4**0.5
+        rows += rows.detach().mean()
+        rows = (rows @ rows.transpose(1, 2)).softmax(-1) @ rows
+        rows.mul_(0.5)
+        return (rows * self.items(candidates)).sum(-1)
+
+
+def test_a_result_may_be_changed_in_place_between_two_lookups():
+    model = Scaled()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
+    found = Compiled(model, fullgraph=True)
+    args = [torch.randint(0, ROWS, (5, 3)) for _ in range(2)]
+    outputs = [run(*args) for run in (found, twin)]
+    torch.testing.assert_close(*outputs, rtol=2e-6, atol=2e-6)
+    for output in outputs:
+        output.sum().backward()
+    assert found.fused == [("items", "items")]
+    torch.testing.assert_close(model.items.weight, twin.items.weight, rtol=2e-6, atol=2e-6)  # sums in another order
+    assert not te.compiler.explain(model, *args).refused
+
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.EmbeddingBag(ROWS, 4, mode="sum") for _ in range(2))
+
+    def forward(self, one, two):
+        return self.a(one).sum() + self.b(one).sum() + self.a(two).sum()
+
+
 def test_a_fused_table_that_would_be_updated_twice_raises():
-    class Apart(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.EmbeddingBag(ROWS, 4, mode="sum") for _ in range(2))
-
-        def forward(self, one, two):
-            return self.a(one).sum() + self.b(one).sum() + self.a(two).sum()
-
     model = Apart()
     te.fuse(model, te.optim.SGD(lr=0.1))
     found = Compiled(model)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"table 'a\.weight' has a fused optimizer"):
         found(torch.zeros(5, 3).long(), torch.zeros(4, 3).long())
+
+
+def test_explain_says_why_a_model_is_refused():
+    model = Apart()
+    te.fuse(model, te.optim.SGD(lr=0.1))
+    report = te.compiler.explain(model, torch.zeros(5, 3).long(), torch.zeros(4, 3).long())
+    (refused,) = report.refused
+    assert "table 'a.weight' has a fused optimizer and is looked up in 2 places" in refused
+    assert "Refused:\n  - table 'a.weight' has a fused optimizer" in str(report)
 
 
 def test_optimizers_of_their_own_are_not_merged():

@@ -46,6 +46,7 @@ class Report:
     Attributes:
         fused: what is merged.
         left_alone: what stays, with the reason.
+        refused: why `torch.compile` raises; nothing else is said of such a graph.
         graph_breaks: file and line where Dynamo splits a model, and why; lookups before and after are never merged.
         num_graphs: how many graphs the model falls into.
     """
@@ -53,6 +54,7 @@ class Report:
     fused: list[Fused] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     num_graphs: int = 1
 
     def __str__(self) -> str:
@@ -62,6 +64,7 @@ class Report:
         parts = {
             "Fused": [str(item) for item in self.fused] or "nothing",
             "Left alone": [f"{', '.join(names)}: {why}" for why, names in by_reason.items()] or "nothing",
+            **({"Refused": self.refused} if self.refused else {}),
             "Graph breaks": self.graph_breaks or "none",
         }
         fill = textwrap.TextWrapper(88, "  - ", "    ", break_long_words=False).fill
@@ -142,19 +145,21 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     Nothing is trained: there is no backward pass, and buffers, weights that a `max_norm` scales, and random number
     generators are put back as they were. Whatever was compiled before is forgotten (`torch._dynamo.reset`).
-
-    Raises:
-        ValueError: see `fuse_graph`.
     """
     with _unchanged(model):
         found = torch._dynamo.explain(model)(*args, **kwargs)
-    parts = [fuse_graph(graph) for graph in found.graphs]
-    fused, alone = [each for part in parts for each in part.fused], [each for part in parts for each in part.left_alone]
-    report = Report(fused, alone, num_graphs=len(parts))
+    report = Report(num_graphs=len(found.graphs))
+    for graph in found.graphs:
+        try:
+            part = fuse_graph(graph)
+        except ValueError as error:
+            part = Report(refused=[str(error)])
+        for name in ("fused", "left_alone", "refused"):
+            getattr(report, name).extend(getattr(part, name))
     # Dynamo says nothing of what such a number breaks.
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     odd = {path for path, module in modules if type(getattr(module, "padding_idx", None)).__module__ == "numpy"}
-    odd -= {each.name for each in alone}
+    odd -= {each.name for each in report.left_alone}
     report.left_alone += [LeftAlone(path, "lookup", NO_INT) for path in sorted(odd)]
     for reason in found.break_reasons:
         frame = reason.user_stack[-1] if reason.user_stack else None

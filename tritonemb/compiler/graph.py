@@ -14,6 +14,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node, map_arg
 from torch.fx.operator_schemas import normalize_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
@@ -26,6 +27,8 @@ _IN_PLACE = {f"__i{name[2:]}" for name in dir(operator)} & {*dir(operator)}
 _MUTATING = {"setattr", "delattr", "setitem", "delitem", "backward", "register_hook", "retain_grad",
              *(name.strip("_") for name in _IN_PLACE)}  # fmt: skip
 
+_CHANGING = {"add_", "sub_", "mul_", "div_", "neg_", "clamp_", "relu_", "masked_fill_", "fill_", "zero_", "copy_",
+             "setitem", *(name.strip("_") for name in _IN_PLACE)}  # fmt: skip
 _READERS = {
     *CONCATENATIONS, torch.stack, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.mm, torch.bmm,
     torch.addmm, torch.sum, torch.mean, torch.relu, torch.sigmoid, torch.tanh, torch.index_select, F.linear, F.gelu,
@@ -97,10 +100,10 @@ def source_path(node: Node) -> str:
 
 
 def regions(gm: GraphModule) -> list[list[Node]]:
-    """The nodes between any two side effects, in order."""
+    """The nodes between any two side effects, in order; those that change known memory alone are among them."""
     found: list[list[Node]] = [[]]
     for node in gm.graph.nodes:
-        if has_side_effect(node, gm):
+        if has_side_effect(node, gm) and not _changed_memory(node):
             found.append([])
         elif _runs(node):
             found[-1].append(node)
@@ -148,13 +151,38 @@ def live_nodes(gm: GraphModule, learning: bool = False) -> set[Node]:
 def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
     """For each node of a region, those of the same region that must come before it, directly."""
     found: dict[Node, set[Node]] = {}
+    memory, changed = dict[Node, set[Any]](), dict[Node, set[Any]]()
     last_random: set[Node] = set()
     for node in nodes:
         found[node] = {other for other in node.all_input_nodes if other in found}
+        memory[node] = _memory(node).union(*map(_memory, node.all_input_nodes))
+        found[node] |= {other for other, tensors in changed.items() if tensors & memory[node]}
+        if own := _changed_memory(node):
+            found[node] |= {other for other, tensors in memory.items() if tensors & own} - {node}
+            changed[node] = own
         if is_random(node):
             found[node] |= last_random
             last_random = {node}
     return found
+
+
+def _memory(node: Any) -> set[Any]:
+    """The storages of a node's tensors; None for a tensor that is not an ordinary one."""
+    tensors = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
+    plain = [tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor) for tensor in tensors]
+    return {t.untyped_storage()._cdata if known else None for t, known in zip(tensors, plain, strict=True)}
+
+
+def _changed_memory(node: Node) -> set[Any]:
+    """The storages that a node changes, if it does nothing else: only what reads them has to come before or after.
+
+    Not those of the graph's inputs, which may share memory in another call: nothing is moved across that.
+    """
+    if not node.args or "out" in node.kwargs or not {name_of(node), name_of(node).strip("_")} & _CHANGING:
+        return set()
+    own, inputs = _memory(node.args[0]), [other for other in node.graph.nodes if not _runs(other)]
+    odd = any(None in _memory(other) for other in node.graph.nodes)
+    return own and own | _memory(node) if not odd and own.isdisjoint(set().union(*map(_memory, inputs))) else set()
 
 
 def reached(nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]) -> set[Node]:
