@@ -288,6 +288,29 @@ class TestConversion:
         assert type(ours[0]) is te.nn.Embedding
         assert ours[0].optimizer is None
 
+    def test_a_module_that_was_made_with_an_optimizer_loses_it(self):
+        model = nn.ModuleDict({
+            "bag": te.nn.EmbeddingBag(9, 2, mode="sum", optimizer=te.optim.Adam()),
+            "any": te.nn.Embedding(None, 2, capacity=9, optimizer=te.optim.SGD()),
+        })  # fmt: skip
+        te.unfuse(model)
+        assert model["bag"].optimizer is None
+        assert type(model["bag"]) is te.nn.EmbeddingBag
+        assert [*model["bag"].state_dict()] == ["weight"]
+        assert model["any"].optimizer == te.optim.SGD()
+        model["bag"](torch.tensor([[1, 2]])).sum().backward()
+        assert model["bag"].weight.grad[:, 0].nonzero().flatten().tolist() == [1, 2]
+        assert te.fuse(model, te.optim.SGD()).fused == ("bag",)
+
+    @pytest.mark.parametrize("kind", ["any", "tables"])
+    def test_what_cannot_lose_its_optimizer_says_so(self, kind):
+        tables = te.nn.EmbeddingBagCollection([te.TableConfig("t", 9, 2)], te.optim.SGD())
+        model = {"any": te.nn.EmbeddingBag(None, 2, capacity=9, optimizer=te.optim.SGD()), "tables": tables}[kind]
+        with pytest.raises(ValueError, match="dynamic tables keep the optimizer they were made with"):
+            te.unfuse(nn.ModuleDict({"inner": model, "top": nn.Linear(2, 1)}))
+        assert model.optimizer is not None
+        te.unfuse(nn.Linear(2, 1))
+
     def test_unfusing_while_gradients_wait_is_refused(self):
         model, _ = pair()
         optimizer = te.optim.fused(model, te.optim.SGD())

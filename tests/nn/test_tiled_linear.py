@@ -76,3 +76,19 @@ def test_it_compiles(dynamo):
 def test_splits_that_cannot_be_are_named(splits):
     with pytest.raises(ValueError, match=r"_splits must be between 1 and (in_features = 5|out_features = 7), got"):
         te.nn.TiledLinear(5, 7, **splits)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_of_tiles_is_as_frozen_and_in_the_same_mode(bias):
+    linear = nn.Linear(4, 6, bias).eval()
+    linear.weight.requires_grad_(False)
+    tiled = te.nn.TiledLinear.from_linear(linear, in_splits=2, out_splits=3)
+    again = tiled.to_linear()
+    assert not again.training
+    assert {n: p.requires_grad for n, p in again.named_parameters()} == {
+        n: p.requires_grad for n, p in linear.named_parameters()
+    }
+    assert tiled.train().to_linear().training
+    tiled.tiles[1][0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="the weight of some tiles is frozen, of others not"):
+        tiled.to_linear()

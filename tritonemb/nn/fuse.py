@@ -9,6 +9,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from tritonemb.nn.collections import FusedModule
+from tritonemb.nn.dynamic_modules import DynamicModule
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, why_not_fused
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
@@ -96,13 +98,20 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
 def unfuse(model: nn.Module) -> None:
     """Undo `fuse`: modules are of the class again that they had, with ordinary gradients; optimizer state is dropped.
 
-    Gradients that `step` would apply are discarded.
+    Those of `tritonemb.nn` that were made with an optimizer keep their class and lose the optimizer. Gradients that
+    `step` would apply are discarded.
 
     Raises:
         RuntimeError: in a block of `accumulate`, whose gradients would be lost; nothing has been changed then.
-        ValueError: for a part of a model whose weight another part shares; nothing has been changed then.
+        ValueError: for a part of a model whose weight another part shares, and where all are collections or dynamic
+            tables; nothing has been changed then.
     """
-    unfuse_all([module for module in model.modules() if "_fused_from" in module.__dict__])
+    tables = [m for m in model.modules() if isinstance(m, FusedModule) and m.optimizer is not None]
+    made = [m for m in tables if isinstance(m, SingleTable) and not isinstance(m, DynamicModule)]
+    fused = [m for m in model.modules() if "_fused_from" in m.__dict__ or m in made]
+    if tables and not fused:
+        raise ValueError("collections and dynamic tables keep the optimizer they were made with; make them without")
+    unfuse_all(fused)
 
 
 def unfuse_all(fused: list[Any]) -> None:
@@ -121,7 +130,7 @@ def unfuse_all(fused: list[Any]) -> None:
         if isinstance(module, SingleTable) and module._optimized is not None:
             module._optimized.accumulator.take()
         cast(SingleTable, module)._leave()
-        module.__class__ = module.__dict__.pop("_fused_from")
+        module.__class__ = module.__dict__.pop("_fused_from", type(module))
 
 
 def _why_not(module: Any, updated: bool) -> str | None:

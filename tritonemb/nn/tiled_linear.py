@@ -119,14 +119,19 @@ class TiledLinear(nn.Module):
         return made
 
     def to_linear(self) -> nn.Linear:
-        """A `torch.nn.Linear` with these values."""
+        """A `torch.nn.Linear` with these values, in the same mode; ValueError if only some tiles are frozen."""
         state = self.state_dict()
         weight = state["weight"]
         made = nn.Linear(
             self.in_features, self.out_features, "bias" in state, device=weight.device, dtype=weight.dtype
         )  # fmt: skip
         made.load_state_dict(state)
-        return made
+        for name, parameter in made.named_parameters():
+            trained = {tile.requires_grad for path, tile in self.tiles.named_parameters() if path.endswith(name)}
+            if len(trained) > 1:
+                raise ValueError(f"the {name} of some tiles is frozen, of others not; a linear layer has one")
+            parameter.requires_grad_(trained.pop())
+        return made.train(self.training)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, in_splits={self.in_splits}, out_splits={self.out_splits}"
