@@ -351,6 +351,42 @@ def test_what_an_error_names_helps():
     te.plan([te.TableConfig(f"t{n}", 4_000_000, 64, dtype=torch.bfloat16) for n in range(8)], topology, batch_size=64)
 
 
+def refused(*args, **options):
+    with pytest.raises(te.PlanError) as caught:
+        te.plan(*args, **options)
+    return str(caught.value)
+
+
+def test_an_error_says_what_takes_the_memory_beside_tables():
+    small = [te.TableConfig("a", 100, 64)]
+    text = refused(small, te.Topology(1, hbm=100e6, host=0), batch_size=16)
+    assert "no device memory is left for tables, 0 B a rank: 100 MB less 120 MB for the runtime, " in text
+    assert ": short by 20" in text
+    assert "device memory a rank" in text
+    text = refused(
+        small, te.Topology(1, hbm=1e9, host=0), batch_size=65_536, dense_parameters=20_000_000, activation_bytes=6e8,
+    )  # fmt: skip
+    for part in ("600 MB for activations", "320 MB for other layers", "MB for batches of 65,536 samples in flight"):
+        assert part in text
+    text = refused(small, te.Topology(1, hbm=1e9, host=0), batch_size=2_000_000)
+    assert "it fits with 8 GB of device memory a rank, or batches of 500,000 samples a rank" in text
+
+
+def test_an_error_says_what_the_smallest_shard_lacks():
+    """Tables would fit, but not beside the batches of all ranks."""
+    tables = [te.TableConfig(f"t{n}", 1_000, 128) for n in range(2)]
+    topology = te.Topology(64, hbm=1e9, host=0)
+    text = refused(tables, topology, batch_size=20_000, constraints={"*": Constraint(types="table_wise")})
+    assert "table 't0' cannot be placed under" in text
+    found = re.search(r"its smallest shard, .*, take ([\d.]+) GB of device memory, short by ([\d.]+) (.B)", text)
+    model = CostModel(tables, topology, 20_000)
+    at = model.pieces(ShardingPlan(dict.fromkeys(("t0", "t1"), TableWise(0)), 64))[0]
+    size = model.costs(at).memory[0, 0]
+    assert float(found[1]) == pytest.approx(size / 1e9, rel=0.01)
+    short = float(found[2]) * {"MB": 1e6, "GB": 1e9}[found[3]]
+    assert short == pytest.approx(size - (1e9 - model.memory_of_rank), rel=0.01)
+
+
 @pytest.mark.parametrize("number", [7, 47])  # on one rank; the largest, sharded by rows
 def test_a_table_that_grows_moves_little(number):
     tables, stats = zipf_tables(100, 5)

@@ -31,6 +31,7 @@ from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWi
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import CODECS, TableConfig
+from tritonemb.utils import amount
 
 Array = NDArray[Any]
 STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "misses", "replicated")
@@ -249,11 +250,27 @@ class CostModel:
         return np.where(sends, self.ids[table] * blocks / self.topology.routing_rate, 0)
 
     @property
-    def memory_of_rank(self) -> float:
-        """Device memory of every rank besides its shards: batches, their vectors and gradients, and other layers."""
+    def reserved(self) -> dict[str, float]:
+        """Device memory of every rank besides its shards, by what takes it."""
         vectors = np.where(self.unpooled, self.ids, self.batch_size * self.features) * self.dims
-        batches = PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum() + RUNTIME_BYTES
-        return float(batches) + DENSE_BYTES * self.dense_parameters + self.activation_bytes
+        batches = f"batches of {self.batch_size:,} samples in flight"
+        return {
+            "the runtime": RUNTIME_BYTES,
+            batches: float(PREFETCHED * 12 * self.ids.sum() + 2 * 4 * vectors.sum()),
+            "other layers": float(DENSE_BYTES * self.dense_parameters),
+            "activations": self.activation_bytes,
+        }
+
+    @property
+    def memory_of_rank(self) -> float:
+        """All that is `reserved`."""
+        return sum(self.reserved.values())
+
+    def memory_in_words(self) -> str:
+        """Device memory that a rank has for tables, and what takes the rest."""
+        hbm, by_size = self.topology.hbm, sorted(self.reserved.items(), key=lambda item: -item[1])
+        taken = ", ".join(f"{amount(size)} for {name}" for name, size in by_size if size)
+        return f"{amount(max(0.0, hbm - self.memory_of_rank))} a rank: {amount(hbm)} less {taken}"
 
     def pieces(self, plan: ShardingPlan) -> tuple[Pieces, Array]:
         """All shards of a plan, and the rank of each."""

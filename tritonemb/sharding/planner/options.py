@@ -131,6 +131,8 @@ def make_problem(
     `reserve` are shares of the budgets of device and host memory and disk that are left alone.
     """
     topology = model.topology
+    if (short := model.memory_of_rank - topology.hbm) >= 0:
+        raise PlanError(f"no device memory is left for tables, {model.memory_in_words()}: short by {amount(short)}")
     large = LARGE * topology.hbm * model.ranks, LARGE * topology.host * model.nodes
     tiers = [TierOption("device")]
     if topology.host:
@@ -289,7 +291,7 @@ def _assemble(
         fits &= (each.fixed[..., 1:] + each.slope[..., 1:] / each.most[..., None] <= 1 + 1e-9).all((1, 2))
         row_of[each.tables[fits], number] = np.flatnonzero(fits)
     if len(empty := np.flatnonzero((row_of < 0).all(1))):
-        raise PlanError(_no_option(model, bound[empty[0]], int(empty[0])))
+        raise PlanError(_no_option(model, variants, bound[empty[0]], int(empty[0])))
     kept = _undominated(variants, row_of)
     options: list[list[Option]] = []
     offsets, picked = [0], list[tuple[int, int]]()
@@ -439,17 +441,24 @@ def shards_in(
     return found if whole and len(found) <= most and len(set(places)) == len(places) else None
 
 
-def _no_option(model: CostModel, constraint: Constraint, number: int) -> str:
-    top, table, size = model.topology, model.tables[number], float(model.sizes[number])
-    one_rank, one_node = {"table_wise"}, {"table_wise", "table_row_wise", "table_column_wise"}
-    types = set(constraint.types or SHARDINGS)
-    ranks = 1 if types <= one_rank else model.local if types <= one_node else model.ranks
-    nodes = max(1, ranks // model.local)
-    rooms = {"device": top.hbm * ranks, "host": top.host * nodes, "disk": top.disk * nodes}
-    short = size - max((rooms[name] for name in constraint.placements or rooms if name in rooms), default=0.0)
+def _no_option(model: CostModel, variants: list[Variant], constraint: Constraint, number: int) -> str:
+    top, table = model.topology, model.tables[number]
+    budgets = np.array([top.hbm - model.memory_of_rank, top.host, top.disk])
+    # Shares of the budgets that the smallest shard of each option takes, with its part of the batches.
+    takes = [
+        np.vstack([each.everywhere[row, 1:4], (each.fixed + each.slope / each.most[..., None])[row, :, 1:]]).max(0)
+        for each in variants
+        for row in np.flatnonzero(each.tables == number)
+    ]
+    why = ""
+    if takes:
+        least = min(takes, key=max)
+        tier, room = ("device memory", "host memory", "disk")[least.argmax()], budgets[least.argmax()]
+        size, short = amount(least.max() * room), amount(least.max() * room - room)
+        why = f": its smallest shard, and its part of a batch, take {size} of {tier}, short by {short}"
     given = "" if constraint == Constraint() else f" under {constraint}"
     return (
-        f"table {table.name!r} cannot be placed{given}: {amount(size)} with its states, {table.embedding_dim} columns; "
-        f"a rank has {amount(top.hbm)}, a node {amount(top.host)} of host memory and {amount(top.disk)} of disk"
-        + (f": short by {amount(short)}" if short > 0 else "")
+        f"table {table.name!r} cannot be placed{given}: {amount(float(model.sizes[number]))} with its states, "
+        f"{table.embedding_dim} columns; for tables there is {model.memory_in_words()}; a node has {amount(top.host)} "
+        f"of host memory and {amount(top.disk)} of disk{why}"
     )

@@ -296,12 +296,13 @@ def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, so
     usable = {option.placement for each in options for option in each}
     # Of each tier that may be used: shares of it that options take, its size, how many there are, and words for it.
     budgets = [
-        (values, float(size), count, f"{amount(size * count)} of {name} ({amount(size)} a {of})", name)
-        for tier, name, values, size, count, of in (
-            ("device", "device memory", found[:, 1], top.hbm - model.memory_of_rank, model.ranks, "rank"),
-            ("host", "host memory", found[:, 2], top.host, model.nodes, "node"),
-            ("disk", "disk", found[:, 3], top.disk, model.nodes, "node"),
-            ("server", "memory of servers", found[:, 4] * top.servers, top.server_memory, top.servers, "server"),
+        (values, float(size), count, f"{amount(size * count)} of {name} ({words or f'{amount(size)} a {of}'})", name)
+        for tier, name, values, size, count, of, words in (
+            ("device", "device memory", found[:, 1], top.hbm - model.memory_of_rank, model.ranks, "rank",
+             model.memory_in_words()),
+            ("host", "host memory", found[:, 2], top.host, model.nodes, "node", ""),
+            ("disk", "disk", found[:, 3], top.disk, model.nodes, "node", ""),
+            ("server", "memory of servers", found[:, 4] * top.servers, top.server_memory, top.servers, "server", ""),
         ) if tier in usable
     ]  # fmt: skip
     # The fewest bytes that the tables take, each where it takes fewest, beyond what all tiers have.
@@ -335,9 +336,12 @@ def _remedies(model: CostModel, bound: list[Constraint]) -> str:
         if any(table.dtype == torch.float32 for table in tables):
             halves = [replace(t, dtype=torch.bfloat16) if t.dtype == torch.float32 else t for t in tables]
             yield [("16-bit tables (dtype=torch.bfloat16)", {"tables": halves})]
-        for name, words in (("host", "host memory"), ("disk", "disk")):
+        for name, words in (("host", "host memory a node"), ("disk", "disk a node"), ("hbm", "device memory a rank")):
             more = [(size, top.but(**{name: size})) for size in sizes if size > getattr(top, name)]
-            yield [(f"{amount(size)} of {words} a node", {"topology": larger}) for size, larger in more]
+            yield [(f"{amount(size)} of {words}", {"topology": larger}) for size, larger in more]
+        if model.memory_of_rank > 0.1 * top.hbm:
+            batches = [max(1, model.batch_size // parts) for parts in (2, 4, 8, 16)]
+            yield [(f"batches of {number:,} samples a rank", {"batch_size": number}) for number in batches]
         if any(each.placements is not None for each in bound):
             free = [Constraint(None, each.types) for each in bound]
             yield [("a lower tier: constraints that allow more placements", {"rules": free})]
