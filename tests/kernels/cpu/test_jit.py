@@ -229,3 +229,31 @@ def test_a_kernel_that_is_compiled_is_logged_once_and_optimized_once(monkeypatch
     (record,) = caplog.records
     assert record.message.startswith("compiling the CPU kernel test_jit.increase_twice (first use on this machine; ")
     assert record.message.endswith(f"kept in {tmp_path})")
+
+
+@pytest.mark.parametrize(("level", "quiet", "lines"), [(None, "", 1), (logging.INFO, "", 0), (None, "1", 0)])
+def test_who_sees_no_notes_is_told_once_that_kernels_are_compiled(level, quiet, lines, monkeypatch, capsys, caplog):
+    """When compiling has taken two seconds in all."""
+
+    class Timer:
+        def __init__(self, interval, function):
+            intervals.append(interval)
+            self.start, self.cancel = function, lambda: cancelled.append(interval)
+
+    intervals, cancelled = [], []
+    jit._say.cache_clear()
+    monkeypatch.setattr(threading, "Timer", Timer)
+    monkeypatch.setattr(jit, "_finished", [0.5])
+    monkeypatch.setenv("TRITONEMB_QUIET", quiet)
+    if level is not None:
+        caplog.set_level(level, logger="tritonemb")
+    for _ in range(2):
+        with jit._compiling("kernel", "_kernel"):
+            pass
+    assert intervals[0] == 1.5
+    assert intervals[1] < 1.5
+    assert cancelled == intervals
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all(line.startswith("tritonemb: compiling kernels for this machine, once: ") for line in said)
+    jit._say.cache_clear()

@@ -3,7 +3,8 @@
 Kernels release the GIL and are cached on disk. Numba's own cache looks at one source file only, so a kernel would stay
 stale when a helper in another file changes. Here the cache's folder is named after a hash of all sources here, of those
 beside the kernel, and of the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it. Where a file in it
-is damaged, or none can be written, kernels are compiled anew, with one warning.
+is damaged, or none can be written, kernels are compiled anew, with one warning. Where notes are not logged, one line on
+stderr says so after two seconds of compiling, unless `TRITONEMB_QUIET` is set.
 
 A kernel's tasks run on as many threads as its caller asks for, itself one of them. Compiled code draws and runs them,
 because a thread that runs Python waits for the interpreter's lock, longer than a small task takes. The threads are
@@ -20,6 +21,7 @@ import logging
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +47,7 @@ _warn_once = functools.cache(_log.warning)
 _finished: list[float] = []  # seconds that each kernel compiled by this process took
 _tasks: set[str] = set()  # names of functions that are `called`
 _task_libraries: dict[str, Any] = {}  # those that `run_tasks` runs, by symbol
+_PATIENCE = 2.0  # seconds of compiling without a word
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _DEFAULT_FLAGS = Flags().values()
 
@@ -124,6 +127,13 @@ class _Library(codegen.JITCodeLibrary):
         self._finalized = True
 
 
+@functools.cache
+def _say() -> None:
+    if not _log.isEnabledFor(logging.INFO) and not os.environ.get("TRITONEMB_QUIET"):
+        where = f"{cache_dir()} keeps them (TRITONEMB_QUIET=1 leaves this line out)"
+        print(f"tritonemb: compiling kernels for this machine, once: {where}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _compiling(kernel: str, name: str) -> Iterator[None]:
     """Log that a kernel is compiled, and save time. Numba calls this with its lock held, for kernels not in the cache.
@@ -135,6 +145,8 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
         kernel, len(_finished), sum(_finished), cache_dir(),
     )  # fmt: skip
     start, collects, make_executable = time.perf_counter(), gc.isenabled(), CPUContext.get_executable
+    timer = threading.Timer(_PATIENCE - sum(_finished), _say)
+    timer.start()
 
     def get_executable(context: Any, library: Any, descriptor: Any, env: Any) -> Any:
         if library.name == name:
@@ -159,6 +171,7 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
             setattr(owner, attribute, value)
         if collects:
             gc.enable()
+        timer.cancel()
         _finished.append(time.perf_counter() - start)
 
 
