@@ -125,6 +125,34 @@ def test_a_scale_of_the_users_may_saturate_and_is_counted(ranks):
         assert saturated == 2 - rank
 
 
+CODED = [codec for codec in CODECS if codec != "fp32"]
+SUMS = torch.tensor([[3.0, -1e-3, 2.0], [5e-4, 7.0, 1.0]])
+
+
+def not_finite(rank: int) -> list[tuple[RowSums, RowSums, int]]:
+    """With, and without, a row that is not finite, of another table and of the same one; on rank 1."""
+    found = []
+    for codec in CODED:
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            exchange = SumsExchange(RankGroup.world(), ExchangePrecision(backward=codec), [(9, 3), (9, 2)])
+            rows = [torch.tensor([2, 5, 7]), torch.tensor([1])]
+            sums = [torch.cat([SUMS, torch.tensor([[1.0, bad * rank, 1.0]])]), torch.tensor([[bad * rank, 1.0]])]
+            finite = exchange(RowSums([rows[0][:2], rows[1][:0]], [SUMS, sums[1][:0]]))
+            found.append((exchange(RowSums(rows, sums)), finite))
+    return found
+
+
+def test_a_sum_that_is_not_finite_does_not_set_the_scale_of_others(ranks):
+    """All that is finite arrives as if it were not there, and by what is infinite or NaN it is known."""
+    for results in ranks(2).run(not_finite):
+        for number, (found, finite) in enumerate(results):
+            codec = CODED[number // 3]
+            assert torch.equal(found.sums[0][[0, 1, 3, 4]], finite.sums[0]), codec
+            for rows in (found.sums[0][5], found.sums[1][1]):
+                assert not rows.isfinite().all(), codec
+            assert found.rows[0].tolist() == [2, 5, 7] * 2
+
+
 BLOCKS = (
     ColumnBlock(0, 0, 0, 8), ColumnBlock(0, 1, 8, 8), ColumnBlock(0, 3, 16, 3),
     ColumnBlock(5, 2, 4, 4), ColumnBlock(5, 1, 0, 4),

@@ -390,6 +390,32 @@ def test_gradients_and_rows_of_zeros_stay_finite(name):
         assert all(tensor.isfinite().all() for tensor in contents(collection).values())
 
 
+ZERO_AND_NOT = torch.tensor([[0.0, 0.0, 0.0], [0.5, -1.0, 2.0], [0.0, 0.0, 0.0], [1.0, 1.0, -0.5]])
+
+
+@pytest.mark.public
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_and_gradients_of_zeros_take_the_formulas_step(name, decay):
+    """A trust ratio of nothing is 1, so a row of zeros is trained; one of LARS is 0, so it is not."""
+    spec = OPTIMIZERS[name](lr=0.1, weight_decay=decay)
+    collection = make_collection([te.TableConfig("table", 4, 3)], spec)
+    with torch.no_grad():
+        collection.tables[0].weight.copy_(ZERO_AND_NOT)
+    rows = ZERO_AND_NOT.double().numpy().copy()
+    states = [{s.name: np.zeros(3 if s.per_element else 1) for s in spec.states} for _ in rows]
+    batch = te.KeyedJaggedTensor.from_lists({"table": [[0], [1], [2], [3]]})
+    grads = torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 0.0, -1.0]])
+    for step in (1, 2):
+        train(collection, [(batch, grads)])
+        for row, (state, grad) in enumerate(zip(states, grads.double().numpy(), strict=True)):
+            rows[row] = formulas.step(spec, rows[row], state, grad, 0.1, step)
+        # Two steps in float32 of numbers about 1.
+        np.testing.assert_allclose(collection.tables[0].weight.detach().numpy(), rows, rtol=2e-6, atol=2e-6)
+    assert (collection.tables[0].weight[0] != 0).any() == (name != "lars_sgd")
+    assert not collection.tables[0].weight[2].any()
+
+
 def test_squares_of_rows_of_any_width_are_added_in_one_order():
     """That of the reference and the Triton kernels."""
     dims = [*range(1, 66), 96, 127, 128, 129, 200, 255, 256, 257, 511, 513, 768, 1000, 1024, 2100]

@@ -226,6 +226,48 @@ def rows_of_one_rank_alone(rank: int, world: int) -> None:
         assert whole.state_dict()["user.ids"].numel() == 0
 
 
+class Beside(nn.Module):
+    """A small dynamic table beside small ones of fixed size, in two collections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        tables = [te.TableConfig("user", None, 4, capacity=40), te.TableConfig("city", 40, 4)]
+        self.pooled = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
+        self.rows = te.nn.EmbeddingCollection(
+            [te.TableConfig("item", None, 4, capacity=40), te.TableConfig("static", 40, 4)], te.optim.SGD(lr=0.1)
+        )
+
+    def forward(self, dense: Tensor, sparse: Any) -> Tensor:
+        rows = self.rows(sparse).values()
+        return self.pooled(sparse).square().sum(1) + rows.view(4, len(dense), -1).square().sum((0, 2))
+
+
+def without_a_plan(rank: int, world: int) -> None:
+    whole, sharded = Beside(), te.HybridParallel(Beside(), exchange=EXACT)
+    shardings = sharded.plan.tables
+    assert isinstance(shardings["user"], RowWise | TableWise)
+    assert isinstance(shardings["item"], RowWise | TableWise)
+    for step in range(3):
+        for each, *part in ((whole, 0, 1), (sharded, rank, world)):
+            dense, sparse = batch(step, *part)
+            values = sparse.values().clone()
+            values[len(dense) : 2 * len(dense)] %= 40  # of city
+            sparse = te.KeyedJaggedTensor(["user", "city", "item", "static"], values, offsets=sparse.offsets())
+            each(dense, sparse).mean().backward()
+    found, expected = whole_state(sharded), whole.state_dict()
+    for name in ("pooled.user", "rows.item"):
+        order, own = found[f"{name}.ids"].argsort(), expected[f"{name}.ids"].argsort()
+        assert torch.equal(found[f"{name}.ids"][order], expected[f"{name}.ids"][own])
+        torch.testing.assert_close(found[f"{name}.weight"][order], expected[f"{name}.weight"][own])
+    for name in ("pooled.city.weight", "rows.static.weight"):
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_small_dynamic_tables_have_one_row_an_id_without_a_plan_too(ranks):
+    ranks(2).run(without_a_plan, 2)
+
+
 def test_a_rank_without_rows_and_shards_of_another_plan(ranks):
     ranks(2).run(rows_of_one_rank_alone, 2)
 

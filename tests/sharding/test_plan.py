@@ -293,3 +293,11 @@ def test_one_rank_holds_all():
 def test_a_table_beyond_a_share_is_cut_by_rows():
     tables = [te.TableConfig("huge", 1_000_000, 16), te.TableConfig("b", 10_000, 16), te.TableConfig("c", 3, 16)]
     assert uniform_plan(tables, 4).tables == {"huge": RowWise(), "b": TableWise(0), "c": DataParallel()}
+
+
+def test_a_small_dynamic_table_is_not_replicated():
+    """Ranks would give one id several rows."""
+    tables = [te.TableConfig("ids", None, 4, capacity=20), te.TableConfig("small", 20, 4)]
+    assert uniform_plan(tables, 2).tables == {"ids": TableWise(0), "small": DataParallel()}
+    whole = te.plan(tables, te.Topology(2), batch_size=16).tables["ids"]
+    assert isinstance(whole, TableWise | RowWise)
