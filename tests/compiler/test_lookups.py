@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import tritonemb as te
 from tests.compiler.graphs import Compiled, assert_same
 from tests.helpers import fewer
 
@@ -91,6 +92,37 @@ PADDED = torch.tensor([4, 10, 0, 4, 1, 2, 10]), torch.tensor([0, 1, 2, 2, 4])
 )  # with padding, the last bag has all that is left
 def test_bags(modules, args):
     check(modules(), call, *args())
+
+
+@pytest.mark.parametrize("optimizer", [None, te.optim.Adam(lr=0.1)], ids=["plain", "fused"])
+@pytest.mark.parametrize("kind", [nn.EmbeddingBag, te.nn.EmbeddingBag])
+def test_ids_behind_the_last_offset_belong_to_no_bag(kind, optimizer):
+    """Merged with bags that have other forms; and with no more keys where there are no offsets to end early."""
+    sums = [kind(ROWS, 4, mode=mode, include_last_offset=True) for mode in ("sum", "mean")]
+    model = Several([*sums, nn.Embedding(ROWS, 3), kind(ROWS, 2, mode="mean")], ended)
+    if optimizer is not None:
+        te.fuse(model, optimizer)
+    twin, offsets = copy.deepcopy(model), torch.tensor([0, 2, 2, 5])
+    compiled = Compiled(model, fullgraph=True)
+    flat = torch.tensor([1, 2, 1, 5, 6, 7, 8])
+    matrix = ids(3, 2)
+    results = []
+    for run, end in ((compiled, 7), (twin, 5)):
+        outputs = run(flat[:end], offsets, matrix)
+        results.append([output.detach() for output in outputs])
+        torch.autograd.backward([output.square().sum() for output in outputs])
+    states = [[p.detach() if p.grad is None else p.grad for p in each.parameters()] for each in (model, twin)]
+    for found, wanted in zip(results[0] + states[0], results[1] + states[1], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+    assert [len(members) for members in compiled.fused] == [4]
+    with pytest.raises(ValueError, match="offsets must ascend: feature 'tables"):
+        compiled(flat, torch.tensor([0, 2, 2, 9]), matrix)
+
+
+def ended(module, flat, offsets, matrix):
+    if isinstance(module, nn.Embedding):
+        return module(matrix[:, 0])
+    return module(flat, offsets) if module.include_last_offset else module(matrix)
 
 
 def test_bags_of_several_forms_and_dtypes_of_ids():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -255,12 +256,76 @@ def test_what_is_no_dense_tensor_is_named(args):
         te.nn.EmbeddingBag(ROWS, DIM)(*args)
 
 
-def test_ids_behind_the_last_offset_belong_to_no_bag():
-    module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum", include_last_offset=True)
-    output = module(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]))
-    assert torch.equal(output, module.weight[1:3])
-    output.sum().backward()
-    assert module.weight.grad[:, 0].nonzero().flatten().tolist() == [1, 2]
+# The last two, of which one is no id, are in no bag.
+SHORT = torch.tensor([1, 2, 1, 4, ROWS + 3]), torch.tensor([0, 2, 3])
+SERVED = [{"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"mode": "mean", "sparse": True}]
+SERVED += [{"mode": "mean", "scale_grad_by_freq": True}, {"mode": "sum", "max_norm": 0.5}]
+
+
+def looked_up(module, call, ids, offsets, *weights):
+    """The result, and all that a backward pass changes."""
+    weights = [each.clone().requires_grad_() for each in weights]
+    output = call(ids, offsets, *weights)
+    output.square().sum().backward()
+    gradient = module.weight if module.weight.grad is None else dense(module.weight.grad)
+    return {"output": output, "gradient": gradient.detach(), **({"weights": weights[0].grad[:3]} if weights else {})}
+
+
+@pytest.fixture(params=["small", "large"])
+def size_of_calls(request):
+    if request.param == "small":
+        request.getfixturevalue("small_calls")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", SERVED, ids=str)
+@pytest.mark.usefixtures("size_of_calls")
+def test_ids_behind_the_last_offset_belong_to_no_bag(options, dtype):
+    """Whoever serves the call; and with a fused optimizer, or per-sample weights, too."""
+    ids, offsets = SHORT
+    fused = dtype != torch.float64 and options in SERVED[:2]
+    for optimizer in [None, te.optim.Adam(lr=0.1)] if fused else [None]:
+        module = te.nn.EmbeddingBag(ROWS, DIM, include_last_offset=True, dtype=dtype, optimizer=optimizer, **options)
+        twin = copy.deepcopy(module)
+        weights = [torch.randn(5, dtype=dtype)] if options == {"mode": "sum"} else []
+        found = looked_up(module, module, ids, offsets, *weights)
+        short = [ids[:3], offsets, *(each[:3] for each in weights)]
+        torch.testing.assert_close(found, looked_up(twin, twin, *short))
+        with torch.no_grad():
+            torch.testing.assert_close(module(ids, offsets, *weights), twin(*short))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_too_ids_behind_the_last_offset_belong_to_no_bag(mode):
+    """Nobody reads offsets there: one more bag has these ids."""
+    for optimizer in [None, te.optim.Adam(lr=0.1)] if mode != "max" else [None]:
+        module = te.nn.EmbeddingBag(ROWS, DIM, include_last_offset=True, mode=mode, optimizer=optimizer)
+        twin = copy.deepcopy(module)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        for ids, offsets in (SHORT, (SHORT[0], SHORT[1] * 0), (SHORT[0][:4], torch.tensor([0, 3, 4]))):
+            found, wanted = looked_up(module, compiled, ids, offsets), looked_up(twin, twin, ids, offsets)
+            for name, expected in wanted.items():
+                torch.testing.assert_close(found[name], expected, **TOLERANCE)
+            module.weight.grad = twin.weight.grad = None
+
+
+def test_dynamic_tables_get_no_ids_from_behind_the_last_offset():
+    module = te.nn.EmbeddingBag(None, DIM, mode="mean", include_last_offset=True, capacity=9, optimizer=te.optim.SGD())
+    ids, offsets = SHORT
+    output = module(ids, offsets)
+    assert module.table.ids().tolist() == [1, 2]
+    assert torch.equal(output, module(ids[:3], offsets))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("options", [*SERVED, {"mode": "sum", "padding_idx": 1}], ids=str)
+@pytest.mark.usefixtures("size_of_calls")
+def test_offsets_that_descend_are_a_value_error(options, ended):
+    for dtype in (torch.float32, torch.float64):
+        module = te.nn.EmbeddingBag(ROWS, DIM, include_last_offset=ended, dtype=dtype, **options)
+        with pytest.raises(ValueError, match=r"offsets must ascend: .*, sample 1 goes from 3 to 2 \(of 4 values\)"):
+            module(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3, 2, 4]))
 
 
 def test_a_weight_of_another_shape_is_looked_up():

@@ -348,3 +348,46 @@ class TestFused:
         module.weight = nn.Parameter(torch.zeros(2, 2))
         with pytest.raises(RuntimeError, match="shape it was made for"):
             module(ids)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.bag = nn.Embedding(ROWS, DIM), nn.EmbeddingBag(ROWS, DIM, mode="sum", padding_idx=1)
+
+
+@pytest.mark.parametrize("size_of_calls", ["small", "large"])
+@pytest.mark.parametrize("optimizer", [None, te.optim.SGD()], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    ("name", "batch", "sample", "error"),
+    [
+        ("rows", [[[1, 2], [50, 3]]], 1, IndexError),
+        ("rows", [[1, 2, 50]], 2, IndexError),
+        ("rows", [50], 0, IndexError),
+        ("bag", [[[1, 2], [50, 3]]], 1, RuntimeError),
+        ("bag", [[1, 2, 50, 3], [0, 0, 1]], 2, RuntimeError),
+    ],
+)
+def test_an_id_out_of_range_names_the_fused_module_and_the_sample(
+    name, batch, sample, error, optimizer, size_of_calls, request
+):
+    if size_of_calls == "small":
+        request.getfixturevalue("small_calls")
+    model = nn.ModuleDict({"emb": Inner()})
+    te.fuse(model, optimizer)
+    batch = [torch.tensor(part) for part in batch]
+    place = batch[0].flatten().tolist().index(50)
+    text = rf"^table 'emb\.{name}', sample {sample}: input\[{place}\] is 50, .*; valid ids are 0 to {ROWS - 1}$"
+    with pytest.raises(error, match=text):
+        getattr(model["emb"], name)(*batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": te.optim.SGD()}, {"dtype": torch.float64}], ids=str)
+def test_a_batch_of_lists_that_are_all_empty_is_refused_in_words(options):
+    module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum", **options)
+    with pytest.raises(RuntimeError, match=r"input of shape \[3, 0\] has no ids, .* pass ids \[0\], and offsets"):
+        module(torch.zeros(3, 0, dtype=torch.int64))
+    assert not module(torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)).any()
+    dynamic = te.nn.EmbeddingBag(None, DIM, mode="sum", capacity=9, optimizer=te.optim.SGD())
+    with pytest.raises(ValueError, match="with L > 0"):
+        dynamic(torch.zeros(3, 0, dtype=torch.int64))

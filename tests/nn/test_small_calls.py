@@ -83,7 +83,7 @@ def test_offsets_of_another_form_are_not_read_as_bags(offsets):
 def test_offsets_that_do_not_fit_are_refused(offsets, dtype):
     """PyTorch's kernel looks at the first and the last of them alone, and reads foreign memory for the others."""
     module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum")
-    with pytest.raises(RuntimeError, match="offsets"):
+    with pytest.raises(ValueError if min(torch.tensor(offsets).diff()) < 0 else RuntimeError, match="offsets"):
         module(torch.arange(5, dtype=dtype), torch.tensor(offsets, dtype=dtype))
 
 

@@ -160,6 +160,10 @@ class TestOpcheck:
         ids, offsets, _ = one_table(True)
         torch.library.opcheck(OPS.drop_padding.default, (ids, offsets, 9, 10))
 
+    def test_close_bags(self):
+        for dtype in (torch.int32, torch.int64):
+            torch.library.opcheck(OPS.close_bags.default, (torch.arange(5).to(dtype), torch.tensor([0, 1, 3])))
+
     @pytest.mark.parametrize(("form", "optimizer", "by_table"), row_updates())
     def test_row_update_(self, form, optimizer, by_table):
         problem = Problem(*FORMS[form])

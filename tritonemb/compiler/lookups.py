@@ -5,7 +5,8 @@ Merged are independent lookups of a region, with one batch size and kind of resu
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ from tritonemb.utils import listed
 
 NO_INT = "its padding_idx is a NumPy integer; use int(..)"
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
-_LOOKUPS = {embedding_bag, embedding, torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS}
+_BAGS = {torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS}
+_LOOKUPS = {embedding_bag, embedding, *_BAGS}
 # The same argument has several names.
 _NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}
 
@@ -69,6 +71,7 @@ class LookupIds(NamedTuple):
     ids: Any  # integers; `[B, L]` or `[N]` for bags, of any shape for single rows
     offsets: Any  # of a bag's 1-D ids, `[B]`, or `[B + 1]` if `has_last_offset`; else None
     has_last_offset: bool
+    open_end: bool  # ids may lie behind the last offset, which belong to no bag
     sample_weights: Any  # of the ids' shape, or None
     trained: Any  # ids that the gradient goes to, `[N]`, if others; -1 for none
     single: bool  # a row for each id, instead of a sum, or a `mean`, for each bag
@@ -91,7 +94,7 @@ class LookupIds(NamedTuple):
 class TableLookup:
     """One use of one table."""
 
-    node: Node  # the call
+    node: Node  # the call, or what leaves its last bag out
     table: str  # as users call it
     weight: Node  # `[rows, dim]`
     bags: LookupIds
@@ -141,18 +144,29 @@ class TableLookup:
 
 def recognise(node: Node) -> TableLookup | LeftAlone | None:
     """The lookup that a node is; a reason if it is one that stays as it is; None if it is something else."""
-    if node.op != "call_function" or node.target not in _LOOKUPS:
+    call, closed = _closed_bags(node)
+    if call.op != "call_function" or call.target not in _LOOKUPS or any(_closed_bags(user)[1] for user in node.users):
         return None
-    args = {_NAMES.get(name, name): value for name, value in arguments(node).items()}
-    if node.target in FUSED_BAGS:  # whose lists have one table
+    args = {_NAMES.get(name, name): value for name, value in arguments(call).items()}
+    if closed is not None:
+        args |= {"ids": closed.args[0], "offsets": closed.args[1], "trained": None, "include_last_offset": True}
+    if call.target in FUSED_BAGS:  # whose lists have one table
         args |= {one: args[f"{one}s"][0] for one in ("weight", "step")} | {"skipped": args["skipped"][0]}
     weight = args.get("weight")
     table = source_path(weight) if isinstance(weight, Node) else node.name
     try:
         require(bool(args), "its arguments do not fit its signature")
-        return _read(node, args, table)
+        return replace(_read(call, args, table), node=node)
     except NotServed as reason:
-        return LeftAlone(table.removesuffix(".weight"), name_of(node), str(reason))
+        return LeftAlone(table.removesuffix(".weight"), name_of(call), str(reason))
+
+
+def _closed_bags(node: Node) -> tuple[Any, Any]:
+    """The lookup of which a node leaves the last bag out, and the call of `close_bags` that made that; or itself."""
+    call: Any = node.args[0] if node.target is getitem and node.args[1:] == (slice(None, -1, None),) else None
+    offsets = arguments(call).get("offsets") if isinstance(call, Node) and call.target in _BAGS else None
+    closed = offsets.args[0] if isinstance(offsets, Node) and offsets.target is getitem else None
+    return (call, closed) if getattr(closed, "target", None) is torch.ops.tritonemb.close_bags else (node, None)
 
 
 def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
@@ -174,9 +188,11 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
     require(not isinstance(padding_idx, Node), NO_INT)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
+    ended = bool(args.get("include_last_offset", True))
+    open_end = padding_idx is None and "include_last_offset" in args and ended
     bags = LookupIds(
-        args["ids"], None if single else args.get("offsets"), bool(args.get("include_last_offset", True)),
-        args.get("sample_weights"), args.get("trained"), single, mode == "mean", padding_idx, int(weight.shape[0]),
+        args["ids"], None if single else args.get("offsets"), ended, open_end, args.get("sample_weights"),
+        args.get("trained"), single, mode == "mean", padding_idx, int(weight.shape[0]),
     )  # fmt: skip
     update = None
     if node.target in FUSED_BAGS:
@@ -271,7 +287,7 @@ def left_alone(gm: GraphModule, merged: list[LookupGroup]) -> list[LeftAlone]:
 def _named(part: TableLookup | LeftAlone, reason: str) -> LeftAlone:
     if isinstance(part, LeftAlone):
         return part._replace(reason=reason)
-    return LeftAlone(part.feature, name_of(part.node), reason)
+    return LeftAlone(part.feature, name_of(_closed_bags(part.node)[0]), reason)
 
 
 def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:

@@ -101,16 +101,20 @@ def _starts(bags: LookupIds, base: int) -> list[Tensor]:
     """`[B]`, in pieces: where the bags begin, from `base` on.
 
     A first offset that is not 0, or a last one that is not the number of ids, would give ids to a neighbour's bag; it
-    becomes -1, which the kernels report, as they do any offset that does not ascend.
+    becomes -1, which the kernels report, as they do any offset that does not ascend. Ids behind an open end go to
+    another key, which no table has: `[2 * B]`.
     """
     own = _own_offsets(bags)
     moved = own + base
     if bags.offsets is None:
         return [moved[:-1]]
     fits = own[:1] == 0
-    if bags.has_last_offset:
+    if bags.has_last_offset and not bags.open_end:
         fits = fits & (own[-1:] == bags.ids.numel())
-    return [torch.where(fits, moved[:1], -1), moved[1:-1]]
+    first = torch.where(fits, moved[:1], -1)
+    if not bags.open_end:
+        return [first, moved[1:-1]]
+    return [first, moved[1:], moved.new_full((own.shape[0] - 2,), base + bags.ids.numel())]
 
 
 def parts_of(out: Tensor, members: Sequence[LookupIds], dims: Sequence[int], pooled: bool) -> tuple[Tensor, ...]:
@@ -175,7 +179,9 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
         [(tables.index(use.weight), column, use.dim, MEAN if use.bags.mean and not use.bags.divides_later else SUM)]
         for use, column in zip(lookups, columns, strict=False)
     ]
-    names = [lookup.table for lookup in users], [lookup.feature for lookup in lookups]
+    keys = [lookup for lookup in lookups for _ in range(1 + lookup.bags.open_end)]
+    uses = [use for lookup, own in zip(lookups, uses, strict=True) for use in [own, []][: 1 + lookup.bags.open_end]]
+    names = [lookup.table for lookup in users], [lookup.feature for lookup in keys]
     layout = lay_out(rows, uses, *names, pooled, value_of(tables[0]).device)
     constants: Any = {name: write.constant(getattr(layout, name), name) for name in Layout._fields[:3]}
     return layout._replace(**constants)

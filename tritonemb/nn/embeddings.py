@@ -10,8 +10,8 @@ from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.dynamic_modules import DynamicModule, become_dynamic
 from tritonemb.nn.single_table import SingleTable
-from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts, whole
-from tritonemb.ops.row_groups import ID_DTYPES
+from tritonemb.ops.bag import Bags, ascend, check_ascending, drop_padding, kept_counts, whole
+from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
 from tritonemb.types import TRAINABLE_DTYPES, Device
@@ -32,7 +32,8 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         max_norm: rows that a call uses are scaled down to this norm (`norm_type`) first, in place; None for no limit.
         mode: "sum", "mean" or "max".
         sparse: the weight's gradient is a sparse COO tensor.
-        include_last_offset: offsets end with the number of ids; with `padding_idx` a smaller end is read as that.
+        include_last_offset: offsets end with the number of ids. Ids behind a smaller end belong to no bag; with
+            `padding_idx` they belong to the last one, as in PyTorch.
         padding_idx: an id that has no part in a bag nor in the gradient; from the end if negative,
             but of any int64 ids an id like others.
         optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
@@ -50,7 +51,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         RuntimeError: for an id out of range (IndexError with `max_norm`), offsets that do not fit, wrong dtypes. On a
             GPU the first two are a ValueError at the next lookup, or from `te.check_errors`; compiled, with an
             optimizer, a ValueError.
-        ValueError: for wrong shapes, an unknown mode, or options that exclude each other.
+        ValueError: for offsets that descend, wrong shapes, an unknown mode, or options that exclude each other.
         NotImplementedError: for per-sample weights in another mode than "sum".
 
     With `num_embeddings=None` all of these are a ValueError or TypeError, and so are `max_norm`, `scale_grad_by_freq`,
@@ -90,26 +91,41 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
+        return self._called(self._pool, input, offsets, per_sample_weights)
+
+    def _pool(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor:
         found = self._pool_by_torch(input, offsets, per_sample_weights)
         if found is not None:
             return found
         given = [input, offsets, per_sample_weights]
         if input is None or not all(t is None or (isinstance(t, Tensor) and not t.is_sparse) for t in given):
             raise TypeError(f"expected dense tensors, got {[*map(type, given)]}; see torch.tensor, to_dense")
-        nested = input.is_nested and input.layout == torch.jagged
-        fits = self._fits(input, offsets, per_sample_weights) and input.device == self.weight.device
-        if not fits or not self._is_served(*([] if nested else given)):
-            pooled: Tensor = TorchEmbeddingBag.forward(self, input, offsets, per_sample_weights)
-            if not fits and self._optimized is not None and pooled.requires_grad:
+        nested, padded = input.is_nested and input.layout == torch.jagged, self.padding_idx is not None
+        fits, trained = self._fits(input, offsets, per_sample_weights), None
+        ended = fits and self.include_last_offset and offsets is not None
+        if fits and offsets is not None:
+            check_ascending(offsets[:-1] if padded and ended else offsets, input.shape[0])
+        unread = torch.compiler.is_compiling() or input.device.type != "cpu"
+        if ended and unread and not padded and input.dtype in ID_DTYPES and offsets.shape[0] > 1:  # type: ignore[union-attr]
+            input, trained, offsets = torch.ops.tritonemb.close_bags(input, offsets)
+        ours = fits and self.mode in ("sum", "mean") and input.device == self.weight.device
+        ours = ours and self._is_served(*([] if nested else [input, offsets, per_sample_weights]))
+        values = input
+        if ours or (ended and plain_eager(*given)):
+            values, offsets, per_sample_weights = self._parts(input, offsets, per_sample_weights)
+        if not ours:
+            pooled: Tensor = TorchEmbeddingBag.forward(self, values, offsets, per_sample_weights)
+            if self._optimized is not None and pooled.requires_grad:
                 raise RuntimeError("the fused optimizer has no update for these arguments; te.unfuse the module first")
-            return pooled
-        values, offsets, per_sample_weights = self._parts(input, offsets, per_sample_weights)
+            return pooled if trained is None else pooled[:-1]
+        assert offsets is not None
         if self.max_norm is not None:
             self._renormalise(values, self.max_norm, self.norm_type)
         mean = self.mode == "mean"
         if self.padding_idx is None:
-            bags = Bags(offsets, True, mean)
-            return self._look_up(values, values, per_sample_weights, bags, self.weight.dtype)
+            bags, ids = Bags(offsets, True, mean), values if trained is None else trained
+            pooled = self._look_up(values, ids, per_sample_weights, bags, self.weight.dtype)
+            return pooled if trained is None else pooled[:-1]
         kept = drop_padding(values, offsets, self.padding_idx, self.weight.shape[0])
         dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
         out = self._look_up(kept, kept, per_sample_weights, Bags(offsets, True, False, False), dtype)
@@ -119,8 +135,11 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         """The call by PyTorch's op where that is the faster one, else None."""
         bags, padded = input if offsets is None else offsets, self.padding_idx is not None
         few = self._few_elements(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
-        if few is None or (offsets is not None and ((padded and self.include_last_offset) or not ascend(offsets))):
+        ended = offsets is not None and self.include_last_offset
+        if few is None or (offsets is not None and ((padded and ended) or not ascend(offsets))):
             return None
+        if ended and int(offsets[-1]) != input.numel():  # type: ignore[index]
+            return None  # ids behind the last offset are in no bag
         simple = per_sample_weights is None and self.max_norm is None and self.mode in ("sum", "mean")
         if simple and input.dim() == 1 + (offsets is None) and input.numel():
             # Of means our kernel scales every row, and PyTorch's the sum.
@@ -184,7 +203,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             alike = per_sample_weights.dtype == self.weight.dtype and input.size() == per_sample_weights.size()
             fits = alike and self.mode == "sum"
         dtype = input.dtype if offsets is None else torch.promote_types(input.dtype, offsets.dtype)
-        return fits and self.mode in ("sum", "mean") and dtype in ID_DTYPES
+        return fits and dtype in ID_DTYPES
 
 
 class Embedding(SingleTable, TorchEmbedding):
@@ -242,6 +261,9 @@ class Embedding(SingleTable, TorchEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[*, embedding_dim]`."""
+        return self._called(self._rows, input)
+
+    def _rows(self, input: Tensor) -> Tensor:
         few = self._few_elements(input)
         if few is not None and input.dtype in ID_DTYPES:
             return self._by_torch(few, self.max_norm is None, input)
@@ -274,8 +296,8 @@ class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):
         if input is None or not dense or not self._fits(input, offsets, per_sample_weights):
             found = [f"{t.dtype} {[*t.shape]} on {t.device}" if isinstance(t, Tensor) else t for t in given]
             raise ValueError(
-                "expected int32 or int64 ids [B, L], or [N] with offsets, dense and on the CPU, and for mode='sum' "
-                f"perhaps per_sample_weights of their shape and of {table.weight.dtype}; got {found}"
+                "expected int32 or int64 ids [B, L] with L > 0, or [N] with offsets, dense and on the CPU, and for "
+                f"mode='sum' perhaps per_sample_weights of their shape and of {table.weight.dtype}; got {found}"
             )
         values, offsets, weights = self._parts(input, offsets, per_sample_weights)
         batch = KeyedJaggedTensor([table.config.name], values, weights, offsets=offsets)

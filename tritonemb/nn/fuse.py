@@ -86,8 +86,9 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
         module.__dict__["_fused_from"] = type(module)
         module.__class__ = _OURS[type(module)]
         module._begin()
+        module._name = path or "weight"
         if group is not None:
-            module._join(group, path or "weight", owners.get(module.weight))
+            module._join(group, module._name, owners.get(module.weight))
             owners.setdefault(module.weight, module)
     view = None
     if group is not None and owners:

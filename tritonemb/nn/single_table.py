@@ -12,7 +12,7 @@ from tritonemb.memory import KEPT_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, bag, explained, weight_gradient
 from tritonemb.ops.registry import CPU, chosen
-from tritonemb.ops.row_groups import plain_eager
+from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.fused_update import FusedGroup
@@ -157,17 +157,28 @@ class SingleTable(FusedModule):
 
     def _by_torch(self, few: bool, simple: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
         weight: Any = self._parameters["weight"]
+        if few:
+            if simple:
+                return self._torchs_op(weight, input, *batch)
+            return super().forward(input, *batch)
+        if self._optimized is not None:
+            self._check_trainable()
+        return ByTorch.apply(weight, self, input, *batch)
+
+    def _called(self, look_up: Callable[..., Tensor], input: Tensor, *batch: Tensor | None) -> Tensor:
+        """`look_up(input, *batch)`, whose errors name the path that `fuse` knows, and the sample."""
+        if torch.compiler.is_compiling():
+            return look_up(input, *batch)
         try:
-            if few:
-                if simple:
-                    return self._torchs_op(weight, input, *batch)
-                return super().forward(input, *batch)
-            if self._optimized is not None:
-                self._check_trainable()
-            return ByTorch.apply(weight, self, input, *batch)
+            return look_up(input, *batch)
         except (IndexError, RuntimeError) as error:
-            found = explained(error, input.reshape(-1), self.weight.shape[0], hasattr(self, "mode"))
-            raise (found if type(found) is type(error) else error) from None
+            if not isinstance(input, Tensor) or input.layout != torch.strided or input.dtype not in ID_DTYPES:
+                raise
+            offsets, name = (*batch, None)[0], "" if self._name == "weight" else self._name
+            found = explained(error, input, self.weight.shape[0], hasattr(self, "mode"), offsets, name)
+            if type(found) is not type(error) or str(found) == str(error):
+                raise
+            raise found from None
 
     def _is_served(self, *tensors: Tensor | None) -> bool:
         """Whether tritonemb's kernels look this table up; else PyTorch's module does."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from tritonemb.errors import offsets_do_not_ascend
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
 from tritonemb.memory import empty_result
 from tritonemb.ops.registry import CPU, chosen, define, kernel
@@ -91,6 +92,13 @@ def ascend(offsets: Tensor) -> bool:
     from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, first_bad_bag  # loads the compiler
 
     return first_bad_bag(offsets.numpy(), -1) in (GOOD_OFFSETS, len(offsets) - 1)
+
+
+def check_ascending(offsets: Tensor, num_values: int) -> None:
+    """Raise ValueError for a bag that ends before it begins, which not all of PyTorch's kernels look for."""
+    if plain_eager(offsets) and offsets.device.type == "cpu" and not ascend(offsets):
+        for bag in (offsets.diff() < 0).nonzero()[:1].flatten().tolist():
+            raise offsets_do_not_ascend("weight", bag, int(offsets[bag]), int(offsets[bag + 1]), num_values)
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
@@ -260,19 +268,30 @@ def look_up(
         raise explained(error, values if checked else values[:0], weight.shape[0], pooled) from None  # [:0]: padding
 
 
-def explained(error: Exception, values: Tensor, num_rows: int, pooled: bool) -> Exception:
+def explained(
+    error: Exception, ids: Tensor, num_rows: int, pooled: bool, offsets: Tensor | None = None, name: str = ""
+) -> Exception:
     """What a CPU kernel found wrong with a batch, as the exception that PyTorch's module raises for it.
 
     On a GPU the finding may be another module's, and stays as it is.
+    With the `name` of a table, its sample is named too: of `ids` without offsets, the first index.
     """
-    if values.device.type != "cpu":
+    if ids.device.type != "cpu":
         return error
     kind = RuntimeError if pooled else IndexError
+    if pooled and ids.dim() == 2 and not ids.shape[1]:
+        return kind(f"input of shape {[*ids.shape]} has no ids, which PyTorch refuses; pass ids [0], and offsets")
+    values = ids.reshape(-1)
     bad = ((values < 0) | (values >= num_rows)).nonzero()
     if not bad.numel():
         return kind(str(error))
     place = int(bad[0])
-    return kind(f"input[{place}] is {int(values[place])}, which is out of range; valid ids are 0 to {num_rows - 1}")
+    length = ids[:1].numel() if ids.dim() else 1
+    sample = place // length if offsets is None else int((offsets <= place).sum()) - 1
+    where = f"table {name!r}, sample {sample}: " if name else ""
+    return kind(
+        f"{where}input[{place}] is {int(values[place])}, which is out of range; valid ids are 0 to {num_rows - 1}"
+    )
 
 
 def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
@@ -297,6 +316,18 @@ def derive_weight(
     return sums.to(dtype)
 
 
+def _close_bags(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give ids behind the last offset, which the host does not read, a bag of their own, to be left out of the result.
+
+    Returns ids `[N]`, those that are trained, -1 for what is behind, and offsets `[B + 2]`.
+    """
+    inside = torch.arange(values.shape[0], device=values.device) < offsets[-1:]
+    unused = torch.where(offsets[-1:] > 0, values[:1], 0)  # an id of the batch, or else one that there is
+    ends = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
+    return values.where(inside, unused), values.where(inside, -1), ends
+
+
+define("close_bags", "(Tensor values, Tensor offsets) -> (Tensor, Tensor, Tensor)", _close_bags, _close_bags)
 BAGS = "Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype"
 define(
     "drop_padding",
