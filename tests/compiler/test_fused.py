@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 import tritonemb as te
-from tests.compiler.graphs import Compiled, assert_same
+from tests.compiler.graphs import Compiled, Recorded, assert_same, count_ops
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
 ROWS = 11
@@ -48,6 +49,22 @@ def test_modules_without_an_optimizer():
     found = Compiled(model, fullgraph=True)
     assert_same(found, model, twin, batch())
     assert found.fused == MEMBERS
+
+
+@pytest.mark.parametrize("kind", [te.nn.Embedding, te.nn.EmbeddingBag])
+def test_a_lone_module_without_an_optimizer_is_left_to_the_compiler(kind):
+    """As PyTorch's, which Inductor knows; a large call has our kernels."""
+    model = nn.Sequential(kind(ROWS, 4), nn.Linear(4, 1))
+    found, matrix = Recorded(model, fullgraph=True), torch.randint(0, ROWS, (5, 3))
+    torch.testing.assert_close(found(matrix), model(matrix))
+    found(matrix).sum().backward()
+    ops = sum(map(count_ops, [*found.forwards, *found.backwards]), Counter())
+    assert not [name for name in ops if "tritonemb" in name]
+    assert found.fused == []
+    torch._dynamo.reset()
+    large = Recorded(kind(ROWS, 2048), fullgraph=True)
+    large(torch.randint(0, ROWS, (64, 3))).sum().backward()
+    assert count_ops(large.forwards[0])["tritonemb.bag"] == 1
 
 
 @pytest.mark.parametrize("optimizer", [te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.1)])

@@ -135,8 +135,8 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         """The call by PyTorch's op where that is the faster one, else None."""
         bags, padded = input if offsets is None else offsets, self.padding_idx is not None
         few = self._few_elements(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
-        ended = offsets is not None and self.include_last_offset
-        if few is None or (offsets is not None and ((padded and ended) or not ascend(offsets))):
+        ended, traced = offsets is not None and self.include_last_offset, torch.compiler.is_compiling()
+        if few is None or (offsets is not None and (traced or (padded and ended) or not ascend(offsets))):
             return None
         if ended and int(offsets[-1]) != input.numel():  # type: ignore[index]
             return None  # ids behind the last offset are in no bag

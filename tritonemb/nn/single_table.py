@@ -130,21 +130,24 @@ class SingleTable(FusedModule):
         """Whether a call looks up so little that PyTorch's op is the faster one, its backward too.
 
         False: in the forward alone. None: not even there, for other tables than float32 on the CPU, for results whose
-        memory ours keeps (`num_rows`, or one an id), or while something traces or transforms the call.
+        memory ours keeps (`num_rows`, or one an id), or while something traces or transforms the call. What is traced
+        is PyTorch's without an optimizer: a backend merges it, or compiles it as it is.
         """
-        weight = self._parameters.get("weight")
+        weight, traced = self._parameters.get("weight"), torch.compiler.is_compiling()
         if (
             weight is None
             or type(input) is not Tensor
             or input.is_sparse
             or weight.dtype != torch.float32
-            or torch.compiler.is_compiling()
-            or chosen("embedding_bag", weight.device, (torch.float32,)) != CPU
+            or (traced and (self._optimized is not None or weight.device.type != "cpu"))
+            or (not traced and chosen("embedding_bag", weight.device, (torch.float32,)) != CPU)
         ):
             return None
         elements, fused = input.numel() * self.embedding_dim, self._optimized is not None
         if elements < FEW_ELEMENTS and not fused:
             return True
+        if traced:
+            return None
         if fused:
             ours = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
             ours = ours or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
@@ -158,7 +161,7 @@ class SingleTable(FusedModule):
     def _by_torch(self, few: bool, simple: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
         weight: Any = self._parameters["weight"]
         if few:
-            if simple:
+            if simple and not torch.compiler.is_compiling():
                 return self._torchs_op(weight, input, *batch)
             return super().forward(input, *batch)
         if self._optimized is not None:
