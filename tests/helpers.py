@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -20,13 +22,32 @@ from tests.strategies import random_batch, random_weights, rows_of
 from tritonemb.kernels.triton_utils import interpreting
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.storage.checkpoint import MANIFEST, size_and_checksum
 from tritonemb.tables.cached_table import CachedTable
+from tritonemb.utils import sealed
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()
 CACHED = "cached disk"  # a placement on disk with some rows in host memory
 DEADLINE = 120.0  # seconds until a wait for another thread or process fails, however busy the machine is
 _Size = TypeVar("_Size")
+
+
+class Calls:
+    """Unpickled, it calls a function."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def resealed(path: Path, *names: str) -> None:
+    """Let the manifest have the checksums of files that were changed, as whoever changes them can."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"] |= {name: size_and_checksum(path / name) for name in names}
+    (path / MANIFEST).write_text(sealed(json.dumps({name: manifest[name] for name in manifest if name != "sha256"})))
 
 
 def resident_growth(do: Callable[[], object], attempts: int = 3) -> int:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -22,6 +23,7 @@ pytest.importorskip("tomli_w")
 
 import torch
 
+from tests.helpers import Calls, resealed
 from tritonemb import cli
 from tritonemb.cli import main
 from tritonemb.data import open_dataset
@@ -289,6 +291,21 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(kind, log, tmp_path, capsy
     monkeypatch.setattr(os, "replace", read_only)
     assert run("vocab", "--data", log, "--out", tmp_path / "v.parquet") == 2
     assert "Read-only file system" in capsys.readouterr().err
+
+
+def test_a_run_of_a_stranger_runs_no_code(trained, log, tmp_path, capsys):
+    folder, mark = shutil.copytree(trained[0], tmp_path / "theirs"), tmp_path / "mark"
+    for path in (folder / "checkpoints").iterdir():
+        (path / ".metadata").write_bytes(pickle.dumps(Calls(os.mkdir, str(mark))))
+        resealed(path, ".metadata")
+    data = ("--data", log, "--out")
+    for command in (
+        ("predict", "--checkpoint", folder, *data, tmp_path / "scores.csv"),
+        ("train", *data, folder, "--resume", "auto", "--epochs", 4, "--embedding-lr", 0.2, *SMALL),
+    ):
+        assert run(*command) == 2
+        assert ".metadata refers to posix.mkdir, which could run code, so it is not loaded" in capsys.readouterr().err
+    assert not mark.exists()
 
 
 def test_predict_leaves_no_row_out(log, tmp_path, capsys):

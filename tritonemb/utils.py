@@ -136,13 +136,16 @@ def cache_dir() -> Path:
 def kernel_folder() -> Path:
     """Where compiled kernels are kept: in the cache folder, else with the temporary files.
 
-    Kernels are pickles, which run code when they are loaded. So the folder among the temporary files must be this
-    user's, and closed to others; else this process gets one of its own.
+    Kernels are machine code in pickles, so a user who can write them runs code here. The folder must be this user's, or
+    root's, and not open to all; one among the temporary files this user's, and closed to others; else this process gets
+    one of its own.
     """
     try:
         folder = cache_dir() / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        if (status := folder.stat()).st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+            raise PermissionError(f"other users may write to {folder}")
         return folder
     except (OSError, RuntimeError) as error:  # read-only, or a user without a home
         logging.getLogger(__name__).warning("compiled kernels are kept with the temporary files: %s", error)

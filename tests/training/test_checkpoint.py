@@ -1,16 +1,22 @@
 import errno
+import io
 import itertools
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
+from tests.helpers import Calls, resealed
+from tritonemb.storage.checkpoint import METADATA, CheckpointReader
 from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import (
     MANIFEST,
@@ -357,3 +363,83 @@ def test_a_failure_leaves_the_earlier_checkpoint_its_name(tmp_path, monkeypatch)
     with pytest.raises(CheckpointError, match=r"the disk is broken.*The checkpoint step-5 is whole"):
         saved(folder, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("module", [os, shutil], ids=["built in", "in Python"])
+def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path, module, protocol):
+    path, mark = saved(CheckpointFolder(tmp_path), 1).path(1), tmp_path / "mark"
+    evil = Calls(os.mkdir, str(mark)) if module is os else Calls(shutil.copytree, str(path), str(mark))
+    found = tensors(0.0)
+    (path / METADATA).write_bytes(pickle.dumps(evil, protocol))
+    resealed(path, METADATA)
+    name = "posix.mkdir" if module is os else "shutil.copytree"
+    for read in (partial(load_tensors, path, found), partial(stored_tensors, path)):
+        with pytest.raises(ValueError, match=rf"step-1/\.metadata refers to {name}, which could run code"):
+            read()
+    assert not mark.exists()
+    assert all(torch.equal(tensor, tensors(0.0)[key]) for key, tensor in found.items())
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_the_tensors_of_a_stranger_run_no_code(tmp_path, protocol):
+    path, mark = saved(CheckpointFolder(tmp_path), 1).path(1), tmp_path / "mark"
+    content, metadata = io.BytesIO(), pickle.loads((path / METADATA).read_bytes())
+    torch.save(Calls(os.mkdir, str(mark)), content, pickle_protocol=protocol)
+    for entry in metadata.storage_data.values():
+        entry.offset, entry.length = 0, content.tell()
+        (path / entry.relative_path).write_bytes(content.getvalue())
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    read_into = partial(load_tensors, path, tensors(0.0))
+    with pytest.raises(ValueError, match=r"step-1/__0_0\.distcp (refers to posix\.mkdir, which could run|is damaged)"):
+        read_into()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"cos\nsystem\n.", "refers to os.system, which could run code"),
+        (b"ctorch\nload\n.", r"refers to torch\.load"),
+        (b"\x80\x04\x8c\x05torch\x8c\x0eSize.__class__\x93.", r"refers to torch\.Size\.__class__"),
+        (b"\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93.", r"refers to torch\.serialization\.os\.system"),
+        (b"\x82\x01.", "is damaged"),  # an extension of copyreg
+        (b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.", "is damaged"),  # attributes of a class
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x01\x00\x00\x00aK\x01s\x86b.", "is damaged"),
+        (b"ctorch.serialization\n_get_layout\nN}X\x05\x00\x00\x00cacheK\x01s\x86b.", "is damaged"),
+        (b"ctorch\nfloat32\n.", "is damaged"),  # not the metadata of a checkpoint
+        (b"", "is damaged"),
+    ],
+)
+def test_metadata_has_tensors_and_no_more(tmp_path, content, message):
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"/\.metadata {message}"):
+        CheckpointReader(tmp_path).read_metadata()
+    assert not hasattr(Metadata, "a")
+    assert isinstance(torch.serialization._get_layout.cache, dict)
+
+
+def test_metadata_of_files_elsewhere_is_refused(tmp_path):
+    path = saved(CheckpointFolder(tmp_path), 1).path(1)
+    metadata = pickle.loads((path / METADATA).read_bytes())
+    next(iter(metadata.storage_data.values())).relative_path = "../secret/__0_0.distcp"
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged .*files elsewhere"):
+        stored_tensors(path)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_metadata_is_read_as_torch_reads_it(tmp_path, protocol):
+    values = {
+        f"{dtype}": torch.ones(2, dtype=dtype)
+        for dtype in (torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    }
+    state = {"a": values, "b": [torch.ones(()), torch.ones(1, 2, 3, 4)], "c": "text"}
+    dcp.save(state, checkpoint_id=tmp_path)
+    metadata = pickle.loads((tmp_path / METADATA).read_bytes())
+    metadata.storage_meta.checkpoint_id = PurePosixPath("runs/first")
+    entry = metadata.state_dict_metadata["b.1"].properties
+    entry.memory_format, entry.layout = torch.channels_last, torch.sparse_coo
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata, protocol))
+    assert CheckpointReader(tmp_path).read_metadata() == metadata

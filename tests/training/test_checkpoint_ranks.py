@@ -21,6 +21,7 @@ from tests.ranks import free_port, joined, start_process
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
 from tests.training import jobs
 from tritonemb.comm.group import RankGroup
+from tritonemb.storage.checkpoint import ignore_single_process_warning
 from tritonemb.training.checkpoint import (
     MANIFEST,
     CheckpointError,
@@ -31,7 +32,6 @@ from tritonemb.training.checkpoint import (
     writer,
 )
 from tritonemb.training.checkpoint import folder as folder_module
-from tritonemb.training.checkpoint.files import ignore_single_process_warning
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = [Cut((0, 6), (0, 4), (0,)), Cut((6, 12), (0, 4), (1,))]

@@ -30,11 +30,11 @@ from tritonemb.server import Servers, connect, start, start_on_ray
 from tritonemb.server.launch import SECONDS_TO_START
 from tritonemb.server.on_ray import PATIENCE
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
+from tritonemb.storage.checkpoint import read_manifest_text
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, read_manifest, stored_tensors
-from tritonemb.training.checkpoint.files import read_manifest_text
 from tritonemb.training.checkpoint.manager import data_changes, load_model
 from tritonemb.training.config import TrainConfig, from_plain, plain, to_toml
 from tritonemb.training.doctor import check_device

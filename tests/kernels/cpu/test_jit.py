@@ -190,6 +190,23 @@ def test_the_folder_among_temporary_files_is_ones_own(there, monkeypatch, tmp_pa
     assert "compiled kernels are kept with the temporary files: " in caplog.text
 
 
+@pytest.mark.parametrize("whose", ["own", "roots", "another user's", "open to all"])
+def test_a_cache_that_others_can_write_is_not_used(whose, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("TRITONEMB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kernels = tmp_path / "cache" / "kernels"
+    kernels.mkdir(parents=True)
+    kernels.chmod(0o777 if whose == "open to all" else 0o755)
+    owner = kernels.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + (whose == "another user's"))
+    if whose == "another user's" and owner == 0:
+        os.chown(kernels, 7, 7)
+    if whose == "roots" and owner == 0:
+        monkeypatch.setattr(os, "getuid", lambda: 1)
+    assert (utils.kernel_folder.__wrapped__() == kernels) == (whose in ("own", "roots"))
+    assert (f"other users may write to {kernels}" in caplog.text) == (whose not in ("own", "roots"))
+
+
 def test_another_users_folder_is_not_used(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITONEMB_CACHE_DIR", str(tmp_path / "file"))

@@ -1,6 +1,6 @@
 """Checkpoints of a run: written aside and renamed, checked and read, by one process or by several ranks."""
 
-from tritonemb.training.checkpoint.files import FORMAT, MANIFEST
+from tritonemb.storage.checkpoint import FORMAT, MANIFEST
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.ranks import CheckpointError

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.storage import checkpoint as files
+from tritonemb.storage.checkpoint import FORMAT, MANIFEST
 from tritonemb.storage.io import allocated, sync
 from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint import files
-from tritonemb.training.checkpoint.files import FORMAT, MANIFEST
 from tritonemb.training.checkpoint.writer import CheckpointWriter, Manifest, RankFiles, Tensors
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 from tritonemb.utils import sealed, write_whole

@@ -15,16 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
+from tritonemb.storage.checkpoint import (
+    MANIFEST,
+    ROWS,
+    CheckpointPlanner,
+    CheckpointReader,
+    check_files,
+    checkpoint_errors,
+    ignore_single_process_warning,
+    read_manifest_text,
+)
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.training.checkpoint import files
-from tritonemb.training.checkpoint.files import MANIFEST, ROWS, read_manifest_text
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
@@ -49,15 +56,14 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
     if group.rank == 0 and "sha256" not in found:
         warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
-    entries = sorted(found["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
-    on_all_ranks(group, lambda: _check_files(path, dict(entries[group.rank :: group.size])))
+    on_all_ranks(group, lambda: check_files(path, found["files"], group.rank, group.size))
     return found
 
 
 def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
     """Names, shapes and dtypes of a checkpoint's tensors, also of tables that are files; each rank reads them."""
     entries, tables = on_each_rank(
-        group, lambda: (FileSystemReader(path).read_metadata().state_dict_metadata, saved_tables(Path(path)))
+        group, lambda: (CheckpointReader(path).read_metadata().state_dict_metadata, saved_tables(Path(path)))
     )
     found = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     for prefix, table in tables.items():
@@ -95,7 +101,7 @@ def load_tensors(
             no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
     """
     path = Path(path)
-    files.ignore_single_process_warning()
+    ignore_single_process_warning()
     stored = stored_tensors(path, group)
     own = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if problems := _differences(stored, on_all_ranks(group, lambda: own), ignore):
@@ -114,33 +120,24 @@ def load_tensors(
         table.replace_store(store)
 
 
+@checkpoint_errors("the checkpoint cannot be loaded")
 def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[CachedTable, DiskRows]) -> None:
     """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
     saved = saved_tables(path)
     in_memory, on_disk = split_tables(tensors)
+    reader = CheckpointReader(path)
     for part, prefix in {part: prefix for prefix, table in on_disk.items() for part in table.parts}.items():
         if prefix in saved:
             fresh[part] = read_files(path, saved[prefix], part)
         else:
             entries = {field.name: stored[f"{prefix}.{field.name}"] for field in part.record.fields}
-            fresh[part] = _write_rows(part, _tensor_blocks(path, prefix, entries, part.config))
+            fresh[part] = _write_rows(part, _tensor_blocks(reader, prefix, entries, part.config))
     if plain := {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}:
-        load(plain, checkpoint_id=path, no_dist=True)  # each rank reads for itself
+        load(plain, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)  # each rank reads for itself
     for prefix, entry in saved.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
         if targets:
             _fill_tensors(path, _parts_of(path, entry), targets)
-
-
-def _check_files(path: Path, entries: Mapping[str, Any]) -> None:
-    for name, (size, crc) in entries.items():
-        if (there := files.size_of(path / name)) != size:
-            raise ValueError(
-                f"{path} is damaged: {name} has {'vanished' if there is None else f'{there:,} bytes'} "
-                f"instead of {size:,} bytes; use another checkpoint"
-            )
-        if files.checksum(path / name) != crc:
-            raise ValueError(f"{path} is damaged: {name} does not have the checksum that was written; use another one")
 
 
 def _differences(stored: Stored, every: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
@@ -282,7 +279,7 @@ def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
         yield torch.cat(parts)
 
 
-def _tensor_blocks(path: Path, prefix: str, entries: Stored, config: TableConfig) -> Iterator[_Block]:
+def _tensor_blocks(reader: CheckpointReader, prefix: str, entries: Stored, config: TableConfig) -> Iterator[_Block]:
     """The rows of a table, or of a part of one, out of tensors, as many at a time as were written at once."""
     pieces: dict[tuple[str, int], set[int]] = defaultdict(set)
     for name, entry in entries.items():
@@ -296,6 +293,7 @@ def _tensor_blocks(path: Path, prefix: str, entries: Stored, config: TableConfig
         size = end - begin
         found = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
         shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in found.items()}
-        load({f"{prefix}.{name}": part for name, part in shards.items()}, checkpoint_id=path, no_dist=True)
+        parts: dict[str, Any] = {f"{prefix}.{name}": part for name, part in shards.items()}
+        load(parts, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
         for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in found.values()))):
             yield rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in found.items()}

@@ -28,11 +28,11 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
+from tritonemb.storage.checkpoint import CHANGES, ROWS, Files, size_and_checksum, size_of
 from tritonemb.storage.io import allocated, sync
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
 from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.files import CHANGES, ROWS, size_and_checksum, size_of
 from tritonemb.training.ranks import Failure, on_all_ranks, on_each_rank, raise_failures
 from tritonemb.types import TableConfig
 
@@ -42,7 +42,6 @@ MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is res
 Shards = Mapping[str, tuple[torch.Size, torch.dtype, list[Rectangle]]]
 Tensors = Mapping[str, Tensor]
 Manifest = Mapping[str, Any]
-Files = dict[str, list[int]]  # size and checksum of each, by name
 Earlier = Sequence[tuple[Path, Manifest]]  # checkpoints and their manifests, newest first
 
 

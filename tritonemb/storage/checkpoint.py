@@ -1,0 +1,203 @@
+"""Checkpoints in the format of `torch.distributed.checkpoint`: written with checksums, read without running code.
+
+Torch unpickles `.metadata` and other values than tensors, and a pickle may call any function. The reader here knows
+tensors, plain values and the metadata of tensors, and refuses all else.
+"""
+
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path, PurePath
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.futures import Future
+
+from tritonemb.storage.io import sync
+from tritonemb.storage.sparse import copy_rows, digest
+from tritonemb.storage.store import StorageError
+from tritonemb.utils import read_sealed
+
+FORMAT = 1
+MANIFEST, METADATA = "trainer.json", ".metadata"
+ROWS, CHANGES = ".rows", ".changes"  # of a table on disk: sparse files
+Files = dict[str, list[int]]  # size and checksum of each, by name
+# What metadata refers to, besides dtypes; torch before 2.3 had TensorProperties in the last module.
+_NAMES = {
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING TensorProperties",
+}
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Written in Python: with the one in C a file could change attributes of classes."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("pathlib", "pathlib._local"):
+            return PurePath  # where it was written
+        if name in _NAMES.get(module, "").split():
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")  # as torch's says
+
+    def load_build(self) -> None:
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(target, type) or not is_dataclass(target):
+            raise pickle.UnpicklingError(f"BUILD of {target!r}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _refused(path: Path, error: Exception) -> ValueError:
+    """For a file that was not unpickled."""
+    if name := re.search(r"GLOBAL (\S+)", str(error)):
+        what = f"{path} refers to {name[1]}"
+        return ValueError(f"{what}, which could run code, so it is not loaded; use another checkpoint")
+    return ValueError(f"{path} is damaged ({error!r}); use another checkpoint")
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint, its metadata once.
+
+    ValueError names a file that is damaged or could run code, and what it refers to.
+    """
+
+    _metadata: Metadata | None = None
+    _file = ""  # that is being read
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            path = Path(self.path, METADATA)
+            content = path.read_bytes()
+            try:
+                metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+                names = {info.relative_path for info in metadata.storage_data.values()}
+                if any(name != PurePath(name).name for name in names):
+                    raise ValueError("it refers to files elsewhere")
+            except Exception as error:
+                raise _refused(path, error) from error
+            self._metadata = metadata
+        return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        self._file = sinfo.relative_path
+        return super()._slice_file(file, sinfo)
+
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError as error:
+            raise _refused(Path(self.path, self._file), error) from error
+
+
+class CheckpointPlanner(DefaultLoadPlanner):
+    """Loads values other than tensors without running code."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        loaded = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+
+
+@contextmanager
+def checkpoint_errors(what: str) -> Iterator[None]:
+    """Raise the failure of a rank, which torch wraps in a BaseException, as a ValueError or a StorageError."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        if not isinstance(failure, Exception):  # the process is to end
+            raise failure from error
+        if isinstance(failure.__context__, OSError):  # a full disk, which torch's archive did not expect
+            failure = failure.__context__
+        kind = ValueError if isinstance(failure, ValueError) else StorageError
+        raise kind(f"{what}: rank {rank}: {type(failure).__name__}: {failure}") from error
+
+
+def ignore_single_process_warning() -> None:
+    """Silence torch's warning that a checkpoint is of a single process, which may come from a thread of its own."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def read_manifest_text(path: Path, name: str = MANIFEST) -> tuple[bytes, dict[str, Any]]:
+    """A checkpoint's manifest, as text and parsed; FileNotFoundError or ValueError, see `read_manifest`."""
+    if not (path / name).is_file():
+        raise FileNotFoundError(f"{path} is not a checkpoint: it has no {name}")
+    text = read_sealed(path / name)
+    try:
+        manifest = json.loads(text)
+        _, found = dict(manifest["files"]), manifest["format"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path / name} is damaged ({error!r}); use another checkpoint") from error
+    if found != FORMAT:
+        raise ValueError(
+            f"{path} has checkpoint format {found}, this version of tritonemb reads format {FORMAT}; it was written by "
+            f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
+        )
+    return text, manifest
+
+
+def check_files(path: Path, files: Mapping[str, Sequence[int]], rank: int, ranks: int) -> None:
+    """Raise ValueError unless the files of a manifest are what was written; each of several ranks checks some."""
+    by_size = sorted(files.items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
+    for name, (size, crc) in by_size[rank::ranks]:
+        if (there := size_of(path / name)) != size:
+            raise ValueError(
+                f"{path} is damaged: {name} has {'vanished' if there is None else f'{there:,} bytes'} "
+                f"instead of {size:,} bytes; use another checkpoint"
+            )
+        if checksum(path / name) != crc:
+            raise ValueError(f"{path} is damaged: {name} does not have the checksum that was written; use another one")
+
+
+def size_of(path: Path) -> int | None:
+    """None if there is no such file."""
+    return path.stat().st_size if path.is_file() else None
+
+
+def size_and_checksum(path: Path) -> list[int]:
+    """A file's entry in the manifest."""
+    return [path.stat().st_size, checksum(path)]
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file; of a table's rows, whose file may be nearly all holes, their `digest`."""
+    if path.suffix in (ROWS, CHANGES):
+        return digest(path)
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link; where the file system has none, a copy that has been fsynced."""
+    try:
+        os.link(source, target)
+    except OSError:
+        if source.suffix in (ROWS, CHANGES):
+            copy_rows(source, target)
+        else:
+            shutil.copy2(source, target)
+        sync(target)
