@@ -293,6 +293,16 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(kind, log, tmp_path, capsy
     assert "Read-only file system" in capsys.readouterr().err
 
 
+def test_scores_that_are_no_numbers_are_refused(trained, log, tmp_path, capsys, monkeypatch):
+    nan = torch.full((1,), float("nan"))
+    monkeypatch.setattr("tritonemb.training.job.predict_logits", lambda *_: (nan, nan))
+    assert run("predict", "--checkpoint", trained[0], "--data", log, "--out", tmp_path / "scores.csv") == 2
+    assert re.search(
+        r"step-\d+ gives 1 rows no score but NaN: it had diverged; use another one", capsys.readouterr().err
+    )
+    assert not (tmp_path / "scores.csv").exists()
+
+
 def test_a_run_of_a_stranger_runs_no_code(trained, log, tmp_path, capsys):
     folder, mark = shutil.copytree(trained[0], tmp_path / "theirs"), tmp_path / "mark"
     for path in (folder / "checkpoints").iterdir():

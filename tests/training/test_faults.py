@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +31,8 @@ from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Int
 from tritonemb.training.callbacks import CallbackList
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
-from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.config import OffloadOptions
 
 make_trainer = partial(disk_job.make_trainer, placement="device")
 
@@ -111,6 +114,93 @@ def test_a_damaged_manifest_changes_nothing(data, tmp_path):
     with pytest.warns(match="has no digest"), pytest.raises(ValueError, match=r"trainer\.json is damaged .*unknown"):
         trainer.resume()
     assert_same_bits(dict(trainer.model.state_dict()), before)
+
+
+def with_number(data: Dataset, row: int, value: float, split: str = "train") -> Dataset:
+    """The same data with another number in the second dense column of a row."""
+    rows = getattr(data, split)
+    dense = rows.dense.clone()
+    dense[row, 1] = value
+    return replace(data, **{split: replace(rows, dense=dense)})
+
+
+def assert_finite(folder: Path, names: list[str]) -> None:
+    assert checkpoints(folder) == names
+    for name in names:
+        stored = stored_tensors(folder / "checkpoints" / name)
+        found = {key: torch.zeros(each.size, dtype=each.properties.dtype) for key, each in stored.items()}
+        load_tensors(folder / "checkpoints" / name, found)
+        assert all(bool(value.isfinite().all()) for value in found.values())
+
+
+@pytest.mark.parametrize(("value", "asynchronous"), [(math.nan, False), (math.inf, True)])
+def test_no_checkpoint_is_written_of_a_run_that_has_diverged(data, tmp_path, value, asynchronous):
+    """And the last good one stays; the message names the input."""
+    options = CheckpointOptions(checkpoint_steps=1, keep=1, checkpoint_async=asynchronous)
+    wrong = with_number(data, 333, value)
+    trainer = make_trainer(wrong, tmp_path / "run", checkpoints=options, log_every=1000, seed=1)
+    batches = [bool(batch.dense.isfinite().all()) for batch in wrong.open("train", 50, seed=1, shuffle=True)]
+    good = batches.index(False)
+    assert 0 < good < 11
+    what = rf"dense column 1 of train row 333 is {value}; correct such rows, or leave them out"
+    with pytest.raises(ValueError, match=rf"^the training loss is nan in epoch 1: {what}$"):
+        trainer.fit()
+    assert_finite(tmp_path / "run", [f"step-{good}"])
+    with pytest.raises(ValueError, match="the training loss is nan in epoch 1: dense column 1"):
+        trainer.save()
+    assert_finite(tmp_path / "run", [f"step-{good}"])
+    again = make_trainer(data, tmp_path / "run", seed=1, epochs=1)
+    again.resume()
+    assert again.fit().steps == 12
+
+
+class Spoils(Callback):
+    """After a number of steps, all gradients are NaN."""
+
+    model: torch.nn.Module
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step):
+        if step.step == self.step:
+            self.model.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * math.nan,))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("offloads", [False, True])
+def test_no_checkpoint_is_written_after_gradients_that_are_not_finite(data, tmp_path, offloads):
+    """Although the loss is."""
+    options = CheckpointOptions(checkpoint_steps=1, keep=1)
+    disk = OffloadOptions(
+        offload_states="disk", offload_params="disk", offload_path=tmp_path / "swap", offload_budget="1MiB"
+    )
+    trainer = make_trainer(
+        data, tmp_path / "run", checkpoints=options, log_every=1000, callbacks=[spoils := Spoils(4)],
+        **({"offload": disk} if offloads else {}),
+    )  # fmt: skip
+    spoils.model = trainer.model
+    with pytest.raises(ValueError, match=r"parameter '.*' is not finite after step 5; lower the learning rates"):
+        trainer.fit()
+    assert_finite(tmp_path / "run", ["step-4"])
+    trainer.close()
+
+
+def test_an_evaluation_names_the_input_that_is_not_finite(data, tmp_path):
+    trainer = make_trainer(with_number(data, 7, math.nan, "validation"), epochs=1, patience=1)
+    what = "1 logits of the validation rows are NaN: dense column 1 of validation row 7 is nan; correct such rows"
+    with pytest.raises(ValueError, match=what):
+        trainer.fit()
+    with pytest.raises(ValueError, match=what):
+        trainer.evaluate("validation")
+
+
+def test_a_checkpoint_is_written_after_an_overflow_under_fp16(data, tmp_path):
+    trainer = make_trainer(data, tmp_path / "run", precision="fp16", epochs=1, max_steps=2)
+    trainer.state.step.loss_scale.factor = 2.0**40
+    trainer.fit()
+    assert trainer.state.step.loss_scale.overflows == 2
+    assert_finite(tmp_path / "run", ["best-2", "step-2"])
 
 
 class Counting(torch.optim.SGD):

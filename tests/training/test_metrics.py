@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -59,7 +60,20 @@ def test_undefined_metrics_are_refused(logits, labels, message):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_model_is_in_its_mode_again_after_predictions(training):
-    model = torch.nn.Linear(1, 1).train(training)
-    predict_logits(model, [], torch.device("cpu"))
-    assert model.training is training
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_in_its_mode_again_after_predictions(training, fails):
+    """And so are its modules, some of which may be frozen, also where the data fail."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1), torch.nn.Dropout()).train(training)
+    model[1].train(not training)
+    seen = []
+
+    def batches():
+        seen.append([module.training for module in model.modules()])
+        if fails:
+            raise ValueError("bad data")
+        yield from ()
+
+    with pytest.raises(ValueError, match="bad data") if fails else nullcontext():
+        predict_logits(model, batches(), torch.device("cpu"))
+    assert seen == [[False] * 4]
+    assert [module.training for module in model.modules()] == [training, training, not training, training]

@@ -223,6 +223,26 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks):
     ranks(2).run(overflowing, 1)
 
 
+def diverging(rank, folder):
+    """What ends a run that reads a row with NaN on one rank, and what it leaves."""
+    data = jobs.planted(400, validation=False)
+    data.train.dense[333, 1] = float("nan")
+    options = te.training.CheckpointOptions(checkpoint_steps=1, keep=1)
+    trainer = jobs.make_trainer(data, folder, log_every=1000, checkpoints=options)
+    with pytest.raises(ValueError, match="the training loss is nan") as caught:
+        trainer.fit()
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    return str(caught.value), checkpoint.name, trainer.progress.step
+
+
+def test_a_run_that_diverges_on_one_rank_ends_on_all(ranks, tmp_path):
+    first, second = ranks(2).run(diverging, tmp_path)
+    assert first == second
+    message, checkpoint, step = first
+    assert message.startswith("the training loss is nan in epoch 1: dense column 1 of train row 333 is nan; correct")
+    assert checkpoint == f"step-{step - 1}"
+
+
 def impatient(rank, folder):
     """Learning rates of nought: the first evaluation is the best, the next two are not better."""
     trainer = jobs.make_trainer(

@@ -320,6 +320,8 @@ def predict(options: PredictOptions) -> str:
     def scored(kept: list[Any], rows: Rows) -> Any:
         batches = (cut(rows, keys, slice(at, min(at + size, len(rows)))) for at in range(0, len(rows), size))
         logits, _ = predict_logits(model, batches, torch.device(config.device), config.precision)
+        if wrong := int(logits.isnan().sum()):
+            raise ValueError(f"{path} gives {wrong:,} rows no score but NaN: it had diverged; use another one")
         return pa.table([*kept, torch.sigmoid(logits).numpy()], [*options.keep, "score"])
 
     with closing(data.scan("test", lambda read: ([*map(read.column, options.keep)], data.encode(read)))) as blocks:

@@ -1,6 +1,5 @@
 """The loop of a fit: steps, what is due after each of them, and what is measured of their speed."""
 
-import math
 import signal
 import time
 from collections import Counter, deque
@@ -199,7 +198,7 @@ class Loop:
             check_errors(self.state.device)
             if progress.epoch_samples:
                 loss = self.state.step.take_loss(1) / progress.epoch_samples
-                self._refuse_nonfinite(loss, progress.epoch)
+                self.state.refuse_nonfinite(loss)
                 progress.losses.append(loss)
             progress.epoch += 1
             progress.position, progress.epoch_samples = None, 0
@@ -234,7 +233,7 @@ class Loop:
         progress = self.progress
         loss = self.state.step.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
-        self._refuse_nonfinite(loss, epoch)
+        self.state.refuse_nonfinite(loss)
         sent = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         if self.callbacks:
@@ -250,6 +249,7 @@ class Loop:
 
     def _evaluate(self, epoch: int) -> None:
         progress, monitor, patience = self.progress, self.options.monitor, self.options.patience
+        self.state.refuse_nonfinite()
         metrics = self._metrics("validation") if "validation" in self.state.data.splits() else None
         if metrics is None:
             return
@@ -316,10 +316,6 @@ class Loop:
         if skipped and self._reported_skipped.get(what) != skipped:
             self._reported_skipped[what] = skipped
             self.callbacks.on_message(text)
-
-    def _refuse_nonfinite(self, loss: float, epoch: int) -> None:
-        if not math.isfinite(loss):
-            raise ValueError(f"the training loss is {loss} in epoch {epoch + 1}; lower the learning rates")
 
 
 class Clock:

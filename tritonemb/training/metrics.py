@@ -69,6 +69,8 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
             batches = (batch for each in steps for batch in take(each))
             logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
             skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
+        if (wrong := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
+            raise ValueError(f"{wrong:.0f} logits of the {split} rows are NaN: {cause}")
         logits, labels = ranks.to_first(logits), ranks.to_first(labels)
         metrics = on_rank_zero(ranks.control, lambda: binary_metrics(logits, labels, time.perf_counter() - start))
     return replace(metrics, num_skipped=skipped)
@@ -80,7 +82,7 @@ def predict_logits(
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}  # of frozen ones another than the model's
     model.eval()
     # One tensor that grows: a small one kept from every batch would lie between the large ones that come and go, and
     # keep the allocator from using their room again: 160 bytes a sample, measured.
@@ -95,6 +97,7 @@ def predict_logits(
             size += len(batch)
         check_errors(device)
     finally:
-        model.train(was_training)
+        for module, mode in modes.items():
+            module.training = mode
     logits, labels = found[:, :size].cpu()
     return logits, labels

@@ -226,6 +226,7 @@ class TrainStep:
         dense_optimizer: None where every parameter is in a fused table.
         optimizer_name: its class, before it is offloaded.
         loss_sums: over this rank's samples: since the last log, and in this epoch.
+        input_sum: of its dense numbers: not finite once one of them was not.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class TrainStep:
         self.collections = fused_collections(model)
         self.loss_scale = LossScale()
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.input_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._schedules: tuple[Schedule | None, Schedule | None] = (None, None)
         self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
         self._base_options = self._options()
@@ -334,6 +336,7 @@ class TrainStep:
                 loss = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction=reduction)
                 (loss if factor == 1.0 else loss * factor).backward()
             self.loss_sums.add_(loss.detach(), alpha=len(batch))
+            self.input_sum += batch.dense.sum()
 
     def _scaled_step(self, batches: Sequence[Batch], weights: Sequence[float]) -> None:
         """A step whose gradients are scaled, checked and only then applied, to all parameters or to none."""

@@ -1,5 +1,6 @@
 """What a trainer, its loop and its checkpoints share, and everything of it that a resumed run needs."""
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -30,7 +31,7 @@ from tritonemb.tables.cached_table import metadata_only
 from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
 from tritonemb.tables.table_set import TableSet
 from tritonemb.training.config import TrainerOptions
-from tritonemb.training.ranks import Ranks
+from tritonemb.training.ranks import Ranks, on_rank_zero
 from tritonemb.training.step import PLAIN, PreparedStep, RowsAhead, TrainStep, count, prefetch_for, prepare
 
 SAVED_MASTER = "offload_master"  # of a parameter in 16 bits, by its name in a checkpoint
@@ -194,6 +195,31 @@ class TrainState:
         """Prefetch no more rows of tables that keep account of steps; the last step that is prefetched, or trained."""
         return self.progress.step if self.rows_ahead is None else self.rows_ahead.hold(True)
 
+    def refuse_nonfinite(self, loss: float | None = None) -> None:
+        """Raise ValueError if a loss, that of the epoch so far if not given, is not finite. Collective."""
+        loss = self.ranks.sum(self.step.loss_sums[1]) if loss is None else loss
+        if math.isfinite(loss):
+            return
+        epoch = self.progress.epoch + 1
+        if not math.isfinite(self.ranks.sum(self.step.input_sum)) and (cause := self.nonfinite_input("train")):
+            raise ValueError(f"the training loss is {loss} in epoch {epoch}: {cause}")
+        raise ValueError(f"the training loss is {loss} in epoch {epoch}; lower the learning rates")
+
+    def nonfinite_input(self, split: Split) -> str:
+        """Where the first number of a split is that is not finite, "" if there is none. Collective."""
+
+        def find() -> str:
+            first_row = 0
+            with self.data.open(split, self.options.batch_size) as stream:
+                for batch in stream:
+                    for row, column in (~batch.dense.isfinite()).nonzero().tolist():
+                        where = f"dense column {column} of {split} row {first_row + row:,}"
+                        return f"{where} is {batch.dense[row, column]}; correct such rows, or leave them out"
+                    first_row += len(batch)
+            return ""
+
+        return on_rank_zero(self.ranks.control, find)
+
     def _next_to_see(self) -> int:
         """The next step after which tables are saved or evaluated, as far as that is known."""
         every = self.options.checkpoints.checkpoint_steps, self.options.evaluate_every
@@ -294,6 +320,15 @@ def load_optimizer_state(
         if state:
             packed["state"][number] = state
     optimizer.load_state_dict(packed)
+
+
+def nonfinite_parameter(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]
+) -> str | None:
+    """The name of a parameter that the optimizer trains and that is not finite in `tensors`; None if all are."""
+    names = {place.name for p, place in _parameters_of(model, optimizer) if p.requires_grad}
+    values = {name: local(tensors[f"model.{name}"]) for name in sorted(names)}
+    return next((name for name, v in values.items() if v.numel() and not v.norm(torch.inf).isfinite()), None)
 
 
 def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:

@@ -254,7 +254,7 @@ class CheckpointManager:
         assert self._folder is not None
         self.finish()
         step, save = self._state.progress.step, self._folder.checkpoints.save
-        return save(step, self.tensors(), self.manifest(), self._control, best, services_of(self._state.model))
+        return save(step, self._finite_tensors(), self.manifest(), self._control, best, services_of(self._state.model))
 
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
@@ -263,12 +263,23 @@ class CheckpointManager:
         """
         if self._async is None:
             return self.save(best)
-        services = services_of(self._state.model)
-        return self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best, services)
+        services, step = services_of(self._state.model), self._state.progress.step
+        return self._async.start(step, self._finite_tensors(), self.manifest(), best, services)
 
     def finish(self) -> CheckpointSaved | None:
         """Wait for what is being written; CheckpointError if it could not be."""
         return None if self._async is None else self._async.wait()
+
+    def _finite_tensors(self) -> dict[str, Tensor]:
+        """All tensors; ValueError, and nothing is written, if training has diverged. Collective."""
+        state = self._state
+        state.refuse_nonfinite()
+        tensors = self.tensors()
+        name = train_state.nonfinite_parameter(state.model, state.step.dense_optimizer, tensors)
+        if name := next(filter(None, self._control.all_gather_object(name)), ""):
+            step = state.progress.step
+            raise ValueError(f"parameter {name!r} is not finite after step {step}; lower the learning rates")
+        return tensors
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
