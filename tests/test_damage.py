@@ -11,11 +11,15 @@ import torch
 pytest.importorskip("pyarrow")
 from pyarrow import parquet
 
+import tritonemb as te
 from tests.data.logs import options, random_lines, write
 from tritonemb.data import ClickLog, build_vocabulary, cached_as_parquet, convert, load_vocabulary
 from tritonemb.data.encode import METADATA
 from tritonemb.data.files import BLOCK_BYTES, CHECKSUMS
+from tritonemb.offloading.checkpoint import CHECKSUMS as CHECKSUMS_FILE
 from tritonemb.sharding import ColumnWise, RowWise, ShardingPlan
+from tritonemb.sharding.planner import Topology
+from tritonemb.storage.checkpoint import METADATA as METADATA_FILE
 from tritonemb.training.checkpoint import MANIFEST, CheckpointFolder, read_manifest
 
 File = tuple[Path, Callable[[], Any]]  # and what reads it
@@ -32,6 +36,51 @@ def plan(folder: Path) -> File:
     path = folder / "plan.json"
     ShardingPlan({"user": RowWise(), "item": ColumnWise([1, 0], [8, 24])}, 2).save(path)
     return path, lambda: ShardingPlan.load(path)
+
+
+def topology(folder: Path) -> File:
+    path = folder / "topology.json"
+    Topology(8, 4, hbm=1e9, name="é").save(path)
+    return path, lambda: Topology.load(path)
+
+
+def tensors(folder: Path) -> File:
+    path, read = manifest(folder)
+    return path.with_name("__0_0.distcp"), read
+
+
+def metadata(folder: Path) -> File:
+    path, read = manifest(folder)
+    return path.with_name(METADATA_FILE), read
+
+
+def offloaded(folder: Path) -> File:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        return te.offload(model, torch.optim.AdamW(model.parameters()), states="host", budget="1MiB")
+
+    model, optimizer = make()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    te.offloading.save_checkpoint(model, optimizer, folder / "saved")
+
+    def read() -> Any:
+        te.offloading.load_checkpoint(model, optimizer, folder / "saved")
+        states = [value.tolist() for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        return [p.tolist() for p in model.parameters()], states
+
+    return folder / "saved" / "__0_0.distcp", read
+
+
+def offloaded_metadata(folder: Path) -> File:
+    path, read = offloaded(folder)
+    return path.with_name(METADATA_FILE), read
+
+
+def offloaded_checksums(folder: Path) -> File:
+    path, read = offloaded(folder)
+    return path.with_name(CHECKSUMS_FILE), read
 
 
 def rows(log: ClickLog) -> list[Any]:
@@ -76,7 +125,8 @@ def vocabulary(folder: Path) -> File:
     return path, read
 
 
-FILES = [manifest, plan, vocabulary, log, plain_log, cache]
+OFFLOADED = [offloaded, offloaded_metadata, offloaded_checksums]
+FILES = [manifest, tensors, metadata, plan, topology, *OFFLOADED, vocabulary, log, plain_log, cache]
 
 
 def check_flips(make: Callable[[Path], File], folder: Path, flips: int) -> None:
@@ -119,12 +169,14 @@ def test_page_checksums_of_others_and_of_remote_files_are_verified(tmp_path, rem
         rows(ClickLog(f"file://{path}" if remote else path, options()))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("make", FILES)
 def test_a_flipped_bit_is_named_or_changes_nothing(tmp_path, make):
     check_flips(make, tmp_path, flips=10)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("make", [*FILES, long_log])
 def test_any_flipped_bit_is_named_or_changes_nothing(tmp_path, make):
     check_flips(make, tmp_path, flips=400)

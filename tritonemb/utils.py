@@ -201,8 +201,8 @@ def read_sealed(path: Path) -> bytes:
     digest, end = hashlib.sha256(content[:-size]).hexdigest(), content[-size:]
     if (b'\n "sha256": "' in content or digest.encode() in end) and end != (_SEAL % digest).encode():
         raise ValueError(
-            f"{path} is damaged: it does not have the digest that it ends with; use another one, or remove its member "
-            '"sha256" if it was changed on purpose'
+            f"{path} is damaged: it does not have the digest that it ends with; use another one or, if it was edited "
+            'by hand, remove its member "sha256"'
         )
     return content
 
@@ -230,7 +230,7 @@ class JsonFile:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with a digest."""
-        Path(path).write_text(sealed(self.to_json()))
+        write_whole(Path(path), sealed(self.to_json()))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -9,8 +14,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tritonemb as te
+from tests.durability import LINUX, Durability
+from tests.helpers import Calls
 from tests.offloading.models import Transformer, adam, mlp, steps, train
+from tritonemb.offloading.checkpoint import CHECKSUMS
 from tritonemb.storage import StorageError
+from tritonemb.storage.checkpoint import METADATA
 
 TIERS = [("device", "device"), ("host", "disk"), ("disk", "host"), ("disk", "disk"), ("device", "disk")]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -96,7 +105,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", fail)
     with pytest.raises(StorageError, match="two cannot be saved: rank 0: OSError: no space left"):
         te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "two")
-    assert not (tmp_path / "two").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
     other = train(mlp, tmp_path / "b", 0, offload={"params": "disk"})
     te.offloading.load_checkpoint(other.model, other.optimizer, tmp_path / "one")
     assert steps(other.model, other.optimizer, 1) == steps(found.model, found.optimizer, 1)
@@ -158,9 +167,11 @@ def test_states_that_a_checkpoint_has_not_begin_anew(params, dtype, tmp_path):
     assert steps(first.model, first.optimizer, 3) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*has no checksums.json")
 def test_a_load_that_fails_leaves_no_optimizer_that_steps(tmp_path):
     found = train(mlp, tmp_path / "a", 2, offload={"states": "host"})
     te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+    (tmp_path / "saved" / CHECKSUMS).unlink()  # as of an earlier version
     whole = {path: path.read_bytes() for path in (tmp_path / "saved").glob("*.distcp")}
     for path, data in whole.items():
         path.write_bytes(data[: len(data) // 2])
@@ -218,3 +229,73 @@ def test_empty_parameters_are_saved_and_loaded(tmp_path):
     other, fresh = make()
     te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
     assert torch.equal(other.state_dict()["weight"], model.state_dict()["weight"])
+
+
+@LINUX
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    found = train(mlp, tmp_path / "swap", 1, offload={"params": "host", "states": "host"})
+    durability = Durability(monkeypatch, tmp_path)
+    (tmp_path / ".writing-saved").mkdir()
+    (tmp_path / ".writing-saved" / "__7_0.distcp").write_text("left by a process that was killed")
+    for name in ("saved", "other"):
+        te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / name)
+        assert durability.check() == []
+    assert [path.name for path, _ in durability.named] == ["saved", "other"]
+    assert all(files == sorted((METADATA, "__0_0.distcp", CHECKSUMS)) for _, files in durability.named)
+
+
+def test_a_full_disk_is_left_as_it_was(small_disk):
+    found = train(lambda: nn.Linear(70, 20_000), small_disk, 0, offload={"states": "host"})
+    with pytest.raises(StorageError, match=r"saved cannot be saved: rank 0: .*No space left on device"):
+        te.offloading.save_checkpoint(found.model, found.optimizer, small_disk / "saved")
+    assert not list(small_disk.iterdir())
+
+
+def test_damage_is_found_before_anything_is_loaded(tmp_path):
+    found = train(mlp, tmp_path / "a", 1, offload={"params": "host", "states": "host"})
+    te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+    load = partial(te.offloading.load_checkpoint, found.model, found.optimizer)
+    for name in ("__0_0.distcp", METADATA, CHECKSUMS):
+        shutil.copytree(tmp_path / "saved", tmp_path / name)
+        content = bytearray((tmp_path / name / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (tmp_path / name / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} (is damaged: it |does not have the checksum)"):
+            load(tmp_path / name)
+    (tmp_path / METADATA / "__0_0.distcp").unlink()
+    with pytest.raises(ValueError, match=r"is damaged: __0_0\.distcp has vanished instead of"):
+        load(tmp_path / METADATA)
+    expected = train(mlp, tmp_path, 1)
+    assert steps(found.model, found.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
+
+
+def test_what_has_no_checksums_is_loaded_with_a_word(tmp_path):
+    plain = train(mlp, tmp_path, 2)
+    of_model, of_optimizer = get_state_dict(plain.model, plain.optimizer)
+    dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=tmp_path / "theirs")
+    found = train(mlp, tmp_path / "a", 0, offload={"states": "host"})
+    with pytest.warns(match=r"theirs has no checksums\.json, so damage to it may not be found"):
+        te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "theirs")
+    assert steps(found.model, found.optimizer, 2) == steps(plain.model, plain.optimizer, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no checksums.json")
+@pytest.mark.parametrize("where", ["settings", "model", "metadata"])
+def test_a_checkpoint_of_a_stranger_runs_no_code(where, tmp_path):
+    mark = tmp_path / "mark"
+    evil = Calls(os.mkdir, str(mark))
+    plain = train(mlp, tmp_path, 1)
+    of_model, of_optimizer = get_state_dict(plain.model, plain.optimizer)
+    if where == "settings":
+        of_optimizer["param_groups"][0]["lr"] = evil
+    elif where == "model":
+        of_model["0.weight"] = evil
+    dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=tmp_path / "theirs")
+    name = "__0_0.distcp"
+    if where == "metadata":
+        name = METADATA
+        (tmp_path / "theirs" / METADATA).write_bytes(pickle.dumps(evil))
+    found = train(mlp, tmp_path / "a", 0, offload={"states": "host"})
+    with pytest.raises(ValueError, match=rf"theirs/{name} refers to posix\.mkdir, which could run code"):
+        te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "theirs")
+    assert not mark.exists()

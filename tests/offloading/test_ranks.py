@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import tritonemb as te
 from tests.offloading.models import Transformer, loss_of
+from tritonemb.offloading.checkpoint import CHECKSUMS
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
@@ -155,3 +156,32 @@ def test_checkpoints_reshard(ranks, before, after, tmp_path):
     fresh, _ = run(after, 5, on_host)
     assert abs(found[0] - fresh[0]) > 1e-2, "the checkpoint must have been loaded"
     assert Path(path, ".metadata").exists()
+
+
+def damage_of_one_rank(rank: int, folder: Path) -> str:
+    """What loading says of a checkpoint of which another rank's file is damaged."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(6, 4)
+    fully_shard(model)
+    model, optimizer = te.offload(model, OPTIMIZERS["adam"](model.parameters()), params="host", states="host")
+    path = folder / "saved"
+    te.offloading.save_checkpoint(model, optimizer, path)
+    names = sorted(each.name for each in path.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", CHECKSUMS]
+    te.offloading.load_checkpoint(model, optimizer, path)
+    dist.barrier()
+    if rank == 1:
+        content = bytearray((path / names[1]).read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / names[1]).write_bytes(content)
+    dist.barrier()
+    with pytest.raises(ValueError, match="does not have the checksum that was written") as caught:
+        te.offloading.load_checkpoint(model, optimizer, path)
+    te.offloading.close(model)
+    return str(caught.value)
+
+
+def test_damage_is_an_error_on_every_rank(ranks, tmp_path):
+    first, second = ranks(2).run(damage_of_one_rank, tmp_path)
+    assert first == second
+    assert "__0_0.distcp" in first

@@ -10,7 +10,10 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,6 +199,39 @@ def test_a_damaged_swap_file_is_noticed(how, what, tmp_path):
     new = train(Transformer, tmp_path, 0, offload={what: "disk", "budget": 100_000})
     te.offloading.load_checkpoint(new.model, new.optimizer, folder)
     assert steps(new.model, new.optimizer, 2, seed=3) == expected
+
+
+def exchanged(content, one, other, size):
+    first, second = bytes(content[one : one + size]), bytes(content[other : other + size])
+    content[one : one + size], content[other : other + size] = second, first
+
+
+@pytest.mark.parametrize("size", [5_000, 30_000, pytest.param(9_000_001, marks=pytest.mark.more)])
+def test_bits_that_changed_and_words_that_were_exchanged_are_noticed(size, tmp_path):
+    tier, random = DiskTier(tmp_path), np.random.default_rng(0)
+    span, values = tier.reserve(size), aligned(size, CPU)
+    values.copy_(torch.from_numpy(random.integers(0, 256, values.numel(), dtype=np.uint8)))
+    span.write(values).wait()
+    whole, path = tier.path.read_bytes(), tier.path
+    places = [8 * int(place) for place in random.integers(0, len(whole) // 8, 40)]
+    damages = [partial(exchanged, one=one, other=other, size=8) for one, other in pairwise(places)]
+    damages += [partial(exchanged, one=0, other=8, size=8), partial(exchanged, one=16, other=4096 + 16, size=8)]
+    damages += [partial(exchanged, one=0, other=4096, size=4096), partial(exchanged, one=0, other=2048, size=2048)]
+    for bit in random.integers(0, 8 * len(whole), 200).tolist():
+        damages.append(lambda content, bit=bit: content.__setitem__(bit // 8, content[bit // 8] ^ 1 << bit % 8))
+    for number, damage in enumerate(damages):
+        content = bytearray(whole)
+        damage(content)
+        path.write_bytes(content)
+        problem = None
+        try:
+            span.read(aligned(size, CPU)).wait()
+        except StorageError as error:
+            problem = error
+        assert "are not what was written" in str(problem), f"damage {number}"
+    path.write_bytes(whole)
+    span.read(aligned(size, CPU)).wait()
+    tier.close()
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 A checkpoint is what `dcp.save({"model": ..., "optim": ...})` writes of the state dicts of
 `torch.distributed.checkpoint`'s `get_state_dict`, so it loads into plain and sharded models, other numbers of ranks and
-other tiers, and back.
+other tiers, and back. Beside its files stands `checksums.json`, by which damage is found before anything is loaded.
 """
 
+import json
 import os
+import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,24 +18,34 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.futures import Future
 
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import is_offloaded, local, source_of
 from tritonemb.offloading.sub_groups import MASTER
-from tritonemb.storage import StorageError
-from tritonemb.utils import require
+from tritonemb.storage.checkpoint import (
+    FORMAT,
+    METADATA,
+    CheckpointPlanner,
+    CheckpointReader,
+    check_files,
+    checkpoint_errors,
+    read_manifest_text,
+    size_and_checksum,
+)
+from tritonemb.storage.io import sync
+from tritonemb.utils import on_error, require, sealed, write_whole
 
 BLOCK_BYTES = 64 << 20  # read and written at once
+WRITING, CHECKSUMS = ".writing-", "checksums.json"
 
 
 class Block(NamedTuple):
@@ -90,7 +103,7 @@ class StoredTensor(Tensor):
         return self.blocks[tuple(index.offset)]
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(CheckpointPlanner):
     """Writes what was read to its tier."""
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
@@ -242,20 +255,33 @@ def _groups(model: nn.Module, optimizer: OffloadedOptimizer) -> list[dict[str, A
     ]
 
 
-@contextmanager
-def _storage_errors(what: str) -> Iterator[None]:
-    """The failure of a rank, which torch wraps in what is no Exception, as a StorageError."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (failure, _) = next(iter(error.failures.items()))
-        raise StorageError(f"{what}: rank {rank}: {type(failure).__name__}: {failure}") from error
+class OffloadWriter(FileSystemWriter):
+    """Writes a checkpoint, each rank its files; it gets its checksums and its name when all of it is on the disk."""
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        done = super().write_data(plan, planner)
+        results: list[Any] = done.value()
+        paths = Path(self.path).glob(f"{plan.storage_data.prefix}*")
+        results.append({path.name: size_and_checksum(path) for path in paths})
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        files = {name: entry for of_rank in results for name, entry in of_rank.pop().items()}
+        super().finish(metadata, results)
+        aside = Path(self.path)
+        sync(aside / METADATA)  # torch does so before all of it is written
+        files[METADATA] = size_and_checksum(aside / METADATA)
+        write_whole(aside / CHECKSUMS, sealed(json.dumps({"format": FORMAT, "files": files}, indent=1)))
+        sync(aside)
+        os.replace(aside, aside.with_name(aside.name.removeprefix(WRITING)))
+        sync(aside.parent)
 
 
 def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
     """Save an offloaded model and its optimizer to a folder; all ranks together, block by block.
 
-    The folder gets its name when all of it is on the disk, so a run that is killed meanwhile leaves the last one whole.
+    The folder gets its name when all of it is on the disk, so a run that is killed meanwhile leaves the last one whole,
+    and `.writing-<name>`, which may be removed. A save that fails leaves nothing.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -264,29 +290,49 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     path = Path(path)
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} exists and is not empty; save to another folder")
-    aside = path.with_name(f".writing-{path.name}")
-    state = _model_and_states(model, optimizer, True)
-    with _storage_errors(f"{path} cannot be saved"):
-        save(_nested(state, _groups(model, optimizer)), checkpoint_id=aside, no_dist=not dist.is_initialized())
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        os.replace(aside, path)
-    if dist.is_initialized():
-        dist.barrier()
+    aside = path.absolute().with_name(f"{WRITING}{path.name}")
+    remove = partial(shutil.rmtree, aside, ignore_errors=True)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if is_first:
+        remove()  # what a process that was killed has left
+    state = _nested(_model_and_states(model, optimizer, True), _groups(model, optimizer))
+    with on_error(remove) if is_first else nullcontext(), checkpoint_errors(f"{path} cannot be saved"):
+        save(state, storage_writer=OffloadWriter(aside), no_dist=not dist.is_initialized())
+
+
+def _check(path: Path) -> None:
+    """Compare the files with their checksums, some on each rank; ValueError on all if they differ. What has none, as of
+    `dcp.save` and of old versions, is a warning."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    problems = [""] * ranks
+    try:
+        check_files(path, read_manifest_text(path, CHECKSUMS)[1]["files"], rank, ranks)
+    except FileNotFoundError:
+        warnings.warn(f"{path} has no {CHECKSUMS}, so damage to it may not be found", stacklevel=3)
+    except (OSError, ValueError) as error:
+        problems[rank] = str(error)
+    if ranks > 1:
+        dist.all_gather_object(problems, problems[rank])
+    if any(problems):
+        raise ValueError(max(problems))
 
 
 def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
     """Load what `save_checkpoint` or `dcp.save` has written into the tiers of this model; all ranks together.
 
+    Runs no code of the checkpoint. Checksums are compared, where it has them.
+
     Raises:
-        ValueError: the folder is no checkpoint, or a parameter of the model is not in it, or has another shape; nothing
-            was changed then.
+        ValueError: the folder is no checkpoint, or damaged, or a parameter of the model is not in it, or has another
+            shape; nothing was changed then. Or a file could run code when it is read.
+        StorageError: a rank could not read its part.
     """
-    reader = FileSystemReader(path)
-    try:
-        there: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    except FileNotFoundError:
-        raise ValueError(f"{path} is not a checkpoint: it has no .metadata") from None
+    path = Path(path)
+    if not (path / METADATA).is_file():
+        raise ValueError(f"{path} is not a checkpoint: it has no {METADATA}")
+    _check(path)
+    reader = CheckpointReader(path)
+    there: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     state = _model_and_states(model, optimizer, False)
     for key, value in state.items():
         shape = getattr(there.get(key), "size", None)
@@ -301,7 +347,7 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
             del group[name]
     nested = _nested(wanted, groups)
     with optimizer.loading():
-        with _storage_errors(f"{path} cannot be loaded, some of it may be; load another checkpoint"):
+        with checkpoint_errors(f"{path} cannot be loaded, some of it may be; load another checkpoint"):
             load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
         optimizer.apply_settings(nested["optim"]["param_groups"])
         for p, place in places(model):

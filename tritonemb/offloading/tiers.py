@@ -307,8 +307,10 @@ def _extents(span: DiskSpan, part: slice) -> Extents:
 
 
 def _checksum(array: np.ndarray, before: int) -> int:
-    """Of whole pages: the sums of their words, at the speed of memory, and the CRC of these, for their order."""
-    return zlib.crc32(array.view(np.uint64).reshape(-1, PAGE_BYTES // 8).sum(1).tobytes(), before)
+    """Of whole pages, at the speed of memory: the CRC of each page's sum, and of each word's over the pages, so that it
+    sees words and pages that were exchanged."""
+    words = array.view(np.uint64).reshape(-1, PAGE_BYTES // 8)
+    return zlib.crc32(words.sum(0).tobytes(), zlib.crc32(words.sum(1).tobytes(), before))
 
 
 def _remove(file: PageFile, queues: Iterable[OperationQueue], process: int) -> None:
