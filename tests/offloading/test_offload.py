@@ -134,6 +134,22 @@ def test_compiled_blocks(wrapped, offload, tmp_path, dynamo, monkeypatch):
     assert_same(train(make, tmp_path, offload=offload | {"budget": 200_000}), expected)
 
 
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+@pytest.mark.parametrize("way", ["wrapped", "in place", pytest.param("layers", marks=pytest.mark.more)])
+def test_a_model_that_is_compiled_afterwards(way, tmp_path, dynamo):
+    """Its graphs break where parameters are fetched."""
+    expected = train(mlp, tmp_path, 2)
+    torch.manual_seed(0)
+    model = mlp()
+    options = {"params": "disk", "states": "host", "activations": "host", "path": tmp_path}
+    model, optimizer = te.offload(model, adam(model.parameters()), **options, budget=400_000)
+    if way == "wrapped":
+        model = torch.compile(model, backend="aot_eager")
+    for module in [model] if way == "in place" else model if way == "layers" else []:
+        module.compile(backend="aot_eager")
+    assert steps(model, optimizer, 2) == expected.losses
+
+
 def test_half_the_states_may_stay_in_memory(tmp_path):
     expected = train(Transformer, tmp_path)
     written = []
@@ -578,3 +594,114 @@ def test_parameters_that_are_not_always_stepped(seed, tmp_path):
         found = run({"params": params, "states": "disk", "budget": 150_000})
         for one, other in zip(found, expected, strict=True):
             assert all(map(torch.equal, one, other))
+
+
+PLAIN = {
+    "sgd": lambda params, **how: torch.optim.SGD(params, lr=0.1, **how),
+    "momentum": lambda params, **how: torch.optim.SGD(params, lr=0.1, momentum=0.9, **how),
+    "adam": lambda params, **how: torch.optim.Adam(params, lr=0.1, **how),
+    "adamw": lambda params, **how: torch.optim.AdamW(params, lr=0.1, **how),
+    "adagrad": lambda params, **how: torch.optim.Adagrad(params, lr=0.1, **how),
+}
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}], ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_state_dict_has_the_settings_of_the_plain_optimizer(name, how):
+    """Of a layer that has no state yet, too."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        return model, PLAIN[name](model.parameters(), **how)
+
+    def step(layers, optimizer):
+        optimizer.zero_grad()
+        nn.Sequential(*layers)(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    plain, its_optimizer = make()
+    model, optimizer = te.offload(*make(), states="host", budget="16MiB")
+    for layers, stepped in ((plain, its_optimizer), (model, optimizer)):
+        step(layers[:1], stepped)
+    expected, found = its_optimizer.state_dict(), optimizer.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    other, fresh = make()
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(found)
+    if (name, how) == ("momentum", {"fused": True}):
+        return  # torch's own: it cannot begin a momentum beside others
+    step(other, fresh)
+    step(plain, its_optimizer)
+    for one, another in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, another)
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 64).t())
+        self.order = nn.Parameter(torch.randn(3, 5, 7).permute(2, 0, 1))
+        self.gaps = nn.Parameter(torch.randn(10, 6)[::2, ::3])
+
+    def forward(self, x):
+        return (x @ self.weight).sum(1) + self.order.sum() * (self.gaps @ self.gaps.t()).mean()
+
+
+def channels_last():
+    layers = nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(1), nn.Linear(8 * 36, 1)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.few(3)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("states", ["device", "disk"])
+@pytest.mark.parametrize("params", ["host", "disk"])
+@pytest.mark.parametrize("make", [Transposed, channels_last])
+def test_a_parameter_keeps_its_strides(make, params, states, tmp_path, monkeypatch):
+    monkeypatch.setattr("tritonemb.offloading.checkpoint.BLOCK_BYTES", 100)
+
+    def made(seed, **offload):
+        torch.manual_seed(seed)
+        model = make()
+        if make is Transposed:
+            model.gaps.requires_grad_(False)  # it is offloaded, but not stepped
+        optimizer = adam(p for p in model.parameters() if p.requires_grad)
+        return te.offload(model, optimizer, budget="1MiB", **offload) if offload else (model, optimizer)
+
+    def losses(model, optimizer):
+        x, values = torch.Generator().manual_seed(1), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            shape = (32, 64) if make is Transposed else (4, 8, 8, 8)
+            batch = torch.randn(shape, generator=x)
+            loss = model(batch if make is Transposed else batch.to(memory_format=torch.channels_last)).square().mean()
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        return values
+
+    def strides(tensors):
+        return [each.stride() for each in tensors if each.dim() > 1]
+
+    plain, its_adam = made(0)
+    model, optimizer = made(0, params=params, states=states, path=tmp_path / "a")
+    assert losses(model, optimizer) == losses(plain, its_adam)
+    expected = [p for name, p in plain.named_parameters() if name != "gaps"]
+    found = [value for name, value in model.state_dict().items() if name != "gaps"]
+    assert strides(found) == strides(expected) == strides(p for name, p in model.named_parameters() if name != "gaps")
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for number, state in its_adam.state_dict()["state"].items():
+        mine = optimizer.state_dict()["state"][number]
+        assert strides(mine.values()) == strides(state.values())
+        assert all(torch.equal(mine[name], value) for name, value in state.items())
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    other, fresh = made(1, params=params, states=states, path=tmp_path / "b")
+    te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
+    with te.gather_parameters(other, modify=True):
+        assert all(torch.equal(p, value) for p, value in zip(other.parameters(), plain.parameters(), strict=True))
+    again, loaded = made(2)
+    again.load_state_dict(model.state_dict())
+    loaded.load_state_dict(optimizer.state_dict())
+    assert losses(other, fresh) == losses(model, optimizer) == losses(again, loaded) == losses(plain, its_adam)

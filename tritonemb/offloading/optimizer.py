@@ -20,23 +20,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tritonemb.offloading.parameters import Slot, after_gradients, like, local, local_shape
+from tritonemb.offloading.parameters import (
+    Slot,
+    after_gradients,
+    flat,
+    flat_like,
+    is_dense,
+    like,
+    local,
+    local_shape,
+    replaced,
+)
 from tritonemb.offloading.sub_groups import ALIGNMENT, MASTER, Buffers, StatePart, SubGroup
 from tritonemb.offloading.tiers import CPU, Tier, aligned, pages
 
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # they are called once a step
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """`[numel]`, its elements in the order of memory; a view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def flat_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """The elements of a tensor in the order of another's memory; a view if that is its own."""
-    if tensor.stride() != other.stride():
-        tensor = torch.empty_strided(other.shape, other.stride(), dtype=tensor.dtype).copy_(tensor)
-    return flat(tensor)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -80,8 +78,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._scratch: Tensor | None = None
         self._host_gradients: dict[Any, Tensor] = {}
         self._versions: dict[Any, int] = {}  # of parameters that have master weights, when these were made
-        for group in self.param_groups:
-            self._choose_fused(group)
         self._states = [self._elementwise_states(group) for group in self.param_groups]
         self.groups = list(self._sub_groups(sub_group))
         self._parts: dict[Any, list[StatePart]] = {}
@@ -223,10 +219,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not self.is_ready(parameter):
             return {}
         small, arrays = self.layout_of(parameter)
-        shape = local_shape(parameter)
-        return small | {
-            name: like(self.read_state(parameter, name, 0, shape.numel()).view(shape), parameter) for name in arrays
-        }
+        return small | {name: like(self._read_whole(parameter, name), parameter) for name in arrays}
 
     # What a checkpoint asks.
 
@@ -247,22 +240,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def read_state(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
         """Elements `begin` to `end` of a state, row by row."""
         self._raise_if_failed()
-        if not (shard := local(parameter)).is_contiguous():
-            whole = self._read_in_memory_order(parameter, name, 0, shard.numel())
-            return whole.as_strided(shard.shape, shard.stride()).reshape(-1)[begin:end]
+        if not local(parameter).is_contiguous():
+            return self._read_whole(parameter, name).reshape(-1)[begin:end]
         return self._read_in_memory_order(parameter, name, begin, end)
 
     @torch.no_grad()
     def write_state(self, parameter: Any, name: str, begin: int, values: Tensor) -> None:
         """Replace elements of a state, row by row, from `begin` on; `end_load` makes the parameter have its states."""
-        if not (shard := local(parameter)).is_contiguous():
-            whole = self._read_in_memory_order(parameter, name, 0, shard.numel()).as_strided(
-                shard.shape, shard.stride()
-            )
-            rows = whole.reshape(-1)
-            rows[begin : begin + values.numel()] = values
-            begin, values = 0, flat(whole.copy_(rows.view(shard.shape)))
+        if not local(parameter).is_contiguous():
+            begin, values = 0, flat(replaced(self._read_whole(parameter, name), begin, values))
         self._visit_state(parameter, name, begin, begin + values.numel(), lambda mine, at: mine.copy_(values[at]), True)
+
+    def _read_whole(self, parameter: Any, name: str) -> Tensor:
+        """A state, with the strides of its parameter."""
+        shape, shard = local_shape(parameter), local(parameter)
+        values = self._read_in_memory_order(parameter, name, 0, shape.numel())
+        return values.view(shape) if shard.is_contiguous() else values.as_strided(shape, shard.stride())
 
     def _read_in_memory_order(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
         found = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
@@ -331,11 +324,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[Any]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _choose_fused(self, group: dict[str, Any]) -> None:
-        parameters = inspect.signature(type(self._inner).__init__).parameters
+    def _as_stepped(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group whose fused implementation steps, unless another was asked for; its own settings, which a state dict
+        has, stay as they are."""
         asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        if "fused" in parameters and not asked:
-            group["fused"] = True
+        fused = "fused" in inspect.signature(type(self._inner).__init__).parameters and not asked
+        return {**group, "fused": True} if fused else group
 
     def _compute_dtype(self, parameter: Tensor) -> torch.dtype:
         return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
@@ -379,6 +373,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _run(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
         """Step parameters by the user's optimizer; `states` of each, which are changed."""
         inner: Any = self._inner
+        groups = [self._as_stepped(group) for group in groups]
         for group in groups:
             for p in group["params"]:
                 if not states.get(p):
@@ -399,7 +394,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for settings, group in enumerate(self.param_groups):
             for p in group["params"]:
                 slot, size = self._slots.get(p), local_shape(p).numel()
-                if slot is None and not _is_dense(local(p)):
+                if slot is None and not is_dense(local(p)):
                     raise ValueError(
                         f"a parameter of shape {tuple(p.shape)} has the strides {local(p).stride()}, so there are gaps "
                         "in its memory; make it contiguous"
@@ -530,16 +525,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         gradient, parameter.grad = local(parameter.grad).to("cpu"), None
         before = self._host_gradients.get(parameter)
         self._host_gradients[parameter] = gradient if before is None else before.add_(gradient)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):
-        if stride != expected and tensor.numel():
-            return False
-        expected *= size
-    return True
 
 
 def _cut(states: Mapping[str, Any], part: Any) -> dict[str, Any]:

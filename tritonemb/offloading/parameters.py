@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -98,6 +99,35 @@ def padded_shape(tensor: Any) -> torch.Size:
     return torch.Size(shape)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(each for each in zip(tensor.stride(), tensor.shape, strict=True) if each[1] != 1):
+        if stride != expected and tensor.numel():
+            return False
+        expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """`[numel]`, its elements in the order of memory; a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The elements of a tensor in the order of another's memory; a view if that is its own."""
+    if tensor.stride() != other.stride():
+        tensor = torch.empty_strided(other.shape, other.stride(), dtype=tensor.dtype).copy_(tensor)
+    return flat(tensor)
+
+
+def replaced(whole: Tensor, begin: int, values: Tensor) -> Tensor:
+    """A tensor that is not contiguous with other elements from `begin` on, which count row by row."""
+    rows = whole.reshape(-1)
+    rows[begin : begin + values.numel()] = values
+    return whole.copy_(rows.view(whole.shape))
+
+
 def after_gradients(parameter: Any, hook: Callable[[Any], None]) -> None:
     """Call a method after each gradient of a parameter, also of one that is frozen now.
 
@@ -124,7 +154,7 @@ class OffloadedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, source: Any, device: torch.device | str = "cpu") -> "OffloadedTensor":
         make: Any = torch.Tensor._make_wrapper_subclass
-        found: OffloadedTensor = make(cls, source.shape, dtype=source.dtype, device=device)
+        found: OffloadedTensor = make(cls, source.shape, source.stride, dtype=source.dtype, device=device)
         found.source = source
         return found
 
@@ -154,6 +184,7 @@ class OffloadedTensor(torch.Tensor):
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
+    @_disable_dynamo  # the graph breaks where a parameter is fetched
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
@@ -220,14 +251,17 @@ class Slot:
     """An offloaded parameter of an engine: its spans, and, while it is in the arena, its block.
 
     `leaf` is the copy that the model computes with. Its memory changes, the tensor does not, so autograd sums the
-    gradients of all its uses as it does of an ordinary parameter. Of a parameter that FSDP2 shards it is this rank's
-    shard, of `own_shape`, padded to the `shape` that all ranks have.
+    gradients of all its uses as it does of an ordinary parameter. It has the parameter's strides, unless these leave
+    gaps. Of a parameter that FSDP2 shards it is this rank's shard, of `own_shape`, padded to the `shape` that all ranks
+    have.
     """
 
     def __init__(self, engine: "Engine", name: str, parameter: Any, piece_elements: int) -> None:
         self.engine, self.name, self.dtype = engine, name, parameter.dtype
         self.sharded, self.own_shape = isinstance(parameter, DTensor), local_shape(parameter)
         self.shape = padded_shape(parameter)
+        self.is_strided = not (self.sharded or parameter.is_contiguous()) and is_dense(parameter)
+        self.stride = parameter.stride() if self.is_strided else torch.empty(self.shape, device="meta").stride()
         self.num_bytes, self.version, self.users = self.shape.numel() * self.dtype.itemsize, 0, 0
         self.block: Tensor | None = None
         self.loading: list[IoFuture] = []
@@ -297,7 +331,7 @@ class Slot:
             for each in self.loading:
                 each.wait()
             self.loading = []
-            self.leaf.data = self.block[: self.num_bytes].view(self.dtype).view(self.shape)
+            self.leaf.data = self.block[: self.num_bytes].view(self.dtype).as_strided(self.shape, self.stride)
         if self.leaf.requires_grad != self.parameter.requires_grad:
             self.leaf.requires_grad_(self.parameter.requires_grad)
 
@@ -308,10 +342,14 @@ class Slot:
 
     def read(self) -> Tensor:
         """The values, in memory of their own on the CPU."""
-        return self.read_range(0, self.own_shape.numel()).view(self.own_shape)
+        values = self._read_in_memory_order(0, self.own_shape.numel())
+        return values.as_strided(self.shape, self.stride) if self.is_strided else values.view(self.own_shape)
 
     def read_range(self, begin: int, end: int) -> Tensor:
-        """Elements `begin` to `end` of the flat parameter, in memory of their own on the CPU."""
+        """Elements `begin` to `end`, row by row, in memory of their own on the CPU."""
+        return self.read().reshape(-1)[begin:end] if self.is_strided else self._read_in_memory_order(begin, end)
+
+    def _read_in_memory_order(self, begin: int, end: int) -> Tensor:
         found = torch.empty(end - begin, dtype=self.dtype)
         for each in self.pieces:
             first, last = max(begin, each.begin), min(end, each.end)
@@ -320,7 +358,9 @@ class Slot:
         return found
 
     def write_range(self, begin: int, values: Tensor) -> None:
-        """Replace elements of the flat parameter from `begin` on."""
+        """Replace elements from `begin` on, row by row."""
+        if self.is_strided:
+            begin, values = 0, flat(replaced(self.read(), begin, values))
         end = begin + values.numel()
         for each in self.pieces:
             first, last = max(begin, each.begin), min(end, each.end)
@@ -343,9 +383,9 @@ class Slot:
             raise ValueError(
                 f"parameter {self.name!r} has shape {tuple(self.own_shape)}, got values of {tuple(values.shape)}"
             )
-        flat = values.detach().reshape(-1)
+        elements = flat_like(values, self.parameter) if self.is_strided else values.detach().reshape(-1)
         for piece in self.pieces:
-            self.write_piece(piece, flat[piece.begin : piece.end]).wait()
+            self.write_piece(piece, elements[piece.begin : piece.end]).wait()
         if from_outside:
             for each in self.changed:
                 each()
@@ -477,6 +517,7 @@ class Engine:
                 slot.start(block)
                 self._recent[slot] = None
 
+    @_disable_dynamo
     def enter(self, *_: Any) -> None:
         # Within a checkpoint that computes again its own hooks must stay the innermost.
         if self._depth == 0 and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
@@ -484,6 +525,7 @@ class Engine:
             self._hooks.__enter__()
         self._depth += 1
 
+    @_disable_dynamo
     def leave(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0 and self._hooks is not None:
