@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 pytest.importorskip("pyarrow")
 
 from tests.data.bundle import KINDS, SIZES
-from tests.data.logs import same
+from tests.data.logs import line, options, same, write
 from tests.data.threads import running
+from tritonemb.data import ClickLog
 from tritonemb.data.loader import merge_positions, open_shards, rank_position
 
 
@@ -183,3 +184,28 @@ def test_bad_rows_are_reported_by_all_shards(bundle, workers):
             ((reason, number),) = stream.report.reasons
             assert reason.endswith("bad.txt: not 40 fields")
             assert number == 1
+
+
+@pytest.mark.parametrize("worlds", [(1, 2, 1), (2, 1, 3), (3, 3, 2)])
+def test_bad_rows_of_shards_that_have_ended_are_reported_after_a_resume(tmp_path, worlds):
+    """Of three shards of 20 lines the first begins and ends with 6 bad ones; it ends first, and may be another rank's
+    then."""
+    lines = [line() if 6 <= number < 14 or number >= 20 else "0\tbad".ljust(len(line())) for number in range(60)]
+    some = {"chunk_bytes": 2 * len(line()), "shuffle_rows": 8}  # those at its end are read after its last batch
+    log = ClickLog(write(tmp_path, lines), options(on_bad_row="skip", **some))
+    position, at = None, 0
+    for world, rounds in zip(worlds, (15, 2, None), strict=True):
+        streams = [open_shards(log, "train", 2, rank, world, 3, position, shuffle=True) for rank in range(world)]
+        reports = [stream.report for stream in streams]
+        assert sum(report.rows for report in reports) == at
+        assert sum(report.skipped for report in reports) == (12 if at else 0)
+        for _ in range(30 if rounds is None else rounds):
+            for stream in streams:
+                at += len(next(stream, ()))
+        for stream in streams:
+            stream.close()
+        position = json.loads(json.dumps(merge_positions([stream.position for stream in streams])))
+        entry = position["at"]["0"]
+        assert (entry["ended"], entry["rows"], entry["skipped"]) == (True, 8, 12)
+        assert sum(stream.report.skipped for stream in streams) == 12
+    assert at == sum(stream.report.rows for stream in streams) == 48

@@ -1,6 +1,9 @@
 import math
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tritonemb.training import Schedule
 from tritonemb.training.schedule import LossScale
@@ -73,3 +76,19 @@ def test_a_loss_scale_doubles_and_halves_within_its_limits():
     for _ in range(30):
         scale.update(overflowed=True)
     assert (scale.factor, scale.overflows) == (LossScale.SMALLEST, 31)
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(-1, 5))
+def test_a_loss_scale_is_that_of_torch(overflows, interval, exponent):
+    """It grows again and again, each time after as many steps without overflow."""
+    torchs, ours = torch.amp.GradScaler("cpu", 2.0**exponent, growth_interval=interval), LossScale(2.0**exponent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossScale, "GROWTH_INTERVAL", interval)
+        patch.setattr(LossScale, "SMALLEST", 0.0)
+        for overflowed in [*overflows, *[False] * 3 * interval]:
+            torchs.scale(torch.ones(()))  # makes the tensor of the scale
+            found = torch.tensor(float(overflowed))
+            torch._amp_update_scale_(torchs._scale, torchs._growth_tracker, found, 2.0, 0.5, interval)
+            ours.update(overflowed)
+            assert (ours.factor, ours.good_steps) == (torchs.get_scale(), int(torchs._get_growth_tracker()))
+    assert ours.overflows == sum(overflows)
