@@ -164,9 +164,13 @@ def test_page_checksums_of_others_and_of_remote_files_are_verified(tmp_path, rem
     content = bytearray(path.read_bytes())
     last = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 1
     content[last] ^= 1
+    source: str | Path = path
     path.write_bytes(content)
+    if remote:
+        source = "memory://damaged/log.parquet"
+        pytest.importorskip("fsspec").filesystem("memory").pipe("/damaged/log.parquet", bytes(content))
     with pytest.raises(ValueError, match=r"log\.parquet is not a whole Parquet file \(.*CRC"):
-        rows(ClickLog(f"file://{path}" if remote else path, options()))
+        rows(ClickLog(source, options()))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
