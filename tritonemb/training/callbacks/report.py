@@ -24,6 +24,7 @@ GEOMETRY = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top
 MAX_POINTS = 1000  # of a curve
 MAX_DOTS = 30  # up to so many points of a curve have a dot each
 LARGEST = 1e300  # beyond it differences overflow
+PARTS = ("sent", "cache", "dynamic", "servers")  # of a log, which not every run has: the last ones are shown
 
 Event = Mapping[str, Any]
 Point = tuple[int, float]
@@ -60,16 +61,14 @@ def render(events: Sequence[Event]) -> str:
     resumed = sorted({event["first_step"] for event in kinds["start"] if event["first_step"]})
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
-    environment.filters |= {"count": "{:,.0f}".format, "size": size, "took": took}
+    formats = {"count": "{:,.0f}", "metric": "{:.4f}", "percent": "{:.1f} %"}
+    environment.filters |= {name: text.format for name, text in formats.items()} | {"size": size, "took": took}
     return environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8")).render(
         GEOMETRY, title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end, config=config,
         resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None), last_step=last_step,
         latest={**(kinds["log"][-1] if kinds["log"] else {}), **end},
-        sent=next((log["sent"] for log in reversed(kinds["log"]) if log.get("sent")), None),
-        cache=next((log["cache"] for log in reversed(kinds["log"]) if log.get("cache")), None),
-        dynamic=next((log["dynamic"] for log in reversed(kinds["log"]) if log.get("dynamic")), None),
-        servers=next((log["servers"] for log in reversed(kinds["log"]) if log.get("servers")), None),
         charts=list(_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step)),
+        **{part: next((log[part] for log in reversed(kinds["log"]) if log.get(part)), None) for part in PARTS},
     )  # fmt: skip
 
 
