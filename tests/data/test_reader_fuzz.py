@@ -15,8 +15,9 @@ from tests.data.logs import options, random_lines, rows_of, write
 from tritonemb.data import CRITEO as COLUMNS
 from tritonemb.data import ClickLog, LogOptions
 from tritonemb.data.delimited import CriteoFormat, parse
+from tritonemb.data.schema import FIELDS
 
-CRITEO = CriteoFormat(LogOptions(COLUMNS))
+CRITEO = CriteoFormat(FIELDS, LogOptions(COLUMNS))
 LINES = random_lines(40)
 RULES = [rb"[01]", *[rb"(-?[0-9]{1,18})?"] * 13, *[rb"[0-9a-fA-F]{0,8}"] * 26]
 RULE = re.compile(rb"\t".join(RULES))

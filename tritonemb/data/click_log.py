@@ -20,7 +20,7 @@ from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remot
 from tritonemb.data.parquet import ArrowSource, time_mask
 from tritonemb.data.pipeline import FIELDS, Place, batches_of, in_order, permutation
 from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, Position, ReadReport, Shard, Split, Stream
-from tritonemb.data.schema import Kind, LogOptions, SplitRule
+from tritonemb.data.schema import ALL_ROWS, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource
 
 _log = logging.getLogger(__name__)
@@ -78,10 +78,8 @@ class ClickLog(protocol.Tables):
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
         is_text = files[0].format == "text"
-        self._source: TextSource | ArrowSource = (
-            TextSource(files, self.options, labelled, kept) if is_text
-            else ArrowSource(files, self.options.schema, rule, labelled, kept)
-        )  # fmt: skip
+        source_type: type[TextSource | ArrowSource] = TextSource if is_text else ArrowSource
+        self._source = source_type(files, self.options, labelled, kept)
         rule_words = " ".join([self._kind, *map(str, self._held_out().values() if self._kind != "files" else ())])
         self._origin = rule_words, splits, [0] * len(files) if is_text else self._source.sizes()
         self.schema = self._source.schema
@@ -238,17 +236,17 @@ class ClickLog(protocol.Tables):
     def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""
         parts = tuple(map(Part, range(len(self.files)) if files is None else files))
-        options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
-        return self._with("end", {split: parts}, options=options)
+        return self._with("end", {split: parts}, options=replace(self.options, split=ALL_ROWS))
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> Self:
         """The same log, read from Parquet files with its splits' good rows; `left_out` reports the bad ones."""
         found = {split: (file,) for split, file in files.items() if file is not None}
         parts, stored = parts_of_files(found), tuple(file for split in SPLITS for file in found.get(split, ()))
+        source = ArrowSource(stored, replace(self.options, schema=self.schema, split=ALL_ROWS))
         return self._with(
-            "files", {split: parts[split] for split in files}, _source=ArrowSource(stored, self.schema),
+            "files", {split: parts[split] for split in files}, _source=source, _left_out=left_out,
             files=tuple(file.path for file in stored), options=replace(self.options, on_bad_row="raise"),
-            _identity=(*self._identity, "parquet"), _left_out=left_out,
+            _identity=(*self._identity, "parquet"),
         )  # fmt: skip
 
     def read_as(self, kinds: Mapping[str, str], encoding: str = "") -> Self:
@@ -297,9 +295,8 @@ class ClickLog(protocol.Tables):
             reason, message = parsed.describe(number)
             counts[f"{self.files[part.file]}: {reason}"] += 1
             if len(problems) < protocol.MAX_PROBLEMS:
-                problems.append(
-                    f"{self._source.where(part, chunk, int(parsed.lines[parsed.bad_rows[number]]))}: {message}"
-                )
+                line = int(parsed.lines[parsed.bad_rows[number]])
+                problems.append(f"{self._source.where(part, chunk, line)}: {message}")
             if self.options.on_bad_row == "raise":
                 raise ValueError(problems[0])
         keep = self._chosen(split, chunk, numbers[parsed.rows], parsed.batch)

@@ -16,7 +16,7 @@ from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
 from tritonemb.data.files import find, shown_path, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
-from tritonemb.data.schema import LogOptions, SplitRule
+from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.utils import read_sealed, require, sealed, write_whole
 
 _Task = tuple[ClickLog, Split, Path]
@@ -57,9 +57,8 @@ def convert(
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
     if there := [path for path in targets if path.exists()]:
         raise ValueError(f"{there[0]} is there already; remove it, or name another target")
-    rule = SplitRule(split_by="end", test_share=0.0)
     by_time = options is not None and options.split.time_column
-    log = ClickLog(source, options if by_time else replace(options or LogOptions(), split=rule))
+    log = ClickLog(source, options if by_time else replace(options or LogOptions(), split=ALL_ROWS))
     if is_folder:
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]

@@ -177,8 +177,10 @@ class CriteoFormat(CsvFormat):
 
     quote = False
 
-    def __init__(self, options: LogOptions, columns: tuple[str, ...] = FIELDS, labelled: bool = True) -> None:
-        super().__init__(columns, replace(options, delimiter="\t"), labelled)
+    def __init__(
+        self, columns: tuple[str, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(columns, replace(options, delimiter="\t"), labelled, kept)
         self.multi_hot, self.kinds = (), dict.fromkeys(self.schema.sparse, "integers")
         self._rules = (_RULES[not labelled], *_RULES[1:])[-len(columns) :]
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
@@ -292,7 +294,6 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
     good = good_rows(batch, wrong_values(batch, form.schema, form.labelled))
     batch, rows = batch.filter(pa.array(good)), rows[good]
     bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)
-
     return Parsed(batch, rows, bad_rows, numbers, lambda number: form.problem(lines[bad_rows[number]]))
 
 

@@ -12,7 +12,7 @@ from tritonemb.data.files import exists
 from tritonemb.data.parquet import file_of_frame
 from tritonemb.data.protocol import Data, Feature, Split
 from tritonemb.data.reader_host import ReaderHost, RemoteData
-from tritonemb.data.schema import LogOptions, SplitRule
+from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.flight import SCHEMES, TOKEN
 from tritonemb.utils import did_you_mean
 
@@ -99,7 +99,7 @@ def open_for_scoring(
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
     kinds = dict.fromkeys(log.schema.integers, "integers") | {each.name: each.kind for each in features if each.kind}
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
-    log = replace(log, schema=schema, split=SplitRule(split_by="end", test_share=0.0))
+    log = replace(log, schema=schema, split=ALL_ROWS)
     opened = ClickLog(path, log, labelled=False, kept=kept).read_as({each.name: each.kind for each in features})
     if len(opened.features) != len(features):
         raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")

@@ -13,7 +13,7 @@ from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.data.schema import Schema, SplitRule, shown, wrong_value
+from tritonemb.data.schema import LogOptions, Schema, SplitRule, shown, wrong_value
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
@@ -76,10 +76,9 @@ class ArrowSource:
     numbering: int | None = None  # of text
 
     def __init__(
-        self, files: tuple[LogFile, ...], schema: Schema, rule: SplitRule | None = None, labelled: bool = True,
-        kept: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self._files, self._rule, self._labelled = files, rule or SplitRule(), labelled
+        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
+    ) -> None:
+        schema, self._files, self._rule, self._labelled = options.schema, files, options.split, labelled
         self._groups: list[list[int]] = []  # rows of the row groups of each file
         self.multi_hot: tuple[str, ...] = ()
         time, first = self._rule.time_column, ""

@@ -188,6 +188,9 @@ class SplitRule:
         return "files" if len(stems) > 1 and all(_DAY.fullmatch(stem) for stem in stems) else "end"
 
 
+ALL_ROWS = SplitRule(split_by="end", test_share=0.0)
+
+
 @dataclass(frozen=True)
 class LogOptions(Options):
     """How a log is read, cut up and numbered.

@@ -52,9 +52,7 @@ class TextSource:
         kept = (*kept, *filter(None, [options.split.time_column]))
         self.schema = options.schema.of(columns, where, labelled, kept)
         options = replace(options, schema=self.schema, delimiter=delimiter)
-        self.form = (
-            CsvFormat(columns, options, labelled, kept) if delimiter else CriteoFormat(options, columns, labelled)
-        )
+        self.form = (CsvFormat if delimiter else CriteoFormat)(columns, options, labelled, kept)
         self.multi_hot, self.kinds = self.form.multi_hot, self.form.kinds
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")

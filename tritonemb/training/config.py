@@ -183,14 +183,12 @@ class ServersOptions(Options):
                 known = did_you_mean(name, names, f", only {listed(names)}")
                 raise ValueError(f"server_tables: there is no table {name!r}{known}")
         protect = (self.staleness + 1) * 8  # batches, of accumulated ones and several trainers, too
-        placed = []
-        for table in tables:
-            if self.server_tables and table.name not in self.server_tables:
-                placed.append(table)
-                continue
-            own: dict[str, Any] = {"eviction": replace(table.eviction, protect=protect)} if table.is_dynamic else {}
-            cache = CacheConfig(table.cache.rows, policy=table.cache.policy)
-            placed.append(replace(table, placement="server", cache=cache, **own))
+        placed = list(tables)
+        for at, table in enumerate(tables):
+            if table.name in (self.server_tables or names):
+                eviction = replace(table.eviction, protect=protect) if table.is_dynamic else table.eviction
+                cache = CacheConfig(table.cache.rows, policy=table.cache.policy)
+                placed[at] = replace(table, placement="server", cache=cache, eviction=eviction)
         return placed
 
 
@@ -231,17 +229,14 @@ class TableOptions(Options):
         cache = CacheConfig(
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
-        rows: dict[str, Any] = {
-            "eviction": EvictionConfig(self.evict),
-            "admission": AdmissionConfig(appearances=self.admit_after),
-        }
-        tables = [replace(table, **rows) if table.is_dynamic else table for table in tables]
-        return [
-            replace(table, placement=self.placement, cache=cache)
-            if (table.num_embeddings or table.capacity or 0) >= self.placed_rows
-            else table
-            for table in tables
-        ]
+        eviction, admission = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
+        placed = list(tables)
+        for at, table in enumerate(tables):
+            if table.is_dynamic:
+                placed[at] = replace(table, eviction=eviction, admission=admission)
+            if (table.num_embeddings or table.capacity or 0) >= self.placed_rows:
+                placed[at] = replace(placed[at], placement=self.placement, cache=cache)
+        return placed
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,8 @@ def examine_servers(addresses: Sequence[str]) -> tuple[str, bool]:
             continue
         for name, served in found["collections"].items():
             lines.append(f"  {name}: {served['steps']:,} steps, staleness {served['staleness']}")
-            tables: list[tuple[str, ...]] = [
-                (table, f"{s['rows']:,} rows", size(s["num_bytes"])) for table, s in served["tables"].items()
-            ]
-            lines += _columns(tables) if tables else []
+            tables = served["tables"].items()
+            lines += _columns([(table, f"{of['rows']:,} rows", size(of["num_bytes"])) for table, of in tables])
     return "\n".join([*lines, "", "all is well" if healthy else "something is wrong: see above"]), healthy
 
 

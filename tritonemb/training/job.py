@@ -1,6 +1,5 @@
 """What `tritonemb train` and `predict` do: one run, in all processes of torchrun; and scores by a trained model."""
 
-import functools
 import itertools
 import os
 import re
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
 from tritonemb.data import ClickLog, cached_as_parquet, open_dataset, open_for_scoring
-from tritonemb.data.arrow import pa
+from tritonemb.data.arrow import arrow_csv, pa, parquet
 from tritonemb.data.batch import Rows, cut
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
@@ -81,7 +81,7 @@ def train(
         if converted and isinstance(data, ClickLog):
             # The first rank that comes writes; the others wait, in no collective that times out.
             with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
-                data = on_each_rank(group, functools.partial(cached_as_parquet, data, folder.path / "cache", show))
+                data = on_each_rank(group, partial(cached_as_parquet, data, folder.path / "cache", show))
         kept = {"features": plain(data.features), "num_dense": data.num_dense, "converted": converted}
         torch.manual_seed(config.seed)
         servers = stack.enter_context(_servers(config, folder.path, group))
@@ -142,11 +142,9 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
         assert count is not None
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)  # of an earlier process: the run has its checkpoints
-        if options.on_ray:
-            files = options.server_certificate, options.server_key
-            own.append(start_on_ray(count, log=options.server_log, certificate=files[0], key=files[1], **how))
-        else:
-            own.append(start(count, processes=True, log=options.server_log, **how))
+        on_ray = partial(start_on_ray, certificate=options.server_certificate, key=options.server_key)
+        launch = on_ray if options.on_ray else partial(start, processes=True)
+        own.append(launch(count, log=options.server_log, **how))
         return own[0].addresses, own[0].token
 
     if count is not None and not options.on_ray and len(set(group.nodes)) > 1:
@@ -163,7 +161,7 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
 
 def open_data(config: TrainConfig, group: RankGroup) -> Data:
     """The data set; one process a node downloads or counts what has to be, before the others open it."""
-    open_once = functools.cache(lambda: open_dataset(config.data, config.path, log=config.read, seed=config.seed))
+    open_once = cache(lambda: open_dataset(config.data, config.path, log=config.read, seed=config.seed))
     first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
     on_each_rank(group, open_once if first_of_node else lambda: None)
     return on_each_rank(group, open_once)
@@ -334,7 +332,7 @@ def _write_tables(out: Path, tables: Iterator[Any]) -> int:
     num_rows, first = 0, next(tables, None)
     if first is None:
         raise ValueError(f"{out} is not written: there are no rows to score")
-    kind: Any = require("pyarrow.csv").CSVWriter if out.suffix == ".csv" else require("pyarrow.parquet").ParquetWriter
+    kind = arrow_csv.CSVWriter if out.suffix == ".csv" else parquet.ParquetWriter
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with written_aside(out) as part, kind(part, first.schema) as writer:

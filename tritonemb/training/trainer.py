@@ -109,9 +109,8 @@ class Trainer(TrainerOptions):
                 exchange=self.server_exchange,
             )  # fmt: skip
         step = TrainStep(
-            model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile,
-            self.offload,
-        )  # fmt: skip
+            model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile, self.offload
+        )
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
         bound = steps_of(self.staleness)

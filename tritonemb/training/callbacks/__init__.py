@@ -48,11 +48,10 @@ class StepEnd:
 
 
 @dataclass(frozen=True)
-class Log:
+class Log(StepEnd):
     """The state of training, every `log_every` steps.
 
     Args:
-        step, epoch, samples: as in `StepEnd`.
         loss: mean training loss since the last log.
         dense_lr, table_lr: learning rates of the step; None without such parameters.
         samples_per_second: since the last log, without evaluation and checkpoints.
@@ -69,9 +68,6 @@ class Log:
         servers: of each collection on embedding servers, what they say of it: see `tritonemb.server.metrics.totals`.
     """
 
-    step: int
-    epoch: int
-    samples: int
     loss: float
     dense_lr: float | None
     table_lr: float | None
