@@ -29,11 +29,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, extra: str = "train") -> ModuleType:
-    """Import `module`, a part of tritonemb's optional dependencies.
-
-    Raises:
-        MissingExtraError: naming the package and the extra that installs it.
-    """
+    """Import `module`, a part of tritonemb's optional dependencies; MissingExtraError names the extra that has it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -162,10 +158,7 @@ def kernel_folder() -> Path:
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; it replaces `path` at the end, or is removed if there is an error.
-
-    Raises:
-        FileNotFoundError: the folder is not there.
-    """
+    FileNotFoundError if the folder is not there."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

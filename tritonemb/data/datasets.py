@@ -61,15 +61,13 @@ NUM_DENSE = 4
 
 @dataclass(frozen=True)
 class Dataset(protocol.Tables):
-    """Train, test and (where the data set has them) validation rows of a binary classification problem.
+    """Train, test and (where the data set has them) validation rows of a binary classification problem. ValueError if
+    rows and features do not fit together, an id has no embedding, or a label is neither 0 nor 1.
 
     Args:
         name: for messages.
         features: in the order of each `Rows.columns`; their names are the keys of the batches.
         best_auc: the AUC on the test rows that no model can be expected to beat, where it is known.
-
-    Raises:
-        ValueError: where rows and features do not fit together, an id has no embedding, or a label is neither 0 nor 1.
     """
 
     name: str

@@ -90,14 +90,11 @@ class LogFile:
 
 def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
     """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10),
-    without folders and files whose names begin with a dot or an underscore (`_SUCCESS`); others in it are errors.
+    without folders and files whose names begin with a dot or an underscore (`_SUCCESS`); others in it are errors. URIs
+    such as `s3://bucket/logs` have a file system of `pyarrow` or else `fsspec`.
 
-    Args:
-        source: paths, or URIs such as `s3://bucket/logs` that `pyarrow` or else `fsspec` has a file system for.
-
-    Raises:
-        FileNotFoundError, ValueError: naming the file that is missing, empty, unreadable, not a regular file or of
-            another format than the others.
+    FileNotFoundError or ValueError names the file that is missing, empty, unreadable, not a regular file or of another
+    format than the others.
     """
     if not (given := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files are given; name a file, several files or a folder")
@@ -286,9 +283,7 @@ def _crc32(content: bytes) -> bytes:
 @dataclass(frozen=True)
 class Part:
     """A piece of one file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of unpacked text.
-
-    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `TextSource.chunks`.
-    """
+    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `TextSource.chunks`."""
 
     file: int  # index among the log's files
     start: int = 0

@@ -90,10 +90,8 @@ def open_for_scoring(
 
     `log` is as in training; its split rule is ignored. Categories are read as the kinds that the features have. The
     label is not read, and may be missing, as in Criteo's test.txt. Columns to be `kept` are in the batches of
-    `ClickLog.scan`, used by the model or not.
-
-    Raises:
-        ValueError, FileNotFoundError: the log can not be read, or has other features.
+    `ClickLog.scan`, used by the model or not. ValueError or FileNotFoundError if the log can not be read, or has other
+    features.
     """
     if not exists(path):
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")

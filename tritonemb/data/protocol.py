@@ -198,10 +198,7 @@ class Data(Protocol):
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """The batches of a split, or of a shard of it; the last one may be smaller. `how`: see `OpenOptions`.
-
-        Raises:
-            ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.
-        """
+        ValueError for no such split or shard, a batch size below 1, or a position that cannot be one of this stream."""
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:

@@ -24,7 +24,8 @@ from tritonemb.utils import Closing
 class ReaderHost(Closing):
     """Serves the batches of `data` to clients with the token.
 
-    Every stream has the threads and memory of `data.open`, and waits while the trainer takes no batches.
+    Every stream has the threads and memory of `data.open`, and waits while the trainer takes no batches. ValueError or
+    OSError if it cannot serve at this address.
 
     Args:
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
@@ -32,9 +33,6 @@ class ReaderHost(Closing):
         certificate, key: PEM files for TLS.
 
     Attributes `address` (with the port) and `token` are what clients need.
-
-    Raises:
-        ValueError, OSError: it cannot serve at this address.
     """
 
     def __init__(
@@ -121,11 +119,8 @@ class RemoteData(Tables):
         return self._client(0).call("rows", {"split": split})["estimated"]
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
-        """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
-
-        Raises:
-            ConnectionError: the host does not answer, here or in `next`. The data set's errors come as built-in types.
-        """
+        """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set,
+        but of built-in types; ConnectionError, here or in `next`, if the host does not answer."""
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
         pin_memory = request.pop("pin_memory")
         messages, cancel = self._client(request["shard"][0]).stream(request)

@@ -34,8 +34,9 @@ class TextSource:
     def __init__(
         self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
     ) -> None:
-        delimiter, where = delimiter_of(files[0], options), str(files[0].path)
-        if not delimiter:
+        name, where = files[0].name.lower(), str(files[0].path)
+        delimiter = options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", name) else "")
+        if not delimiter:  # Criteo's format
             delimited.check_criteo(options.schema, where)
         criteo = FIELDS
         if not (delimiter or labelled):  # there may be labels all the same
@@ -154,11 +155,6 @@ class TextSource:
                     f"text: its line {number} has no tab{encoding_hint(line)}{hint}"
                 )
             raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint}")
-
-
-def delimiter_of(file: LogFile, options: LogOptions) -> str:
-    """Of CSV; nothing for Criteo's format."""
-    return options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", file.name.lower()) else "")
 
 
 def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:

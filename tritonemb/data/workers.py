@@ -42,10 +42,8 @@ class DataLoaderWorkers(Closing):
     Args:
         data: is pickled for each worker once; tensors go to shared memory, which all have in common. The workers import
             the main program, so what it runs belongs behind `if __name__ == "__main__":`.
-        num_workers: that divide the shards of one stream. A stream opened while another one is read has its own.
-
-    Raises:
-        ValueError: `num_workers` is below 1.
+        num_workers: that divide the shards of one stream, at least 1. A stream opened while another one is read has its
+            own.
     """
 
     def __init__(self, data: Data, num_workers: int) -> None:
@@ -62,13 +60,9 @@ class DataLoaderWorkers(Closing):
         return tuple(worker.pid for worker in self._workers if worker.pid)
 
     def open(self, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
-        """Give each of the shards its stream; see `tritonemb.data.loader.open_shards`.
-
-        Raises:
-            RuntimeError: a worker could not start, or has ended: here or out of `next`. Exceptions of the data set come
-                as their nearest built-in type.
-            TypeError: the data set cannot be pickled.
-        """
+        """Give each of the shards its stream; see `tritonemb.data.loader.open_shards`. RuntimeError, here or out of
+        `next`, if a worker could not start or has ended; TypeError if the data set cannot be pickled. Its exceptions
+        come as their nearest built-in type."""
         parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
         with ExitStack() as failed:
             streams = [_WorkerStream(self, part, how, pin_memory) for part in parts]

@@ -439,10 +439,8 @@ def to_toml(config: Any) -> str:
 
 
 def read_toml(path: str | Path, base: Config) -> Config:
-    """`base` with the values of a TOML file in place of its own.
-
-    Raises FileNotFoundError, ValueError: no file, or not valid TOML; an unknown key; a value of a wrong type or range.
-    """
+    """`base` with the values of a TOML file in place of its own. FileNotFoundError, or ValueError for what is not valid
+    TOML, an unknown key, or a value of a wrong type or range."""
     return from_plain(load_toml(path), base, str(path))
 
 

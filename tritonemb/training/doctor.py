@@ -87,10 +87,8 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def check_step(device: torch.device) -> float:
-    """The largest difference between a step by the kernels that serve `device` and one by the references.
-
-    Tables pooled by sum and by mean, and a dynamic one, with repeated ids and empty bags; forward, backward, update.
-    """
+    """The largest difference between a step by the kernels that serve `device` and one by the references: forward,
+    backward and update of tables pooled by sum and by mean, and a dynamic one, with repeated ids and empty bags."""
     tables = [TableConfig("sums", 50, 16), TableConfig("means", 7, 16, pooling="mean")]
     tables.append(TableConfig("dynamic", None, 16, capacity=50))
     torch.manual_seed(0)

@@ -108,9 +108,7 @@ def train(
 @contextmanager
 def joined(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.device]]:
     """The ranks that torchrun has started, and this one's device of that name; this process alone without it.
-
-    ValueError if the environment of torchrun is incomplete.
-    """
+    ValueError if the environment of torchrun is incomplete."""
     if "WORLD_SIZE" not in os.environ:
         yield RankGroup(), check_device(name)
         return
@@ -283,10 +281,8 @@ class PredictOptions(Options):
 
 
 def predict(options: PredictOptions) -> str:
-    """Score a log and write the file, aside and renamed; returns a line that says what was done.
-
-    Raises ValueError, FileNotFoundError: the checkpoint or the log cannot be used, or the file cannot be written.
-    """
+    """Score a log and write the file, aside and renamed; returns a line that says what was done. ValueError or
+    FileNotFoundError if the checkpoint or the log cannot be used, or the file cannot be written."""
     if options.out.suffix not in SUFFIXES:
         raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
     if len({*options.keep, "score"}) <= len(options.keep):

@@ -40,10 +40,8 @@ class Metrics:
 
 
 def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None) -> Metrics:
-    """Metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}.
-
-    ValueError where the shapes differ, a logit is NaN, or all labels are the same (no metric is defined then).
-    """
+    """Metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}. ValueError if the shapes differ, a logit is NaN, or
+    all labels are the same (no metric is defined then)."""
     if logits.shape != labels.shape or logits.dim() != 1:
         raise ValueError(f"logits and labels must be [N], got {tuple(logits.shape)} and {tuple(labels.shape)}")
     logits, labels = logits.detach().double(), labels.double()

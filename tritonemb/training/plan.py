@@ -62,10 +62,8 @@ class PlanOptions(Options):
 
 
 def make_plan(options: PlanOptions) -> str:
-    """Plan, write the files that were asked for, and return the text to print.
-
-    ValueError, OSError: a file cannot be read, or says what is no table; PlanError: the tables do not fit.
-    """
+    """Plan, write the files that were asked for, and return the text to print. ValueError or OSError if a file cannot
+    be read, or says what is no table; PlanError if the tables do not fit."""
     if (options.tables is None) == (options.from_run is None):
         raise ValueError("give --tables, a TOML file, or --from-run, the folder of a run")
     if options.optimizer not in OPTIMIZERS:
@@ -161,10 +159,8 @@ class CalibrateOptions(Options):
 
 
 def run_calibration(options: CalibrateOptions) -> str | None:
-    """Calibrate and write the topology, on rank 0; returns a table of its rates there, None on others.
-
-    ValueError, OSError: as of `calibrate`, or the file cannot be written.
-    """
+    """Calibrate and write the topology, on rank 0; returns a table of its rates there, None on others. ValueError and
+    OSError as of `calibrate`, or if the file cannot be written."""
     for folder in (options.out.absolute().parent, options.disk):
         if folder is not None and not folder.is_dir():
             raise ValueError(f"there is no folder {folder}; make it, or name another one")

@@ -77,10 +77,7 @@ class Lines(Callback):
 
 
 class LiveView(Lines):
-    """The same lines on a terminal, above a progress bar.
-
-    It is drawn by the thread that trains, so no thread of it competes with training.
-    """
+    """The same lines on a terminal, above a progress bar, drawn by the thread that trains: none competes with it."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(stream)

@@ -97,11 +97,7 @@ class RunLog(Callback):
 
 def read_run_log(path: Path | str) -> list[dict[str, Any]]:
     """The events of a log, oldest first; a half-written last line, of a process that was killed, is left out.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: another line is not an event; the message says which.
-    """
+    FileNotFoundError if there is no such file; ValueError names another line that is not an event."""
     # Those of a log, an evaluation or an end have no texts of the user's: there "nan" is a number.
     return [_numbers(each) if each["event"] in ("log", "evaluation", "end") else each for each in _events(Path(path))]
 
