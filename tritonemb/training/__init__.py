@@ -11,14 +11,6 @@ from tritonemb.training.schedule import Schedule
 from tritonemb.training.trainer import Trainer
 
 __all__ = [
-    "Callback",
-    "CheckpointError",
-    "CheckpointOptions",
-    "FitResult",
-    "Interrupted",
-    "Metrics",
-    "RankFailed",
-    "Schedule",
-    "Trainer",
-    "binary_metrics",
-]
+    "Callback", "CheckpointError", "CheckpointOptions", "FitResult", "Interrupted", "Metrics", "RankFailed", "Schedule",
+    "Trainer", "binary_metrics",
+]  # fmt: skip
