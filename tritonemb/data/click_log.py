@@ -79,7 +79,7 @@ class ClickLog(protocol.Tables):
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
         is_text = files[0].format == "text"
         source_type: type[TextSource | ArrowSource] = TextSource if is_text else ArrowSource
-        self._source = source_type(files, self.options, labelled, kept)
+        self._source = source_type(files, self.options, labelled, (*kept, *filter(None, [rule.time_column])))
         rule_words = " ".join([self._kind, *map(str, self._held_out().values() if self._kind != "files" else ())])
         self._origin = rule_words, splits, [0] * len(files) if is_text else self._source.sizes()
         self.schema = self._source.schema

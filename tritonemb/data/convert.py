@@ -38,15 +38,13 @@ def convert(
     label as int8, numbers as float64, categories as string or int64, times as string or int64; of Criteo's format int_1
     to int_13 as int64 and cat_1 to cat_26 as uint32. An empty field is null. A `ClickLog` has the same rows for both,
     and the same splits but by "end".
+    Raises as `ClickLog`, and ValueError if the target is there, or the source is Parquet already.
 
     Args:
         target: must not be there yet; in a folder, none of the files.
         options: how the text is read, whichever rows it holds out.
         row_group_rows: rows of a row group, all but the last.
         progress: is called with the number of rows written so far, now and then.
-
-    Raises:
-        OSError, ValueError: as `ClickLog`; the target is there; the source is Parquet already.
     """
     if row_group_rows < 1:
         raise ValueError(f"row_group_rows must be at least 1, got {row_group_rows}")
@@ -77,14 +75,12 @@ def cached_as_parquet(
     """The same log read from Parquet files in a folder, written there unless they are; only text is converted.
 
     Splits, rows and their order are the same; each split has a file of its own. Bad rows that were skipped are reported
-    in each epoch as before. Processes that ask for the same files wait for the one that writes them.
+    in each epoch as before; others are a ValueError. Processes that ask for the same files wait for the one that writes
+    them.
 
     Args:
         folder: made if need be. Another log, or another way to read it, has other files there.
         progress: is called with the rows written so far and their estimated number.
-
-    Raises:
-        ValueError: a bad row, unless the log skips them.
     """
     if log.text_schema() is None:
         return log
@@ -149,16 +145,13 @@ def build_vocabulary(
     """Count the values of the train rows, read once, and write them to one file, at once and whole.
 
     Memory is bounded: at most `capacity` distinct values a feature are counted at a time, plus as many that came since.
+    ValueError for a number below 1, or a bad row, unless the log skips them; FileNotFoundError without the folder.
 
     Args:
         log: read with its own threads; a vocabulary in its schema is not looked at.
         min_count: values with fewer train rows share id 0 with the missing ones.
         max_size: the most frequent values that a feature keeps; all if not given.
         progress: is called with the number of rows read so far, now and then.
-
-    Raises:
-        ValueError: a number below 1; a bad row, unless the log skips them.
-        FileNotFoundError: there is no folder for the file.
     """
     for name, number in (("min_count", min_count), ("max_size", max_size), ("capacity", capacity)):
         if number is not None and number < 1:

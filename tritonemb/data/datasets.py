@@ -212,12 +212,10 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
     100,000 ratings by 943 users of 1,682 movies, split at random with a fixed seed: 80 % train, 10 % validation, 10 %
     test. Vocabularies and counts come from the training rows alone. Ratings give labels, and the features "liked" and
     "disliked": the last movies that the user so rated in training rows earlier in the log.
+    ConnectionError or ValueError says what to do if it can not be downloaded, or is not the expected one.
 
     Args:
         cache_dir: where downloads are kept; by default `tritonemb` in the cache folder of the user.
-
-    Raises:
-        ConnectionError, ValueError: it can not be downloaded, or is not the expected one; says what to do.
     """
     folder = user_cache_dir() if cache_dir is None else Path(cache_dir)
     if not all((folder / name).is_file() and _sha256(folder / name) == FILES[name] for name in FILES):

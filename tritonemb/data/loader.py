@@ -54,7 +54,8 @@ def open_shards(
 ) -> Batches:  # fmt: skip
     """The batches of the shards rank, rank + world, ... of a split.
 
-    Each of several shards of a rank has as many threads and as much memory as a stream has otherwise.
+    Each of several shards of a rank has as many threads and as much memory as a stream has otherwise. ValueError for no
+    such rank or split, or a position that is not one of these shards.
 
     Args:
         shards: of the epoch: `world` if not given, or what `positions` says.
@@ -62,9 +63,6 @@ def open_shards(
         pin_memory: make the batches in page-locked memory.
         workers: `DataLoaderWorkers` that read in place of this process, or None. They change no batch.
         how: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.OpenOptions`.
-
-    Raises:
-        ValueError: no such rank or split; a position that is not one of these shards.
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in [0, {world}), got {rank}")

@@ -29,7 +29,8 @@ def kind_of(name_or_path: str) -> str:
 def open_dataset(
     name_or_path: str, path: str | Path | None = None, *, log: LogOptions | None = None, seed: int = 0
 ) -> Dataset | ClickLog | RemoteData:
-    """Open a data set by name, a log of clicks by its path, or what reader hosts serve by their addresses.
+    """Open a data set by name, a log of clicks by its path, or what reader hosts serve by their addresses. ValueError,
+    FileNotFoundError, ConnectionError or PermissionError says what to do.
 
     Args:
         name_or_path: one of `NAMES` or `ALIASES`; the path or URI of a file or folder: Criteo's TSV, CSV or Parquet;
@@ -37,9 +38,6 @@ def open_dataset(
         path: of the data sets "criteo-kaggle", "criteo-terabyte" and "adult"; the others take none.
         log: how a log is read.
         seed: of the synthetic data.
-
-    Raises:
-        ValueError, FileNotFoundError, ConnectionError, PermissionError: saying what to do.
     """
     if name_or_path.startswith(SCHEMES):
         return RemoteData(name_or_path.split(","))
@@ -67,15 +65,13 @@ def from_dataframe(
     """A log of a data frame's rows, uncopied: pandas, Polars, a `pyarrow.Table` or anything with `__arrow_c_stream__`.
 
     Columns are what they are in Parquet files; a column of integers that pandas holds as floating point, since some are
-    missing, has to become one of integers (`convert_dtypes`) to be a sparse one.
+    missing, has to become one of integers (`convert_dtypes`) to be a sparse one. ValueError if it is not such a
+    frame, or a column is not there, or of another type than it needs.
 
     Args:
         options: how it is read; its split rule holds rows out, by default the last sixth, if no frames are held out.
         validation, test: held-out rows with the same columns.
         name: for messages.
-
-    Raises:
-        ValueError: not such a frame; a column is not there, or of another type than it needs.
     """
     frames: dict[Split, Any] = {"train": frame, "validation": validation, "test": test}
     given = {split: each for split, each in frames.items() if each is not None}

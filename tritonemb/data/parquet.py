@@ -66,7 +66,7 @@ def _plain(kind: Any) -> Any:
 
 
 class ArrowSource:
-    """Parquet files or tables with the same columns, among them the time column if the rule names one. ValueError if
+    """Parquet files or tables with the same columns, among them those to be `kept`, the time column too. ValueError if
     none has rows, or one is damaged, or lacks a column, has it twice, or of a type that does not fit.
 
     Attributes: `schema` with all columns filled in; `multi_hot`, the sparse columns that are lists; `kinds` of the
@@ -82,14 +82,13 @@ class ArrowSource:
         self._groups: list[list[int]] = []  # rows of the row groups of each file
         self.multi_hot: tuple[str, ...] = ()
         time, first = self._rule.time_column, ""
-        others = kept if time is None else (*kept, time)
         known: dict[str, tuple[str, LogFile]] = {}
         for file in files:
             where, (columns, groups) = str(file.path), head_of(file)
             self._groups.append(groups)
             if sum(groups) == 0:
                 continue
-            schema = schema.of(columns.names, where, labelled, others)
+            schema = schema.of(columns.names, where, labelled, kept)
             names = schema.columns(labelled)
             values = {name: _checked(columns.field(name).type, name, schema, where) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
@@ -110,7 +109,7 @@ class ArrowSource:
         if not first:
             raise ValueError(f"{files[0].path} is empty: it has no rows")
         self.schema, self.kinds = schema, {name: kind for name, (kind, _) in known.items()}
-        self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *others)))
+        self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *kept)))
 
     def sizes(self) -> list[int]:
         """Of the files, in the unit of `Part`."""

@@ -74,16 +74,14 @@ def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Ite
 
 
 class RemoteData(Tables):
-    """A data set that reader hosts read: a `Data` for `te.Trainer` and for loops of your own.
+    """A data set that reader hosts read: a `Data` for `te.Trainer` and for loops of your own. ConnectionError if a host
+    does not answer, PermissionError if it expects another token, ValueError if an address cannot be one, or the hosts
+    have different data.
 
     Args:
         addresses: of hosts with the same data; shard i is read by host i modulo their number.
         token: that the hosts expect; that of the environment (TRITONEMB_TOKEN) if not given.
         roots: a PEM file of certificates to trust with TLS; that of TRITONEMB_TLS_ROOTS, or the system's, if not given.
-
-    Raises:
-        ConnectionError, PermissionError: a host does not answer, or expects another token.
-        ValueError: an address cannot be one, or the hosts have different data.
     """
 
     def __init__(

@@ -50,7 +50,6 @@ class TextSource:
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
         # What `Chunk.first_row` counts, for a split at random: 1 for rows; 0 for lines, as earlier versions did.
         self.numbering = 1 if options.split.kind() == "random" else None
-        kept = (*kept, *filter(None, [options.split.time_column]))
         self.schema = options.schema.of(columns, where, labelled, kept)
         options = replace(options, schema=self.schema, delimiter=delimiter)
         self.form = (CsvFormat if delimiter else CriteoFormat)(columns, options, labelled, kept)

@@ -165,12 +165,9 @@ class Failure(NamedTuple):
 def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> list[T]:
     """Call `function()`, which must use no collective, on every rank; returns all results, sent by pickle.
 
-    Args:
-        error: the type to raise on several ranks, instead of the one below.
-
-    Raises:
-        on every rank, if it raised on one: an exception of the same kind if that is a common one, else a RuntimeError.
-            Its message names the ranks. A rank whose own was no `Exception`, e.g. a KeyboardInterrupt, raises that.
+    If it raised on one of several ranks, every rank raises: an `error` if given, else an exception of the same kind if
+    that is a common one, else a RuntimeError. Its message names the ranks. A rank whose own was no `Exception`, e.g. a
+    KeyboardInterrupt, raises that.
     """
     if group is None or group.size == 1:
         return [function()]
