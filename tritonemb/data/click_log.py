@@ -32,7 +32,9 @@ class ClickLog(protocol.Tables):
     """A log of clicks in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
     Memory holds `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to, about `8 * workers` times
-    `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows.
+    `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows. FileNotFoundError or ValueError, before anything
+    is trained, if a file is missing, empty, unreadable or of the wrong kind, its first line is bad, a column is not
+    there, or the split leaves no train rows.
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
@@ -44,10 +46,6 @@ class ClickLog(protocol.Tables):
 
     Attributes:
         encode: makes `Rows`, ids and numbers, of a `pyarrow.RecordBatch` of the log.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing, empty, unreadable or of the wrong kind; its first line is
-            bad; a column is not there; the split leaves no train rows. All of it before anything is trained.
     """
 
     def __init__(

@@ -186,15 +186,13 @@ class Trainer(TrainerOptions):
             return self.saving.save()
 
     def resume(self, checkpoint: str | Path = "auto") -> Path | None:
-        """Resume from a checkpoint: model, optimizers, schedules, position in the data and generators.
+        """Resume from a checkpoint: model, optimizers, schedules, position in the data and generators. ValueError or
+        FileNotFoundError if it is damaged, or of another model, optimizer, data set or batch size; it lists all
+        differences, and nothing has been changed then.
 
         Args:
             checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder, if there is one.
                 Later checkpoints than this are removed when the next one is written.
-
-        Raises:
-            ValueError, FileNotFoundError: it is damaged, or of another model, optimizer, data set or batch size; all
-                differences are listed, and nothing has been changed then.
         """
         with self.state.ranks.watched():
             path = self.saving.restore(checkpoint)

@@ -138,11 +138,11 @@ def chart(
     }
 
 
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points that look like all of them: of each bucket the smallest, the largest and the first gap."""
-    if len(points) <= limit:
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most `MAX_POINTS` that look like all of them: of each bucket the smallest, the largest and the first gap."""
+    if len(points) <= MAX_POINTS:
         return list(points)
-    width = math.ceil(len(points) / (limit // 3))
+    width = math.ceil(len(points) / (MAX_POINTS // 3))
     kept: list[Point] = []
     for start in range(0, len(points), width):
         bucket = points[start : start + width]
@@ -153,12 +153,12 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     return kept
 
 
-def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> list[float]:
-    """About `count` round numbers within [low, high], or with `outside` the next ones around it, two at least."""
+def ticks(low: float, high: float, outside: bool = False) -> list[float]:
+    """About four round numbers within [low, high], or with `outside` the next ones around it, two at least."""
     if not high - low > 1e-9 * max(abs(low), abs(high)):  # equal, or no more apart than rounding
         margin = abs(high) / 10 or 1.0
         low, high = low - margin, high + margin
-    rough = (high - low) / count
+    rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
     slack = (1e-9 if outside else -1e-9) * (high - low) / step
