@@ -32,7 +32,7 @@ from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.admission import Sketch, admits
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, only_parameters
-from tritonemb.tables.table import Table, draw_seed
+from tritonemb.tables.table import Table, draw_seed, load_all
 from tritonemb.types import Device, TableConfig
 from tritonemb.utils import require
 
@@ -488,21 +488,8 @@ class DynamicTable(Table):
         for name, tensor in self.saved().items():
             destination[prefix + name] = tensor
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        names = tuple(self.templates(0))
-        missing = [prefix + name for name in names if prefix + name not in state_dict]
-        missing_keys += missing
-        if strict:
-            known = {prefix + name for name in names}
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
-        if not missing:
-            try:
-                self.adopt({name: state_dict[prefix + name] for name in names})
-            except ValueError as error:
-                error_msgs.append(str(error))
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        load_all(self.templates(0), self.adopt, state_dict, prefix, *args)
 
     def owns(self, ids: Tensor) -> Tensor:
         """bool `[N]`: whether ids belong to this part of the table."""

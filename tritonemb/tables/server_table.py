@@ -22,7 +22,7 @@ from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.cached_table import is_metadata_only
 from tritonemb.tables.lookup import Lookup, check_gradients, one_key_a_lookup, positions_of, row_sums, uses
-from tritonemb.tables.table import Table, draw_seed
+from tritonemb.tables.table import Table, draw_seed, load_all
 from tritonemb.types import Device, TableConfig
 
 Tables = Any  # a `TableSet`, whose module imports this one
@@ -138,19 +138,9 @@ class ServerTable(Table):
         for name, tensor in self._attached().tensors(self.config.name).items():
             destination[prefix + name] = tensor
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        known = {prefix + name for name in self._attached().tensors(self.config.name)}
-        missing_keys += [key for key in known if key not in state_dict]
-        if strict:
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
-        if known <= state_dict.keys():
-            try:
-                self._attached().load(self.config.name, {key.removeprefix(prefix): state_dict[key] for key in known})
-            except ValueError as error:
-                error_msgs.append(str(error))
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        service, name = self._attached(), self.config.name
+        load_all(service.tensors(name), partial(service.load, name), state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.weight = fn(self.weight.detach()).requires_grad_(self.weight.requires_grad)

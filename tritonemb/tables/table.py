@@ -1,6 +1,6 @@
 """One table of a collection: its weight and its optimizer state, under the names they have in `state_dict`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -42,6 +42,23 @@ def keep_dtypes(buffers: dict[str, Tensor | None], before: Mapping[str, Tensor |
             buffers[name] = torch.zeros_like(original, device=buffer.device)
         elif buffer.dtype != original.dtype:
             buffers[name] = original.to(buffer.device)
+
+
+def load_all(
+    names: Iterable[str], load: Callable[[dict[str, Tensor]], None], state_dict: Any, prefix: str, *args: Any
+) -> None:
+    """`_load_from_state_dict` of a table that loads the tensors of these names at once; a ValueError is a message."""
+    _, strict, missing_keys, unexpected_keys, error_msgs = args
+    keys = {prefix + name: name for name in names}
+    missing = [key for key in keys if key not in state_dict]
+    missing_keys += missing
+    if strict:
+        unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in keys]
+    if not missing:
+        try:
+            load({name: state_dict[key] for key, name in keys.items()})
+        except ValueError as error:
+            error_msgs.append(str(error))
 
 
 class Table(nn.Module):
