@@ -227,12 +227,8 @@ class HybridParallel(ParallelModel):
 
     def table_weights(self) -> dict[str, Tensor]:
         """The whole tables' weights by path, of which this rank has some shards."""
-        return {
-            f"{path}.{table}" if path else table: weight
-            for path, module in self.module.named_modules()
-            if isinstance(module, ShardedCollection)
-            for table, weight in module.table_weights().items()
-        }
+        prefixed = self._by_prefix()
+        return {prefix + name: weight for prefix, each in prefixed for name, weight in each.table_weights().items()}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The keys of the model itself; tables are `TableShards`."""
@@ -246,20 +242,17 @@ class HybridParallel(ParallelModel):
                 tables of another dtype or plan; nothing has been changed then.
         """
         own = self.state_dict()
-        _check_state(own, state_dict, strict, self._dynamic_keys())
+        of_dynamic = [f"{prefix}{c.name}." for prefix, each in self._by_prefix() for c in each.configs if c.is_dynamic]
+        _check_state(own, state_dict, strict, tuple(of_dynamic))
         given = OrderedDict((key, _as_distributed(own.get(key), value)) for key, value in state_dict.items())
         if hasattr(state_dict, "_metadata"):
             given._metadata = state_dict._metadata  # type: ignore[attr-defined]
         return self.module.load_state_dict(given, strict=strict, assign=assign)
 
-    def _dynamic_keys(self) -> tuple[str, ...]:
-        """The beginnings of keys of dynamic tables, whose shapes change as rows come."""
+    def _by_prefix(self) -> list[tuple[str, ShardedCollection]]:
+        """Sharded collections, each with the prefix of its tables' keys."""
         modules = self.module.named_modules()
-        sharded = ((path, module) for path, module in modules if isinstance(module, ShardedCollection))
-        return tuple(
-            f"{path}.{config.name}." if path else f"{config.name}."
-            for path, module in sharded for config in module.configs if config.is_dynamic
-        )  # fmt: skip
+        return [(f"{path}." if path else "", each) for path, each in modules if isinstance(each, ShardedCollection)]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train tables and other layers, or freeze them; a collection of `collections` has its own `requires_grad_`."""
@@ -311,7 +304,7 @@ def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool,
     problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
     for key, here in own.items():
         if key.startswith(dynamic):
-            continue  # a table checks its own
+            continue  # whose shapes change as rows come: a table checks its own
         if key in given and isinstance(here, TableShards):
             problem = here.why_not_loadable(given[key])
             problems += [] if problem is None else [f"{key}: {problem}"]
