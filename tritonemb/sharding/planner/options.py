@@ -162,12 +162,7 @@ def make_problem(
 
 
 def _variant(
-    model: CostModel,
-    may: Mapping[str, Array],
-    kind: str,
-    units: int,
-    tier: TierOption,
-    reserve: Sequence[float],
+    model: CostModel, may: Mapping[str, Array], kind: str, units: int, tier: TierOption, reserve: Sequence[float]
 ) -> Variant | None:
     """Costs of every table that may be sharded so, on a tier with shares of rows cached; None if none may."""
     placement, share, host_share, least_bytes = tier
@@ -419,10 +414,8 @@ def shards_in(
             ranks, counts = list(given.places or range(plan.world_size)), np.array(given.rows, dtype=np.float64)
         else:
             shards = plan.shards(table)
-            ranks, counts = (
-                [each.rank for each in shards],
-                np.array([each.num_rows for each in shards], dtype=np.float64),
-            )
+            ranks = [each.rank for each in shards]
+            counts = np.array([each.num_rows for each in shards], dtype=np.float64)
         ends = np.interp(np.cumsum(counts) / counts.sum(), *_along(stats, table)) * ranges
         share = np.diff(ends, prepend=0.0)
         unit = np.minimum(ends - share / 2, ranges - 0.5).astype(np.int64)

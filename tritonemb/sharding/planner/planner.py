@@ -17,15 +17,7 @@ from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
 from tritonemb.sharding.planner.cost_model import CostModel, Prediction
-from tritonemb.sharding.planner.options import (
-    Constraint,
-    Option,
-    PlanError,
-    make_problem,
-    named,
-    sharding,
-    shards_in,
-)
+from tritonemb.sharding.planner.options import Constraint, Option, PlanError, make_problem, named, sharding, shards_in
 from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, relax, solve, stay, tables_of, totals
 from tritonemb.sharding.planner.shard_packing import Problem
