@@ -170,27 +170,22 @@ def attach(
         ValueError: the model has no such tables, or the servers have others of that name.
     """
     group = RankGroup() if group is None else group
-    if group.size > 1 and isinstance(model, ParallelModel) and isinstance(staleness, int) and staleness == 0:
+    is_current = isinstance(staleness, int) and staleness == 0  # rows have all updates: trainers hold what they use
+    if group.size > 1 and isinstance(model, ParallelModel) and is_current:
         model.shard_server_tables()
     found = collections_on_servers(model)
     if not found:
         raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
     for name, tables in found.items():
-        if exchange != EXACT and (isinstance(tables, ShardedServerTables) or _holds(staleness, group)):
+        if exchange != EXACT and (isinstance(tables, ShardedServerTables) or (is_current and group.size == 1)):
             raise ValueError(f"without staleness rows are moved as they are, not as {exchange}; leave exchange out")
         if isinstance(tables, ShardedServerTables):
             servers.clients.append(_attach_shards(tables, servers, accumulate, group, name))
         else:
-            client = _client(tables, servers, staleness, accumulate, group, name, exchange)
-            servers.clients.append(client)
+            servers.clients.append(client := _client(tables, servers, staleness, accumulate, group, name, exchange))
             tables.attach(client)
     if group.size > 1:
         group.all_gather_object(None)  # nobody pulls before all are there
-
-
-def _holds(staleness: Any, group: RankGroup) -> bool:
-    """Whether a trainer has rows while it uses them."""
-    return group.size == 1 and isinstance(staleness, int) and staleness == 0
 
 
 def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedServerTables]:

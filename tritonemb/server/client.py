@@ -24,11 +24,11 @@ from tritonemb.server.node import TRAINER_SECONDS
 from tritonemb.server.row_cache import CachedPull, TrainerCache
 from tritonemb.server.snapshot import whole_table
 from tritonemb.server.tables import CollectionSpec
-from tritonemb.server.transport import Channel, Message, Transport
+from tritonemb.server.transport import Channel, Message, Transport, Values
+from tritonemb.tables.server_table import Pull, RowService, TableService
 from tritonemb.types import CacheConfig
 from tritonemb.utils import Closing
 
-Values = dict[str, Any]
 TICK, RESEND_AFTER, BEAT = 0.2, 1.0, 2.0  # seconds; a server hears of an idle client after each beat
 
 
@@ -189,10 +189,9 @@ class Connection(Closing):
 
     def _forget(self, saved: int) -> None:
         """Keep no messages with smaller numbers, as far as they have been answered."""
-        with self._lock:
-            for number in list(itertools.takewhile(lambda number: number < saved, self._kept)):
-                if number not in self._unanswered:
-                    self._bytes -= _size(self._kept.pop(number))
+        for number in list(itertools.takewhile(lambda number: number < saved, self._kept)):
+            if number not in self._unanswered:
+                self._bytes -= _size(self._kept.pop(number))
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
@@ -250,7 +249,7 @@ def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message[1])
 
 
-class WholeTables:
+class WholeTables(TableService):
     """The tables of a collection, which servers have under one name, or a part under a name for each trainer.
 
     Args:
@@ -281,13 +280,12 @@ class WholeTables:
         """Nothing more is trained: tell servers what they have not been told."""
 
     def return_rows(self) -> None:
-        """See `TableService`."""
+        """Trainers hold none."""
 
-    def forget_rows(self) -> None:
-        """See `TableService`."""
+    forget_rows = return_rows
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
-        """See `TableService`; the changes since the last snapshot of this chain."""
+        """See `TableService.snapshot`; the changes since the last snapshot of this chain."""
         values, pending = {"steps": self.steps, "changes_only": changes_only, "chain": chain}, list[Future[Message]]()
         for number, (server, name, _) in enumerate(self._places):
             own = {"collection": name, "path": f"{path.absolute()}{number}.server"}
@@ -295,19 +293,16 @@ class WholeTables:
         return [written for written, _ in wait(pending)]
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
-        """See `TableService`."""
         if chains:
             self._ask_all("restore", {"chains": [[str(path.absolute()) for path in chain] for chain in chains]})
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """See `TableService`."""
         number = self.spec.number(table)
         answers = self._ask_all("read", {"table": table}, table=number)
         parts = [dict(zip(values["names"], tensors, strict=True)) for values, tensors in answers]
         return whole_table(self.spec.tables[number], parts)
 
     def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
-        """See `TableService`."""
         number = self.spec.number(table)
         spec, saved = self.spec.tables[number], dict(tensors)
         if spec.num_embeddings is not None:
@@ -319,8 +314,8 @@ class WholeTables:
         self._ask_all("load", {"table": table, "names": names}, everything, number)
 
 
-class CollectionClient(WholeTables):
-    """The rows of a collection's tables, for one trainer: a `RowService`."""
+class CollectionClient(WholeTables, RowService):
+    """The rows of a collection's tables, for one trainer."""
 
     applies_updates = True
 
@@ -333,14 +328,9 @@ class CollectionClient(WholeTables):
         self.codecs = RowCodecs(spec)
         self._dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()  # by garbage collection, at any moment
         self.restored = 0  # how often; what was pulled before is not pushed any more
-        self._batch = self._pushed = 0
-        owners = [torch.tensor(of_table) for of_table in spec.owners]
-        self._owners = [None if len(self._connections) == 1 else of_table for of_table in owners]
-        self._has = [
-            [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
-            for server in range(len(connections))
-        ]  # fmt: skip
         servers, values = range(len(self._connections)), {"spec": asdict(spec)}
+        self._owners = [None if len(servers) == 1 else torch.tensor(of_table) for of_table in spec.owners]
+        self._has = [spec.numbers_on(server) for server in servers]
         for connection in self._connections:
             connection.register(name, rank)
         made = [found for found, _ in wait([self._submit(n, "create", {**values, "server": n}) for n in servers])]
@@ -352,7 +342,6 @@ class CollectionClient(WholeTables):
         return self._connections[server].submit(op, {"collection": self._name, "rank": self.rank, **values}, tensors)
 
     def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> "PulledRows":
-        """See `RowService`."""
         if training:
             self.check_complete()
         with self._lock:
@@ -404,7 +393,7 @@ class CollectionClient(WholeTables):
 
     def unpacked(self, server: int, rows: Sequence[Tensor]) -> list[Tensor]:
         """The rows of a server's tables, as it has sent them."""
-        return self.codecs.unpack_rows(self._has[server], rows)
+        return self.codecs.rows.unpack(self._has[server], rows)
 
     def refused(
         self, server: int, counts: Tensor, positions: Tensor, asked: Sequence[Tensor], routes: Sequence[Sequence[Any]]
@@ -429,7 +418,7 @@ class CollectionClient(WholeTables):
             for server, has in enumerate(self._has):
                 parts = self._of_server(ids, routes, server)
                 values = {"batch": batch, "lr": lr, "sizes": [part.numel() for part in parts], "scale": scale}
-                packed = self.codecs.pack_gradients(has, self._of_server(sums, routes, server), scale)
+                packed = self.codecs.gradients.pack(has, self._of_server(sums, routes, server), scale)
                 self._submit(server, "push", values, [cat(parts), *packed])
             self._pushed += 1
 
@@ -480,25 +469,22 @@ class CollectionClient(WholeTables):
             return self.caches[table].finish(pull, versions, steps)
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
-        """See `TableService`; the changes since the last snapshot of this chain."""
         self.push_dropped()
         return super().snapshot(path, changes_only, chain)
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
-        """See `TableService`."""
         self.restored += 1
         super().restore(chains, steps)
         self._batch = self._pushed = steps * self.spec.batches
         self._complete = True
 
     def flush(self) -> None:
-        """See `TableService`."""
         self.push_dropped()
         self._ask_all("flush", {"steps": self.steps}, rank=self.rank)
 
 
-class PulledRows:
-    """A batch's rows that are on their way: a `Pull`."""
+class PulledRows(Pull):
+    """A batch's rows that are on their way."""
 
     def __init__(
         self, client: CollectionClient, batch: int, ids: Sequence[Tensor], routes: list[list[Any]],
@@ -510,7 +496,6 @@ class PulledRows:
         self._refused: list[tuple[int, Tensor]] = []
 
     def rows(self) -> list[Tensor]:
-        """See `Pull`."""
         client = self._client
         client.push_dropped()
         while futures.wait(self._futures, TICK).not_done:
@@ -531,7 +516,6 @@ class PulledRows:
         return [client.finish_cached(table, pull, routes, of_servers) for table, pull, routes in tables]
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
-        """See `Pull`."""
         if sums is None:
             self._client.drop(self)
             return

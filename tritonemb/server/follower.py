@@ -17,14 +17,12 @@ from tritonemb.flight import encode_error
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.client import CollectionClient, Connection
 from tritonemb.server.replica import Replica, load_replica
-from tritonemb.server.transport import Message, Reply
+from tritonemb.server.transport import Message, Reply, Values
 from tritonemb.utils import Closing, listed, read_sealed, sealed, write_whole
 
 CHECKPOINT, PUBLISHED = "trainer.json", "servers.json"  # manifests
 ATTEMPTS, THREADS = 3, 4
 CHAIN = "published"  # beside that of checkpoints
-
-Values = dict[str, Any]
 
 
 class Follower(Closing):

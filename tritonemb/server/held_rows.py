@@ -20,20 +20,19 @@ from torch import Tensor
 from tritonemb.layout import partition_sizes
 from tritonemb.server.client import CollectionClient, Connection, WholeTables, cat, wait
 from tritonemb.server.tables import CollectionSpec
-from tritonemb.server.transport import Message
-from tritonemb.tables.cached_server_table import RowHolder
+from tritonemb.server.transport import Message, Values
+from tritonemb.tables.cached_server_table import RowStore, SentRows
+from tritonemb.tables.table_set import TableSet
 
-Values = dict[str, Any]
 
-
-class HeldRows(CollectionClient):
-    """The rows of a collection's tables, for the one trainer that they belong to: a `RowStore`."""
+class HeldRows(CollectionClient, RowStore):
+    """The rows of a collection's tables, for the one trainer that they belong to."""
 
     applies_updates = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._holder: weakref.ref[RowHolder] | None = None
+        self._holder: weakref.ref[TableSet] | None = None
         self._to_send: list[Transfer] = []
         self._sending = threading.RLock()
         self._refusal: Exception | None = None
@@ -49,7 +48,6 @@ class HeldRows(CollectionClient):
         self._facts = self._ask_facts()
 
     def num_rows(self, table: str) -> int:
-        """See `RowStore`."""
         number = self.spec.number(table)
         if number in self._dynamic:
             return int(self._first_rows[number][-1])
@@ -57,12 +55,10 @@ class HeldRows(CollectionClient):
         return part[1] if part is not None else self.spec.tables[number].num_embeddings or 0
 
     def seed_and_clock(self, table: str) -> tuple[int, int]:
-        """See `RowStore`."""
         facts = {number: (seed, clock) for of_server in self._facts for number, seed, clock in of_server["tables"]}
         return facts[self.spec.number(table)]
 
     def statistics(self, table: str) -> dict[str, int]:
-        """See `RowStore`."""
         found = Counter[str]()
         for connection in self._connections:
             found.update(connection.statistics()["collections"][self._name]["tables"].get(table, {}))
@@ -70,18 +66,15 @@ class HeldRows(CollectionClient):
 
     @property
     def updates(self) -> int:
-        """See `RowStore`."""
         return max(facts["updates"] for facts in self._facts)
 
     def _ask_facts(self) -> list[Values]:
         return [values for values, _ in wait([self._submit(n, "facts", {}) for n in range(len(self._connections))])]
 
-    def hold_rows(self, holder: RowHolder) -> None:
-        """See `RowStore`."""
+    def hold_rows(self, holder: TableSet) -> None:
         self._holder = weakref.ref(holder)
 
     def begin_training(self) -> None:
-        """See `RowStore`."""
         self.check_complete()
         if not self._told:
             self._told = True
@@ -90,7 +83,6 @@ class HeldRows(CollectionClient):
     def assign(
         self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """See `RowStore`."""
         if self._refusal is not None:
             raise RuntimeError(
                 f"a batch found no room on one of the servers ({self._refusal}), and got rows on others; load a "
@@ -121,11 +113,9 @@ class HeldRows(CollectionClient):
         return rows
 
     def read_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
-        """See `RowStore`."""
         return self._collect(Transfer(self, self.spec.number(table), rows, records, False))
 
     def write_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
-        """See `RowStore`."""
         return self._collect(Transfer(self, self.spec.number(table), rows, records, True))
 
     def _collect(self, transfer: "Transfer") -> "Transfer":
@@ -174,7 +164,7 @@ class HeldRows(CollectionClient):
         slices = [slice(begin, end) for begin, end in pairwise(bounds)]
         return [(rows[mine] - first, mine) for mine, first in zip(slices, self._first_rows[table], strict=False)]
 
-    def _held_by(self) -> RowHolder | None:
+    def _held_by(self) -> TableSet | None:
         return None if self._holder is None else self._holder()
 
     def _write_back(self) -> None:
@@ -183,7 +173,6 @@ class HeldRows(CollectionClient):
             self.send_rows()
 
     def flush(self) -> None:
-        """See `TableService`."""
         self._write_back()
         values, holder = Values(steps=self.steps), self._held_by()
         if holder is not None:
@@ -195,7 +184,6 @@ class HeldRows(CollectionClient):
     return_rows = flush
 
     def forget_rows(self) -> None:
-        """See `TableService`."""
         with self._replacing():
             pass
 
@@ -208,30 +196,26 @@ class HeldRows(CollectionClient):
             self._facts, self._refusal, self._told = self._ask_facts(), None, False
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
-        """See `TableService`."""
         self.return_rows()
         return super().snapshot(path, changes_only, chain)
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
-        """See `TableService`."""
         with self._replacing():
             super().restore(chains, steps)
         if (holder := self._held_by()) is not None:
             holder.counters["step"].fill_(self.updates)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """See `TableService`."""
         self._write_back()
         return super().tensors(table)
 
     def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
-        """See `TableService`."""
         with self._replacing():
             super().load(table, tensors)
 
 
 class ShardedRows(WholeTables):
-    """Tables of which each trainer holds rows of its own: a `TableService`.
+    """Tables of which each trainer holds rows of its own.
 
     Args:
         own: this trainer's.
@@ -253,7 +237,6 @@ class ShardedRows(WholeTables):
         return max((client.steps for client in self._own), default=0)
 
     def return_rows(self) -> None:
-        """See `TableService`."""
         for client in self._own:
             client.return_rows()
         self._group.all_gather_object(None)  # when all have done so
@@ -261,26 +244,24 @@ class ShardedRows(WholeTables):
     flush = return_rows
 
     def forget_rows(self) -> None:
-        """See `TableService`."""
         for client in self._own:
             client.forget_rows()
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
-        """See `TableService`."""
         super().restore(chains, steps)
         for client in self._own if not chains else ():
             client.restore([], steps)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """See `TableService`; all trainers call this."""
+        """What `state_dict` has of a table; all trainers call this."""
         self.return_rows()
         found = super().tensors(table)
         self._group.all_gather_object(None)  # before anybody goes on
         return found
 
 
-class Transfer:
-    """Rows of a table that are read or written: a `SentRows`."""
+class Transfer(SentRows):
+    """Rows of a table that are read or written."""
 
     def __init__(self, client: HeldRows, table: int, rows: Tensor, records: Tensor, writes: bool) -> None:
         self._client, self.table, self.rows, self.records, self.writes = client, table, rows, records, writes
@@ -288,11 +269,9 @@ class Transfer:
         self.pieces: list[tuple[Future[Message], int, Any]] = []  # an answer, the tensor there, and which rows it has
 
     def done(self) -> bool:
-        """See `SentRows`."""
         return self.sent and all(future.done() for future, *_ in self.pieces)
 
     def wait(self) -> None:
-        """See `SentRows`."""
         if not self.sent:
             self._client.send_rows()
         for future, number, mine in self.pieces:

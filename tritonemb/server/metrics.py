@@ -10,10 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate, chain
 from typing import Any
 
-from tritonemb.server.transport import Service
+from tritonemb.server.transport import Service, Values
 from tritonemb.utils import Closing
 
-Values = dict[str, Any]
 SECONDS = 5.0  # to answer a scrape
 BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # steps, of the histogram of staleness
 METRICS = {  # by key of the statistics: name, kind and meaning

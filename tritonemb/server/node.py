@@ -27,14 +27,13 @@ from tritonemb.server.codec import RowCodecs
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.snapshot import SavedPart, parts_of, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables, warm_up
-from tritonemb.server.transport import Message, Reply
+from tritonemb.server.transport import Message, Reply, Values
 from tritonemb.storage import StorageError
 from tritonemb.storage.io import sync
 from tritonemb.storage.store import storage_errors
 from tritonemb.types import CacheConfig
 from tritonemb.utils import Closing, on_error, read_sealed, sealed, write_whole
 
-Values = dict[str, Any]
 LogMode = Literal["memory", "disk", "fsync"]
 OverMemory = Literal["refuse", "spill"]
 _OWN_FILE = re.compile(r"(clients|log)-\d+|.*-\d+\.rows")
@@ -445,7 +444,7 @@ class EmbeddingServer(Closing):
         if values["sizes"] is not None:
             (ids,) = served.columns(values["sizes"], tensors[:1])
             codecs, scale = self._row_codecs[values["collection"]], float(values["scale"])
-            sums = codecs.unpack_gradients(served.numbers, tensors[1:], scale)
+            sums = codecs.gradients.unpack(served.numbers, tensors[1:], scale)
             shapes = [(len(own), table.config.embedding_dim) for own, table in zip(ids, served.dynamic, strict=True)]
             if [(each.dtype, *each.shape) for each in sums] != [(torch.float32, *shape) for shape in shapes]:
                 raise ValueError(f"gradients must be float32 {shapes}")
@@ -582,7 +581,7 @@ def _rows(answer: Any, codecs: RowCodecs | None = None, served: ServedTables | N
         tensors, steps = [each.contiguous() for each in found], {}
         if codecs is not None and served is not None:
             rows = slice(first, first + len(served.numbers))
-            tensors[rows] = codecs.pack_rows(served.numbers, tensors[rows])
+            tensors[rows] = codecs.rows.pack(served.numbers, tensors[rows])
             steps = {"steps": served.next_push} if first else {}
         answer((steps, tensors))
 

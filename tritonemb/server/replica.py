@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from tritonemb.server.snapshot import read_snapshot
 from tritonemb.server.tables import CollectionSpec, TableSpec
+from tritonemb.server.transport import Values
 from tritonemb.storage import StorageError
 from tritonemb.utils import did_you_mean, listed
 
-Values = dict[str, Any]
 Files = list[tuple[Path, Values]]  # of a server, with their headers, in their order
 Events = list[tuple[Tensor, Tensor | None]]
 """Ids with their rows, or ids that have lost theirs, in their order."""

@@ -19,12 +19,10 @@ from torch import Tensor
 from tritonemb.layout import nonzero
 from tritonemb.server.records import read_records
 from tritonemb.server.tables import CollectionSpec, SentBatch, ServedTables, TableSpec
-from tritonemb.server.transport import Message
+from tritonemb.server.transport import Message, Values
 from tritonemb.storage import StorageError
 
 PIECE_BYTES = 1 << 24  # of rows in a record, about
-
-Values = dict[str, Any]
 
 
 def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) -> Iterator[Message]:
@@ -132,10 +130,8 @@ class SavedPart:
             for values, tensors in records:
                 if "push" in values:
                     there = self.pushes.setdefault(values["push"], SentBatch(lr=values["lr"]))
-                    there.ids[values["rank"]], there.others[values["rank"]] = (
-                        tensors[: values["ids"]],
-                        tensors[values["ids"] :],
-                    )
+                    rank, count = values["rank"], values["ids"]
+                    there.ids[rank], there.others[rank] = tensors[:count], tensors[count:]
                     continue
                 number, found = values["table"], dict(zip(values["names"], tensors, strict=True))
                 if values["kind"] == "others":
@@ -251,7 +247,7 @@ def _own_part(
         own_ids, own_sums = list[Tensor](), list[Tensor]()
         for part in parts:
             there = part.spec
-            has = [n for n in range(len(there.tables)) if there.partitions(n, part.header["server"])[1]]
+            has = there.numbers_on(part.header["server"])
             push = part.pushes[batch]
             if number in has and push.ids[rank]:
                 given = push.ids[rank][has.index(number)]

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from tritonemb.layout import (
 )
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
+from tritonemb.server.transport import Values
 from tritonemb.storage import record_of
 from tritonemb.storage.store import cpu_kernels
 from tritonemb.tables.dynamic_table import DynamicTable, find_all
@@ -48,7 +49,6 @@ from tritonemb.tables.table_set import TableSet
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
-Values = dict[str, Any]
 Answer = Callable[[Sequence[Tensor] | Exception], None]
 Action = Callable[[Exception | None], None]
 """Is called when it is due, or with an error if it cannot be done any more."""
@@ -184,6 +184,10 @@ class CollectionSpec:
         ends = [*(min(first, end) for first in self.owners[table]), end]
         return ends[server], ends[server + 1] - ends[server]
 
+    def numbers_on(self, server: int) -> list[int]:
+        """Numbers of the tables of which a server has partitions, ascending."""
+        return [number for number in range(len(self.tables)) if self.partitions(number, server)[1]]
+
     def in_part(self, table: int, ids: Tensor) -> Tensor:
         """bool `[n]`, of ids that are in this server's partitions of a table: whether the trainer has them."""
         if (size := self.tables[table].num_embeddings) is None:
@@ -243,7 +247,7 @@ class ServedTables:
         self.spec, self.server = spec, server
         kinds = dict(spec.optimizer)
         self.optimizer = OPTIMIZERS[kinds.pop("name")](**kinds)
-        self.numbers = [n for n in range(len(spec.tables)) if spec.partitions(n, server)[1]]
+        self.numbers = spec.numbers_on(server)
         configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
         self.tables = TableSet(configs, self.optimizer, "cpu", pooled=False) if configs else None
         self.dynamic = cast(list[DynamicTable], [] if self.tables is None else list(self.tables.dynamic.values()))
@@ -375,8 +379,8 @@ class ServedTables:
 
     def advance(self) -> None:
         """Do what is next, as long as it can be done."""
-        spec, self.is_broken = self.spec, True
-        while self._advance_push() or (self._pull_exactly() if spec.exact else self._pull_singly()):
+        self.is_broken = True
+        while self._advance_push() or self._advance_pull():
             pass
         due = [each for each in self.waiting if each[0]()]
         self.waiting = [each for each in self.waiting if each not in due]
@@ -420,26 +424,19 @@ class ServedTables:
         s = self.spec.staleness
         return s is None or batch // self.spec.batches - s <= self.next_push
 
-    def _pull_exactly(self) -> bool:
-        batch = self.next_pull
-        there = self.pulls.get(batch)
-        if there is None or len(there.ids) < self.spec.trainers or not self._ready(batch):
-            return False
-        del self.pulls[batch]
-        self.next_pull += 1
-        self._pull(batch, there, sorted(there.ids))
-        return True
-
-    def _pull_singly(self) -> bool:
+    def _advance_pull(self) -> bool:
+        """Read the next batch: of all trainers at once in exact mode, else what has come of it."""
+        exact, most = self.spec.exact, self.spec.trainers
         for batch in sorted(self.pulls):
-            if self._ready(batch):
-                there = self.pulls.pop(batch)
+            complete = batch == self.next_pull and len(self.pulls[batch].ids) == most
+            if self._ready(batch) and (complete or not exact):
                 self.next_pull = max(self.next_pull, batch + 1)
-                self._pull(batch, there, sorted(there.ids))
+                self._pull(batch, self.pulls.pop(batch))
                 return True
         return False
 
-    def _pull(self, batch: int, there: SentBatch, ranks: list[int]) -> None:
+    def _pull(self, batch: int, there: SentBatch) -> None:
+        ranks = sorted(there.ids)
         self.staleness[batch // self.spec.batches - self.next_push] += len(ranks)
         ids, sizes = _by_table([there.ids[rank] for rank in ranks])
         occurrences, _ = _by_table([there.others[rank] for rank in ranks])

@@ -24,7 +24,8 @@ from torch.utils.dlpack import from_dlpack
 from tritonemb import flight
 from tritonemb.utils import Closing
 
-Message = tuple[dict[str, Any], list[Tensor]]
+Values = dict[str, Any]
+Message = tuple[Values, list[Tensor]]
 """Values for JSON, and contiguous tensors on the CPU. Whoever has sent or received a message changes it no more."""
 Reply = Callable[[Message], None]
 

@@ -5,8 +5,7 @@ of the index of dynamic tables. So prefetching hides the network, and bits are t
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from tritonemb.storage import Counts
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedRowsOfIds, DynamicStatistics
 from tritonemb.tables.optimizer import OptimizedTables
-from tritonemb.tables.server_table import ServerTable, TableService
+from tritonemb.tables.server_table import ServerTable, Tables, TableService
 from tritonemb.types import Device, TableConfig
 
 MOST_ROWS = 1 << 18  # that are cached of a table where its `CacheConfig` has no `rows`
@@ -31,18 +30,6 @@ class SentRows(Protocol):
 
     def wait(self) -> None:
         """Wait until they have; raises what the servers have raised."""
-
-
-class RowHolder(Protocol):
-    """Who has rows of servers for a while; `counters` has the `step`, updates so far, and the `learning_rate`."""
-
-    counters: dict[str, Any]
-
-    def write_back(self) -> None:
-        """Let servers have all rows as they are now."""
-
-    def replacing_rows(self) -> AbstractContextManager[None]:
-        """While servers get other rows."""
 
 
 class RowStore(TableService, Protocol):
@@ -64,7 +51,7 @@ class RowStore(TableService, Protocol):
     def statistics(self, table: str) -> dict[str, int]:
         """Those of a dynamic table, of all servers together."""
 
-    def hold_rows(self, holder: RowHolder) -> None:
+    def hold_rows(self, holder: Tables) -> None:
         """Who has rows, and is asked to write them back where servers must have them all."""
 
     def begin_training(self) -> None:
@@ -160,7 +147,6 @@ class CachedServerTable(ServerTable, CachedTable):
             ServerTable.reset_parameters(self)
 
     def assign(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `CachedTable`."""
         name = self.config.name
         self.service.load(name, {**self.service.tensors(name), **tensors})
 
