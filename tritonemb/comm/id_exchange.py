@@ -139,8 +139,7 @@ class IdExchange:
         sent, received = ([_Sizes(*each) for each in of_ranks.tolist()] for of_ranks in (sizes, message))
         if problem is not None:
             raise problem
-        refused = [rank for rank, each in enumerate(received) if each.refused]
-        if refused:
+        if refused := [rank for rank, each in enumerate(received) if each.refused]:
             raise RuntimeError(f"rank {group.ranks[refused[0]]} has refused its batch; its own error says why")
         weighted = self._is_weighted(received)
         out_words = [self._words(len(mine), each, weighted) for mine, each in zip(self._owned, sent, strict=True)]

@@ -95,12 +95,11 @@ class MessageCodec:
 
     def __init__(self, parts: Sequence[Sequence[ColumnRange]], width: int, codec: str) -> None:
         self.width = width
-        self._packings: PerDevice[tuple[Packing, Tensor]] = PerDevice(
-            lambda device: (
-                make_packing(parts, width, codec, device),
-                torch.zeros((), dtype=torch.int64, device=device),
-            )
-        )
+
+        def make(device: torch.device) -> tuple[Packing, Tensor]:
+            return make_packing(parts, width, codec, device), torch.zeros((), dtype=torch.int64, device=device)
+
+        self._packings = PerDevice(make)
 
     def pack(self, matrix: Tensor, scale: float = 1.0, rows: Tensor | None = None) -> Tensor:
         """See `ops.quantize_pack`."""

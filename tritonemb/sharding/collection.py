@@ -182,10 +182,12 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
             batch, received = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
-        found = [
-            (of_ids, [None if tables.dynamic and not assign else tables.group(*_counted(of_ids)) for tables in sets])
-            for (_, sets), of_ids in zip(self._lookups, received, strict=True)
-        ]
+        found = list[tuple[Received, list[Groups | None]]]()
+        for (_, sets), of_ids in zip(self._lookups, received, strict=True):
+            ids, _, routes = of_ids
+            counts = None if routes is None else routes.occurrences
+            groups = [None if tables.dynamic and not assign else tables.group(ids, counts) for tables in sets]
+            found.append((of_ids, groups))
         return batch, [tables.group(batch) for tables in self._replicated], found
 
     def _id_exchange(self, routes: Sequence[IdRoute], **options: Any) -> IdExchange:
@@ -204,8 +206,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
     def own_batch(self, features: Features) -> KeyedJaggedTensor:
         """The batch as a `KeyedJaggedTensor` of ours, on the CPU, where ids are exchanged."""
         keys, values, offsets, weights = parts_of(features)
-        missing = [feature for feature in self.feature_names if feature not in keys]
-        if missing:
+        if missing := [feature for feature in self.feature_names if feature not in keys]:
             raise ValueError(f"the batch lacks the features {missing}; it has the keys {keys}")
         if weights is not None and weights.requires_grad:
             raise ValueError("per-sample weights of a sharded collection get no gradient; detach them")
@@ -356,7 +357,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
                 if name in ("clock", "seed"):
                     mine = mine and not before
                 elif name in ("sketch", "added"):
-                    size, first = table.sketch_place(name)
+                    assert table.sketch is not None
+                    size, first = table.sketch.place(name)
                 elif name.startswith("rows."):  # all memory of a table on disk
                     partitions, (whole, _) = table.index.num_sets.numel(), table.index.whole.tolist()
                     size[0], first = size[0] // partitions * whole, (table.row_config.row_origin, 0)
@@ -449,11 +451,6 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
 
     def extra_repr(self) -> str:
         return ", ".join(f"{config.name}: {self.plan.tables[config.name]}" for config in self.configs)
-
-
-def _counted(received: Received) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """Ids, and their occurrences."""
-    return received[0], None if received[2] is None else received[2].occurrences
 
 
 def _own_part(given: Tensor) -> Tensor:

@@ -120,8 +120,7 @@ class HybridParallel(ParallelModel):
                 f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "
                 f"{size}, {node} a node"
             )
-        away = [t.name for t in tables if self.plan.apply(t).placement == "server"]
-        if away:
+        if away := [t.name for t in tables if self.plan.apply(t).placement == "server"]:
             raise ValueError(
                 f"the plan has the table {away[0]!r} on embedding servers; make the model with plan.apply(table)"
             )

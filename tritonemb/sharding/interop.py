@@ -50,8 +50,7 @@ def load_tables(
         ValueError, TypeError: tables without a key or with several, entries of TorchRec's without a table, shapes or
             dtypes that differ; all are listed, and nothing has been copied then.
     """
-    tables = _tables(model)
-    if not tables:
+    if not (tables := _tables(model)):
         raise ValueError(f"{type(model).__name__} has no tables: no collection of tritonemb.nn, sharded or not")
     found, problems = _match(tables, state_dict, dict(keys or {}), strict)
     chosen = [(table, found[table.path]) for table in tables if table.path in found]

@@ -79,10 +79,8 @@ class Placement:
 
     def on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
         """The shards of a rank with this scheme, in the order of its columns: those that are `cut` come last."""
-        return sorted(
-            (each for each in self.shards if each.shard.rank == rank and each.scheme == scheme),
-            key=lambda each: each.cut,
-        )
+        shards = [each for each in self.shards if each.shard.rank == rank and each.scheme == scheme]
+        return sorted(shards, key=lambda each: each.cut)
 
     def tables_of(self, scheme: Scheme) -> list[int]:
         """The tables with this scheme."""

@@ -113,8 +113,7 @@ class TableShards(Tensor):
 
         ValueError for another shape or dtype, or shards of another plan.
         """
-        problem = self.why_not_loadable(given)
-        if problem is not None:
+        if (problem := self.why_not_loadable(given)) is not None:
             raise ValueError(problem)
         parts = {s.rectangle: s.tensor for s in given.shards} if isinstance(given, TableShards) else {}
         for shard in self.shards:

@@ -40,6 +40,7 @@ class Sketch:
         return {"sketch": cells, "added": torch.empty(self._whole, dtype=torch.int64)}
 
     def place(self, name: str) -> tuple[list[int], tuple[int, int]]:
+        """The shape of the whole table's `sketch` or `added`, and where this part's begins."""
         whole, first = self._whole, self._first
         if name == "added":
             return [whole], (first, 0)

@@ -7,16 +7,15 @@ of the index of dynamic tables. So prefetching hides the network, and bits are t
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
-from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage import Counts
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedRowsOfIds, DynamicStatistics
+from tritonemb.tables.lookup import Tables
 from tritonemb.tables.optimizer import OptimizedTables
-from tritonemb.tables.server_table import ServerTable, Tables, TableService
+from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.types import Device, TableConfig
 
 MOST_ROWS = 1 << 18  # that are cached of a table where its `CacheConfig` has no `rows`
@@ -138,9 +137,6 @@ class CachedServerTable(ServerTable, CachedTable):
         rows = CachedTable._rows_to_cache(self)
         return rows if self.config.cache.rows is not None else min(rows, MOST_ROWS)
 
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
-        CachedTable._allocate(self, num_rows, states, device)
-
     def reset_parameters(self, seed: int | None = None) -> None:
         """RuntimeError once there are rows, which servers have."""
         if self.has_store:
@@ -150,7 +146,7 @@ class CachedServerTable(ServerTable, CachedTable):
         name = self.config.name
         self.service.load(name, {**self.service.tensors(name), **tensors})
 
-    _apply = CachedTable._apply
+    _allocate, _apply = CachedTable._allocate, CachedTable._apply
 
 
 class CachedServerTableOfIds(CachedServerTable, CachedRowsOfIds):
@@ -161,20 +157,12 @@ class CachedServerTableOfIds(CachedServerTable, CachedRowsOfIds):
     """
 
     clock = 0
+    _allocate = CachedRowsOfIds._allocate
 
     @property
     def row_config(self) -> TableConfig:
         return self.config.memory(self.service.num_rows(self.config.name))
 
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
-        CachedRowsOfIds._allocate(self, num_rows, states, device)
-
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far; servers are asked."""
         return DynamicStatistics(**self.service.statistics(self.config.name))
-
-    def initial_values(self, ids: Tensor) -> Tensor:
-        """`[N, embedding_dim]`, of ids that have no row."""
-        values = torch.empty(ids.numel(), self.config.embedding_dim, dtype=self.config.dtype, device=ids.device)
-        fill_initial_(values, self.seed, self.config.bound, rows=ids)
-        return values

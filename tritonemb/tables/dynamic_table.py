@@ -109,8 +109,7 @@ def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Te
     """`DynamicTable.find` of each table."""
     if not tables:
         return []
-    found: list[Tensor] = kernel("dynamic_find_all", ids[0].device)([table.index for table in tables], ids)
-    return found
+    return kernel("dynamic_find_all", ids[0].device)([table.index for table in tables], ids)
 
 
 def begin_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[NewIds]:
@@ -290,8 +289,7 @@ class DynamicTable(Table):
         done = self._call("dynamic_insert_", ids, occurrences, step, self._last(step), half_life)
         self._count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
         self._note_removed(done.evicted_ids)
-        rows: Tensor = done.rows
-        return rows
+        return done.rows
 
     def _initialize(self, rows: Tensor, ids: Tensor) -> None:
         """Give rows of new ids their first values, before a lookup reads them."""
@@ -469,11 +467,6 @@ class DynamicTable(Table):
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
         return self.read_rows(rows)
 
-    def sketch_place(self, name: str) -> tuple[list[int], tuple[int, int]]:
-        """The shape of the whole table's `sketch` or `added`, and where this part's begins."""
-        assert self.sketch is not None
-        return self.sketch.place(name)
-
     def templates(self, num_rows: int) -> dict[str, Tensor]:
         """Room for what `state_dict` has, of so many rows."""
         of_rows = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self._state_names)}}
@@ -608,9 +601,13 @@ class CachedRowsOfIds(CachedTable):
 
     _new: tuple[Tensor, Tensor] | None = None  # rows and their new ids, of a batch that is not pinned yet
 
+    seed: int
+
     def initial_values(self, ids: Tensor) -> Tensor:
         """`[N, embedding_dim]`, of ids that have no row."""
-        raise NotImplementedError
+        values = torch.empty(ids.numel(), self.config.embedding_dim, dtype=self.config.dtype, device=ids.device)
+        fill_initial_(values, self.seed, self.config.bound, rows=ids)
+        return values
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         CachedTable._allocate(self, num_rows, states, device)
@@ -641,11 +638,7 @@ class CachedRowsOfIds(CachedTable):
 class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
     """A dynamic table in host memory or on disk, of whose rows a cache on the device has some."""
 
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
-        CachedRowsOfIds._allocate(self, num_rows, states, device)
-
-    def row_ids(self) -> Tensor | None:
-        return CachedRowsOfIds.row_ids(self)
+    _allocate, row_ids = CachedRowsOfIds._allocate, CachedRowsOfIds.row_ids
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""

@@ -486,7 +486,7 @@ def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     if sample_weights is not None and sample_weights.requires_grad:
         raise ValueError(_no_weight_gradient(tables))
     if torch.compiler.is_compiling():  # no op of a graph reads other rows than it trains
-        known_alone: Tensor = tables.look_up_rows(batch.features, batch.groups, check_bounds=False)
+        known_alone = tables.look_up_rows(batch.features, batch.groups, check_bounds=False)
         return read() + (known_alone - known_alone.detach())
     tables.update.check(tables)
     if tables.accumulator.is_open:
@@ -494,8 +494,7 @@ def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     own = tables.layout(keys, rows.device)
     groups = ops.row_groups(rows, offsets, own) if batch.groups is None else batch.groups
     lookup = Lookup(rows, offsets, sample_weights, groups, own)
-    trained: Tensor = tables.look_up_trained(lookup, read)
-    return trained
+    return tables.look_up_trained(lookup, read)
 
 
 def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
@@ -504,18 +503,15 @@ def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: boo
 
 def _no_gradient(tables: Tables) -> str:
     config = _first_cached(tables)
+    what = "dynamic" if config.is_dynamic else f"placed on {config.placement!r}"
     return (
-        f"table {config.name!r} is {_why_special(config)}, where only a fused optimizer can train it; give "
+        f"table {config.name!r} is {what}, where only a fused optimizer can train it; give "
         "its collection one, or freeze it with requires_grad_(False)"
     )
 
 
 def _first_cached(tables: Tables) -> TableConfig:
     return next(config for config in tables.configs if config.is_dynamic or config.placement != "device")
-
-
-def _why_special(config: TableConfig) -> str:
-    return "dynamic" if config.is_dynamic else f"placed on {config.placement!r}"
 
 
 def check_gradients(tables: Tables, lookup: Lookup) -> None:

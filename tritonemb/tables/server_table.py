@@ -21,11 +21,9 @@ from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.cached_table import is_metadata_only
-from tritonemb.tables.lookup import Lookup, check_gradients, one_key_a_lookup, positions_of, row_sums, uses
+from tritonemb.tables.lookup import Lookup, Tables, check_gradients, one_key_a_lookup, positions_of, row_sums, uses
 from tritonemb.tables.table import Table, draw_seed, load_all
 from tritonemb.types import Device, TableConfig
-
-Tables = Any  # a `TableSet`, whose module imports this one
 
 
 class Pull(Protocol):

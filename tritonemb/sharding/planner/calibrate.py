@@ -200,11 +200,8 @@ def _tables(device: torch.device, dim: int) -> Sequence[Operation]:
     def update(size: int) -> tuple[Any, ...]:
         lookup, count, _ = look_up(size)
         found, rows = lookup(), int(lookup.args[1].num_groups)
-        return (
-            partial(found.backward, torch.ones_like(found)),
-            count,
-            count * dim * 4 + rows * 2 * (dim * 4 + STATE_BYTES),
-        )
+        moved = count * dim * 4 + rows * 2 * (dim * 4 + STATE_BYTES)
+        return partial(found.backward, torch.ones_like(found)), count, moved
 
     return look_up, update, group
 

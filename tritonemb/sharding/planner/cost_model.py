@@ -140,9 +140,8 @@ class CostModel:
         self.dynamic = np.array([table.is_dynamic for table in tables], dtype=bool)
         self.unpooled = np.array([table.pooling == "none" for table in tables], dtype=bool)
         self.features = np.array([len(table.feature_names) for table in tables], dtype=np.float64)
-        self.ids = self.batch_size * np.array(
-            [self.stats[name].pooling_factor for name in names]
-        )  # of a rank's samples
+        pooling_factors = np.array([self.stats[name].pooling_factor for name in names])
+        self.ids = self.batch_size * pooling_factors  # of a rank's samples
         self.sizes = self.rows * self.record_bytes(np.arange(len(tables)), self.dims)  # bytes of tables with states
         # Distinct ids of a rank's, of a copy's and of the job's samples; and rows missed, by the share that is cached.
         counts, self._misses = np.zeros((3, len(tables))), np.zeros((len(tables), len(CACHED)))

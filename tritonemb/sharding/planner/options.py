@@ -390,8 +390,7 @@ _KINDS = {TableWise: ("row_wise", "column_wise"), TableRowWise: ("table_row_wise
 
 def _is_of(plan: ShardingPlan, table: TableConfig, option: Option) -> bool:
     """Whether a plan does with a table what the option says, with any shards and rows cached."""
-    sharding = plan.tables.get(table.name)
-    if sharding is None:
+    if (sharding := plan.tables.get(table.name)) is None:
         return False
     kind = type(sharding)
     kinds = _KINDS.get(kind, tuple(name for name, each in SHARDINGS.items() if each is kind))

@@ -240,8 +240,7 @@ def _stay(
         for at, option in enumerate(options[number], first):
             unit, last = problem.option_units[at : at + 2].tolist()
             most, stats = int(problem.unit_most[unit:last].sum()), model.stats[table.name]
-            shards = shards_in(previous, table, stats, option, most, model.local)
-            if shards is not None:
+            if (shards := shards_in(previous, table, stats, option, most, model.local)) is not None:
                 part = max((share for _, _, share in shards), default=1.0) if option.kind == "row_wise" else 1.0
                 rows = max(1, int(part * rows_to_shard(table)))
                 on_host = cache.host_rows_of(rows) or 0

@@ -216,8 +216,7 @@ def _multipliers(
 
 def _bound(problem: Problem) -> tuple[float, Relaxed] | None:
     """A load that no plan is below, and the relaxation for a limit that is hardly above it; None if nothing fits."""
-    found = relax(problem)
-    if found is None:
+    if (found := relax(problem)) is None:
         return None
     low, known, best = max(found.bound, 1e-12), found.known, found
 
@@ -259,8 +258,7 @@ def _whole_bound(problem: Problem, low: float, best: Relaxed) -> tuple[float, Re
 
 def solve(problem: Problem) -> Solution | None:
     """Options and shards of all tables; None if the budgets cannot be kept even by parts of tables."""
-    found = _bound(problem)
-    if found is None:
+    if (found := _bound(problem)) is None:
         return None
     bound, relaxed = found
     starts = problem.table_options[:-1]
@@ -287,10 +285,8 @@ def solve(problem: Problem) -> Solution | None:
         search.run(search.to_own(first.to_problem(placed)), goal)
     parts = np.maximum(by_option(problem, relaxed.shards), 1).astype(np.int64)
     (violation, load), placed = search.best, search.to_problem(search.best_placed)
-    load *= bound
-    return Solution(
-        placed, violation, load, min(bound, load), greedy, relaxed.cost, parts
-    )  # where nothing costs anything the load is 0
+    load *= bound  # 0 where nothing costs anything
+    return Solution(placed, violation, load, min(bound, load), greedy, relaxed.cost, parts)
 
 
 def stay(problem: Problem, fresh: Solution, before: Placed, load: float) -> Solution:
@@ -405,9 +401,8 @@ class Search:
         p, weights = self.problem, np.append(1.0, self._dearer * self._prices)
         width = np.where(p.unit_node, p.local, 1)
         on_all = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
-        self._per_shard = (
-            (p.fixed * on_all) @ weights[:4] + p.unit_common * p.ranks + 2 * p.mutual * self._shards * width
-        )
+        mutual = 2 * p.mutual * self._shards * width
+        self._per_shard = (p.fixed * on_all) @ weights[:4] + p.unit_common * p.ranks + mutual
         base = totals(p, np.zeros(len(width))) @ weights
         table, least = tables_of(p), base + by_option(p, self._per_shard * self._shards)
         cheapest = np.minimum.reduceat(least, p.table_options[:-1])[table]
