@@ -173,8 +173,7 @@ def attach(
     is_current = isinstance(staleness, int) and staleness == 0  # rows have all updates: trainers hold what they use
     if group.size > 1 and isinstance(model, ParallelModel) and is_current:
         model.shard_server_tables()
-    found = collections_on_servers(model)
-    if not found:
+    if not (found := collections_on_servers(model)):
         raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
     for name, tables in found.items():
         if exchange != EXACT and (isinstance(tables, ShardedServerTables) or (is_current and group.size == 1)):
@@ -252,9 +251,8 @@ def _spec(
     if -1 in seeds:  # made on the meta device
         seeds = [(config.seed ^ torch.initial_seed()) & (2**63 - 1) for config in tables.configs]
     seeds = group.all_gather_object(seeds)[0] if group.size > 1 else seeds
-    specs = tuple(
-        TableSpec.of(config, seed, tables.optimizer) for config, seed in zip(tables.configs, seeds, strict=True)
-    )
+    pairs = zip(tables.configs, seeds, strict=True)
+    specs = tuple(TableSpec.of(config, seed, tables.optimizer) for config, seed in pairs)
     owners = tuple(owners_of(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
     described = describe_optimizer(tables.optimizer)
     how |= {"rows_in": EXACT.forward, "gradients_in": EXACT.backward}

@@ -95,8 +95,7 @@ class Connection(Closing):
 
     def statistics(self) -> Values:
         """What the server counts; waits while it is busy, or is started again. ConnectionError if it is gone."""
-        found: Values = self._persist("stats")["stats"]
-        return found
+        return self._persist("stats")["stats"]
 
     def register(self, collection: str, rank: int) -> None:
         """Become the trainer of that rank, as soon as none is heard of; ConnectionRefusedError if there is another."""
@@ -176,8 +175,7 @@ class Connection(Closing):
             if "ask" in values:
                 found = self._questions.get(values["ask"])
             else:
-                found = self._unanswered.pop(values["number"], None)
-                if found is not None:
+                if (found := self._unanswered.pop(values["number"], None)) is not None:
                     self._bytes += _size(self._kept[values["number"]])
                 self._forget(values.get("saved", 0))
         if found is None or found.done():
@@ -403,8 +401,7 @@ class CollectionClient(WholeTables, RowService):
         return [(table, asked[table][routes[table][server]][part]) for table, part in parts if part.numel()]
 
     def _route(self, table: int, ids: Tensor) -> list[Any]:
-        owners = self._owners[table]
-        if owners is None:
+        if (owners := self._owners[table]) is None:
             return [slice(None)]
         partitions = partitions_of(ids, self.spec.tables[table].num_partitions)
         server = torch.searchsorted(owners, partitions, right=True) - 1
@@ -534,8 +531,7 @@ class PulledRows(Pull):
 
 def wait(futures: Sequence[Future[Message]]) -> list[Message]:
     """All results; raises the first failure, when all have ended."""
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
+    if errors := [error for future in futures if (error := future.exception()) is not None]:
         raise errors[0]
     return [future.result() for future in futures]
 

@@ -7,7 +7,7 @@ each server, and one more before it where ids of dynamic tables get rows.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -32,7 +32,7 @@ class HeldRows(CollectionClient, RowStore):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._holder: weakref.ref[TableSet] | None = None
+        self._holder: Callable[[], TableSet | None] = lambda: None
         self._to_send: list[Transfer] = []
         self._sending = threading.RLock()
         self._refusal: Exception | None = None
@@ -164,17 +164,14 @@ class HeldRows(CollectionClient, RowStore):
         slices = [slice(begin, end) for begin, end in pairwise(bounds)]
         return [(rows[mine] - first, mine) for mine, first in zip(slices, self._first_rows[table], strict=False)]
 
-    def _held_by(self) -> TableSet | None:
-        return None if self._holder is None else self._holder()
-
     def _write_back(self) -> None:
-        if (holder := self._held_by()) is not None:
+        if (holder := self._holder()) is not None:
             holder.write_back()
             self.send_rows()
 
     def flush(self) -> None:
         self._write_back()
-        values, holder = Values(steps=self.steps), self._held_by()
+        values, holder = Values(steps=self.steps), self._holder()
         if holder is not None:
             step, self._told = int(holder.counters["step"]), False
             self._batch = self._pushed = step * self.spec.batches
@@ -190,7 +187,7 @@ class HeldRows(CollectionClient, RowStore):
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         """While servers get other rows."""
-        holder = self._held_by()
+        holder = self._holder()
         with nullcontext() if holder is None else holder.replacing_rows():
             yield
             self._facts, self._refusal, self._told = self._ask_facts(), None, False
@@ -202,7 +199,7 @@ class HeldRows(CollectionClient, RowStore):
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
         with self._replacing():
             super().restore(chains, steps)
-        if (holder := self._held_by()) is not None:
+        if (holder := self._holder()) is not None:
             holder.counters["step"].fill_(self.updates)
 
     def tensors(self, table: str) -> dict[str, Tensor]:

@@ -274,10 +274,9 @@ class EmbeddingServer(Closing):
             with (folder / clients).open("wb") as file:
                 for name, client in self._clients.items():
                     write_record(file, ({"client": name, "expected": client.expected}, []))
-                    for number, (values, tensors) in client.answers.items():
-                        write_record(file, ({"client": name, "answered": number, "values": values}, tensors))
-                    for number, (values, tensors) in client.undone.items():
-                        write_record(file, ({"client": name, "undone": number, "values": values}, tensors))
+                    for kind, messages in (("answered", client.answers), ("undone", client.undone)):
+                        for number, (values, tensors) in messages.items():
+                            write_record(file, ({"client": name, kind: number, "values": values}, tensors))
             sync(folder / clients)
             for name, served in self.collections.items():
                 rows = f"{name}-{version}.rows"

@@ -111,8 +111,7 @@ class RayDriver(Closing):
         assert stdout is not None
         with suppress(BrokenPipeError):
             print(json.dumps(wanted), file=stdin, flush=True)
-        line = stdout.readline()
-        if not line:
+        if not (line := stdout.readline()):
             raise OSError("Ray's driver has ended; what it has said is above")
         found = json.loads(line)
         for each in found:

@@ -64,10 +64,9 @@ class TrainerCache:
         there, versions = places.clamp(min=0), torch.full_like(ids, NOT_CACHED)
         versions[places >= 0] = self._versions[places[places >= 0]]
         rows = self._table.weight.detach().index_select(0, there)
-        needed = (
-            torch.ones_like(ids, dtype=torch.bool) if least is None else (places < 0) | (self._steps[there] < least)
-        )
-        asked = needed.nonzero()[:, 0]
+        asked = torch.arange(ids.numel())
+        if least is not None:
+            asked = ((places < 0) | (self._steps[there] < least)).nonzero()[:, 0]
         return CachedPull(ids, rows, asked, versions[asked])
 
     @torch.no_grad()

@@ -351,10 +351,8 @@ class ServedTables:
 
     def when_trained(self, steps: int, action: Action) -> None:
         """Act when so many steps have been pulled and pushed by all trainers, and applied as far as they can be."""
-        size = self.spec.batches
-        self.when(
-            lambda: self.next_pull >= steps * size and all(map(self._pushed, range(self.next_push, steps))), action
-        )
+        pulled = steps * self.spec.batches
+        self.when(lambda: self.next_pull >= pulled and all(map(self._pushed, range(self.next_push, steps))), action)
 
     def begin_chain(self, name: str, snapshot: str) -> None:
         """Note from now on what changes after a snapshot, the last one of a chain."""
@@ -403,9 +401,7 @@ class ServedTables:
 
     def _pushed(self, step: int) -> bool:
         """Whether all pushes of a step have come."""
-        return all(
-            len(self.pushes[b].ids) == self.spec.trainers if b in self.pushes else False for b in self._batches(step)
-        )
+        return all(b in self.pushes and len(self.pushes[b].ids) == self.spec.trainers for b in self._batches(step))
 
     def _advance_push(self) -> bool:
         spec, step = self.spec, self.next_push
@@ -468,9 +464,7 @@ class ServedTables:
             for now, of_table in zip(self.versions, places, strict=True)
         ]
         parts = zip(rows, versions, known, strict=True)
-        return [torch.cat([known[0][:0], *versions]) if known else torch.empty(0, dtype=torch.int64)] + [
-            of_table[now != before] for of_table, now, before in parts
-        ]
+        return [torch.cat([NO_ROWS, *versions]), *(of_table[now != before] for of_table, now, before in parts)]
 
     def _assign(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
         if self.tables is None:
@@ -480,14 +474,15 @@ class ServedTables:
             assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
         sizes = [of_table.numel() for of_table in ids]
         rows = list(assigned.features.values().split(sizes))
-        for place, (table, of_table) in enumerate(zip(self.dynamic, rows, strict=True)):
-            self._mark(place, of_table)
-            self._forget_removed(table)
+        for place, of_table in enumerate(rows):
+            self._note_assigned(place, of_table)
             if known is not None:
                 self._renew(place, of_table[known[place] < 0])
         return rows
 
-    def _forget_removed(self, table: DynamicTable) -> None:
+    def _note_assigned(self, place: int, rows: Tensor) -> None:
+        self._mark(place, rows)
+        table = self.dynamic[place]
         if table.removed is not None and sum(each.numel() for each in table.removed) > len(table.index.ids):
             table.removed = None  # a whole snapshot is smaller
 
@@ -540,8 +535,7 @@ class ServedTables:
         given, counts = (dict(zip(places, each, strict=True)) for each in (ids, occurrences))
         rows, begun = give_rows(tables, given, counts)
         for place, of_table in rows.items():
-            self._mark(place, of_table)
-            self._forget_removed(tables[place])
+            self._note_assigned(place, of_table)
         if (pinned := self._pin([rows.get(place, NO_ROWS) for place in range(len(self.numbers))])) is not None:
             pinned.release()
         new = [torch.isin(given[place], begun[place].ids) & (rows[place] >= 0) for place in places]
@@ -638,10 +632,8 @@ class ServedTables:
             return
         order = [(batch, rank) for batch in batches for rank in sorted(batch.ids) if batch.ids[rank]]
         lr = max(batch.lr for batch in batches)
-        ids = [
-            torch.cat([table.index.ids[:0], *(batch.ids[rank][place] for batch, rank in order)])
-            for place, table in enumerate(self.dynamic)
-        ]
+        places = range(len(self.dynamic))
+        ids = [torch.cat([NO_ROWS, *(batch.ids[rank][place] for batch, rank in order)]) for place in places]
         values = find_all(self.dynamic, ids)  # -1 of ids that were refused, or evicted since, which take no gradient
         grads = list[Tensor]()
         for place, table in enumerate(self.dynamic):
@@ -654,8 +646,7 @@ class ServedTables:
                 grads[-1].mul_(1.0 / self.spec.trainers)
         if lr != self.tables.current_learning_rate and order:
             self.tables.set_learning_rate(lr)
-        lookup = self._pin(values)
-        if lookup is None:
+        if (lookup := self._pin(values)) is None:
             batch, layout = self._batch(values), self._layout()
             groups = ops.row_groups(batch.values(), batch.offsets(), layout)
             lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)

@@ -79,8 +79,7 @@ class CachedTable(Table):
         """The `RowCache` of the table's collection, None before there is one; RuntimeError if that was deleted."""
         if self._cache is None:
             return None
-        found = self._cache()
-        if found is None:
+        if (found := self._cache()) is None:
             raise RuntimeError(
                 f"the collection of table {self.config.name!r} was deleted, and with it rows that were on the device; "
                 "keep the collection as long as its tables"

@@ -47,8 +47,7 @@ class FusedGroup(OptimizedTables):
 
     def rate_on(self, device: torch.device) -> Tensor:
         """The learning rate as float32 `[]`, always the same tensor, made before a lookup is traced."""
-        found = self._rates.get(device)
-        if found is None:
+        if (found := self._rates.get(device)) is None:
             assert not torch.compiler.is_compiling(), "a traced graph would keep the learning rate of its first call"
             with torch.inference_mode(False):
                 found = torch.tensor(self.current_learning_rate, dtype=torch.float32, device=device)
@@ -73,8 +72,7 @@ class FusedGroup(OptimizedTables):
     def _of_this_pass(self) -> _PassGradients:
         task = torch._C._current_graph_task_id()
         with self._lock:
-            gradients = self._open.get(task)
-            if gradients is None:
+            if (gradients := self._open.get(task)) is None:
                 gradients = self._open[task] = _PassGradients()
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._finish, gradients))

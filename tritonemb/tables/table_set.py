@@ -209,8 +209,7 @@ class TableSet(OptimizedTables):
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """The layout of these keys over the tables; made once for each order of keys."""
         key = (tuple(keys), device)
-        found = self._layouts.get(key)
-        if found is None:
+        if (found := self._layouts.get(key)) is None:
             configs = configs_of(self.row_configs, key[0])
             if torch.compiler.is_compiling():
                 return make_layout(configs, key[0], self.pooled, device)
@@ -527,8 +526,7 @@ def kind_of(config: TableConfig) -> type[Table]:
 
 
 def _make_cache(tables: Sequence[Table]) -> RowCache | None:
-    cached = [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]
-    if not cached:
+    if not (cached := [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]):
         return None
     policies = {config.cache.policy: config.name for config in cached}
     if len(policies) > 1:
