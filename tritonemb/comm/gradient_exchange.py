@@ -54,9 +54,8 @@ class SumsExchange:
         longest = -(-longest // 8) * 8  # each rank's part begins with numbers of rows
         gathered = _all_gather_padded(self.group, parts, longest, "row gradients")
         found = [self._parse(part, *each) for part, each in zip(gathered, by_rank, strict=True)]
-        return RowSums(
-            *([torch.cat(each) for each in zip(*tables, strict=True)] for tables in zip(*found, strict=True))
-        )
+        by_table = ([torch.cat(each) for each in zip(*tables, strict=True)] for tables in zip(*found, strict=True))
+        return RowSums(*by_table)
 
     def _sizes(self, counts: Sequence[int], device: torch.device) -> list[int]:
         """Bytes of a message's rows, and of the codes of each dim."""

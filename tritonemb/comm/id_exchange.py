@@ -126,9 +126,8 @@ class IdExchange:
         row = torch.where(row < 0, self._nowhere, number - firsts[block])
         if self._dynamic:  # whose ids are too large for that: their positions are sent along
             wide, row = torch.where(dynamic[route], ids, row), torch.arange(len(ids))
-        ids, lengths, positions, weights = ops.block_bucketize(
-            owners[block] * _OWNER + row, offsets, owner_ids, group.size, weights
-        )
+        destinations = owners[block] * _OWNER + row
+        ids, lengths, positions, weights = ops.block_bucketize(destinations, offsets, owner_ids, group.size, weights)
         ids = wide[ids] if self._dynamic else ids
         tells_weights = 1 if weights is not None else 0 if ids.numel() else -1
         to_each = _Sizes(bags, 0, tells_weights, problem is not None, batch.stride())
@@ -160,18 +159,16 @@ class IdExchange:
         return features, batch_sizes, routes
 
     def _by_route(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        keys = batch.keys()
+        keys, weights = batch.keys(), batch.weights_or_none()
         order = [keys.index(route.feature) for route in self.routes]
         names = [route_key(route) for route in range(len(self.routes))]
         if order == list(range(len(keys))):
-            return KeyedJaggedTensor(names, batch.values(), batch.weights_or_none(), offsets=batch.offsets())
+            return KeyedJaggedTensor(names, batch.values(), weights, offsets=batch.offsets())
         batch_size, offsets = batch.stride(), batch.offsets()
         edges = offsets[::batch_size].tolist() if batch_size else [0] * (len(keys) + 1)
         total = sum(edges[key + 1] - edges[key] for key in order)
-        order_of = torch.tensor(order, dtype=torch.int64, device=batch.device())
-        values, ends, weights = ops.jagged_permute(
-            batch.values(), offsets, order_of, len(keys), batch.weights_or_none(), total
-        )
+        indices = torch.tensor(order, dtype=torch.int64, device=batch.device())
+        values, ends, weights = ops.jagged_permute(batch.values(), offsets, indices, len(keys), weights, total)
         return KeyedJaggedTensor(names, values, weights, offsets=ends)
 
     def _weigh_means(self, by_route: KeyedJaggedTensor) -> KeyedJaggedTensor:

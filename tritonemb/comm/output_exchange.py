@@ -106,9 +106,8 @@ class MessageCodec:
         packing, saturated = self._packings(matrix.device)
         if packing.row_bytes == 0 or matrix.shape[0] == 0:
             return matrix.new_empty(0, dtype=torch.uint8)
-        return quantize.quantize_pack(
-            matrix.contiguous(), packing, saturated, _scale_tensor(scale, matrix.device), rows
-        )
+        factor = _scale_tensor(scale, matrix.device)
+        return quantize.quantize_pack(matrix.contiguous(), packing, saturated, factor, rows)
 
     def unpack(
         self, message: Tensor, num_rows: int, dtype: torch.dtype, scale: float = 1.0, rows: Tensor | None = None

@@ -32,7 +32,7 @@ class HeldRows(CollectionClient, RowStore):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._holder: Callable[[], TableSet | None] = lambda: None
+        self._holder: Callable[[], TableSet | None] = lambda: None  # a weak reference, once there is one
         self._to_send: list[Transfer] = []
         self._sending = threading.RLock()
         self._refusal: Exception | None = None

@@ -151,8 +151,7 @@ class HybridParallel(ParallelModel):
         """
         if self.groups.replicas.size > 1:
             raise ValueError("tables on embedding servers have no replicas; give a mesh of one dimension")
-        before, self._on_servers = self._on_servers, []
-        sharded = self._sharded(before)
+        sharded, self._on_servers = self._sharded(self._on_servers), []
         self.collections += tuple(sharded.values())
         self.module = _replace(self.module, sharded)
         called: Any = self._called[0]

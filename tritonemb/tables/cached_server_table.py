@@ -146,7 +146,8 @@ class CachedServerTable(ServerTable, CachedTable):
         name = self.config.name
         self.service.load(name, {**self.service.tensors(name), **tensors})
 
-    _allocate, _apply = CachedTable._allocate, CachedTable._apply
+    _allocate = CachedTable._allocate
+    _apply = CachedTable._apply
 
 
 class CachedServerTableOfIds(CachedServerTable, CachedRowsOfIds):

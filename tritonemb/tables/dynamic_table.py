@@ -638,7 +638,8 @@ class CachedRowsOfIds(CachedTable):
 class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
     """A dynamic table in host memory or on disk, of whose rows a cache on the device has some."""
 
-    _allocate, row_ids = CachedRowsOfIds._allocate, CachedRowsOfIds.row_ids
+    _allocate = CachedRowsOfIds._allocate
+    row_ids = CachedRowsOfIds.row_ids
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""

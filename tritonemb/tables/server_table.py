@@ -266,9 +266,8 @@ def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | Non
 def _read(tables: Tables, lookup: PulledBatch) -> Tensor:
     device = lookup.values.device
     weights = [rows.to(device, non_blocking=True) for rows in lookup.pull.rows()]
-    return ops.embedding_bag(
-        weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, False, tables.dtype_of(weights)
-    )
+    batch = lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout
+    return ops.embedding_bag(weights, *batch, False, tables.dtype_of(weights))
 
 
 @torch.no_grad()

@@ -426,10 +426,8 @@ class TableSet(OptimizedTables):
         weights: list[Tensor] = [table.weight for table in self.tables]
         check_bounds = self.bounds_check == "raise" and self.cache is None  # a prefetch has checked them
         with self.memory():
-            return ops.embedding_bag(
-                weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, check_bounds,
-                self.dtype_of(weights),
-            )  # fmt: skip
+            batch = lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout
+            return ops.embedding_bag(weights, *batch, check_bounds, self.dtype_of(weights))
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move or cast all tensors, as `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.

@@ -548,10 +548,8 @@ class Search:
             more = extra = np.arange(sums)
             weights = [np.ones(p.ranks), np.full(p.ranks, WEIGHT), np.full(2 * nodes, WEIGHT * p.local)]
             cost = np.concatenate([np.zeros(number), *weights])
-        above = coo_array(
-            (np.append(value, -np.ones(len(more))), (np.append(row, more), np.append(column, number + extra))),
-            (sums, len(cost)),
-        )
+        at = np.append(row, more), np.append(column, number + extra)
+        above = coo_array((np.append(value, -np.ones(len(more))), at), (sums, len(cost)))
         whole, of = np.unique(units[free], return_inverse=True)
         one = coo_array((np.ones(len(of)), (of, np.flatnonzero(free))), (len(whole), len(cost)))
         result = linprog(
