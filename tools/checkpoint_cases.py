@@ -340,7 +340,10 @@ def logged(folder: Path, steps: int, kind: str, rows: int, *options: str) -> Dig
     path = folder / ("log.parquet" if kind == "parquet" else "log.txt")
     (write_parquet if kind == "parquet" else write_tsv)(path, rows)
     if kind == "parquet":
-        options = (*options, *"--label clicked --dense price --log-transform true --sparse user item tags".split())
+        options = (
+            *options,
+            *["--label", "clicked", "--dense", "price", "--log-transform", "true", "--sparse", "user", "item", "tags"],
+        )
     command = [sys.executable, "-m", "tritonemb", "train", "--data", path, "--max-steps", steps, "--epochs", 2]
     command += ["--batch-size", 32, "--num-embeddings", 400, "--embedding-dim", 8, "--bottom-mlp", 16]
     command += ["--top-mlp", 16, "--threads", torch.get_num_threads(), "--out", folder / "run", *options]
