@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.offloading.tiers import Span, Tier, aligned, pages
+from tritonemb.offloading.tiers import Span, Tier, empty_on, pages
 from tritonemb.storage.store import IoFuture
 
 LEAST_BYTES = 16 << 10  # smaller tensors stay
@@ -23,17 +23,12 @@ class SavedStorage:
         self.num_bytes, self._device = storage.nbytes(), store.device
         self.span = store.take(self.num_bytes)
         self.before = None if before is None else weakref.ref(before)
-        self._block: Tensor | None = self._empty()
+        self._block: Tensor | None = empty_on(self._device, self.num_bytes)
         self._block[: self.num_bytes].copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
         self.writing: IoFuture | None = self.span.write(self._block)
         self._reading: IoFuture | None = None
         # Not a method: that would keep the store, and it this, alive for ever.
         weakref.finalize(self, store.free[pages(self.num_bytes)].append, self.span).atexit = False
-
-    def _empty(self) -> Tensor:
-        if self._device.type == "cpu":
-            return aligned(self.num_bytes, self._device)
-        return torch.empty(pages(self.num_bytes), dtype=torch.uint8, device=self._device)
 
     def written(self, wait: bool = False) -> bool:
         """Whether it is written, and its memory dropped."""
@@ -45,7 +40,7 @@ class SavedStorage:
     def start(self) -> None:
         """Read it, unless it is in memory."""
         if self._block is None:
-            self._block = self._empty()
+            self._block = empty_on(self._device, self.num_bytes)
             self._reading = self.span.read(self._block)
 
     def block(self) -> Tensor:

@@ -10,7 +10,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +23,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import is_offloaded, local, source_of
+from tritonemb.offloading.parameters import is_offloaded, local, local_part, rectangle, replaced, source_of
 from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.storage.checkpoint import (
     FORMAT,
@@ -49,12 +47,14 @@ WRITING, CHECKSUMS = ".writing-", "checksums.json"
 
 
 class Block(NamedTuple):
-    """A rectangle of a tensor on this rank: its place in the whole, and how its values are read and written."""
+    """Whole rows of a part of a tensor on this rank: their place in the whole, and in the part, whose elements
+    `read(begin, end)` and `write(begin, values)` read and write."""
 
     offset: tuple[int, ...]
-    size: tuple[int, ...]
-    read: Callable[[], Tensor]
-    write: Callable[[Tensor], None]
+    size: torch.Size
+    begin: int
+    read: Callable[[int, int], Tensor]
+    write: Callable[[int, Tensor], None]
 
 
 class StoredTensor(Tensor):
@@ -88,15 +88,17 @@ class StoredTensor(Tensor):
         ]  # fmt: skip
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.size)) for b in self.blocks.values()]
+        return [ChunkStorageMetadata(torch.Size(b.offset), b.size) for b in self.blocks.values()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        self._current = self._block(index).read()
+        block = self._block(index)
+        self._current = block.read(block.begin, block.begin + block.size.numel()).view(block.size)
         return self._current
 
     def commit(self, index: MetadataIndex) -> None:
         """Write the block that `__get_tensor_shard__` has returned last."""
-        self._block(index).write(self._current)
+        block = self._block(index)
+        block.write(block.begin, self._current.reshape(-1))
 
     def _block(self, index: MetadataIndex) -> Block:
         assert index.offset is not None
@@ -129,35 +131,21 @@ class StoredPlace(NamedTuple):
     @property
     def slices(self) -> tuple[slice, ...]:
         """Of the part in the whole."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.size, strict=True))
+        return rectangle(self.offset, self.size)
 
     def stored(self, dtype: torch.dtype, read: Any, write: Any) -> list[Block]:
         """Blocks of rows; `read(begin, end)` and `write(begin, values)` are of elements of this rank's part."""
         if 0 in self.size:
             return []
-        rows, width = (self.size[0], torch.Size(self.size[1:]).numel()) if self.size else (1, 1)
+        if not self.size:
+            return [Block((), torch.Size(), 0, read, write)]
+        width = torch.Size(self.size[1:]).numel()
         step = max(1, BLOCK_BYTES // (width * dtype.itemsize))
         blocks = []
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            size = (count, *self.size[1:]) if self.size else ()
-            offset = (self.offset[0] + first, *self.offset[1:]) if self.size else ()
-            begin, end = first * width, (first + count) * width
-            blocks.append(
-                Block(
-                    offset, size,
-                    partial(_read, read, begin, end, size), partial(_write, write, begin),
-                )
-            )  # fmt: skip
+        for first in range(0, self.size[0], step):
+            size = torch.Size((min(step, self.size[0] - first), *self.size[1:]))
+            blocks.append(Block((self.offset[0] + first, *self.offset[1:]), size, first * width, read, write))
         return blocks
-
-
-def _read(read: Callable[[int, int], Tensor], begin: int, end: int, size: tuple[int, ...]) -> Tensor:
-    return read(begin, end).view(size)
-
-
-def _write(write: Callable[[int, Tensor], None], begin: int, values: Tensor) -> None:
-    write(begin, values.reshape(-1))
 
 
 def places(model: nn.Module) -> Iterator[tuple[Any, StoredPlace]]:
@@ -173,13 +161,10 @@ def places(model: nn.Module) -> Iterator[tuple[Any, StoredPlace]]:
         names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
         others += [(f"{prefix}.{name}", module._buffers[name]) for name in names if module._buffers[name] is not None]
     for name, p in others:
-        size, at = torch.Size(p.shape), (0,) * p.dim()
-        if isinstance(p, DTensor):
-            shape, at = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-            size = torch.Size(shape)
+        size, at = local_part(p)
         key, whole, origin = tiles.get(p, (name, torch.Size(p.shape), (0,) * p.dim()))
         at = tuple(a + b for a, b in zip(origin, at, strict=True))
-        yield p, StoredPlace(key.removeprefix("."), whole, at, tuple(size), p in tiles)
+        yield p, StoredPlace(key.removeprefix("."), whole, at, size, p in tiles)
 
 
 def _is_mine(p: Any) -> bool:
@@ -214,10 +199,7 @@ def _model_and_states(model: nn.Module, optimizer: OffloadedOptimizer, for_savin
                 return values.reshape(-1)[begin:end].cpu()
 
             def write(begin: int, new: Tensor, values: Tensor = values) -> None:
-                flat = values.reshape(-1)
-                flat[begin : begin + new.numel()] = new.to(flat.device)
-                if flat.data_ptr() != values.data_ptr():
-                    values.copy_(flat.view(values.shape))
+                replaced(values, begin, new.to(values.device))
 
             add(f"model.{place.fqn}", place, p.dtype, read, write, mine)
         if p in unseen and (optimizer.is_ready(p) or not for_saving):
@@ -226,9 +208,8 @@ def _model_and_states(model: nn.Module, optimizer: OffloadedOptimizer, for_savin
             prefix = f"optim.state.{place.fqn}."
             found |= {prefix + name: value for name, value in small.items()}
             for name, dtype in arrays.items():
-                read_state, write_state = (
-                    partial(way, p, name) for way in (optimizer.read_state, optimizer.write_state)
-                )
+                read_state = partial(optimizer.read_state, p, name)
+                write_state = partial(optimizer.write_state, p, name)
                 add(prefix + name, place, dtype, read_state, write_state, mine)
     stored = {key: StoredTensor(shape, dtype, blocks) for key, (shape, dtype, blocks) in parts.items()}
     return {**found, **stored}
@@ -291,12 +272,14 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} exists and is not empty; save to another folder")
     aside = path.absolute().with_name(f"{WRITING}{path.name}")
-    remove = partial(shutil.rmtree, aside, ignore_errors=True)
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if is_first:
-        remove()  # what a process that was killed has left
+
+    def remove() -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    remove()  # what a process that was killed has left
     state = _nested(_model_and_states(model, optimizer, True), _groups(model, optimizer))
-    with on_error(remove) if is_first else nullcontext(), checkpoint_errors(f"{path} cannot be saved"):
+    with on_error(remove), checkpoint_errors(f"{path} cannot be saved"):
         save(state, storage_writer=OffloadWriter(aside), no_dist=not dist.is_initialized())
 
 

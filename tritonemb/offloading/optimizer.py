@@ -32,7 +32,7 @@ from tritonemb.offloading.parameters import (
     replaced,
 )
 from tritonemb.offloading.sub_groups import ALIGNMENT, MASTER, Buffers, StatePart, SubGroup
-from tritonemb.offloading.tiers import CPU, Tier, aligned, pages
+from tritonemb.offloading.tiers import Tier, empty_on, pages
 
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # they are called once a step
 
@@ -466,9 +466,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Memory for the gradients of a sub-group in another dtype, or from another device."""
         if self._scratch is None:
             most = max(sum(part.numel * 8 + ALIGNMENT for part in group.parts) for group in self.groups)
-            self._scratch = (
-                aligned(most, CPU) if device.type == "cpu" else torch.empty(most, dtype=torch.uint8, device=device)
-            )
+            self._scratch = empty_on(device, most)
         return self._scratch
 
     @torch.no_grad()

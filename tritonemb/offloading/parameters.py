@@ -57,35 +57,33 @@ _MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
 
 def local(tensor: Any) -> Tensor:
     """This rank's shard of a DTensor; a tensor itself."""
-    found: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return found
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def like(shard: Tensor, other: Any) -> Tensor:
     """This rank's shard as a DTensor like another, if that is one."""
     if not isinstance(other, DTensor):
         return shard
-    mesh, placements = other.device_mesh, other.placements
-    found: Tensor = DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=other.shape, stride=other.stride()
-    )
-    return found
+    form: Any = {"shape": other.shape, "stride": other.stride()}
+    return DTensor.from_local(shard, other.device_mesh, other.placements, run_check=False, **form)
 
 
-def own_part(whole: Tensor, other: Any) -> Tensor:
-    """This rank's shard of a whole tensor, as of another."""
-    if not isinstance(other, DTensor):
-        return whole
-    shape, offset = compute_local_shape_and_global_offset(other.shape, other.device_mesh, other.placements)
-    return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
+def local_part(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape of this rank's shard of a DTensor, and where it begins in the whole; a tensor is all of itself."""
+    if not isinstance(tensor, DTensor):
+        return torch.Size(tensor.shape), (0,) * tensor.dim()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return torch.Size(shape), offset
 
 
 def local_shape(tensor: Any) -> torch.Size:
     """Of this rank's shard of a DTensor; a tensor's own."""
-    if not isinstance(tensor, DTensor):
-        return torch.Size(tensor.shape)
-    shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return torch.Size(shape)
+    return local_part(tensor)[0]
+
+
+def rectangle(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index of a part of a tensor."""
+    return tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
 
 
 def padded_shape(tensor: Any) -> torch.Size:
@@ -122,10 +120,10 @@ def flat_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def replaced(whole: Tensor, begin: int, values: Tensor) -> Tensor:
-    """A tensor that is not contiguous with other elements from `begin` on, which count row by row."""
+    """A tensor, whose elements from `begin` on, which count row by row, become these values."""
     rows = whole.reshape(-1)
     rows[begin : begin + values.numel()] = values
-    return whole.copy_(rows.view(whole.shape))
+    return whole if rows.data_ptr() == whole.data_ptr() else whole.copy_(rows.view(whole.shape))
 
 
 def after_gradients(parameter: Any, hook: Callable[[Any], None]) -> None:
@@ -148,11 +146,11 @@ def after_gradients(parameter: Any, hook: Callable[[Any], None]) -> None:
 class OffloadedTensor(torch.Tensor):
     """A tensor whose values are elsewhere: `source` has its name, and reads and writes them."""
 
-    source: Any
+    source: "Slot"
     __slots__ = ("source",)
 
     @staticmethod
-    def __new__(cls, source: Any, device: torch.device | str = "cpu") -> "OffloadedTensor":
+    def __new__(cls, source: "Slot", device: torch.device | str = "cpu") -> "OffloadedTensor":
         make: Any = torch.Tensor._make_wrapper_subclass
         found: OffloadedTensor = make(cls, source.shape, source.stride, dtype=source.dtype, device=device)
         found.source = source
@@ -175,10 +173,9 @@ class OffloadedTensor(torch.Tensor):
         out: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """FSDP2's extension: the whole parameter from what was gathered."""
-        size, stride = metadata
-        return (
-            None if out is not None else (torch.as_strided(all_gather_outputs[0], size, stride, 0), all_gather_outputs)
-        )
+        if out is not None:
+            return None
+        return torch.as_strided(all_gather_outputs[0], *metadata, 0), all_gather_outputs
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
@@ -205,8 +202,11 @@ class OffloadedTensor(torch.Tensor):
             raise args[0].source.refused(name)
         used: list[OffloadedTensor] = []
         tree_map_only(OffloadedTensor, used.append, (args, kwargs))
-        with used[0].source.in_use([each.source for each in used], name):
-            args, kwargs = tree_map_only(OffloadedTensor, lambda each: each.source.value(), (args, kwargs))
+        slots = [each.source for each in used]
+        if not slots[0].engine.computing or slots[0].sharded:
+            raise slots[0].refused(name)
+        with slots[0].engine.in_use(slots):
+            args, kwargs = tree_map_only(OffloadedTensor, lambda each: each.source.leaf, (args, kwargs))
             return func(*args, **kwargs)
 
     @classmethod
@@ -223,8 +223,8 @@ def is_offloaded(parameter: Any) -> bool:
 
 def source_of(parameter: Any) -> "Slot":
     """Where an offloaded parameter's values are."""
-    found: Any = local(parameter)
-    return found.source
+    shard: Any = local(parameter)
+    return shard.source
 
 
 @dataclass(eq=False)
@@ -276,6 +276,12 @@ class Slot:
         if not self.sharded:
             self.parameter = nn.Parameter(OffloadedTensor(self), requires_grad=parameter.requires_grad)
 
+    def hide_shard(self) -> None:
+        """Let FSDP2 ask for the shard where it would read its memory."""
+        shard = self.parameter._local_tensor
+        shard.untyped_storage().resize_(0)
+        self.parameter._local_tensor = OffloadedTensor(self, shard.device)
+
     def refused(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"parameter {self.name!r} is offloaded, so {what!r} cannot use it outside of the model's forward and "
@@ -294,24 +300,6 @@ class Slot:
             device is None or device.type == "cpu" or (device.type == here.type and device.index in (None, here.index))
         )
         return same and dtype in (None, self.dtype)
-
-    @contextmanager
-    def in_use(self, slots: list["Slot"], what: str) -> Iterator[None]:
-        """Fetch parameters and keep them in the arena in this block, for an operation of this name."""
-        if not self.engine.computing or self.sharded:
-            raise self.refused(what)
-        with self.engine.in_use(slots):
-            yield
-
-    def value(self) -> nn.Parameter:
-        return self.leaf
-
-    def on_device(self, part: Piece | None = None) -> Tensor | None:
-        """The copy in the arena, flat, or a piece of it; None if it is not there."""
-        if self.block is None:
-            return None
-        flat = self.block[: self.num_bytes].view(self.dtype)
-        return flat if part is None else flat[part.begin : part.end]
 
     def start(self, block: Tensor) -> None:
         """Read the parameter into a block of the arena."""
@@ -372,7 +360,7 @@ class Slot:
                 self.write_piece(each, piece).wait()
 
     def read_piece(self, piece: Piece) -> Tensor:
-        buffer = self.engine.host_buffer(piece.span.num_bytes)
+        buffer = aligned(piece.span.num_bytes, self.engine.device)
         piece.span.read(buffer).wait()
         return buffer[: piece.span.num_bytes].view(self.dtype)
 
@@ -393,15 +381,15 @@ class Slot:
     def write_piece(self, piece: Piece, values: Tensor) -> IoFuture:
         """Write a piece to its tier, and to the copy on the device if there is one."""
         self.changed_piece(piece, values)
-        buffer = self.engine.host_buffer(piece.span.num_bytes)
+        buffer = aligned(piece.span.num_bytes, self.engine.device)
         buffer[: piece.span.num_bytes].view(self.dtype).copy_(values)
         return piece.span.write(buffer)
 
     def changed_piece(self, piece: Piece, values: Tensor) -> None:
         """Let the copy on the device, if there is one, have new values of a piece."""
-        if (there := self.on_device(piece)) is not None:
+        if self.block is not None:
             self.finish()
-            there.copy_(values)
+            self.block[: self.num_bytes].view(self.dtype)[piece.begin : piece.end].copy_(values)
         self.version += 1
 
     def _gradient(self, leaf: Tensor) -> None:
@@ -412,7 +400,6 @@ class Slot:
             self.parameter.grad = gradient
         else:
             self.parameter.grad += gradient
-        self.engine.after_gradient()
         for hook in (self.parameter._post_accumulate_grad_hooks or {}).values():
             hook(self.parameter)
 
@@ -435,15 +422,11 @@ class Engine:
         self.uses = self.waits = self.unexpected = 0
         self.pack: Callable[[Tensor], Any] = lambda tensor: tensor
         self.unpack: Callable[[Any], Tensor] = lambda packed: packed
-        self.after_gradient: Callable[[], None] = lambda: None
 
     @property
     def computing(self) -> bool:
         """Whether this is within a forward or a backward pass."""
         return self._depth > 0 or in_backward()
-
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        return aligned(num_bytes, self.device)
 
     @contextmanager
     def in_use(self, slots: Iterable[Slot]) -> Iterator[None]:

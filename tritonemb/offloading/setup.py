@@ -16,16 +16,7 @@ from torch.distributed.tensor import DTensor
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.activations import ActivationStore
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import (
-    Engine,
-    OffloadedTensor,
-    Slot,
-    is_offloaded,
-    like,
-    local,
-    own_part,
-    source_of,
-)
+from tritonemb.offloading.parameters import Engine, Slot, is_offloaded, like, local, local_part, rectangle, source_of
 from tritonemb.offloading.tiers import Arena, TierName, make_tier
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
@@ -36,7 +27,6 @@ SUB_GROUP = 16 << 20  # elements that are stepped at once, at most
 ELEMENT_BYTES = 14  # in a buffer of a sub-group: two fp32 states, the master weight and the 16-bit one
 LEAST_SUB_GROUPS = 8  # that buffers hold, if parameters or states are on disk
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
 
@@ -281,7 +271,7 @@ class ParameterMove:
         slot.write(local(p), from_outside=False)
         self._written.add(p)
         if slot.sharded:
-            _free_shard(p, slot)
+            slot.hide_shard()
         else:
             new.grad = p.grad
             if p._base is None:  # else it is a part of a layer that was tiled
@@ -317,9 +307,7 @@ def _tiled_layers(
             out_splits = min(layer.out_features, -(-layer.weight.numel() // in_splits // limit))
             splits: Any = {"in_splits": in_splits, "out_splits": out_splits}
             biased, dtype = layer.bias is not None, layer.weight.dtype
-            tiled = TiledLinear(
-                layer.in_features, layer.out_features, biased, device="meta", dtype=dtype, **splits
-            )  # fmt: skip
+            tiled = TiledLinear(layer.in_features, layer.out_features, biased, device="meta", dtype=dtype, **splits)
             for tile in tiled.grid():
                 rows = slice(tile.first_row, tile.first_row + tile.layer.out_features)
                 columns = slice(tile.first_column, tile.first_column + tile.layer.in_features)
@@ -331,13 +319,6 @@ def _tiled_layers(
                         setattr(tile.layer, attribute, made)
                         now.setdefault(whole, []).append((made, part))
             yield f"{path}.{name}".removeprefix("."), (parent, name), layer, tiled
-
-
-def _free_shard(parameter: Any, slot: Slot) -> None:
-    """Let FSDP2 ask for the shard where it would read its memory."""
-    shard = local(parameter)
-    shard.untyped_storage().resize_(0)
-    parameter._local_tensor = OffloadedTensor(slot, shard.device)
 
 
 def _retire(optimizer: torch.optim.Optimizer) -> None:
@@ -376,7 +357,8 @@ def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Mo
         yield module
         if modify:
             for p, changed in whole.items():
-                source_of(p).write(own_part(changed.detach(), p))
+                size, offset = local_part(p)
+                source_of(p).write(changed.detach()[rectangle(offset, size)])
     finally:
         for each, name, p in places:
             setattr(each, name, p)

@@ -56,8 +56,7 @@ class StatePart:
     def values(self) -> Tensor:
         """uint8, whole pages: an offloaded parameter's values in host memory, or room for them in a buffer."""
         if self.value_at is None:
-            found: Tensor = self.piece.span.memory
-            return found
+            return self.piece.span.memory
         assert self.group.buffer is not None
         return self.group.buffer[self.value_at : self.value_at + pages(self.piece.span.num_bytes)]
 

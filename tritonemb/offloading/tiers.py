@@ -22,7 +22,6 @@ from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, stor
 from tritonemb.utils import on_error
 
 TierName = Literal["device", "host", "disk"]
-CPU = torch.device("cpu")
 CHUNK_BYTES = 4 << 20  # of one read or write
 SEGMENT_BYTES = 8 << 20  # checked at once
 
@@ -36,6 +35,13 @@ def aligned(num_bytes: int, gpu: torch.device) -> Tensor:
     """uint8 `[pages(num_bytes)]` in host memory, page-aligned, pinned if `gpu` is one."""
     size = pages(num_bytes)
     return torch.from_numpy(IoBuffer(size).array) if gpu.type == "cpu" else empty_pinned(size, gpu)
+
+
+def empty_on(device: torch.device, num_bytes: int) -> Tensor:
+    """uint8 `[pages(num_bytes)]` in memory of a device, page-aligned on a CPU."""
+    if device.type == "cpu":
+        return aligned(num_bytes, device)
+    return torch.empty(pages(num_bytes), dtype=torch.uint8, device=device)
 
 
 class Arena:

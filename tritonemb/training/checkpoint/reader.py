@@ -110,12 +110,8 @@ def load_tensors(
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
 
     fresh: dict[CachedTable, DiskRows] = {}
-    try:
+    with on_error(lambda: [store.close() for store in fresh.values()]):
         on_all_ranks(group, lambda: _load(path, tensors, stored, fresh))
-    except BaseException:
-        for store in fresh.values():
-            store.close()
-        raise
     for table, store in fresh.items():
         table.replace_store(store)
 
