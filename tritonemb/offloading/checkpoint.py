@@ -29,16 +29,8 @@ from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import is_offloaded, local, local_part, rectangle, replaced, source_of
 from tritonemb.offloading.sub_groups import MASTER
-from tritonemb.storage.checkpoint import (
-    FORMAT,
-    METADATA,
-    CheckpointPlanner,
-    CheckpointReader,
-    check_files,
-    checkpoint_errors,
-    read_manifest_text,
-    size_and_checksum,
-)
+from tritonemb.storage import checkpoint as files
+from tritonemb.storage.checkpoint import FORMAT, METADATA, checkpoint_errors, size_and_checksum
 from tritonemb.storage.io import sync
 from tritonemb.utils import on_error, require, sealed, write_whole
 
@@ -78,14 +70,9 @@ class StoredTensor(Tensor):
     # What torch.distributed.checkpoint asks; it knows these names.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]  # fmt: skip
+        properties, shard = TensorProperties(dtype=self.dtype), WriteItemType.SHARD
+        chunks = [TensorWriteData(chunk, properties, self.shape) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(fqn, each.chunk.offsets), shard, tensor_data=each) for each in chunks]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(b.offset), b.size) for b in self.blocks.values()]
@@ -105,7 +92,7 @@ class StoredTensor(Tensor):
         return self.blocks[tuple(index.offset)]
 
 
-class LoadPlanner(CheckpointPlanner):
+class LoadPlanner(files.CheckpointPlanner):
     """Writes what was read to its tier."""
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
@@ -247,12 +234,12 @@ class OffloadWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        files = {name: entry for of_rank in results for name, entry in of_rank.pop().items()}
+        entries = {name: entry for of_rank in results for name, entry in of_rank.pop().items()}
         super().finish(metadata, results)
         aside = Path(self.path)
         sync(aside / METADATA)  # torch does so before all of it is written
-        files[METADATA] = size_and_checksum(aside / METADATA)
-        write_whole(aside / CHECKSUMS, sealed(json.dumps({"format": FORMAT, "files": files}, indent=1)))
+        entries[METADATA] = size_and_checksum(aside / METADATA)
+        write_whole(aside / CHECKSUMS, sealed(json.dumps({"format": FORMAT, "files": entries}, indent=1)))
         sync(aside)
         os.replace(aside, aside.with_name(aside.name.removeprefix(WRITING)))
         sync(aside.parent)
@@ -289,7 +276,7 @@ def _check(path: Path) -> None:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     problems = [""] * ranks
     try:
-        check_files(path, read_manifest_text(path, CHECKSUMS)[1]["files"], rank, ranks)
+        files.check_files(path, files.read_manifest_text(path, CHECKSUMS)[1]["files"], rank, ranks)
     except FileNotFoundError:
         warnings.warn(f"{path} has no {CHECKSUMS}, so damage to it may not be found", stacklevel=3)
     except (OSError, ValueError) as error:
@@ -314,7 +301,7 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     if not (path / METADATA).is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no {METADATA}")
     _check(path)
-    reader = CheckpointReader(path)
+    reader = files.CheckpointReader(path)
     there: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     state = _model_and_states(model, optimizer, False)
     for key, value in state.items():
@@ -334,8 +321,7 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
             load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
         optimizer.apply_settings(nested["optim"]["param_groups"])
         for p, place in places(model):
-            small = nested["optim"]["state"].get(place.fqn, {})
-            if small:
+            if small := nested["optim"]["state"].get(place.fqn):
                 plain = {name: value for name, value in small.items() if not isinstance(value, StoredTensor)}
                 optimizer.end_load(p, plain, MASTER in small)
 
@@ -361,14 +347,14 @@ def load_safetensors(
     """
     safe_open = require("safetensors", "frameworks").safe_open
     path = Path(path)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
+    shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not shards:
         raise ValueError(f"{path} has no .safetensors files")
     targets: dict[str, list[tuple[Any, StoredPlace]]] = {}
     for p, place in places(model):
         targets.setdefault(place.fqn, []).append((p, place))
     strange, written = [], set[Any]()
-    for file in files:
+    for file in shards:
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  # not a mapping
                 parts = targets.get(key if rename is None else rename(key))

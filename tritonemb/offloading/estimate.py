@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -125,11 +125,12 @@ def estimate_offload(
     working = working_bytes if working_bytes is not None else 2.0 * largest * item
     compute = (8 if activation_bytes else 6) * total * batch_tokens / has.flops
     found = []
-    for params, of_states, of_activations in product(*[get_args(TierName)] * 3):
+    for tiers in product(*[get_args(TierName)] * 3):
+        params, of_states, of_activations = tiers
         if of_activations != "device" and not activation_bytes:
             continue
         states = own * (state_bytes + 4 * (item == 2))
-        room = dict.fromkeys(get_args(TierName), 0.0)
+        room: dict[str, Any] = dict.fromkeys(get_args(TierName), 0.0)
         room[params] += values
         room["device" if params == of_states == "device" else "host"] += values  # gradients
         room[of_states] += states
@@ -149,11 +150,7 @@ def estimate_offload(
         days = has.rated_writes / written * step / 86_400 if written else math.inf
         same = has.device == has.host  # without a GPU
         fits = room["device"] + same * room["host"] <= most and room["host"] <= has.host and room["disk"] <= has.disk
-        found.append(
-            OffloadEstimate(
-                params, of_states, of_activations, room["device"], room["host"], room["disk"], step, written, days, fits
-            )
-        )
+        found.append(OffloadEstimate(*tiers, **room, step=step, written=written, days=days, fits=fits))
     found.sort(key=lambda each: (not each.fits, each.step, each.disk, each.host))
     return OffloadEstimates(total, tuple(found))
 

@@ -81,13 +81,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states = [self._elementwise_states(group) for group in self.param_groups]
         self.groups = list(self._sub_groups(sub_group))
         self._parts: dict[Any, list[StatePart]] = {}
+        kept = round(len(self.groups) * ratio)
         for each in self.groups:
             for part in each.parts:
                 self._parts.setdefault(part.parameter, []).append(part)
                 states = self._states[part.settings].items()
                 part.room = {n: torch.empty_like(v) for n, v in states if isinstance(v, Tensor) and not v.ndim}
-        kept = round(len(self.groups) * ratio)
-        for each in self.groups:
             each.lay_out(self._names)
             each.place(tier if each.number >= kept else None, self._step_on)
         self.buffers = Buffers(self.groups, buffer_bytes, device)
@@ -100,9 +99,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def take_states(self, old: Mapping[Any, Mapping[str, Any]], now: Mapping[Any, list[tuple[Any, Any]]]) -> None:
         """Go on with states of the optimizer that this one was made from."""
-        if any(old.values()):
-            parts = ((p, now.get(p, [(p, ...)])) for p in old)
-            self._fill({new: _cut(old[p], part) for p, each in parts for new, part in each})
+        parts = ((p, now.get(p, [(p, ...)])) for p in old)
+        self._fill({new: _cut(old[p], part) for p, each in parts for new, part in each})
 
     # What a user calls.
 
@@ -331,16 +329,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         fused = "fused" in inspect.signature(type(self._inner).__init__).parameters and not asked
         return {**group, "fused": True} if fused else group
 
-    def _compute_dtype(self, parameter: Tensor) -> torch.dtype:
-        return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
-
-    def _has_master(self, parameter: Any) -> bool:
-        """Whether the values that are stepped are kept among its states."""
-        return self._compute_dtype(parameter) != parameter.dtype or local(parameter).device != self._step_on
-
     def _names(self, part: StatePart) -> dict[str, torch.dtype]:
-        dtype = self._compute_dtype(part.parameter)
-        master = {MASTER: dtype} if self._has_master(part.parameter) else {}
+        """The states that its sub-group has; the values that are stepped are among them if they are not its own."""
+        p = part.parameter
+        dtype = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+        is_own = dtype == p.dtype and local(p).device == self._step_on
+        master = {} if is_own else {MASTER: dtype}
         shaped = [name for name, v in self._states[part.settings].items() if isinstance(v, Tensor) and v.ndim]
         return master | dict.fromkeys(shaped, dtype)
 

@@ -175,7 +175,8 @@ class OffloadedTensor(torch.Tensor):
         """FSDP2's extension: the whole parameter from what was gathered."""
         if out is not None:
             return None
-        return torch.as_strided(all_gather_outputs[0], *metadata, 0), all_gather_outputs
+        size, stride = metadata
+        return torch.as_strided(all_gather_outputs[0], size, stride, 0), all_gather_outputs
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
@@ -218,6 +219,7 @@ class OffloadedTensor(torch.Tensor):
 
 
 def is_offloaded(parameter: Any) -> bool:
+    """False for None, as a module may have in place of a parameter."""
     return isinstance(local(parameter), OffloadedTensor)
 
 
@@ -554,7 +556,8 @@ class Engine:
     def _watch_compiled(self, module: Any, slots: Mapping[Tensor, Slot]) -> None:
         places = [(each, name) for each in module.modules() for name, p in each._parameters.items() if p in slots]
         used = [slots[each._parameters[name]] for each, name in places]
-        call = module.forward if hasattr(module, "_orig_mod") else module._compiled_call_impl
+        attribute = "forward" if hasattr(module, "_orig_mod") else "_compiled_call_impl"
+        call = getattr(module, attribute)
 
         def with_copies(*args: Any, **kwargs: Any) -> Any:
             self.enter()
@@ -568,7 +571,4 @@ class Engine:
                     each._parameters[name] = slot.parameter
                 self.leave()
 
-        if hasattr(module, "_orig_mod"):
-            module.forward = with_copies
-        else:
-            module._compiled_call_impl = with_copies
+        setattr(module, attribute, with_copies)

@@ -114,23 +114,21 @@ def offload(
     if "disk" in (params, states):
         elements = max(PIECE, min(SUB_GROUP, most // (LEAST_SUB_GROUPS * ELEMENT_BYTES)) // PIECE * PIECE)
 
-    tiers: dict[str, Any] = {}
-    for name in (params, states, activations):
-        if name not in tiers:
-            tiers[name] = make_tier(name, on, folders)
+    names = dict.fromkeys((params, states, activations))
+    tiers: dict[str, Any] = {name: make_tier(name, on, folders) for name in names if name != "device"}
     with on_error(lambda: _close(tiers)):
-        engine = Engine(Arena(arena_bytes if params != "device" else 0, on), tiers[params], on)
+        engine = Engine(Arena(arena_bytes if params != "device" else 0, on), tiers.get(params), on)
         moved = ParameterMove(model, engine, elements, on, params != "device", init)
-        stepped = OffloadedOptimizer(optimizer, moved.slots, moved.now, tiers[states], on, elements, most, ratio)
+        stepped = OffloadedOptimizer(optimizer, moved.slots, moved.now, tiers.get(states), on, elements, most, ratio)
     old = optimizer.state.copy()
     _retire(optimizer)  # nothing was changed until here
     moved.commit()
     stepped.take_states(old, moved.now)
-    if tiers[activations] is not None:
+    if activations in tiers:
         kept = [each for each in (*model.parameters(), *model.buffers()) if not is_offloaded(each)]
         store = ActivationStore(tiers[activations], on, given // 8, kept)
         engine.pack, engine.unpack = store.pack, store.unpack
-    if moved.slots or tiers[activations] is not None:
+    if moved.slots or activations in tiers:
         engine.watch(model, moved.slots)
     model._offload = engine, tiers  # type: ignore[assignment]
     return model, stepped
@@ -154,7 +152,7 @@ class OffloadReport:
 def report(model: nn.Module) -> OffloadReport:
     """What offloading of a model has done so far; ValueError if it is not offloaded."""
     engine, tiers = _offloaded(model)
-    moved = {name: (tier.moved[0], tier.moved[1]) for name, tier in tiers.items() if tier is not None}
+    moved = {name: (tier.moved[0], tier.moved[1]) for name, tier in tiers.items()}
     arena = engine.arena
     return OffloadReport(moved, arena.num_bytes, arena.peak, engine.uses, engine.waits, engine.unexpected)
 
@@ -166,8 +164,7 @@ def close(model: nn.Module) -> None:
 
 def _close(tiers: dict[str, Any]) -> None:
     for tier in tiers.values():
-        if tier is not None:
-            tier.close()
+        tier.close()
 
 
 def _offloaded(model: nn.Module) -> tuple[Engine, dict[str, Any]]:
@@ -237,7 +234,7 @@ class ParameterMove:
                     self._move(p)
                     if not isinstance(p, DTensor):
                         setattr(module, attribute, self._becomes[p])
-            if any(p is not None and is_offloaded(p) for p in module._parameters.values()):
+            if any(is_offloaded(p) for p in module._parameters.values()):
                 module.register_state_dict_post_hook(_with_values)
         for _, (parent, attribute), layer, tiled in self._tiled:
             setattr(parent, attribute, tiled.train(layer.training))
@@ -286,7 +283,7 @@ def _on_meta(module: nn.Module) -> bool:
 def _with_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A state dict has the values of offloaded parameters, in host memory."""
     for attribute, p in module._parameters.items():
-        if p is not None and is_offloaded(p) and prefix + attribute in state:
+        if is_offloaded(p) and prefix + attribute in state:
             state[prefix + attribute] = like(source_of(p).read(), p)
 
 
@@ -341,10 +338,7 @@ def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Mo
     Ranks of a model that `fully_shard` sharded call it together, and change the same.
     """
     places: list[tuple[nn.Module, str, Any]] = [
-        (each, name, p)
-        for each in module.modules()
-        for name, p in [*each._parameters.items()]
-        if p is not None and is_offloaded(p)
+        (each, name, p) for each in module.modules() for name, p in each._parameters.items() if is_offloaded(p)
     ]
     whole: dict[Any, nn.Parameter] = {}
     for each, name, p in places:

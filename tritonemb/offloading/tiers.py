@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -99,48 +99,27 @@ class Arena:
         self._free = merged
 
 
-class Span(Protocol):
-    """Bytes of a tier, which hold one tensor or several. `memory`: uint8, where it is host memory."""
-
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def memory(self) -> Tensor | None: ...
-
-    def read(self, out: Tensor) -> IoFuture:
-        """Copy them into uint8 `[pages(num_bytes)]`, page-aligned on a CPU, which must be left alone meanwhile."""
-
-    def write(self, values: Tensor) -> IoFuture:
-        """Copy them from such a tensor. A later `read` waits for it."""
-
-
-class Tier(Protocol):
-    """A place for spans. `moved`: bytes read and written so far."""
-
-    @property
-    def moved(self) -> list[int]: ...
-
-    def reserve(self, num_bytes: int) -> Span:
-        """A new span; StorageError if there is no room."""
-
-    def close(self) -> None:
-        """Wait for what was submitted, and give the memory or the file back."""
-
-
 class HostSpan:
+    """Bytes of a tier, which hold one tensor or several. `memory`: uint8 in host memory; None on disk."""
+
     def __init__(self, tier: "HostTier", num_bytes: int) -> None:
         self.num_bytes, self._tier = num_bytes, tier
         self.memory: Tensor = aligned(num_bytes, tier.device)
 
     def read(self, out: Tensor) -> IoFuture:
+        """Copy them into uint8 `[pages(num_bytes)]`, page-aligned on a CPU, which must be left alone meanwhile."""
         return self._tier.copy(self.memory, out, 0)
 
     def write(self, values: Tensor) -> IoFuture:
+        """Copy them from such a tensor. A later `read` waits for it."""
         return self._tier.copy(values, self.memory, 1)
 
 
 class HostTier:
-    """Host memory, pinned for a GPU. A thread copies, so that copies and computation overlap."""
+    """Host memory, pinned for a GPU. A thread copies, so that copies and computation overlap.
+
+    `moved`: bytes read and written so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.moved = device, [0, 0]
@@ -149,6 +128,7 @@ class HostTier:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reserve(self, num_bytes: int) -> HostSpan:
+        """A new span; StorageError if there is no room."""
         return HostSpan(self, num_bytes)
 
     def copy(self, source: Tensor, target: Tensor, way: int) -> IoFuture:
@@ -158,6 +138,7 @@ class HostTier:
         return StreamCopy(self._stream, source, target)
 
     def close(self) -> None:
+        """Wait for what was submitted, and give the memory or the file back."""
         if self._closed.alive:
             self._copies.submit(lambda: None).wait()
             self._closed()
@@ -182,7 +163,9 @@ class StreamCopy(IoFuture):
 
 
 class DiskSpan:
-    memory: Tensor | None = None
+    """As `HostSpan`, in a swap file."""
+
+    memory: None = None
 
     def __init__(self, tier: "DiskTier", offset: int, num_bytes: int) -> None:
         self.num_bytes, self.offset, self._tier = num_bytes, offset, tier
@@ -362,12 +345,16 @@ class StripedTier:
             each.close()
 
 
-def make_tier(name: TierName, device: torch.device, folders: list[Path]) -> Tier | None:
-    """The tier of this name; None for "device"."""
-    if name == "disk":
-        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        made: list[DiskTier] = []
-        with on_error(lambda: StripedTier(made).close()):
-            made.extend(DiskTier(folder, *ranks) for folder in folders)
-        return made[0] if len(made) == 1 else StripedTier(made)
-    return HostTier(device) if name == "host" else None
+Span = HostSpan | DiskSpan
+Tier = HostTier | DiskTier | StripedTier
+
+
+def make_tier(name: TierName, device: torch.device, folders: list[Path]) -> Tier:
+    """The tier of this name, "host" or "disk"."""
+    if name == "host":
+        return HostTier(device)
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    made: list[DiskTier] = []
+    with on_error(lambda: StripedTier(made).close()):
+        made.extend(DiskTier(folder, *ranks) for folder in folders)
+    return made[0] if len(made) == 1 else StripedTier(made)

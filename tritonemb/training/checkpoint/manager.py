@@ -35,15 +35,8 @@ from tritonemb.tables.server_table import TableService
 from tritonemb.tables.table_set import TableSet
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
+from tritonemb.training.checkpoint import reader
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
-from tritonemb.training.checkpoint.reader import (
-    has_part,
-    load_tensors,
-    read_manifest,
-    saved_on_servers,
-    saved_tables,
-    stored_tensors,
-)
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, Manifest, Tensors
 from tritonemb.training.config import CheckpointOptions, plain
 from tritonemb.training.doctor import versions
@@ -122,7 +115,7 @@ def load_model(
 ) -> None:  # fmt: skip
     """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    here, there = collections_on_servers(model), on_each_rank(group, lambda: saved_on_servers(Path(path)))
+    here, there = collections_on_servers(model), on_each_rank(group, lambda: reader.saved_on_servers(Path(path)))
     servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[str, Tensor]()
     for name, chains in there.items():
         if name not in here:
@@ -133,7 +126,7 @@ def load_model(
         of_tables = tuple(f"model.{_prefix(name)}{config.name}." for config in here[name].configs)
         tables_to_servers |= {key: _room_for(stored[key]) for key in stored if key.startswith(of_tables)}
     tensors |= tables_to_servers
-    on_disk = on_each_rank(group, lambda: saved_tables(Path(path)))
+    on_disk = on_each_rank(group, lambda: reader.saved_tables(Path(path)))
     for name, table in _dynamic_tables(model):
         prefix = f"model.{name}."
         of_table = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -142,7 +135,7 @@ def load_model(
             continue
         wanted = table.templates(ids.size[0])
         if (entry := on_disk.get(f"{prefix}rows")) is not None:
-            if isinstance(table, CachedTable) and table.config.placement == "disk" and has_part(entry, table):
+            if isinstance(table, CachedTable) and table.config.placement == "disk" and reader.same_part(entry, table):
                 rows = {key: value for key, value in of_table.items() if key.startswith("rows.")}
             else:
                 rows = {f"rows.{field}": _room_for(stored[f"{prefix}rows.{field}"]) for field in entry["fields"]}
@@ -150,7 +143,7 @@ def load_model(
             wanted |= {"row": torch.empty_like(wanted["ids"]), **rows}
         dynamic[table] = wanted
         tensors |= {prefix + part: value for part, value in wanted.items()}
-    load_tensors(path, tensors | {**others}, ignore, group)
+    reader.load_tensors(path, tensors | {**others}, ignore, group)
     train_state.write_offloaded(model, tensors)
     for table, saved in dynamic.items():
         table.adopt(_by_id(saved, path))
@@ -325,7 +318,7 @@ class CheckpointManager:
                 return None
             checkpoint = newest
         path = Path(checkpoint)
-        manifest = read_manifest(path, self._control)
+        manifest = reader.read_manifest(path, self._control)
         run, data = manifest["run"], state.data
         if isinstance(data, ClickLog):
             data = data.read_as(run.get("kinds", {}), run.get("encoding", ""))
@@ -342,7 +335,7 @@ class CheckpointManager:
             raise ValueError(f"{path / 'trainer.json'} is damaged ({error!r}); use another checkpoint") from error
         if self._folder is not None and newest is not None and path.resolve().parent != newest.resolve().parent:
             raise ValueError(f"{self._folder.path} holds another run than {path}; choose another folder")
-        stored = stored_tensors(path, self._control)
+        stored = reader.stored_tensors(path, self._control)
         random = train_state.rng_templates(stored, state.ranks.rank, state.device)
         tensors = train_state.optimizer_templates(state.model, state.step.dense_optimizer, stored) | random
         entry = stored.get("trainer.loss_sums")

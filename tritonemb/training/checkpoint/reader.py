@@ -21,16 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
-from tritonemb.storage.checkpoint import (
-    MANIFEST,
-    ROWS,
-    CheckpointPlanner,
-    CheckpointReader,
-    check_files,
-    checkpoint_errors,
-    ignore_single_process_warning,
-    read_manifest_text,
-)
+from tritonemb.storage import checkpoint as files
+from tritonemb.storage.checkpoint import MANIFEST, ROWS, CheckpointPlanner, CheckpointReader, read_manifest_text
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
@@ -56,7 +48,7 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
     if group.rank == 0 and "sha256" not in found:
         warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
-    on_all_ranks(group, lambda: check_files(path, found["files"], group.rank, group.size))
+    on_all_ranks(group, lambda: files.check_files(path, found["files"], group.rank, group.size))
     return found
 
 
@@ -101,7 +93,7 @@ def load_tensors(
             no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
     """
     path = Path(path)
-    ignore_single_process_warning()
+    files.ignore_single_process_warning()
     stored = stored_tensors(path, group)
     own = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if problems := _differences(stored, on_all_ranks(group, lambda: own), ignore):
@@ -110,13 +102,17 @@ def load_tensors(
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
 
     fresh: dict[CachedTable, DiskRows] = {}
-    with on_error(lambda: [store.close() for store in fresh.values()]):
+    try:
         on_all_ranks(group, lambda: _load(path, tensors, stored, fresh))
+    except BaseException:
+        for store in fresh.values():
+            store.close()
+        raise
     for table, store in fresh.items():
         table.replace_store(store)
 
 
-@checkpoint_errors("the checkpoint cannot be loaded")
+@files.checkpoint_errors("the checkpoint cannot be loaded")
 def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[CachedTable, DiskRows]) -> None:
     """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
     saved = saved_tables(path)
@@ -155,9 +151,10 @@ def _differences(stored: Stored, every: list[dict[str, str]], ignore: tuple[str,
     return problems
 
 
-def has_part(entry: Mapping[str, Any], table: CachedTable) -> bool:
-    """Whether the manifest's `entry` of a whole table has the same part of it that a table on disk is."""
-    return any(part | describe_part(table.row_config) == part for part in entry["parts"])
+def same_part(entry: Mapping[str, Any], table: CachedTable) -> Mapping[str, Any] | None:
+    """The very part that a table on disk is, in the manifest's `entry` of the whole table; None if it is not there."""
+    wanted = describe_part(table.row_config)
+    return next((part for part in entry["parts"] if part | wanted == part), None)
 
 
 def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
@@ -165,10 +162,9 @@ def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
 
     `entry` is the manifest's of the whole table. Else rows never written are left out if all initial values are alike.
     """
-    for part in entry["parts"]:
-        if part | describe_part(table.row_config) == part:
-            base, *changes = [path / name for name in part["files"]]
-            return table.restore_store(base, changes)
+    if (part := same_part(entry, table)) is not None:
+        base, *changes = [path / name for name in part["files"]]
+        return table.restore_store(base, changes)
     config, parts = table.config, _parts_of(path, entry)
     seeds = {int(snapshot_header(path / part["files"][0])["seed"]) for part in entry["parts"]}
     sparse = len(seeds) == 1 and {part["bound"] for part in parts} == {config.bound}
