@@ -130,7 +130,7 @@ def estimate_offload(
         if of_activations != "device" and not activation_bytes:
             continue
         states = own * (state_bytes + 4 * (item == 2))
-        room: dict[str, Any] = dict.fromkeys(get_args(TierName), 0.0)
+        room = dict.fromkeys(get_args(TierName), 0.0)
         room[params] += values
         room["device" if params == of_states == "device" else "host"] += values  # gradients
         room[of_states] += states
@@ -150,7 +150,8 @@ def estimate_offload(
         days = has.rated_writes / written * step / 86_400 if written else math.inf
         same = has.device == has.host  # without a GPU
         fits = room["device"] + same * room["host"] <= most and room["host"] <= has.host and room["disk"] <= has.disk
-        found.append(OffloadEstimate(*tiers, **room, step=step, written=written, days=days, fits=fits))
+        needs: Any = {**room, "step": step, "written": written, "days": days, "fits": fits}
+        found.append(OffloadEstimate(*tiers, **needs))
     found.sort(key=lambda each: (not each.fits, each.step, each.disk, each.host))
     return OffloadEstimates(total, tuple(found))
 

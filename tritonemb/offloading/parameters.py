@@ -88,10 +88,8 @@ def rectangle(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ..
 
 def padded_shape(tensor: Any) -> torch.Size:
     """Of a shard as FSDP2 gathers it: the largest of all ranks."""
-    if not isinstance(tensor, DTensor):
-        return torch.Size(tensor.shape)
     shape = list(tensor.shape)
-    for dim, placement in enumerate(tensor.placements):
+    for dim, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if isinstance(placement, Shard):
             shape[placement.dim] = -(-shape[placement.dim] // tensor.device_mesh.size(dim))
     return torch.Size(shape)
@@ -272,6 +270,7 @@ class Slot:
         after_gradients(self.leaf, self._gradient)
         item, numel = self.dtype.itemsize, self.own_shape.numel()
         ends = [(begin, min(begin + piece_elements, numel)) for begin in range(0, numel, piece_elements)]
+        assert engine.tier is not None
         self.pieces = [Piece(begin, end, engine.tier.reserve((end - begin) * item)) for begin, end in ends]
         self.changed: list[Callable[[], None]] = []  # called after values were written from outside
         self.parameter: Any = parameter
@@ -411,9 +410,9 @@ def in_backward() -> bool:
 
 
 class Engine:
-    """Moves the offloaded parameters of a model between their tier and the arena."""
+    """Moves the offloaded parameters of a model, if there are some, between their tier and the arena."""
 
-    def __init__(self, arena: Arena, tier: Tier, device: torch.device) -> None:
+    def __init__(self, arena: Arena, tier: Tier | None, device: torch.device) -> None:
         self.arena, self.tier, self.device = arena, tier, device
         self.resident: dict[int, Slot] = {}  # by storage
         self._recent: OrderedDict[Slot, None] = OrderedDict()  # those in the arena, least recently used first

@@ -116,13 +116,10 @@ class HostSpan:
 
 
 class HostTier:
-    """Host memory, pinned for a GPU. A thread copies, so that copies and computation overlap.
-
-    `moved`: bytes read and written so far.
-    """
+    """Host memory, pinned for a GPU. A thread copies, so that copies and computation overlap."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.moved = device, [0, 0]
+        self.device, self.moved = device, [0, 0]  # bytes read and written so far
         self._copies = OperationQueue("tritonemb-offload-copy")
         self._closed = weakref.finalize(self, _end, [self._copies])
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
