@@ -107,7 +107,7 @@ class StoredPlace(NamedTuple):
     name: str
     shape: torch.Size
     offset: tuple[int, ...]
-    size: tuple[int, ...]
+    size: torch.Size
     is_tile: bool = False
 
     @property
@@ -118,7 +118,7 @@ class StoredPlace(NamedTuple):
     @property
     def slices(self) -> tuple[slice, ...]:
         """Of the part in the whole."""
-        return rectangle(self.offset, self.size)
+        return rectangle(self.size, self.offset)
 
     def stored(self, dtype: torch.dtype, read: Any, write: Any) -> list[Block]:
         """Blocks of rows; `read(begin, end)` and `write(begin, values)` are of elements of this rank's part."""
@@ -259,9 +259,10 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} exists and is not empty; save to another folder")
     aside = path.absolute().with_name(f"{WRITING}{path.name}")
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
 
     def remove() -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first:
             shutil.rmtree(aside, ignore_errors=True)
 
     remove()  # what a process that was killed has left

@@ -81,9 +81,9 @@ def local_shape(tensor: Any) -> torch.Size:
     return local_part(tensor)[0]
 
 
-def rectangle(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+def rectangle(shape: torch.Size, offset: tuple[int, ...]) -> tuple[slice, ...]:
     """The index of a part of a tensor."""
-    return tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
 def padded_shape(tensor: Any) -> torch.Size:

@@ -351,8 +351,10 @@ def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Mo
         yield module
         if modify:
             for p, changed in whole.items():
-                size, offset = local_part(p)
-                source_of(p).write(changed.detach()[rectangle(offset, size)])
+                values = changed.detach()
+                if isinstance(p, DTensor):
+                    values = values[rectangle(*local_part(p))]
+                source_of(p).write(values)
     finally:
         for each, name, p in places:
             setattr(each, name, p)

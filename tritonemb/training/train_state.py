@@ -400,7 +400,7 @@ def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     else:
         with metadata_only(parameters=True):
             entries = model.state_dict(keep_vars=True)
-        found = ((p, StoredPlace(name, p.shape, (), ())) for name, p in entries.items() if id(p) in owned)
+        found = ((p, StoredPlace(name, p.shape, (), torch.Size())) for name, p in entries.items() if id(p) in owned)
     named: dict[int, tuple[Any, StoredPlace]] = {}
     for p, place in found:
         if id(p) in owned:
