@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -118,19 +118,17 @@ def unfuse(model: nn.Module) -> None:
 def unfuse_all(fused: list[Any]) -> None:
     """`unfuse` for these modules."""
     for module in fused:
-        group = module._optimized if isinstance(module, SingleTable) else None
+        group = module._optimized
         if group is not None and group.accumulator.is_open and not group.by_step:
             raise RuntimeError("unfuse() in a block of accumulate() would lose its gradients; leave the block first")
-        left = [other for other in getattr(module, "_state_users", ()) if other not in fused]
+        left = [other for other in module._state_users if other not in fused]
         if left:
             raise ValueError(
                 f"the weight of {module._name!r} is also that of {left[0]._name!r}, and so is its optimizer's state; "
                 "unfuse the model that has both"
             )
     for module in fused:
-        if isinstance(module, SingleTable) and module._optimized is not None:
-            module._optimized.accumulator.take()
-        cast(SingleTable, module)._leave()
+        module._leave()
         module.__class__ = module.__dict__.pop("_fused_from", type(module))
 
 

@@ -37,6 +37,7 @@ class SingleTable(FusedModule):
     embedding_dim: int
     padding_idx: int | None
     max_norm: float | None
+    norm_type: float
     scale_grad_by_freq: bool
     sparse: bool
     step: Tensor
@@ -120,8 +121,9 @@ class SingleTable(FusedModule):
                 self.register_buffer(state, values, persistent)
 
     def _leave(self) -> None:
-        if self._optimized is not None and not self._state_owner:
-            for name in ("skipped", *self.optimizer_states()):
+        if self._optimized is not None:
+            self._optimized.accumulator.take()
+            for name in () if self._state_owner else ("skipped", *self.optimizer_states()):
                 delattr(self, name)
         for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
@@ -242,10 +244,12 @@ class SingleTable(FusedModule):
             [buffers["skipped"]], group.rate_on(weight.device), group.optimizer.name, group.hyperparameters,
         )  # fmt: skip
 
-    def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
-        untraced = self._optimized is not None and torch.compiler.is_compiling()
-        renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
-        renormalise(self.weight.detach(), values, max_norm, norm_type)
+    def _renormalise(self, values: Tensor) -> None:
+        """Scale rows of a call down to `max_norm`, if there is one."""
+        if self.max_norm is not None:
+            untraced = self._optimized is not None and torch.compiler.is_compiling()
+            renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
+            renormalise(self.weight.detach(), values, self.max_norm, self.norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
