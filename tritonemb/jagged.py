@@ -374,11 +374,7 @@ def _integer(key: str, id: Any) -> int:
 
 def readable(tensor: Tensor | None) -> bool:
     """Whether looking at the contents costs nothing: plain memory of this process."""
-    return (
-        type(tensor) is Tensor
-        and tensor.device.type == "cpu"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    return type(tensor) is Tensor and tensor.is_cpu and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], tuple[str, ...]]:

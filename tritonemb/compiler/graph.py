@@ -150,17 +150,14 @@ def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
     """For each node of a region, those of the same region that must come before it, directly."""
     found: dict[Node, set[Node]] = {}
     memory, changed = dict[Node, set[Any]](), dict[Node, set[Any]]()
-    last_random: set[Node] = set()
     for node in nodes:
         found[node] = {other for other in node.all_input_nodes if other in found}
-        memory[node] = _memory(node).union(*map(_memory, node.all_input_nodes))
+        states = _changed_memory(node) | ({"random numbers"} if is_random(node) else set())
+        memory[node] = states.union(_memory(node), *map(_memory, node.all_input_nodes))
         found[node] |= {other for other, tensors in changed.items() if tensors & memory[node]}
-        if own := _changed_memory(node):
-            found[node] |= {other for other, tensors in memory.items() if tensors & own} - {node}
-            changed[node] = own
-        if is_random(node):
-            found[node] |= last_random
-            last_random = {node}
+        if states:
+            found[node] |= {other for other, tensors in memory.items() if tensors & states} - {node}
+            changed[node] = states
     return found
 
 
@@ -203,7 +200,7 @@ def depths(before: dict[Node, set[Node]], counted: set[Node]) -> dict[Node, int]
 
 
 def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
-    """The graphs that a higher-order operator runs."""
+    """The graphs that a node runs, if it is a higher-order operator."""
     names = [str(other.target) for other in node.all_input_nodes if other.op == "get_attr"]
     found = [functools.reduce(getattr, name.split("."), gm) for name in names]
     return [body for body in found if isinstance(body, GraphModule)]

@@ -135,21 +135,17 @@ class SingleTable(FusedModule):
         memory ours keeps (`num_rows`, or one an id), or while something traces or transforms the call. What is traced
         is PyTorch's without an optimizer: a backend merges it, or compiles it as it is.
         """
-        weight, traced = self._parameters.get("weight"), torch.compiler.is_compiling()
-        if (
-            weight is None
-            or type(input) is not Tensor
-            or input.is_sparse
-            or weight.dtype != torch.float32
-            or (traced and (self._optimized is not None or weight.device.type != "cpu"))
-            or (not traced and chosen("embedding_bag", weight.device, (torch.float32,)) != CPU)
-        ):
+        weight = self._parameters.get("weight")
+        if weight is None or type(input) is not Tensor or input.is_sparse or weight.dtype != torch.float32:
             return None
         elements, fused = input.numel() * self.embedding_dim, self._optimized is not None
-        if elements < FEW_ELEMENTS and not fused:
-            return True
-        if traced:
+        few = elements < FEW_ELEMENTS and not fused
+        if torch.compiler.is_compiling():
+            return True if few and weight.device.type == "cpu" else None
+        if chosen("embedding_bag", weight.device, (torch.float32,)) != CPU:
             return None
+        if few:
+            return True
         if fused:
             ours = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
             ours = ours or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
