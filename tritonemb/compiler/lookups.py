@@ -223,9 +223,8 @@ def _check_weight(node: Node, weight: Tensor) -> None:
 
 
 def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> None:
-    ids, offsets, sample_weights, trained = (
-        _tensor_of(args, name) for name in ("ids", "offsets", "sample_weights", "trained")
-    )
+    names = "ids", "offsets", "sample_weights", "trained"
+    ids, offsets, sample_weights, trained = (_tensor_of(args, name) for name in names)
     require(ids.dtype in ID_DTYPES, f"its ids are {ids.dtype}, not int32 or int64")
     require(not is_traceable_wrapper_subclass(ids) and not ids.is_nested, "its ids are not an ordinary tensor")
     devices = {each.device for each in (weight, ids, offsets, sample_weights, trained) if each is not None}

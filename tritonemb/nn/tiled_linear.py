@@ -109,9 +109,7 @@ class TiledLinear(nn.Module):
         """A `torch.nn.Linear` with these values, in the same mode; ValueError if only some tiles are frozen."""
         state = self.state_dict()
         weight = state["weight"]
-        made = nn.Linear(
-            self.in_features, self.out_features, "bias" in state, device=weight.device, dtype=weight.dtype
-        )  # fmt: skip
+        made = nn.Linear(self.in_features, self.out_features, "bias" in state, weight.device, weight.dtype)
         made.load_state_dict(state)
         for name, parameter in made.named_parameters():
             trained = {tile.requires_grad for path, tile in self.tiles.named_parameters() if path.endswith(name)}

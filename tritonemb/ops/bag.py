@@ -146,9 +146,8 @@ def _derive(
         return look_up(weight.contiguous(), values, offsets, sample_weights, pooled, mean, checked, dtype)
     layout = layout_of((BagTable(num_rows, grad.shape[1], mean),), pooled, values.device)
     if by == _SAMPLE_WEIGHTS:
-        return kernel("sample_weight_gradient", grad.device, (weight.dtype,))(
-            [weight.contiguous()], values, offsets, grad, layout
-        ).to(sample_dtype)
+        derive = kernel("sample_weight_gradient", grad.device, (weight.dtype,))
+        return derive([weight.contiguous()], values, offsets, grad, layout).to(sample_dtype)
     check_ids(values)
     groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     sum_dtype = torch.promote_types(grad.dtype, torch.float32)
@@ -290,13 +289,11 @@ def explained(
     bad = ((values < 0) | (values >= num_rows)).nonzero()
     if not bad.numel():
         return kind(str(error))
-    place = int(bad[0])
+    place, value = int(bad[0]), int(values[bad[0]])
     length = ids[:1].numel() if ids.dim() else 1
     sample = place // length if offsets is None else int((offsets <= place).sum()) - 1
     where = f"table {name!r}, sample {sample}: " if name else ""
-    return kind(
-        f"{where}input[{place}] is {int(values[place])}, which is out of range; valid ids are 0 to {num_rows - 1}"
-    )
+    return kind(f"{where}input[{place}] is {value}, which is out of range; valid ids are 0 to {num_rows - 1}")
 
 
 def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:

@@ -86,9 +86,8 @@ def _look_up(
 def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
-    return kernel("sample_weight_gradient", grad.device, fact(weights, dtypes_of))(
-        weights, values, offsets, grad, Layout(*layout)
-    ).to(sample_weights.dtype)
+    derive = kernel("sample_weight_gradient", grad.device, fact(weights, dtypes_of))
+    return derive(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)
 
 
 define(
@@ -252,9 +251,8 @@ class _Inputs(NamedTuple):
         if groups is self.values and self.groups != _versions(self.values):
             raise RuntimeError("the ids were changed in place between their lookup and its backward; change a copy")
         if needs_sample_weight_grad:
-            sample_weight_grad = torch.ops.tritonemb.sample_weight_gradient(
-                grad, self.tables.weights, *batch, *self.layout
-            )
+            derive = torch.ops.tritonemb.sample_weight_gradient
+            sample_weight_grad = derive(grad, self.tables.weights, *batch, *self.layout)
         if self.accumulator == NOT_ACCUMULATING:
             row_update_(self.tables, grad, self.offsets, self.sample_weights, groups, self.layout)
         elif self.shared:
