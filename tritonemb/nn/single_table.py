@@ -86,7 +86,8 @@ class SingleTable(FusedModule):
 
     def _begin(self, optimizer: Optimizer | None = None, draw: bool = False) -> Self:
         # NumPy's integers are tensors to a tracer, and break its graph.
-        sizes = {name: vars(self).get(name) for name in ("num_embeddings", "embedding_dim", "padding_idx")}
+        names = "num_embeddings", "embedding_dim", "padding_idx"
+        sizes: dict[str, Any] = {name: vars(self).get(name) for name in names}
         vars(self).update({name: size.__index__() for name, size in sizes.items() if hasattr(size, "__index__")})
         if draw:
             self.reset_parameters()
