@@ -91,9 +91,8 @@ def bad_gradient(row: int, layout: Layout) -> ValueError:
     table = bisect_right(first_rows, row) - 1
     name, place = names_in(layout.table_names)[table], row - first_rows[table]
     num_rows, row_ids = layout.tables[table, [NUM_ROWS, ROW_IDS]].tolist()
-    return gradient_not_finite(
-        name, int(int64_at(row_ids, num_rows, layout.tables.device)[place]) if row_ids else place
-    )
+    place = int(int64_at(row_ids, num_rows, layout.tables.device)[place]) if row_ids else place
+    return gradient_not_finite(name, place)
 
 
 def warn_of_skipped_rows(table: str) -> None:

@@ -92,12 +92,10 @@ class KeyedJaggedTensor:
             _check_same_lengths(lists, weights)
         values = [_integer(key, id) for key, samples in lists.items() for sample in samples for id in sample]
         flat_weights = [w for key in lists for sample in weights[key] for w in sample] if weights is not None else None
-        return cls(
-            tuple(lists),
-            torch.tensor(values, dtype=dtype, device=device),
-            None if flat_weights is None else torch.tensor(flat_weights, dtype=torch.float32, device=device),
-            lengths=torch.tensor([len(s) for samples in lists.values() for s in samples], dtype=dtype, device=device),
-        )
+        lengths = [len(sample) for samples in lists.values() for sample in samples]
+        numbers, sizes = (torch.tensor(each, dtype=dtype, device=device) for each in (values, lengths))
+        floats = None if flat_weights is None else torch.tensor(flat_weights, dtype=torch.float32, device=device)
+        return cls(tuple(lists), numbers, floats, lengths=sizes)
 
     @staticmethod
     def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
@@ -110,12 +108,9 @@ class KeyedJaggedTensor:
         batch_sizes = [part.stride() for part in parts]
         if len(set(batch_sizes)) > 1:
             raise ValueError(f"concat needs parts of one batch size, got {batch_sizes}")
-        return KeyedJaggedTensor(
-            [key for part in parts for key in part._keys],
-            torch.cat([part.values() for part in parts]),
-            _joined_weights(parts),
-            lengths=torch.cat([part.lengths() for part in parts]),
-        )
+        keys = [key for part in parts for key in part._keys]
+        values, weights = torch.cat([part.values() for part in parts]), _joined_weights(parts)
+        return KeyedJaggedTensor(keys, values, weights, lengths=torch.cat([part.lengths() for part in parts]))
 
     @staticmethod
     def stack(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
@@ -226,12 +221,8 @@ class KeyedJaggedTensor:
         batch_size = self.stride() if first < last else 0  # no keys have one offset, a 0
         bag_offsets = self._offsets[first * batch_size : last * batch_size + 1]
         begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
-        return KeyedJaggedTensor(
-            self._keys[first:last],
-            self._values[begin:end],
-            None if self._weights is None else self._weights[begin:end],
-            offsets=bag_offsets - begin,
-        )
+        keys, weights = self._keys[first:last], None if self._weights is None else self._weights[begin:end]
+        return KeyedJaggedTensor(keys, self._values[begin:end], weights, offsets=bag_offsets - begin)
 
     def _map(self, function: Any) -> "KeyedJaggedTensor":
         children, context = _flatten(self)
@@ -374,11 +365,7 @@ def _integer(key: str, id: Any) -> int:
 
 def readable(tensor: Tensor | None) -> bool:
     """Whether looking at the contents costs nothing: plain memory of this process."""
-    return (
-        type(tensor) is Tensor
-        and tensor.device.type == "cpu"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    return type(tensor) is Tensor and tensor.is_cpu and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], tuple[str, ...]]:

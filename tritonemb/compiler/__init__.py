@@ -111,10 +111,8 @@ tritonemb.reset = _reset  # type: ignore[attr-defined]
 
 def register() -> None:
     """Let `torch.compile` find the backend by name where the package's entry point is not installed."""
-    from torch._dynamo import list_backends, register_backend
-
-    if "tritonemb" not in list_backends(exclude_tags=()):
-        register_backend(tritonemb, name="tritonemb")
+    if "tritonemb" not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(tritonemb, name="tritonemb")
 
 
 def fuse_graph(gm: GraphModule) -> Report:

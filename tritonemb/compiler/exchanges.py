@@ -5,7 +5,8 @@ it; backward, layers that were called last come first.
 """
 
 from collections import defaultdict
-from heapq import heapify, heappop, heappush
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
 
 import torch
 from torch._higher_order_ops.effects import with_effects
@@ -43,22 +44,14 @@ class HideExchanges(CustomGraphPass):
 def _sorted(nodes: list[Node], kinds: dict[Node, int]) -> list[Node]:
     """In an order in which each comes after what it needs; else by kind, and then as they were."""
     places = {node: (kinds[node], place) for place, node in enumerate(nodes)}
-    missing, users = dict[Node, int](), defaultdict[Node, list[Node]](list)
-    for node, needed in _needed(nodes).items():
-        missing[node] = len(needed)
-        for each in needed:
-            users[each].append(node)
-    ready, found = [places[node] for node, number in missing.items() if not number], list[Node]()
-    heapify(ready)
-    while ready:
-        node = nodes[heappop(ready)[1]]
-        found.append(node)
-        for user in users[node]:
-            missing[user] -= 1
-            if not missing[user]:
-                heappush(ready, places[user])
-    assert len(found) == len(nodes)
-    return found
+    sorter, ready, ordered = TopologicalSorter(_needed(nodes)), list[tuple[int, int]](), list[Node]()
+    sorter.prepare()
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heappush(ready, places[node])
+        ordered.append(nodes[heappop(ready)[1]])
+        sorter.done(ordered[-1])
+    return ordered
 
 
 def _needed(nodes: list[Node]) -> dict[Node, set[Node]]:

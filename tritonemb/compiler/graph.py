@@ -23,12 +23,10 @@ _WITH_RUNNING_STATISTICS = {"batch_norm", "instance_norm"}
 _RANDOM = {"rrelu", "bernoulli", "multinomial", "normal", "poisson", "binomial", "gumbel_softmax",
            "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d",
            "fractional_max_pool3d"}  # fmt: skip
-_IN_PLACE = {f"__i{name[2:]}" for name in dir(operator)} & {*dir(operator)}
-_MUTATING = {"setattr", "delattr", "setitem", "delitem", "backward", "register_hook", "retain_grad",
-             *(name.strip("_") for name in _IN_PLACE)}  # fmt: skip
-
+_IN_PLACE = {name[2:-2] for name in dir(operator) if name.startswith("__i") and f"__{name[3:]}" in dir(operator)}
+_MUTATING = {"setattr", "delattr", "setitem", "delitem", "backward", "register_hook", "retain_grad", *_IN_PLACE}
 _CHANGING = {"add_", "sub_", "mul_", "div_", "neg_", "clamp_", "relu_", "masked_fill_", "fill_", "zero_", "copy_",
-             "setitem", *(name.strip("_") for name in _IN_PLACE)}  # fmt: skip
+             "setitem", *_IN_PLACE}  # fmt: skip
 _READERS = {
     *CONCATENATIONS, torch.stack, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.mm, torch.bmm,
     torch.addmm, torch.sum, torch.mean, torch.relu, torch.sigmoid, torch.tanh, torch.index_select, F.linear, F.gelu,
@@ -69,9 +67,9 @@ def arguments(node: Node) -> dict[str, Any]:
     return {} if found is None else found.kwargs
 
 
-def is_joined(node: Any, dim: int = 1) -> bool:
-    """Whether a node is a concatenation along `dim`."""
-    return isinstance(node, Node) and node.target in CONCATENATIONS and joined_dim(node) == dim
+def is_joined(node: Any) -> bool:
+    """Whether a node is a concatenation along dimension 1."""
+    return isinstance(node, Node) and node.target in CONCATENATIONS and joined_dim(node) == 1
 
 
 def joined_dim(node: Node) -> int:
@@ -152,17 +150,14 @@ def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
     """For each node of a region, those of the same region that must come before it, directly."""
     found: dict[Node, set[Node]] = {}
     memory, changed = dict[Node, set[Any]](), dict[Node, set[Any]]()
-    last_random: set[Node] = set()
     for node in nodes:
         found[node] = {other for other in node.all_input_nodes if other in found}
-        memory[node] = _memory(node).union(*map(_memory, node.all_input_nodes))
+        states = _changed_memory(node) | ({"random numbers"} if is_random(node) else set())
+        memory[node] = states.union(_memory(node), *map(_memory, node.all_input_nodes))
         found[node] |= {other for other, tensors in changed.items() if tensors & memory[node]}
-        if own := _changed_memory(node):
-            found[node] |= {other for other, tensors in memory.items() if tensors & own} - {node}
-            changed[node] = own
-        if is_random(node):
-            found[node] |= last_random
-            last_random = {node}
+        if states:
+            found[node] |= {other for other, tensors in memory.items() if tensors & states} - {node}
+            changed[node] = states
     return found
 
 
@@ -205,7 +200,7 @@ def depths(before: dict[Node, set[Node]], counted: set[Node]) -> dict[Node, int]
 
 
 def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
-    """The graphs that a higher-order operator runs."""
+    """The graphs that a node runs, if it is a higher-order operator."""
     names = [str(other.target) for other in node.all_input_nodes if other.op == "get_attr"]
     found = [functools.reduce(getattr, name.split("."), gm) for name in names]
     return [body for body in found if isinstance(body, GraphModule)]

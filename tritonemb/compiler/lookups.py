@@ -38,8 +38,7 @@ NO_INT = "its padding_idx is a NumPy integer; use int(..)"
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
 _BAGS = {torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS}
 _LOOKUPS = {embedding_bag, embedding, *_BAGS}
-# The same argument has several names.
-_NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}
+_NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}  # of the same arguments
 
 
 class LeftAlone(NamedTuple):
@@ -224,9 +223,8 @@ def _check_weight(node: Node, weight: Tensor) -> None:
 
 
 def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> None:
-    ids, offsets, sample_weights, trained = (
-        _tensor_of(args, name) for name in ("ids", "offsets", "sample_weights", "trained")
-    )
+    names = "ids", "offsets", "sample_weights", "trained"
+    ids, offsets, sample_weights, trained = (_tensor_of(args, name) for name in names)
     require(ids.dtype in ID_DTYPES, f"its ids are {ids.dtype}, not int32 or int64")
     require(not is_traceable_wrapper_subclass(ids) and not ids.is_nested, "its ids are not an ordinary tensor")
     devices = {each.device for each in (weight, ids, offsets, sample_weights, trained) if each is not None}
@@ -276,7 +274,7 @@ def left_alone(gm: GraphModule, merged: list[LookupGroup]) -> list[LeftAlone]:
             alone.append(_named(lookup, _why_alone(lookup, lookups, merged)))
         elif lookup is not None:
             alone.append(lookup)
-        for body in bodies(node, gm) if isinstance(node.target, torch._ops.HigherOrderOperator) else []:
+        for body in bodies(node, gm):
             inside = [part for part in map(recognise, body.graph.nodes) if part is not None]
             alone += [_named(part, f"it is inside {node.target}, whose graph is left alone") for part in inside]
     if is_transformed(gm):
@@ -314,12 +312,11 @@ def _fused_weights(gm: GraphModule) -> Iterator[Node]:
             continue
         if node.target in FUSED_BAGS:
             yield from node.args[0]
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            for body in bodies(node, gm):
-                inner = [part for part in body.graph.nodes if part.op == "placeholder"]
-                outer = [arg for arg in node.args if isinstance(arg, Node) and arg.op != "get_attr"]
-                known = dict(zip(inner, outer, strict=False))
-                yield from (known.get(weight, weight) for weight in _fused_weights(body))
+        for body in bodies(node, gm):
+            inner = [part for part in body.graph.nodes if part.op == "placeholder"]
+            outer = [arg for arg in node.args if isinstance(arg, Node) and arg.op != "get_attr"]
+            known = dict(zip(inner, outer, strict=False))
+            yield from (known.get(weight, weight) for weight in _fused_weights(body))
 
 
 def _recognised(gm: GraphModule) -> dict[Node, TableLookup | LeftAlone | None]:

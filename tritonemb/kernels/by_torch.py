@@ -91,8 +91,8 @@ def row_update_(
     Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
     `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
     untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
-    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`. What
-    `on_nonfinite="raise"` refuses is a ValueError before anything is changed.
+    or `[N, width]`; `offsets`, `sample_weights` as in `embedding_bag`; `hyperparameters` as in `Hyperparameters`;
+    `groups` as in `kernels/row_groups.py`. What `on_nonfinite="raise"` refuses is a ValueError before any change.
     """
     h = Hyperparameters(*hyperparameters)
     rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
@@ -118,9 +118,8 @@ def row_gradients_(
 ) -> None:  # fmt: skip
     """See `kernels/row_update.py`. In float64 if a table is, else float32.
 
-    Shapes: `sums` zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (of one table at
-    least as many); `grad` `[B, width]`, or `[N, width]` if not pooled; `offsets` `[K * B + 1]`; `sample_weights` `[N]`
-    or None; `groups` as in `kernels/row_groups.py`. Elements of `grad` are clamped to ±`max_gradient` first.
+    `sums` are zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (of one table at
+    least as many). Elements of `grad` are clamped to ±`max_gradient` first. All else as in `row_update_`.
     """
     rows, found = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
     for out, own, of_table in zip(sums, rows, found, strict=True):

@@ -99,10 +99,7 @@ def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) 
     )  # fmt: skip
     runs = next_power_of_2(max(1, num_runs))
     launch(_sum_runs, (cdiv(width, 16),), sums, grads[2], num_runs, width, RUNS=runs, SIZE=16)
-    grad_inputs, grad_product, grad_bias = (
-        found.to(x.dtype) for found, x in zip(grads, (inputs, product, bias), strict=True)
-    )
-    return grad_inputs, grad_product, grad_bias
+    return grads[0].to(inputs.dtype), grads[1].to(product.dtype), grads[2].to(bias.dtype)
 
 
 def _columns(width: int) -> int:

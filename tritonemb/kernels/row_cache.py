@@ -277,8 +277,8 @@ def row_cache_allocate_(
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """One launch behind a fill. Arguments and result as in the reference."""
-    values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
     num_entries = order.numel()
+    values = torch.full((num_entries,), -1, dtype=torch.int64, device=order.device)
     grid = (cdiv(num_entries, BLOCK),)
     launch(_translate_kernel, grid, slots, starts, order, num_groups, values, num_entries, BLOCK=BLOCK)
     return values

@@ -9,20 +9,7 @@ from tritonemb.tables.dynamic_table import DynamicStatistics, DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures, prefetch, sequence_number
 
 __all__ = [
-    "DLRM",
-    "MLP",
-    "CacheStatistics",
-    "CrossNetwork",
-    "DCNv2",
-    "DotInteraction",
-    "DynamicStatistics",
-    "DynamicTable",
-    "Embedding",
-    "EmbeddingBag",
-    "EmbeddingBagCollection",
-    "EmbeddingCollection",
-    "PrefetchedFeatures",
-    "TiledLinear",
-    "prefetch",
-    "sequence_number",
-]
+    "DLRM", "MLP", "CacheStatistics", "CrossNetwork", "DCNv2", "DotInteraction", "DynamicStatistics",
+    "DynamicTable", "Embedding", "EmbeddingBag", "EmbeddingBagCollection", "EmbeddingCollection",
+    "PrefetchedFeatures", "TiledLinear", "prefetch", "sequence_number",
+]  # fmt: skip

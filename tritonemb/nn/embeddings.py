@@ -119,8 +119,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
                 raise RuntimeError("the fused optimizer has no update for these arguments; te.unfuse the module first")
             return pooled if trained is None else pooled[:-1]
         assert offsets is not None
-        if self.max_norm is not None:
-            self._renormalise(values, self.max_norm, self.norm_type)
+        self._renormalise(values)
         mean = self.mode == "mean"
         if self.padding_idx is None:
             bags, ids = Bags(offsets, True, mean), values if trained is None else trained
@@ -270,10 +269,10 @@ class Embedding(SingleTable, TorchEmbedding):
         dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
         if not dense_ids or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
-        if self.max_norm is not None:
-            self._renormalise(input.reshape(-1), self.max_norm, self.norm_type)
+        values = input.reshape(-1)
+        self._renormalise(values)
         trained, bags = self._trained(input)
-        rows = self._look_up(input.reshape(-1), trained, None, bags, self.weight.dtype)
+        rows = self._look_up(values, trained, None, bags, self.weight.dtype)
         return rows.view(*input.shape, self.weight.shape[1])
 
     def _torchs_op(self, weight: Tensor, input: Tensor) -> Tensor:

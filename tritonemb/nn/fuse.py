@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +76,7 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
         raise TypeError(f"fuse expects a torch.nn.Module, got {type(model).__name__}")
     group = None if optimizer is None else FusedGroup(check_optimizer(optimizer), by_step)
     embeddings: dict[str, Any] = {p: module for p, module in model.named_modules() if isinstance(module, tuple(_OURS))}
-    reasons = {path: _why_not(module, group is not None) for path, module in embeddings.items()}
-    left_alone = {path: reason for path, reason in reasons.items() if reason is not None}
+    left_alone = {path: why for path, module in embeddings.items() if (why := _why_not(module, group is not None))}
     if group is not None:
         _leave_shared_alone(model, embeddings, left_alone)
     fused = {path: module for path, module in embeddings.items() if path not in left_alone}
@@ -118,19 +117,17 @@ def unfuse(model: nn.Module) -> None:
 def unfuse_all(fused: list[Any]) -> None:
     """`unfuse` for these modules."""
     for module in fused:
-        group = module._optimized if isinstance(module, SingleTable) else None
+        group = module._optimized
         if group is not None and group.accumulator.is_open and not group.by_step:
             raise RuntimeError("unfuse() in a block of accumulate() would lose its gradients; leave the block first")
-        left = [other for other in getattr(module, "_state_users", ()) if other not in fused]
+        left = [other for other in module._state_users if other not in fused]
         if left:
             raise ValueError(
                 f"the weight of {module._name!r} is also that of {left[0]._name!r}, and so is its optimizer's state; "
                 "unfuse the model that has both"
             )
     for module in fused:
-        if isinstance(module, SingleTable) and module._optimized is not None:
-            module._optimized.accumulator.take()
-        cast(SingleTable, module)._leave()
+        module._leave()
         module.__class__ = module.__dict__.pop("_fused_from", type(module))
 
 
@@ -189,8 +186,8 @@ class ModelOptimizer(torch.optim.Optimizer):
     `report` says what was fused, `dense` is the optimizer of the other parameters, or None if there are none.
     """
 
-    # Tells GradScaler to hand its scale to `step`, which can then refuse it.
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # tells GradScaler to hand its scale to `step`, which can then refuse it
+    _made = False
 
     def __init__(self, model: nn.Module, report: FuseReport, make: Dense, by_step: bool = False) -> None:
         assert report.optimizer is not None
@@ -202,7 +199,6 @@ class ModelOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 'LBFGS calls backward several times a step, and each updates the tables; use update="step"'
             )
-        self._made = False
         super().__init__([*self._dense_groups(), *self._tables.param_groups], {})
         self._made = True
         self._link()

@@ -37,6 +37,7 @@ class SingleTable(FusedModule):
     embedding_dim: int
     padding_idx: int | None
     max_norm: float | None
+    norm_type: float
     scale_grad_by_freq: bool
     sparse: bool
     step: Tensor
@@ -85,9 +86,8 @@ class SingleTable(FusedModule):
 
     def _begin(self, optimizer: Optimizer | None = None, draw: bool = False) -> Self:
         # NumPy's integers are tensors to a tracer, and break its graph.
-        sizes: dict[str, Any] = {
-            name: vars(self).get(name) for name in ("num_embeddings", "embedding_dim", "padding_idx")
-        }
+        names = "num_embeddings", "embedding_dim", "padding_idx"
+        sizes: dict[str, Any] = {name: vars(self).get(name) for name in names}
         vars(self).update({name: size.__index__() for name, size in sizes.items() if hasattr(size, "__index__")})
         if draw:
             self.reset_parameters()
@@ -120,8 +120,9 @@ class SingleTable(FusedModule):
                 self.register_buffer(state, values, persistent)
 
     def _leave(self) -> None:
-        if self._optimized is not None and not self._state_owner:
-            for name in ("skipped", *self.optimizer_states()):
+        if self._optimized is not None:
+            self._optimized.accumulator.take()
+            for name in () if self._state_owner else ("skipped", *self.optimizer_states()):
                 delattr(self, name)
         for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
@@ -133,21 +134,17 @@ class SingleTable(FusedModule):
         memory ours keeps (`num_rows`, or one an id), or while something traces or transforms the call. What is traced
         is PyTorch's without an optimizer: a backend merges it, or compiles it as it is.
         """
-        weight, traced = self._parameters.get("weight"), torch.compiler.is_compiling()
-        if (
-            weight is None
-            or type(input) is not Tensor
-            or input.is_sparse
-            or weight.dtype != torch.float32
-            or (traced and (self._optimized is not None or weight.device.type != "cpu"))
-            or (not traced and chosen("embedding_bag", weight.device, (torch.float32,)) != CPU)
-        ):
+        weight = self._parameters.get("weight")
+        if weight is None or type(input) is not Tensor or input.is_sparse or weight.dtype != torch.float32:
             return None
         elements, fused = input.numel() * self.embedding_dim, self._optimized is not None
-        if elements < FEW_ELEMENTS and not fused:
-            return True
-        if traced:
+        few = elements < FEW_ELEMENTS and not fused
+        if torch.compiler.is_compiling():
+            return True if few and weight.device.type == "cpu" else None
+        if chosen("embedding_bag", weight.device, (torch.float32,)) != CPU:
             return None
+        if few:
+            return True
         if fused:
             ours = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
             ours = ours or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
@@ -242,10 +239,12 @@ class SingleTable(FusedModule):
             [buffers["skipped"]], group.rate_on(weight.device), group.optimizer.name, group.hyperparameters,
         )  # fmt: skip
 
-    def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
-        untraced = self._optimized is not None and torch.compiler.is_compiling()
-        renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
-        renormalise(self.weight.detach(), values, max_norm, norm_type)
+    def _renormalise(self, values: Tensor) -> None:
+        """Scale rows of a call down to `max_norm`, if there is one."""
+        if self.max_norm is not None:
+            untraced = self._optimized is not None and torch.compiler.is_compiling()
+            renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
+            renormalise(self.weight.detach(), values, self.max_norm, self.norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)

@@ -92,39 +92,24 @@ class TiledLinear(nn.Module):
                 yield WeightTile(layer, first_row, first_column)
             first_row += layers_of(row)[0].out_features
 
-    @torch.no_grad()
-    def _fill(self, weight: Tensor, bias: Tensor | None) -> None:
-        for layer, row, column in self.grid():
-            layer.weight.copy_(weight[row : row + layer.out_features, column : column + layer.in_features])
-            if layer.bias is not None and bias is not None:
-                layer.bias.copy_(bias[row : row + layer.out_features])
-
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> "TiledLinear":
         """Tiles with the values of a linear layer, of its dtype, on its device."""
-        weight, bias = linear.weight, linear.bias
-        options: Any = {
-            "in_splits": in_splits,
-            "out_splits": out_splits,
-            "device": weight.device,
-            "dtype": weight.dtype,
-        }
-        made = cls(linear.in_features, linear.out_features, bias is not None, **options)
-        made._fill(weight, bias)
-        made.train(linear.training)
-        for tile in made.grid():
-            tile.layer.weight.requires_grad_(weight.requires_grad)
-            if tile.layer.bias is not None:
-                tile.layer.bias.requires_grad_(bias.requires_grad)
-        return made
+        whole = {"weight": linear.weight} if linear.bias is None else {"weight": linear.weight, "bias": linear.bias}
+        made = cls(
+            linear.in_features, linear.out_features, "bias" in whole, in_splits=in_splits, out_splits=out_splits,
+            device=linear.weight.device, dtype=linear.weight.dtype,
+        )  # fmt: skip
+        made.load_state_dict(whole)
+        for path, parameter in made.tiles.named_parameters():
+            parameter.requires_grad_(whole[path.rpartition(".")[2]].requires_grad)
+        return made.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
         """A `torch.nn.Linear` with these values, in the same mode; ValueError if only some tiles are frozen."""
         state = self.state_dict()
         weight = state["weight"]
-        made = nn.Linear(
-            self.in_features, self.out_features, "bias" in state, device=weight.device, dtype=weight.dtype
-        )  # fmt: skip
+        made = nn.Linear(self.in_features, self.out_features, "bias" in state, weight.device, weight.dtype)
         made.load_state_dict(state)
         for name, parameter in made.named_parameters():
             trained = {tile.requires_grad for path, tile in self.tiles.named_parameters() if path.endswith(name)}

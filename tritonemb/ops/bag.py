@@ -144,12 +144,16 @@ def _derive(
     """
     if by == _GRAD:
         return look_up(weight.contiguous(), values, offsets, sample_weights, pooled, mean, checked, dtype)
+    layout = layout_of((BagTable(num_rows, grad.shape[1], mean),), pooled, values.device)
     if by == _SAMPLE_WEIGHTS:
-        layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
-        return kernel("sample_weight_gradient", grad.device, (weight.dtype,))(
-            [weight.contiguous()], values, offsets, grad, layout
-        ).to(sample_dtype)
-    return derive_weight(grad, values, offsets, sample_weights, num_rows, pooled, mean, weight_dtype)
+        derive = kernel("sample_weight_gradient", grad.device, (weight.dtype,))
+        return derive([weight.contiguous()], values, offsets, grad, layout).to(sample_dtype)
+    check_ids(values)
+    groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
+    sum_dtype = torch.promote_types(grad.dtype, torch.float32)
+    sums = empty_result((num_rows, grad.shape[1]), sum_dtype, grad.device).zero_()
+    row_gradients_([sums], grad, offsets, sample_weights, groups, layout)
+    return sums.to(weight_dtype)
 
 
 def _shape(
@@ -285,13 +289,11 @@ def explained(
     bad = ((values < 0) | (values >= num_rows)).nonzero()
     if not bad.numel():
         return kind(str(error))
-    place = int(bad[0])
+    place, value = int(bad[0]), int(values[bad[0]])
     length = ids[:1].numel() if ids.dim() else 1
     sample = place // length if offsets is None else int((offsets <= place).sum()) - 1
     where = f"table {name!r}, sample {sample}: " if name else ""
-    return kind(
-        f"{where}input[{place}] is {int(values[place])}, which is out of range; valid ids are 0 to {num_rows - 1}"
-    )
+    return kind(f"{where}input[{place}] is {value}, which is out of range; valid ids are 0 to {num_rows - 1}")
 
 
 def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
@@ -300,20 +302,6 @@ def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: i
         return kernel("drop_padding", values.device)(values, offsets, padding_idx, layout)
     except ValueError as error:
         raise explained(error, values, num_rows, True) from None
-
-
-def derive_weight(
-    grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, num_rows: int, pooled: bool,
-    mean: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """The gradient of a table, `[num_rows, dim]`."""
-    check_ids(values)
-    layout = layout_of((BagTable(num_rows, grad.shape[1], mean),), pooled, values.device)
-    groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
-    sum_dtype = torch.promote_types(grad.dtype, torch.float32)
-    sums = empty_result((num_rows, grad.shape[1]), sum_dtype, grad.device).zero_()
-    row_gradients_([sums], grad, offsets, sample_weights, groups, layout)
-    return sums.to(dtype)
 
 
 def _close_bags(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -86,9 +86,8 @@ def _look_up(
 def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
-    return kernel("sample_weight_gradient", grad.device, fact(weights, dtypes_of))(
-        weights, values, offsets, grad, Layout(*layout)
-    ).to(sample_weights.dtype)
+    derive = kernel("sample_weight_gradient", grad.device, fact(weights, dtypes_of))
+    return derive(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)
 
 
 define(
@@ -252,9 +251,8 @@ class _Inputs(NamedTuple):
         if groups is self.values and self.groups != _versions(self.values):
             raise RuntimeError("the ids were changed in place between their lookup and its backward; change a copy")
         if needs_sample_weight_grad:
-            sample_weight_grad = torch.ops.tritonemb.sample_weight_gradient(
-                grad, self.tables.weights, *batch, *self.layout
-            )
+            derive = torch.ops.tritonemb.sample_weight_gradient
+            sample_weight_grad = derive(grad, self.tables.weights, *batch, *self.layout)
         if self.accumulator == NOT_ACCUMULATING:
             row_update_(self.tables, grad, self.offsets, self.sample_weights, groups, self.layout)
         elif self.shared:
@@ -281,11 +279,11 @@ def _shape(*args: Any) -> Tensor:
 
 
 def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.inputs = _Inputs(*unflatten(inputs, *_KINDS))
+    ctx.inputs = inputs
 
 
 def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    inputs, place = ctx.inputs, len(FusedTables._fields) + 2
+    inputs, place = _Inputs(*unflatten(ctx.inputs, *_KINDS)), len(FusedTables._fields) + 2
     sample_weight_grad = inputs.take_gradient(grad, ctx.needs_input_grad[place])
     lists = [[None] * len(tensors) for tensors in inputs.tables[:4]]
     after = [None] * (5 + len(RowGroups._fields) + len(Layout._fields))
@@ -295,8 +293,7 @@ def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 define(
     "embedding_bag_fused",
     f"({TABLES}, {registry.BATCH}, Tensor? pending, bool shared, int accumulator, bool check_bounds, "
-    f"ScalarType output_dtype, "
-    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
+    f"ScalarType output_dtype, {registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
     _look_up_fused, _shape, _backward_fused, _save_fused,
 )  # fmt: skip
 
@@ -372,11 +369,6 @@ def _shape_of_bag(*args: Any) -> Tensor:
     return empty_bags(table.weights[0], values, offsets, pooled, dtype)
 
 
-def _save_bag(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """The tensors as they are, without a version check, as in `embedding_bag_fused`."""
-    ctx.inputs = inputs
-
-
 def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(ctx.inputs, *_BAG_KINDS)
     ids, by_sample_weight, place = values if trained is None else trained, None, len(FusedTables._fields) + 3
@@ -390,7 +382,7 @@ def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 define(
     "bag_fused", f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor", _look_up_bag, _shape_of_bag,
-    _backward_bag, _save_bag,
+    _backward_bag, _save_fused,
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import OFFSET_DTYPES
-from tritonemb.ops.registry import define, kernel
+from tritonemb.ops.registry import define, eager, kernel
 from tritonemb.ops.row_groups import check_ids, plain_eager
 
 
@@ -66,8 +66,7 @@ def _call(
     op: str, values: Tensor, offsets: Tensor, by_key: Tensor, weights: Tensor | None, *sizes: int
 ) -> tuple[Tensor, ...]:
     weights = None if weights is None else weights.detach()
-    eager = plain_eager(values, offsets, by_key, weights)
-    call = kernel(op, values.device) if eager else getattr(torch.ops.tritonemb, op)
+    call = eager[op] if plain_eager(values, offsets, by_key, weights) else getattr(torch.ops.tritonemb, op)
     return call(values, offsets, by_key, weights, *sizes)
 
 

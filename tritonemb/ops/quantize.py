@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.packing import Packing, make_packing
-from tritonemb.ops.registry import define, kernel
+from tritonemb.ops.registry import define, eager, kernel
 from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 
 __all__ = ["Packing", "make_packing", "quantize_pack", "quantize_unpack"]
@@ -40,11 +40,9 @@ def quantize_pack(
         raise ValueError(f"matrix must be [rows, {packing.width}] as its packing is, got {tuple(matrix.shape)}")
     if rows is not None and rows.shape[0] != matrix.shape[0]:
         raise ValueError(f"rows must have one element a row of the matrix: {matrix.shape[0]}, got {rows.shape[0]}")
-    if plain_eager(matrix, saturated, scale, rows):
-        message = kernel("quantize_pack", matrix.device)(matrix, packing, saturated, scale, rows)
-        torch.autograd.graph.increment_version(saturated)
-        return message
-    return torch.ops.tritonemb.quantize_pack(matrix, saturated, scale, rows, *packing)
+    eagerly = plain_eager(matrix, saturated, scale, rows)
+    call = eager["quantize_pack"] if eagerly else torch.ops.tritonemb.quantize_pack
+    return call(matrix, saturated, scale, rows, *packing)
 
 
 def quantize_unpack(
@@ -71,11 +69,9 @@ def quantize_unpack(
         raise ValueError(f"message must be 1-D, of rows of {packing.row_bytes} bytes, got {tuple(message.shape)}")
     if not packing.complete:
         raise ValueError("unpacking needs a packing that has every column exactly once; this one leaves out or repeats")
-    if plain_eager(message, saturated, scale, rows):
-        matrix = kernel("quantize_unpack", message.device)(message, packing, dtype, saturated, scale, rows)
-        torch.autograd.graph.increment_version(saturated)
-        return matrix
-    return torch.ops.tritonemb.quantize_unpack(message, dtype, saturated, scale, rows, *packing)
+    eagerly = plain_eager(message, saturated, scale, rows)
+    call = eager["quantize_unpack"] if eagerly else torch.ops.tritonemb.quantize_unpack
+    return call(message, dtype, saturated, scale, rows, *packing)
 
 
 def _check(

@@ -43,10 +43,7 @@ _FILES = {  # op -> file
     }.items()
     for name in names
 }
-_BY_TORCH = (
-    "embedding_bag", "sample_weight_gradient", "row_update_", "row_gradients_", "interaction", "interaction_gradient",
-    "cross", "cross_gradient",
-)  # fmt: skip
+_BY_TORCH = ("embedding_bag", "row_update", "interaction", "cross")  # files whose ops `by_torch.py` has, too
 _CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels are PyTorch's operators, and the references
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -65,7 +62,8 @@ def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) 
     name = TRITON if _HAS_TRITON and (device.type == "cuda" or _INTERPRETING) else CPU
     if all(dtype in _DTYPES[name] for dtype in dtypes):
         return name if name == TRITON or device.type == CPU else None
-    return TORCH if op in _BY_TORCH and all(dtype in (*TABLE_DTYPES, torch.float64) for dtype in dtypes) else None
+    known = all(dtype in (*TABLE_DTYPES, torch.float64) for dtype in dtypes)
+    return TORCH if known and _FILES[op] in _BY_TORCH else None
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
@@ -89,7 +87,7 @@ def ops() -> tuple[str, ...]:
 
 def kernels_of(op: str) -> tuple[str, ...]:
     """The kernels that there are for an op."""
-    return (REFERENCE, CPU, TRITON, TORCH) if op in _BY_TORCH else (REFERENCE, CPU, TRITON)
+    return (REFERENCE, CPU, TRITON, TORCH) if _FILES[op] in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 
 chosen = functools.cache(choose)  # not for what Dynamo traces, which looks through caches and warns

@@ -5,6 +5,7 @@ or a policy that there is not.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,10 +92,8 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
 
 def _call(op: str, *args: Any) -> Any:
     """Call an op, without the dispatcher where that may be."""
-    flat = [
-        tensor for arg in args if not isinstance(arg, str) for tensor in ([arg] if isinstance(arg, Tensor) else arg)
-    ]
-    if plain_eager(*flat):
+    lists = [[arg] if isinstance(arg, Tensor) else arg for arg in args if not isinstance(arg, str)]
+    if plain_eager(*itertools.chain(*lists)):
         return eager[op](*args)
     return getattr(torch.ops.tritonemb, op)(*[arg if isinstance(arg, Tensor | str) else list(arg) for arg in args])
 
