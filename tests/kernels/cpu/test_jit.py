@@ -248,7 +248,9 @@ def test_a_kernel_that_is_compiled_is_logged_once_and_optimized_once(monkeypatch
     assert record.message.endswith(f"kept in {tmp_path})")
 
 
-@pytest.mark.parametrize(("level", "quiet", "lines"), [(None, "", 1), (logging.INFO, "", 0), (None, "1", 0)])
+@pytest.mark.parametrize(
+    ("level", "quiet", "lines"), [(logging.WARNING, "", 1), (logging.INFO, "", 0), (logging.WARNING, "1", 0)]
+)
 def test_who_sees_no_notes_is_told_once_that_kernels_are_compiled(level, quiet, lines, monkeypatch, capsys, caplog):
     """When compiling has taken two seconds in all."""
 
@@ -262,8 +264,7 @@ def test_who_sees_no_notes_is_told_once_that_kernels_are_compiled(level, quiet, 
     monkeypatch.setattr(threading, "Timer", Timer)
     monkeypatch.setattr(jit, "_finished", [0.5])
     monkeypatch.setenv("TRITONEMB_QUIET", quiet)
-    if level is not None:
-        caplog.set_level(level, logger="tritonemb")
+    caplog.set_level(level, logger="tritonemb")
     for _ in range(2):
         with jit._compiling("kernel", "_kernel"):
             pass
