@@ -294,6 +294,27 @@ def test_callbacks_hear_everything_in_order(data):
     ]
 
 
+@pytest.mark.parametrize("new_rows", [0, 1])
+def test_a_message_says_that_all_test_rows_were_trained(new_rows):
+    """Lists of ids included; one test row that differs by one id is enough for silence."""
+    bags = Column(torch.tensor([1, 2, 3, 1, 2]), torch.tensor([0, 2, 2, 3, 5]))
+    dense = torch.tensor([[0.0], [2.0], [1.0], [0.0]])
+    train = Rows(dense, (bags, Column(torch.tensor([0, 1, 0, 0]))), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    changed = Column(torch.tensor([1, 2, 3, 1, 3 if new_rows else 2]), bags.offsets)
+    test = replace(train, columns=(changed, train.columns[1])).take(torch.tensor([3, 1, 0]))
+    data = Dataset("rows", (Feature("bags", 4, multi_hot=True), Feature("single", 2)), train, test)
+    messages = []
+
+    class Recorder(te.training.Callback):
+        def on_message(self, text):
+            messages.append(text)
+
+    make_trainer(data, make_model(data), batch_size=3, callbacks=[Recorder()]).fit(test=True)
+    said = [text for text in messages if "test rows stand in the training rows" in text]
+    assert len(said) == 1 - new_rows
+    assert new_rows or "all, among the first 4, " in said[0], said
+
+
 def test_callbacks_hear_of_a_failure(data):
     class Failing(te.training.Callback):
         ended = "not yet"

@@ -23,7 +23,7 @@ from tritonemb.training.callbacks.console import size
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
-from tritonemb.training.metrics import Metrics, evaluate
+from tritonemb.training.metrics import Metrics, evaluate, warn_of_repeated_rows
 from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
 from tritonemb.training.step import PreparedStep, StepInfo, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
@@ -104,6 +104,8 @@ class Loop:
                 flush(self.state.model)
             self._save(self.saving.finish)
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
+            if metrics is not None and self.callbacks and (warning := warn_of_repeated_rows(self.state)):
+                self.callbacks.on_message(warning)
             if isinstance(self.state.step.dense_optimizer, OffloadedOptimizer):
                 moved = report(self.state.model).moved.items()
                 parts = [f"{tier} {size(read)} read, {size(written)} written" for tier, (read, written) in moved]

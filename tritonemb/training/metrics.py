@@ -1,15 +1,18 @@
 """The quality of click probabilities: metrics of logits, and the evaluation of a split."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.datasets import exact_auc
+from tritonemb.data.encode import feature_seed, hash_integers
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.config import Precision
@@ -72,6 +75,37 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
         logits, labels = ranks.to_first(logits), ranks.to_first(labels)
         metrics = on_rank_zero(ranks.control, lambda: binary_metrics(logits, labels, time.perf_counter() - start))
     return replace(metrics, num_skipped=skipped)
+
+
+def warn_of_repeated_rows(state: TrainState, most: int = 1_000, among: int = 100_000) -> str:
+    """A warning where the first `most` test rows all stand among the first `among` training rows, else ""."""
+    missing = set(first_rows(state, "test", most))
+    for number, row in enumerate(first_rows(state, "train", among), 1):
+        missing.discard(row)
+        if not missing:
+            return (
+                f"test rows stand in the training rows, too: the first {most:,}, or all, among the first {number:,}, "
+                "with their labels; the test metrics say nothing about new rows"
+            )
+    return ""
+
+
+def first_rows(state: TrainState, split: Split, most: int) -> Iterator[int]:
+    """The hashes of a split's first rows."""
+    with state.data.open(split, state.options.batch_size) as stream:
+        yield from islice(chain.from_iterable(map(row_hashes, stream)), most)
+
+
+def row_hashes(batch: Batch) -> list[int]:
+    """uint64 per row, equal for equal rows: sums of the hashes of the label, of dense features, and of ids."""
+    columns = torch.cat([batch.labels[:, None], batch.dense], 1).T.contiguous().view(torch.int32).numpy()
+    hashes = np.sum([hash_integers(column, feature_seed(f"dense {at}")) for at, column in enumerate(columns)], axis=0)
+    offsets, ids = batch.sparse.offsets().numpy(), batch.sparse.values().numpy()
+    for at, key in enumerate(batch.sparse.keys()):
+        ends = offsets[at * len(batch) : (at + 1) * len(batch) + 1]
+        sums = np.cumsum(hash_integers(ids[ends[0] : ends[-1]], feature_seed(key)))
+        hashes = hashes + np.diff(np.append(np.uint64(0), sums)[ends - ends[0]])
+    return list(hashes.tolist())
 
 
 @torch.no_grad()
