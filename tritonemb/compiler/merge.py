@@ -102,7 +102,7 @@ def _starts(bags: LookupIds, base: int) -> list[Tensor]:
 
     A first offset that is not 0, or a last one that is not the number of ids, would give ids to a neighbour's bag; it
     becomes -1, which the kernels report, as they do any offset that does not ascend. Ids behind an open end go to
-    another key, which no table has: `[2 * B]`.
+    another key, `[2 * B]`, which no table has.
     """
     own = _own_offsets(bags)
     moved = own + base
@@ -114,7 +114,9 @@ def _starts(bags: LookupIds, base: int) -> list[Tensor]:
     first = torch.where(fits, moved[:1], -1)
     if not bags.open_end:
         return [first, moved[1:-1]]
-    return [first, moved[1:], moved.new_full((own.shape[0] - 2,), base + bags.ids.numel())]
+    size = bags.ids.numel()
+    last = torch.where(own[-1:] <= size, moved[-1:], -1)
+    return [first, moved[1:-1], last, moved.new_full((own.shape[0] - 2,), base + size)]
 
 
 def parts_of(out: Tensor, members: Sequence[LookupIds], dims: Sequence[int], pooled: bool) -> tuple[Tensor, ...]:
