@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -42,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; processes would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if path := config.getoption("--measure"):
         config.pluginmanager.register(Meter(path))
 
