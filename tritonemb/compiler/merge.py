@@ -202,12 +202,11 @@ def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, la
         return write(ops.embedding_bag.default, tables, values, offsets, sample_weights, trained, *options, *layout)
     updates: list[Any] = list({lookup.weight: lookup.update for lookup in lookups}.values())
     states = [state for states in zip(*(update.states for update in updates), strict=True) for state in states]
-    groups = write(ops.row_groups.default, values if trained is None else trained, offsets, *layout)
     return write(
         ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
         [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
         list(first.update.hyperparameters), values, offsets, sample_weights, None, False, NOT_ACCUMULATING, *options,
-        *(write.item(groups, index) for index in range(4)), *layout,
+        values if trained is None else trained, None, None, None, *layout,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from tritonemb.layout import Layout, devices_of, dtypes_of, fact, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, ungrouped
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
     SCHEMA,
@@ -30,6 +30,7 @@ from tritonemb.ops.row_update import (
     row_update_,
     shared_update,
     tables_of,
+    update_rows,
 )
 
 
@@ -217,7 +218,8 @@ def embedding_bag_fused(
     if plain_eager(values, offsets, sample_weights, tables=tables.weights):
         inputs = _Inputs(tables, *rest, _versions(values) if groups is None else groups, layout)
         return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
-    groups = row_groups(values, offsets, layout) if groups is None else groups
+    if groups is None:
+        groups = row_groups(values, offsets, layout) if shared else ungrouped(values)
     return torch.ops.tritonemb.embedding_bag_fused(*tables, *rest, *groups, *layout)
 
 
@@ -293,7 +295,7 @@ def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 define(
     "embedding_bag_fused",
     f"({TABLES}, {registry.BATCH}, Tensor? pending, bool shared, int accumulator, bool check_bounds, "
-    f"ScalarType output_dtype, {registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
+    f"ScalarType output_dtype, {registry.IDS_OR_GROUPS}, {registry.LAYOUT}) -> Tensor",
     _look_up_fused, _shape, _backward_fused, _save_fused,
 )  # fmt: skip
 
@@ -389,7 +391,7 @@ define(
 def _update_bag(*args: Any) -> None:
     table, grad, values, offsets, sample_weights, name, pooled, mean = unflatten(args, FusedTables, *[None] * 7)
     layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
-    row_update_(table, grad, offsets, sample_weights, values, layout)
+    update_rows(table, grad, offsets, sample_weights, ungrouped(values), layout)
 
 
 define(

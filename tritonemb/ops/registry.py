@@ -141,6 +141,7 @@ LAYOUT = (
     "SymInt num_rows, SymInt width, bool pooled"
 )
 GROUPS = "Tensor rows, Tensor starts, Tensor order, Tensor num_groups"
+IDS_OR_GROUPS = "Tensor rows, Tensor? starts, Tensor? order, Tensor? num_groups"  # see `ungrouped`
 BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 
 assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)
@@ -164,10 +165,10 @@ def define(
     is_changed = [argument.alias_info is not None for argument in op._schema.arguments]
 
     def call(*args: Any) -> Any:
-        result = run(*args)
-        for changed in itertools.compress(args, is_changed):
-            tensors = [changed] if isinstance(changed, Tensor) else changed
-            torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])
+        result, changed = run(*args), list[Tensor]()
+        for argument in itertools.compress(args, is_changed):
+            changed += [argument] if isinstance(argument, Tensor) else argument
+        torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
         return result
 
     def traced(*args: Any) -> Any:

@@ -29,6 +29,16 @@ class RowGroups(NamedTuple):
     order: Tensor
     num_groups: Tensor
 
+    @property
+    def are_known(self) -> bool:
+        """Whether they are not those of `ungrouped`."""
+        return self.starts is not None
+
+
+def ungrouped(ids: Tensor) -> RowGroups:
+    """Ids `[N]` that the update is to group: they are the `rows`, and all else is None."""
+    return RowGroups(ids, *[None] * 3)  # type: ignore[arg-type]
+
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     """Group a batch's ids `[N]` by row. Ids out of range are left out; the lookup is what reports them.

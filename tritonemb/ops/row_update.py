@@ -19,7 +19,7 @@ from tritonemb.layout import Layout, TensorList, dtypes_of, fact
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
 from tritonemb.ops.registry import BATCH, CPU, TRITON, chosen, define, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, wait_for_groups
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, ungrouped, wait_for_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite, customs
 
 SKIP = get_args(NonFinite).index("skip")
@@ -77,20 +77,21 @@ def row_update_(
         offsets, sample_weights: of the batch.
         groups: its distinct rows, or its ids `[N]`, which are grouped first.
     """
+    groups = ungrouped(groups) if isinstance(groups, Tensor) else groups
     if isinstance(grad, Tensor) and not plain_eager(grad, tables=tables.weights):
-        groups = row_groups(groups, offsets, layout) if isinstance(groups, Tensor) else groups
         torch.ops.tritonemb.row_update_(*tables, grad, offsets, sample_weights, *groups, *layout)
         return
-    _update(tables, grad, offsets, sample_weights, groups, layout)
+    update_rows(tables, grad, offsets, sample_weights, groups, layout)
     torch.autograd.graph.increment_version([*tables.weights, *tables.states, *tables.steps, *tables.skipped])
 
 
-def _update(
+def update_rows(
     tables: FusedTables, grad: Tensor | list[Tensor], offsets: Tensor, sample_weights: Tensor | None,
-    groups: RowGroups | Tensor, layout: Layout,
+    groups: RowGroups, layout: Layout,
 ) -> None:  # fmt: skip
-    """Counters that are kept table by table are one tensor to the kernels."""
+    """`row_update_` where nothing is traced, which leaves the tensors' versions to its caller."""
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
+    # Counters that are kept table by table are one tensor to the kernels.
     step, device = steps[0] if len(steps) == 1 else torch.stack(steps), offsets.device
     count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=device)
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
@@ -99,18 +100,19 @@ def _update(
     name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds gradients
     grad = grad if by_cpu else _together(grad, layout)
-    if isinstance(groups, Tensor):
-        check_ids(groups, layout.multiplicity)
-        groups = groups if by_cpu else row_groups(groups, offsets, layout)
-    else:
+    batch: RowGroups | Tensor = groups
+    if groups.are_known:
         wait_for_groups(device)
+    else:
+        check_ids(groups.rows, layout.multiplicity)
+        batch = groups.rows if by_cpu else row_groups(groups.rows, offsets, layout)
     if optimizer in customs and name in (CPU, TRITON):
         from tritonemb.kernels.optimizers import update_by_user_  # loads the compiler
 
         at_once = ELEMENTS_AT_ONCE if name == CPU else None
         update = partial(update_by_user_, update, kernel("embedding_bag", device, dtypes), at_once)
     update(
-        weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
+        weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, batch,
         layout,
     )  # fmt: skip
     if len(steps) > 1:
@@ -140,8 +142,8 @@ def count_pass(learning_rate: Tensor) -> None:
 define(
     "row_update_",
     f"({SCHEMA.format(a='(a!)', b='(b!)', c='(c!)', d='(d!)')}, Tensor grad, Tensor offsets, Tensor? sample_weights, "
-    f"{registry.GROUPS}, {registry.LAYOUT}) -> ()",
-    lambda *args: _update(*unflatten(args, FusedTables, None, None, None, RowGroups, Layout)),
+    f"{registry.IDS_OR_GROUPS}, {registry.LAYOUT}) -> ()",
+    lambda *args: update_rows(*unflatten(args, FusedTables, None, None, None, RowGroups, Layout)),
     lambda *args: None,
 )
 

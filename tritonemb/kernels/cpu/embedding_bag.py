@@ -1,5 +1,6 @@
 """CPU twin of `kernels/embedding_bag.py`: one pass over samples and lookups, each row read once, asked for ahead."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,15 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
-from tritonemb.kernels.cpu.row_groups import addresses_of, arrays_of, as_float32, as_int64, check_offsets, dtypes_of
+from tritonemb.kernels.cpu.row_groups import (
+    GOOD_OFFSETS,
+    addresses_of,
+    arrays_of,
+    as_float32,
+    as_int64,
+    dtypes_of,
+    first_bad_bag,
+)
 from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_bags
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, fact
 from tritonemb.memory import empty_result
@@ -107,24 +116,31 @@ def embedding_bag(
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Summed in float32, `[B, width]` or `[N, width]`; see `kernels/embedding_bag.py`."""
-    check_offsets(values, offsets, layout)
+    ids, bounds = as_int64(values), as_int64(offsets)
+    if (bag := first_bad_bag(bounds, ids.size)) != GOOD_OFFSETS:
+        raise errors.bad_offsets(bag, offsets, ids.size, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
     num_rows = batch_size if layout.pooled else values.numel()
     out = empty_result((num_rows, layout.width), torch.float32)
     if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a table
         out.zero_()
-    zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
-    bad = np.full(_num_tasks(num_rows, values, layout), NO_POSITION, dtype=np.int64)
+    bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
     look_up = _pool_samples if layout.pooled else _gather_values
     look_up(
         torch.get_num_threads(), bad.size, num_rows, bad, batch_size, fact(weights, addresses_of),
-        fact(weights, dtypes_of), *arrays_of(layout), as_int64(values), as_int64(offsets),
-        as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
+        fact(weights, dtypes_of), *arrays_of(layout), ids, bounds,
+        as_float32(sample_weights), _zeros(layout.width).data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
-    if check_bounds and bad.min() != NO_POSITION:
-        raise errors.bad_id(int(bad.min()), values, offsets, layout)
-    return out.to(output_dtype)
+    if check_bounds and (position := min(bad.tolist())) != NO_POSITION:
+        raise errors.bad_id(position, values, offsets, layout)
+    return out if output_dtype == torch.float32 else out.to(output_dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(width: int) -> Tensor:
+    """At least as wide as any row."""
+    return torch.zeros(width, dtype=torch.float32)
 
 
 def _num_tasks(num_rows: int, values: Tensor, layout: Layout) -> int:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.simd import int64_row
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout
@@ -82,13 +81,6 @@ def _find_bad_bag(offsets, num_values):
 def first_bad_bag(offsets, num_values):
     """See `_find_bad_bag`, which other kernels call."""
     return _find_bad_bag(offsets, num_values)
-
-
-def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:
-    """Raise ValueError unless offsets ascend from 0 to the number of values."""
-    found = first_bad_bag(offsets.numpy(), values.numel())
-    if found != GOOD_OFFSETS:
-        raise errors.bad_offsets(found, offsets, values.numel(), layout)
 
 
 @inlined
@@ -395,7 +387,8 @@ def _group(num_threads, tables, values, units, all_pairs, rows, starts, order):
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels/row_groups.py`."""
     capacity = values.numel() * layout.multiplicity
-    ids, _, units, pairs = sort_pairs(values, offsets, layout, by_bag=False)
+    ids = as_int64(values)
+    _, units, pairs = sort_pairs(ids, as_int64(offsets), layout, by_bag=False)
     rows, starts = np.empty(capacity, dtype=np.int64), np.empty(capacity + 1, dtype=np.int32)
     order = np.empty(capacity, dtype=np.int32)
     num_groups = _group(torch.get_num_threads(), arrays_of(layout)[0], ids, units, pairs, rows, starts, order)
@@ -403,12 +396,12 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
 
 
 def sort_pairs(
-    values: Tensor, offsets: Tensor, layout: Layout, by_bag: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ids; what pairs hold, offsets or, if that fits and is wanted, numbers of bags; units; and pairs, see above."""
-    ids, bounds = as_int64(values), as_int64(offsets)
-    batch_size, num_threads = batch_size_of(offsets, layout.key_starts), torch.get_num_threads()
-    bad, *found = _sort(num_threads, batch_size, *arrays_of(layout), ids, bounds, by_bag)
+    ids: np.ndarray, offsets: np.ndarray, layout: Layout, by_bag: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What pairs hold, offsets or, if that fits and is wanted, numbers of bags; units; and pairs, see above."""
+    tables, lookups, key_starts = arrays_of(layout)
+    batch_size, num_threads = (offsets.size - 1) // max(1, key_starts.size - 1), torch.get_num_threads()
+    bad, *found = _sort(num_threads, batch_size, tables, lookups, key_starts, ids, offsets, by_bag)
     if bad != GOOD_OFFSETS:
-        raise errors.bad_offsets(bad, offsets, values.numel(), layout)
-    return ids, *found
+        raise errors.bad_offsets(bad, torch.from_numpy(offsets), ids.size, layout)
+    return found

@@ -396,11 +396,13 @@ def _run(
     most, apart, bounds = constants[MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
     parts: list[Tensor] = [*grad] if apart else [grad]  # type: ignore[list-item]
     parts = [part.clamp(-most, most) for part in parts] if most < np.inf else parts
-    parts = [(part if part.stride(1) == 1 else part.contiguous()).to(torch.float32) for part in parts]
+    parts = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
+    parts = [part if part.dtype == torch.float32 else part.to(torch.float32) for part in parts]
     grads = np.array([(part.data_ptr(), 4 * part.stride(0)) for part in parts], dtype=np.int64)
     if isinstance(groups, Tensor):
         by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # else no smaller
-        given = *sort_pairs(groups, offsets, layout, by_bag), _NO_IDS, *_NO_GROUPS
+        ids = as_int64(groups)
+        given = ids, *sort_pairs(ids, bounds, layout, by_bag), _NO_IDS, *_NO_GROUPS
     else:
         given = _NO_IDS, bounds, _NO_UNITS, _NO_PAIRS, *map(Tensor.numpy, groups[:3]), int(groups[3])
     places = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *places]
