@@ -11,6 +11,7 @@ from torch import nn
 
 import tritonemb as te
 from tests.compiler.graphs import Compiled, Recorded, assert_same, count_ops
+from tests.helpers import assert_same_bits
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
 ROWS = 11
@@ -65,6 +66,53 @@ def test_a_lone_module_without_an_optimizer_is_left_to_the_compiler(kind):
     large = Recorded(kind(ROWS, 2048), fullgraph=True)
     large(torch.randint(0, ROWS, (64, 3))).sum().backward()
     assert count_ops(large.forwards[0])["tritonemb.bag"] == 1
+
+
+LONE = {
+    "rows": (te.nn.Embedding, {}, lambda size: (torch.arange(size) % 7,)),
+    "matrix of rows": (te.nn.Embedding, {}, lambda size: (torch.arange(2 * size).view(size, 2) % 7,)),
+    "bags": (te.nn.EmbeddingBag, {"mode": "sum"}, lambda size: (torch.arange(2 * size) % 7, torch.arange(size) * 2)),
+    "matrix": (te.nn.EmbeddingBag, {"mode": "mean"}, lambda size: (torch.arange(3 * size).view(size, 3) % 7,)),
+    "weights": (
+        te.nn.EmbeddingBag, {"mode": "sum"},
+        lambda size: (torch.arange(size) % 7, torch.arange(size), torch.linspace(0, 1, size).requires_grad_()),
+    ),
+}  # fmt: skip
+
+
+class Lone(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        torch.manual_seed(0)
+        kind, options, self.batch = LONE[form]
+        self.table = kind(7, 4, optimizer=te.optim.Adagrad(lr=0.1), **options)
+
+    def forward(self, *args):
+        return torch.cat([self.table(*args).flatten(1)], 1)
+
+
+@pytest.mark.parametrize("form", LONE)
+def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form, monkeypatch):
+    def compile_nothing(*_):
+        raise AssertionError("Inductor was called")
+
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", compile_nothing)
+    model, twin = Lone(form), Lone(form)
+    compiled = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
+    for size in (4, 5, 9):
+        args, others = model.batch(size), model.batch(size)
+        compiled(*args).square().sum().backward()
+        twin(*others).square().sum().backward()
+        assert_same_bits(model.state_dict(), twin.state_dict())
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(args[2:], others[2:], strict=True))
+    output = compiled(*args)
+    args[0].zero_()
+    with pytest.raises(RuntimeError, match="changed in place between the lookup"):
+        output.sum().backward()
+    with pytest.raises(ValueError, match="table 'weight': id 7"):
+        compiled(torch.full_like(args[0], 7), *args[1:])
+    with model.table.accumulate(), pytest.raises(RuntimeError, match="accumulate"):
+        compiled(*args)
 
 
 @pytest.mark.parametrize("optimizer", [te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.1)])

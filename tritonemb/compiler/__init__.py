@@ -20,7 +20,15 @@ from torch.fx import GraphModule
 from tritonemb.compiler.exchanges import HideExchanges
 from tritonemb.compiler.graph import is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
-from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
+from tritonemb.compiler.lookups import (
+    NO_INT,
+    LeftAlone,
+    LookupGroup,
+    call_lookups,
+    check_fused_tables,
+    left_alone,
+    next_group,
+)
 from tritonemb.compiler.merge import cacheable, merge
 from tritonemb.utils import listed
 
@@ -88,6 +96,7 @@ def tritonemb(
         ValueError: see `fuse_graph`.
         RuntimeError: for a mode or an option that Inductor does not know.
     """
+    as_chosen = mode is None and not options
     options = {"size_asserts": False, **(options or {})}  # one for each table; guards know the sizes already
     if gm.graph.find_nodes(op="call_function", target=torch.ops.tritonemb.finish_exchange):
         options = {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": HideExchanges(), **options}
@@ -95,6 +104,8 @@ def tritonemb(
     report = fuse_graph(gm)
     if report.fused or report.left_alone:
         _log.info("%s", report)
+    if as_chosen and not report.fused and call_lookups(gm, example_inputs):
+        return gm.forward
     known = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
     with torch._inductor.config.patch(unsafe_marked_cacheable_functions=known):
         return inductor(gm, example_inputs)

@@ -9,6 +9,7 @@ gradient to whoever gathers it, so that the tables of a model are updated togeth
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.layout import Layout, devices_of, dtypes_of, fact, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
-from tritonemb.ops.registry import define, kernel, unflatten
+from tritonemb.ops.registry import define, eager, kernel, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, ungrouped
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
@@ -341,10 +342,7 @@ def bag_fused(
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
         # Versions are checked here, as the table may be updated before this backward runs.
         if before != versions(needs_sample_weight_grad):
-            raise RuntimeError(
-                f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {name!r} were "
-                "changed in place between the lookup and its backward; change a copy"
-            )
+            raise changed_in_place(name)
         by_sample_weight = None
         if needs_sample_weight_grad:
             assert sample_weights is not None
@@ -353,6 +351,14 @@ def bag_fused(
         return by_sample_weight
 
     return fused_lookup(weight, sample_weights, read, take_gradient)
+
+
+def changed_in_place(name: str) -> RuntimeError:
+    """The message for a batch, or rows of table `name`, that the backward finds changed."""
+    return RuntimeError(
+        f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {name!r} were changed in "
+        "place between the lookup and its backward; change a copy"
+    )
 
 
 _BAG_KINDS = (FusedTables, *[None] * 9)
@@ -371,14 +377,22 @@ def _shape_of_bag(*args: Any) -> Tensor:
     return empty_bags(table.weights[0], values, offsets, pooled, dtype)
 
 
-def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(ctx.inputs, *_BAG_KINDS)
-    ids, by_sample_weight, place = values if trained is None else trained, None, len(FusedTables._fields) + 3
-    if sample_weights is not None and ctx.needs_input_grad[place]:
+def _take_gradient(
+    args: Any, grad: Tensor, needs_sample_weight_grad: bool, update: Callable[..., None]
+) -> Tensor | None:
+    table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(args, *_BAG_KINDS)
+    ids, by_sample_weight = values if trained is None else trained, None
+    if sample_weights is not None and needs_sample_weight_grad:
         bags = Bags(offsets, pooled, mean)
         by_sample_weight = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
-    torch.ops.tritonemb.bag_update_(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
-    lists = [[None] * len(tensors) for tensors in table[:4]]
+    update(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
+    return by_sample_weight
+
+
+def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    place = len(FusedTables._fields) + 3
+    by_sample_weight = _take_gradient(ctx.inputs, grad, ctx.needs_input_grad[place], torch.ops.tritonemb.bag_update_)
+    lists = [[None] * len(tensors) for tensors in ctx.inputs[:4]]
     return *lists, *[None] * (place - 4), by_sample_weight, *[None] * 5
 
 
@@ -386,6 +400,19 @@ define(
     "bag_fused", f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor", _look_up_bag, _shape_of_bag,
     _backward_bag, _save_fused,
 )  # fmt: skip
+
+
+def look_up_eagerly(*args: Any) -> Tensor:
+    """`tritonemb::bag_fused` without the dispatcher, where nothing is traced."""
+    table, name, values, offsets, sample_weights, trained, *_ = unflatten(args, *_BAG_KINDS)
+    versions = _versions(values, trained, offsets, sample_weights)
+
+    def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
+        if versions != _versions(values, trained, offsets, sample_weights):
+            raise changed_in_place(name)
+        return _take_gradient(args, grad, needs_sample_weight_grad, eager["bag_update_"])
+
+    return fused_lookup(table.weights[0], sample_weights, partial(_look_up_bag, *args), take_gradient)
 
 
 def _update_bag(*args: Any) -> None:
