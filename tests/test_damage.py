@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 import tritonemb as te
 from tests.data.logs import options, random_lines, write
+from tests.training.callbacks.events import train
 from tritonemb.data import ClickLog, build_vocabulary, cached_as_parquet, convert, load_vocabulary
 from tritonemb.data.encode import METADATA
 from tritonemb.data.files import BLOCK_BYTES, CHECKSUMS
@@ -20,6 +21,7 @@ from tritonemb.offloading.checkpoint import CHECKSUMS as CHECKSUMS_FILE
 from tritonemb.sharding import ColumnWise, RowWise, ShardingPlan
 from tritonemb.sharding.planner import Topology
 from tritonemb.storage.checkpoint import METADATA as METADATA_FILE
+from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
 from tritonemb.training.checkpoint import MANIFEST, CheckpointFolder, read_manifest
 
 File = tuple[Path, Callable[[], Any]]  # and what reads it
@@ -125,8 +127,14 @@ def vocabulary(folder: Path) -> File:
     return path, read
 
 
+def run_log(folder: Path) -> File:
+    path = folder / "log.jsonl"
+    train([RunLog(path)])
+    return path, lambda: read_run_log(path)
+
+
 OFFLOADED = [offloaded, offloaded_metadata, offloaded_checksums]
-FILES = [manifest, tensors, metadata, plan, topology, *OFFLOADED, vocabulary, log, plain_log, cache]
+FILES = [manifest, tensors, metadata, plan, topology, *OFFLOADED, vocabulary, log, plain_log, cache, run_log]
 
 
 def check_flips(make: Callable[[Path], File], folder: Path, flips: int) -> None:

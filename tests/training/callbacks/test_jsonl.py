@@ -14,7 +14,9 @@ def strictly(path: Path) -> list[dict]:
     def refuse(text):
         raise AssertionError(f"{text} is no JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    events = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert all(len(event.pop("crc32")) == 8 for event in events)
+    return events
 
 
 def lasting(path: Path) -> list[dict]:

@@ -3,12 +3,15 @@
 A line is an object with `event` ("start", "log", "evaluation", "checkpoint", "message" or "end") and the fields of that
 event's dataclass. Messages carry the step after which they came. Numbers that are not finite are the strings "nan",
 "inf" and "-inf", for JSON has no others. `start` and `end` carry the time in UTC; the end of a run that failed has the
-reason "failed" and the exception under `error`.
+reason "failed" and the exception under `error`. The last field is `crc32`, in hexadecimal digits, of what stands before
+its comma; older logs have none.
 """
 
 import json
 import os
+import re
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -24,6 +27,7 @@ from tritonemb.training.config import plain
 from tritonemb.utils import write_whole
 
 NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # what Python writes, and what is in the log
+_CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 
 
 class RunLog(Callback):
@@ -105,13 +109,18 @@ def read_run_log(path: Path | str) -> list[dict[str, Any]]:
 def _events(path: Path) -> list[dict[str, Any]]:
     events = []
     lines = path.read_bytes().split(b"\n")
+    checked = any(map(_CHECKED.fullmatch, lines))
     for number, line in enumerate(lines, 1):
+        whole = _CHECKED.fullmatch(line) if checked else None
         try:
-            event = json.loads(line)
+            event = json.loads(whole[1] + b"}" if whole else line)
+            if checked and (whole is None or zlib.crc32(whole[1]) != int(whole[2], 16)):
+                raise ValueError("its checksum is another")
             if not (isinstance(event, dict) and isinstance(event.get("event"), str) and type(_step_of(event)) is int):
                 raise ValueError("not an event with its step")
         except ValueError as error:
-            if number == len(lines):  # nothing after the last line's end, or a line that was not finished
+            # Nothing after the last line's end, or a line that was not finished; not one whose end has changed.
+            if number == len(lines) and not _CHECKED.match(line):
                 break
             beginning = line[:80].decode(errors="replace")
             raise ValueError(f"{path}, line {number}: damaged ({error}): {beginning}") from error
@@ -125,7 +134,8 @@ def _step_of(event: Mapping[str, Any]) -> Any:
 
 def _line(event: Mapping[str, Any]) -> str:
     text = json.dumps(plain(event), default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
-    return json.dumps(json.loads(text, parse_constant=NOT_FINITE.__getitem__)) + "\n"
+    content = json.dumps(json.loads(text, parse_constant=NOT_FINITE.__getitem__))[:-1]
+    return f'{content}, "crc32": "{zlib.crc32(content.encode()):08x}"}}\n'
 
 
 def _numbers(value: Any) -> Any:
