@@ -322,7 +322,7 @@ class CollectionClient(WholeTables, RowService):
         caches: Sequence[CacheConfig | None],
     ) -> None:  # fmt: skip
         super().__init__(connections, [(name, spec)])
-        self.rank, self._name, self._lock = rank, name, threading.Lock()
+        self.rank, self._name, self._lock = rank, name, threading.RLock()
         self.codecs = RowCodecs(spec)
         self._dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()  # by garbage collection, at any moment
         self.restored = 0  # how often; what was pulled before is not pushed any more
@@ -343,7 +343,7 @@ class CollectionClient(WholeTables, RowService):
         if training:
             self.check_complete()
         with self._lock:
-            self._give_up_dropped()
+            self.push_dropped()
             batch, self._batch, cached = self._batch, self._batch + training, list[CachedPull]()
             asked, columns = ids, [ids, occurrences] if training else [ids]
             if training and self.caches:
@@ -410,7 +410,7 @@ class CollectionClient(WholeTables, RowService):
     def send(self, batch: int, ids: Sequence[Tensor], routes: Sequence[Any], sums: Sequence[Tensor], lr: float) -> None:
         """The gradients of a batch."""
         with self._lock:
-            self._give_up_dropped()
+            self.push_dropped()
             scale = self.codecs.scale(sums)
             for server, has in enumerate(self._has):
                 parts = self._of_server(ids, routes, server)
@@ -426,19 +426,14 @@ class CollectionClient(WholeTables, RowService):
     def push_dropped(self) -> None:
         """Push nothing for each batch that was dropped."""
         with self._lock:
-            self._give_up_dropped()
+            while not self._dropped.empty():
+                if (pulled := self._dropped.get()).restored == self.restored:
+                    values = {"batch": pulled.batch, "lr": 0.0, "sizes": None}
+                    for server in range(len(self._connections)):
+                        self._submit(server, "push", values)
+                    self._pushed += 1
 
     end = push_dropped
-
-    def _give_up_dropped(self) -> None:
-        while not self._dropped.empty():
-            pulled = self._dropped.get()
-            if pulled.restored != self.restored:
-                continue
-            values = {"batch": pulled.batch, "lr": 0.0, "sizes": None}
-            for server in range(len(self._connections)):
-                self._submit(server, "push", values)
-            self._pushed += 1
 
     def rows(self, table: int, routes: Sequence[Any], found: Sequence[Sequence[Tensor]]) -> Tensor:
         """A table's rows, from those of each server."""

@@ -552,16 +552,12 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
     """
     header: Values = {}
     with storage_errors(f"snapshot {path} could not be written", "check the disk"):
-        try:
-            with path.open("wb") as file:
-                for message in records:
-                    header = header or message[0]
-                    write_record(file, message)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        with on_error(lambda: path.unlink(missing_ok=True)), path.open("wb") as file:
+            for message in records:
+                header = header or message[0]
+                write_record(file, message)
+            file.flush()
+            os.fsync(file.fileno())
     return {"snapshot": header["snapshot"], "after": header["after"]}
 
 

@@ -415,17 +415,13 @@ class ServedTables:
         self.next_push += 1
         return True
 
-    def _ready(self, batch: int) -> bool:
-        """Whether the updates that a batch must see have been made."""
-        s = self.spec.staleness
-        return s is None or batch // self.spec.batches - s <= self.next_push
-
     def _advance_pull(self) -> bool:
         """Read the next batch: of all trainers at once in exact mode, else what has come of it."""
-        exact, most = self.spec.exact, self.spec.trainers
+        exact, most, staleness = self.spec.exact, self.spec.trainers, self.spec.staleness
         for batch in sorted(self.pulls):
             complete = batch == self.next_pull and len(self.pulls[batch].ids) == most
-            if self._ready(batch) and (complete or not exact):
+            ready = staleness is None or batch // self.spec.batches - staleness <= self.next_push  # it sees what it must
+            if ready and (complete or not exact):
                 self.next_pull = max(self.next_pull, batch + 1)
                 self._pull(batch, self.pulls.pop(batch))
                 return True
