@@ -18,10 +18,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 
 class MissingExtraError(ImportError):
@@ -203,8 +203,8 @@ def read_sealed(path: Path) -> bytes:
 class JsonFile:
     """What is kept as a JSON object of one format, in a file with a digest.
 
-    A derived class says what it is, which members its object has, and those that it needs. It has a method `to_json`,
-    and `from_json`, which begins with `_members`.
+    A derived class says what it is, which members its object has, and those that it needs. Where these are not the
+    fields of a dataclass, it has a method `to_json`, and `from_json`, which begins with `_members`.
     """
 
     FORMAT: ClassVar[int] = 1
@@ -214,12 +214,12 @@ class JsonFile:
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
-        raise NotImplementedError
+        return json.dumps({"format": self.FORMAT} | asdict(cast(Any, self)), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """From its text; ValueError or TypeError says what is wrong with it."""
-        raise NotImplementedError
+        return cls(**cls._members(text))
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with a digest."""

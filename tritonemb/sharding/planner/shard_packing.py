@@ -72,11 +72,6 @@ def _over(value):
 
 
 @inlined
-def _excess_of_rank(s, rank):
-    return _over(s.rank[0, rank]) + WEIGHT * _over(s.rank[1, rank])
-
-
-@inlined
 def _add_to_node(p, s, node, host, disk):
     s.node[0, node] += host
     s.node[1, node] += disk
@@ -90,7 +85,7 @@ def _add_to_node(p, s, node, host, disk):
 def _add_to_rank(s, rank, load, hbm):
     s.rank[0, rank] += load
     s.rank[1, rank] += hbm
-    now = _excess_of_rank(s, rank)
+    now = _over(s.rank[0, rank]) + WEIGHT * _over(s.rank[1, rank])
     change = now - s.rank[2, rank]
     s.rank[2, rank] = now
     return change

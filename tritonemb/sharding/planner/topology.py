@@ -1,9 +1,8 @@
 """`Topology`: ranks and nodes of a cluster, the memory of each tier, and the rate and latency of each link."""
 
-import json
 import math
 import os
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -132,15 +131,6 @@ class Topology(JsonFile):
     def but(self, **changes: Any) -> Self:
         """A copy with other values."""
         return replace(self, **changes)
-
-    def to_json(self) -> str:
-        """As text that `from_json` reads."""
-        return json.dumps({"format": self.FORMAT} | asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """A topology from its text; ValueError says what is wrong with it."""
-        return cls(**cls._members(text))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
