@@ -249,9 +249,8 @@ class TableConfig:
                         f"placement is {self.placement!r}; leave them out, or place it on disk"
                     )
         features = self._checked_features()
-        derived = {"features": features, "feature_names": features, "seed": seed_of(self.name)}
-        for part, value in {**derived, "whole_rows": self.num_embeddings or 0}.items():
-            object.__setattr__(self, part, value)
+        vars(self).update(features=features, feature_names=features, seed=seed_of(self.name))
+        vars(self).update(whole_rows=self.num_embeddings or 0)
 
     @property
     def is_dynamic(self) -> bool:
@@ -315,8 +314,7 @@ class TableConfig:
         """
         if self.is_dynamic:
             part = replace(self, name=name, features=features, init_bound=self.bound)
-            for field_name, value in {"seed": self.seed, "partitions": rows}.items():
-                object.__setattr__(part, field_name, value)
+            vars(part).update(seed=self.seed, partitions=rows)
             return part
         sizes = self.num_embeddings, self.embedding_dim
         for what, (first, count), whole in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
@@ -328,9 +326,8 @@ class TableConfig:
             name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement, cache=self.cache,
             init_bound=self.init_bound,
         )  # fmt: skip
-        origin = {"row_origin": self.row_origin + rows[0], "column_origin": self.column_origin + columns[0]}
-        for field_name, value in {"seed": self.seed, "whole_rows": self.whole_rows, **origin}.items():
-            object.__setattr__(part, field_name, value)
+        vars(part).update(row_origin=self.row_origin + rows[0], column_origin=self.column_origin + columns[0])
+        vars(part).update(seed=self.seed, whole_rows=self.whole_rows)
         return part
 
     def memory(self, num_rows: int, first_row: int = 0) -> "TableConfig":
@@ -339,8 +336,7 @@ class TableConfig:
             self, num_embeddings=num_rows, capacity=None, capacity_bytes=None, eviction=EvictionConfig(),
             admission=AdmissionConfig(), init_bound=self.bound,
         )  # fmt: skip
-        for field_name, value in {"seed": self.seed, "row_origin": first_row}.items():
-            object.__setattr__(made, field_name, value)
+        vars(made).update(seed=self.seed, row_origin=first_row)
         return made
 
     @property

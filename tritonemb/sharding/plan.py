@@ -310,9 +310,8 @@ class ShardingPlan(JsonFile):
     MEMBERS: ClassVar[Iterable[str]] = ("world_size", "local_world_size", "copies", "tables")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "local_world_size", self.local_world_size or self.world_size)
-        object.__setattr__(self, "tables", dict(self.tables))
-        object.__setattr__(self, "placements", dict(self.placements))
+        vars(self).update(tables=dict(self.tables), placements=dict(self.placements))
+        vars(self).update(local_world_size=self.local_world_size or self.world_size)
         for size in ("copies", "world_size"):
             checked_size(f"a sharding plan's {size}", getattr(self, size))
         if self.local_world_size < 1 or self.world_size % self.local_world_size:
