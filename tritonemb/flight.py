@@ -9,8 +9,7 @@ import json
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from ipaddress import ip_address
 from itertools import count
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tritonemb.utils import LazyModule
+from tritonemb.utils import LazyModule, on_error
 
 pa, pa_flight = LazyModule("pyarrow"), LazyModule("pyarrow.flight")
 
@@ -44,7 +43,7 @@ class Exchange:
             ConnectionError: the stream has ended.
         """
         encoded = [(_record_batch(data) if len(data) else None, _metadata(values, data)) for values, data in messages]
-        with self._lock, _ReadableErrors(self._peer):
+        with self._lock, _readable_errors(self._peer):
             if self._writer is None:
                 raise OSError("the stream has ended")
             for batch, metadata in encoded:
@@ -184,7 +183,7 @@ def _record_batches(answer: Answer, ticket: bytes) -> Iterator[tuple[Any, bytes]
 def _read(reader: Any, peer: str) -> Iterator[Message]:
     """The messages of a stream, their bytes as Arrow arrays, or None if it came without a record batch."""
     while True:
-        with _ReadableErrors(peer):
+        with _readable_errors(peer):
             try:
                 chunk = reader.read_chunk()
             except StopIteration:
@@ -216,7 +215,7 @@ class Client:
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.max_frame_size", 1 << 20),
         ]
-        with _ReadableErrors(address):
+        with _readable_errors(address):
             self._client = pa_flight.FlightClient(address, tls_root_certs=trusted, generic_options=options)
         self._options = pa_flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
 
@@ -234,7 +233,7 @@ class Client:
             PermissionError: the server expects another token: here or out of `next`.
             ConnectionError: it does not answer.
         """
-        with _ReadableErrors(self.address):
+        with _readable_errors(self.address):
             reader = self._client.do_get(pa_flight.Ticket(json.dumps(request).encode()), self._options)
         return self._messages(reader), reader.cancel
 
@@ -248,39 +247,32 @@ class Client:
 
     def exchange(self) -> Exchange:
         """A stream of messages in both directions, once the server has accepted it; raises as `stream` does."""
-        with _ReadableErrors(self.address):
+        with _readable_errors(self.address):
             descriptor = pa_flight.FlightDescriptor.for_command(b"")
             writer, reader = self._client.do_exchange(descriptor, self._options)
             stream = Exchange(reader, writer, self.address)
             patience = threading.Timer(PATIENCE, stream.cancel)
             patience.start()
             try:
-                with suppress(OSError):  # the reader knows why
-                    writer.begin(_schema())
-                _ = reader.schema  # a server sends it first
-            except BaseException:
-                stream.end()
-                raise
+                with on_error(stream.end):
+                    with suppress(OSError):  # the reader knows why
+                        writer.begin(_schema())
+                    _ = reader.schema  # a server sends it first
             finally:
                 patience.cancel()
         return stream
 
 
-@dataclass
-class _ReadableErrors:
+@contextmanager
+def _readable_errors(peer: str) -> Iterator[None]:
     """Raises built-in exceptions for those of Arrow."""
-
-    peer: str
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, pa_flight.FlightUnauthenticatedError):
-            raise PermissionError(f"{self.peer}: the token is missing or wrong") from error
-        if error is not None and isinstance(error, pa_flight.FlightError | pa.ArrowException | OSError):
-            reason = str(error).partition(". gRPC client debug context")[0]
-            raise ConnectionError(f"{self.peer} does not answer: {reason}") from error
+    try:
+        yield
+    except pa_flight.FlightUnauthenticatedError as error:
+        raise PermissionError(f"{peer}: the token is missing or wrong") from error
+    except (pa_flight.FlightError, pa.ArrowException, OSError) as error:
+        reason = str(error).partition(". gRPC client debug context")[0]
+        raise ConnectionError(f"{peer} does not answer: {reason}") from error
 
 
 def encode_error(error: Exception) -> dict[str, Any]:
