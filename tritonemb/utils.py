@@ -98,6 +98,11 @@ def listed(names: Iterable[str], most: int = 60) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def split_evenly(size: int, parts: int) -> list[int]:
+    """Sizes of parts, which differ by one at most, the larger ones first."""
+    return [(size + parts - 1 - part) // parts for part in range(parts)]
+
+
 def amount(size: float) -> str:
     """Bytes, with a unit of 1000."""
     units = ["B", "kB", "MB", "GB", "TB"]

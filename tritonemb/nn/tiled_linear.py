@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tritonemb.utils import split_evenly
+
 
 class TileLayer(nn.Linear):
     """A tile; its initial values are those of a layer with `fan_in` inputs."""
@@ -27,15 +29,6 @@ class WeightTile(NamedTuple):
     layer: TileLayer
     first_row: int
     first_column: int
-
-
-def layers_of(row: Any) -> list[TileLayer]:
-    return [*row]
-
-
-def split_evenly(size: int, parts: int) -> list[int]:
-    """Sizes that differ by one at most, the larger ones first."""
-    return [size // parts + (part < size % parts) for part in range(parts)]
 
 
 class TiledLinear(nn.Module):
@@ -64,7 +57,7 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.in_splits, self.out_splits = in_splits, out_splits
         self._columns, rows = split_evenly(in_features, in_splits), split_evenly(out_features, out_splits)
-        self.tiles = nn.ModuleList(
+        self.tiles: Any = nn.ModuleList(
             nn.ModuleList(
                 TileLayer(columns, of_rows, bias and number == 0, in_features, device=device, dtype=dtype)
                 for number, columns in enumerate(self._columns)
@@ -78,7 +71,7 @@ class TiledLinear(nn.Module):
         parts = x.split(self._columns, -1)
         outputs = []
         for row in self.tiles:
-            output, *others = (layer(part) for layer, part in zip(layers_of(row), parts, strict=True))
+            output, *others = (layer(part) for layer, part in zip(row, parts, strict=True))
             for other in others:
                 output = output + other
             outputs.append(output)
@@ -88,9 +81,9 @@ class TiledLinear(nn.Module):
         """The tiles, row by row, and where their weights are in the whole."""
         first_row = 0
         for row in self.tiles:
-            for layer, first_column in zip(layers_of(row), accumulate([0, *self._columns]), strict=False):
+            for layer, first_column in zip(row, accumulate([0, *self._columns]), strict=False):
                 yield WeightTile(layer, first_row, first_column)
-            first_row += layers_of(row)[0].out_features
+            first_row += row[0].out_features
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> "TiledLinear":

@@ -12,6 +12,7 @@ from tritonemb.sharding.collection import Exchanged, ShardedCollection, ShardedL
 from tritonemb.sharding.placement import Scheme
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
+from tritonemb.utils import split_evenly
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
 Exchange = Callable[[Tensor, Sequence[int]], Tensor]
@@ -91,7 +92,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         batch, own_groups, received = exchanged
         parts: list[list[Tensor]] = [[] for _ in range(number)]
         for (ids, batch_sizes, _), of_ids in received:
-            groups, sizes = iter(of_ids), [part_sizes(size, number) for size in batch_sizes]
+            groups, sizes = iter(of_ids), [split_evenly(size, number) for size in batch_sizes]
             for sets, exchange in self._schemes:
                 found = [tables.look_up(ids, next(groups)) for tables in sets]
                 if not found:  # a rank without such shards takes part in the backward's exchange, too
@@ -102,7 +103,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                     matrix = [torch.cat(pieces[part::number]) for part in range(number)]
                 for index, piece in enumerate(matrix):
                     parts[index].append(exchange(piece, [of_rank[index] for of_rank in sizes]))
-        shares, rows = self._shares(batch), part_sizes(batch.stride(), number)
+        shares, rows = self._shares(batch), split_evenly(batch.stride(), number)
         for tables, groups_of in zip(self._replicated, own_groups, strict=True):
             for part, piece in zip(parts, _split(tables.look_up(batch, groups_of), rows), strict=True):
                 part.append(piece)
@@ -147,11 +148,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         ordered = torch.stack([lengths[keys.index(name)] for name in self.feature_names]).to(torch.float32)
         shares = torch.cat([1.0 / ordered.clamp(min=1.0), ordered.new_ones(1, ordered.shape[1])])
         return shares.index_select(0, self._mean_of).T
-
-
-def part_sizes(size: int, number: int) -> list[int]:
-    """The sizes of so many parts of `size` samples, the first ones larger by one if it has to be."""
-    return [(size + number - 1 - part) // number for part in range(number)]
 
 
 def _split(matrix: Tensor, sizes: list[int]) -> Sequence[Tensor]:

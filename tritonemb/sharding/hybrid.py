@@ -22,7 +22,7 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection, part_sizes
+from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan
@@ -30,7 +30,7 @@ from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.cached_server_table import ParallelModel
 from tritonemb.tables.lookup import PrefetchedFeatures
-from tritonemb.utils import listed
+from tritonemb.utils import listed, split_evenly
 
 Dense = Literal["ddp", "fsdp"]
 
@@ -276,7 +276,7 @@ class _SubBatches(nn.Module):
         features = [value for value in given if isinstance(value, PrefetchedFeatures)]
         if len(features) != 1:
             raise ValueError(f"pipeline={self._number} needs one argument with features, got {len(features)}")
-        sizes = part_sizes(features[0].stride(), self._number)
+        sizes = split_evenly(features[0].stride(), self._number)
         by_part = zip(*(self._parts(value, sizes) for value in given), strict=True)
         calls = [tree_unflatten(list(part), structure) for part in by_part]
         return tree_map(_joined, *(self.model(*args, **kwargs) for args, kwargs in calls))
