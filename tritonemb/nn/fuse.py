@@ -16,6 +16,7 @@ from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import FusedOptimizer, check_optimizer, hooked_where_needed
+from tritonemb.utils import on_error
 
 _OURS: dict[type[nn.Module], type[SingleTable]] = {
     nn.modules.sparse.EmbeddingBag: EmbeddingBag,  # of `nn` others may have been put in their place
@@ -306,11 +307,8 @@ def fused(
     report = fuse(model, tables, by_step=update == "step")
     if report.optimizer is None:
         raise ValueError(f"the model has no embedding that can be fused:\n{report}")
-    try:
+    with on_error(lambda: unfuse_all([model.get_submodule(path) for path in report.fused])):
         return ModelOptimizer(model, report, make, update == "step")
-    except Exception:
-        unfuse_all([model.get_submodule(path) for path in report.fused])
-        raise
 
 
 def _counterpart(spec: Optimizer) -> Dense:

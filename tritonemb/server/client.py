@@ -118,7 +118,9 @@ class Connection(Closing):
         try:
             while (left := end - time.monotonic()) > 0:
                 end += timeout if self.is_starting() and left < timeout / 2 else 0.0
-                self._reopen()
+                with self._opening, suppress(ConnectionError):  # the server may not answer yet
+                    if self._channel is None:
+                        self._open()
                 with self._lock:
                     if self._failure is not None:
                         raise self._failure
@@ -128,12 +130,6 @@ class Connection(Closing):
             raise self._silent()
         finally:
             self._questions.pop(number, None)
-
-    def _reopen(self) -> None:
-        """Open a channel if there is none, and the server answers."""
-        with self._opening, suppress(ConnectionError):
-            if self._channel is None:
-                self._open()
 
     def _open(self) -> None:
         token = object()

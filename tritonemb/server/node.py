@@ -551,13 +551,13 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
     StorageError if it cannot be written; nothing is left of it.
     """
     header: Values = {}
-    with storage_errors(f"snapshot {path} could not be written", "check the disk"):
-        with on_error(lambda: path.unlink(missing_ok=True)), path.open("wb") as file:
-            for message in records:
-                header = header or message[0]
-                write_record(file, message)
-            file.flush()
-            os.fsync(file.fileno())
+    errors = storage_errors(f"snapshot {path} could not be written", "check the disk")
+    with errors, on_error(lambda: path.unlink(missing_ok=True)), path.open("wb") as file:
+        for message in records:
+            header = header or message[0]
+            write_record(file, message)
+        file.flush()
+        os.fsync(file.fileno())
     return {"snapshot": header["snapshot"], "after": header["after"]}
 
 

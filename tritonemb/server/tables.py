@@ -420,8 +420,8 @@ class ServedTables:
         exact, most, staleness = self.spec.exact, self.spec.trainers, self.spec.staleness
         for batch in sorted(self.pulls):
             complete = batch == self.next_pull and len(self.pulls[batch].ids) == most
-            ready = staleness is None or batch // self.spec.batches - staleness <= self.next_push  # it sees what it must
-            if ready and (complete or not exact):
+            sees_enough = staleness is None or batch // self.spec.batches - staleness <= self.next_push
+            if sees_enough and (complete or not exact):
                 self.next_pull = max(self.next_pull, batch + 1)
                 self._pull(batch, self.pulls.pop(batch))
                 return True

@@ -29,6 +29,7 @@ from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.tables.lookup import FindReplicaRows, Lookup, row_sums
 from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
+from tritonemb.utils import on_error
 
 NO_BACKWARD = -1  # what autograd calls it when it is not running
 
@@ -82,7 +83,7 @@ class ReplicatedUpdate(ShardUpdate):
         """One step on the rows of the batches of all these ranks, in place, which are unpinned then; a collective."""
         pinned, configs, optimizer = PinnedRows(tables, pins), tables.configs, tables.optimizer
         assert optimizer is not None
-        try:
+        with on_error(pinned.release):
             # The bound is of the gradient of the mean over replicas.
             bound = None if optimizer.max_gradient is None else optimizer.max_gradient * self.average
             sums = self._with_replicas(configs, pinned.in_rows(RowSums(*row_sums(grad, lookup, bound))))
@@ -94,9 +95,6 @@ class ReplicatedUpdate(ShardUpdate):
             with tables.memory():
                 spec = replace(optimizer, max_gradient=None)
                 _apply(configs, spec, tables.fused_tables(), slots, pinned.row_ids())
-        except BaseException:
-            pinned.release()
-            raise
         pinned.release()
 
     def _with_replicas(self, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:

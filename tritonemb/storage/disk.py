@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -306,15 +306,13 @@ class DiskRows(Closing):
 
 def _close(file: RowFile, cache: HostCache | None) -> None:
     """Write back, flush and close; raise the table's failure, if no caller has seen it."""
-    try:
+    with closing(file.file):
         if file.failure is None:
             if cache is not None and cache.needs_write_back():
                 cache.write_back()
             file.finalize()
         elif not file.failure.raised:
             raise file.failure
-    finally:
-        file.file.close()
 
 
 def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cache: HostCache | None) -> None:

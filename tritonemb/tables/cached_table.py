@@ -243,8 +243,7 @@ class CachedTable(Table):
             pass
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for name, tensor in self.tensors().items():
-            destination[prefix + name] = tensor
+        destination.update({prefix + name: tensor for name, tensor in self.tensors().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         _, strict, missing_keys, unexpected_keys, error_msgs = args

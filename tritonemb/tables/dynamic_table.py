@@ -478,8 +478,7 @@ class DynamicTable(Table):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if only_parameters():
             return
-        for name, tensor in self.saved().items():
-            destination[prefix + name] = tensor
+        destination.update({prefix + name: tensor for name, tensor in self.saved().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         load_all(self.templates(0), self.adopt, state_dict, prefix, *args)

@@ -248,7 +248,7 @@ def look_up_pinned(tables: Tables, lookup: Lookup) -> Tensor:
     if torch.is_grad_enabled():
         check_gradients(tables, lookup)
         if not trained and any(weight.requires_grad for weight in weights):
-            raise ValueError(_no_gradient(tables))
+            _refuse_gradient(tables)
     assert lookup.ticket is not None
     layout, ids, offsets = lookup.layout, lookup.values, lookup.offsets
     size = batch_size_of(offsets, layout.key_starts) if tables.pooled else ids.shape[0]
@@ -317,7 +317,7 @@ def assign_rows(
         layout = tables.layout(batch.keys(), values.device)
     training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
-        raise ValueError(_no_gradient(tables))
+        _refuse_gradient(tables)
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
         values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
         ids = {number: values[at].contiguous() for number, at in positions.items()}
@@ -497,14 +497,10 @@ def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     return tables.look_up_trained(lookup, read)
 
 
-def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
-    raise ValueError(_no_gradient(tables))
-
-
-def _no_gradient(tables: Tables) -> str:
+def _refuse_gradient(tables: Tables, *_: object) -> NoReturn:
     config = _first_cached(tables)
     what = "dynamic" if config.is_dynamic else f"placed on {config.placement!r}"
-    return (
+    raise ValueError(
         f"table {config.name!r} is {what}, where only a fused optimizer can train it; give "
         "its collection one, or freeze it with requires_grad_(False)"
     )

@@ -131,10 +131,9 @@ class ServerTable(Table):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if is_metadata_only():
-            return
-        for name, tensor in self._attached().tensors(self.config.name).items():
-            destination[prefix + name] = tensor
+        if not is_metadata_only():
+            tensors = self._attached().tensors(self.config.name)
+            destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         service, name = self._attached(), self.config.name

@@ -1,6 +1,6 @@
 """The options of tables: each sharding type and tier, with what its shards cost; and the search's problem."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -302,17 +302,14 @@ def _assemble(
         offsets.append(len(picked))
     count = [variants[n].fixed.shape[1] for n, _ in picked]
 
-    def of_options(name: str) -> Array:
-        return np.stack([getattr(variants[n], name)[row] for n, row in picked])
-
-    def of_units(name: str) -> Array:
-        return np.concatenate([getattr(variants[n], name)[row] for n, row in picked])
+    def values(name: str, join: Callable[[list[Array]], Array] = np.concatenate) -> Array:
+        return join([getattr(variants[n], name)[row] for n, row in picked])
 
     return options, Problem(
-        model.ranks, model.local, np.array(offsets), np.concatenate([[0], np.cumsum(count)]), of_options("everywhere"),
-        of_options("common"), of_units("unit_common"), np.repeat([variants[n].on_node for n, _ in picked], count),
-        of_units("steps").astype(np.int64), of_units("most").astype(np.int64), of_units("fixed"), of_units("slope"),
-        of_units("mutual"),
+        model.ranks, model.local, np.array(offsets), np.concatenate([[0], np.cumsum(count)]),
+        values("everywhere", np.stack), values("common", np.stack), values("unit_common"),
+        np.repeat([variants[n].on_node for n, _ in picked], count), values("steps").astype(np.int64),
+        values("most").astype(np.int64), values("fixed"), values("slope"), values("mutual"),
     )  # fmt: skip
 
 

@@ -102,12 +102,8 @@ def load_tensors(
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
 
     fresh: dict[CachedTable, DiskRows] = {}
-    try:
+    with on_error(lambda: [*map(DiskRows.close, fresh.values())]):
         on_all_ranks(group, lambda: _load(path, tensors, stored, fresh))
-    except BaseException:
-        for store in fresh.values():
-            store.close()
-        raise
     for table, store in fresh.items():
         table.replace_store(store)
 

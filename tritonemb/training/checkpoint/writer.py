@@ -216,7 +216,7 @@ class TableSnapshots:
         for name, service in self._services.items():
             self._servers[name] = let_servers_write(folder, name, service, earlier)
         for part, prefixes in self._parts.items():
-            store, stem = _store(part), stem_of(prefixes[0], part.row_config)
+            store, stem = _store(part), _stem(prefixes[0], part.row_config)
             follows = store.last_snapshot
             linked = _link_chain(folder, prefixes[0], store, follows, earlier)
             path = folder / (f"{stem}.{len(linked)}{CHANGES}" if linked else f"{stem}{ROWS}")
@@ -299,15 +299,11 @@ def describe_part(config: TableConfig) -> dict[str, Any]:
     }
 
 
-def stem_of(prefix: str, part: TableConfig) -> str:
-    """The beginning of a part's file names, which no other one has."""
-    origin = f"-{part.row_origin}-{part.column_origin}" if part.row_origin or part.column_origin else ""
-    return f"{_stem(prefix)}{origin}"
-
-
-def _stem(prefix: str) -> str:
+def _stem(prefix: str, part: TableConfig | None = None) -> str:
+    """The beginning of file names, of a collection or of a part of a table, which no other one has."""
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
-    return f"{readable}-{zlib.crc32(prefix.encode()):08x}"
+    origin = f"-{part.row_origin}-{part.column_origin}" if part and (part.row_origin or part.column_origin) else ""
+    return f"{readable}-{zlib.crc32(prefix.encode()):08x}{origin}"
 
 
 def _store(table: CachedTable) -> DiskRows:
