@@ -162,11 +162,9 @@ def make_index(
     whole, most_sets, num_rows = partition_sizes(capacity, most_partitions)
     first, partitions = (0, whole) if part is None else part
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
-    shapes = (
-        ((num_rows * partitions,), torch.int64), ((num_rows * partitions, 2), torch.int32), ((slots,), torch.int32),
-        ((num_rows * partitions,), torch.int32),
-    )  # fmt: skip
-    ids, uses, rows, free = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+    ids = torch.empty(num_rows * partitions, dtype=torch.int64, device=device)
+    shapes = (num_rows * partitions, 2), (slots,), (num_rows * partitions,)
+    uses, rows, free = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
     num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(
         ids, uses, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
