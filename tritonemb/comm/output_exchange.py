@@ -311,10 +311,8 @@ class PooledExchange(OutputExchange):
 class SequenceExchange(OutputExchange):
     """Sends rows of `dim` columns to the ranks that sent their ids."""
 
-    def __init__(
-        self, group: RankGroup, dim: int, precision: ExchangePrecision, average: int = 1, kind: str = "rows"
-    ) -> None:
-        super().__init__(group, precision, average, kind)
+    def __init__(self, group: RankGroup, dim: int, precision: ExchangePrecision, average: int = 1) -> None:
+        super().__init__(group, precision, average, "rows")
         self._forward = MessageCodec([[(0, dim)]], dim, self.precision.forward)
         self._backward = MessageCodec([[(0, dim)]], dim, self.precision.backward)
         self.codecs = (self._forward, self._backward)

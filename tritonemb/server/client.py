@@ -382,12 +382,8 @@ class CollectionClient(WholeTables, RowService):
     def by_table(self, server: int, sizes: list[int], answer: Message) -> tuple[int, dict[int, Any]]:
         """A server's answer to a trainer with caches: its steps, and by table versions and rows."""
         values, (versions, *rows) = answer
-        of_tables = zip(versions.split(sizes), self.unpacked(server, rows), strict=True)
+        of_tables = zip(versions.split(sizes), self.codecs.rows.unpack(self._has[server], rows), strict=True)
         return values["steps"], dict(zip(self._has[server], of_tables, strict=True))
-
-    def unpacked(self, server: int, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The rows of a server's tables, as it has sent them."""
-        return self.codecs.rows.unpack(self._has[server], rows)
 
     def refused(
         self, server: int, counts: Tensor, positions: Tensor, asked: Sequence[Tensor], routes: Sequence[Sequence[Any]]
@@ -497,7 +493,7 @@ class PulledRows(Pull):
         if not self._cached:
             found = [tensors for _, tensors in answers]
             if self._training:
-                found = [client.unpacked(*each) for each in enumerate(found)]
+                found = [client.codecs.rows.unpack(*each) for each in zip(client._has, found, strict=True)]
             return [client.rows(table, routes, found) for table, routes in enumerate(self._routes)]
         of_servers = [client.by_table(n, *each) for n, each in enumerate(zip(self._sizes, answers, strict=True))]
         tables = zip(range(len(self._cached)), self._cached, self._routes, strict=True)

@@ -510,17 +510,15 @@ class EmbeddingServer(Closing):
         served, steps = self.collections[values["collection"]], index(values["steps"])
 
         def write(error: Exception | None) -> None:
-            if error is not None:
-                answer(error)
-                return
-            if served.held:
-                answer(ValueError("a trainer has rows of these tables; all trainers flush them first"))
-                return
             try:
+                if error is not None:
+                    raise error
+                if served.held:
+                    raise ValueError("a trainer has rows of these tables; all trainers flush them first")
                 records = take_snapshot(served, values["chain"], values["changes_only"])
                 answer((write_snapshot(Path(values["path"]), records), []))
-            except Exception as error:
-                answer(error)
+            except Exception as failure:
+                answer(failure)
 
         served.when_trained(steps, write)
 
