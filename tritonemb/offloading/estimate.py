@@ -39,7 +39,8 @@ class Machine:
         """This machine, of which so many ranks have equal parts; without a GPU device and host are the same memory."""
         gpu = torch.device("cuda") if torch.cuda.is_available() else None
         host = available_bytes(torch.device("cpu"))
-        free = shutil.disk_usage(_existing(Path(path))).free if path is not None else 0
+        folders = [] if path is None else [Path(path).absolute(), *Path(path).absolute().parents]
+        free = next((shutil.disk_usage(folder).free for folder in folders if folder.exists()), 0)
         return cls(available_bytes(gpu) if gpu is not None else host, host / ranks, free / ranks)
 
 
@@ -154,7 +155,3 @@ def estimate_offload(
         found.append(OffloadEstimate(*tiers, **needs))
     found.sort(key=lambda each: (not each.fits, each.step, each.disk, each.host))
     return OffloadEstimates(total, tuple(found))
-
-
-def _existing(path: Path) -> Path:
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())

@@ -63,15 +63,13 @@ class Placement:
             for shard in shards:
                 blocks.setdefault((shard.first_column, shard.num_columns), []).append(shard)
             for rows in blocks.values():
-                own = []
-                for feature in config.feature_names:
-                    own.append(len(routes))
-                    owners = tuple(shard.rank for shard in rows)
-                    sizes = rows_to_shard(config), tuple(shard.first_row for shard in rows)
-                    routes.append(IdRoute(feature, config.name, *sizes, owners, config.is_dynamic))
+                own = tuple(range(len(routes), len(routes) + len(config.feature_names)))
+                firsts, owners = zip(*((shard.first_row, shard.rank) for shard in rows), strict=True)
+                to = config.name, rows_to_shard(config), firsts, owners, config.is_dynamic
+                routes += [IdRoute(feature, *to) for feature in config.feature_names]
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
                 placed += [
-                    PlacedShard(table, shard, tuple(own), len(rows) > 1, whole_rows and len(blocks) > 1, scheme)
+                    PlacedShard(table, shard, own, len(rows) > 1, whole_rows and len(blocks) > 1, scheme)
                     for shard in rows
                 ]
         self._configs, self.routes, self.shards = configs, tuple(routes), tuple(placed)

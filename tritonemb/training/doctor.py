@@ -81,9 +81,8 @@ def clear_kernels() -> str:
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return ["  " + "  ".join(cells).rstrip() for cells in padded]
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def check_step(device: torch.device) -> float:

@@ -170,7 +170,8 @@ def _variant(
     skewed = np.array([bool(model.stats[t.name].row_share) and not t.is_dynamic for t in tables])
     rows_of = np.array([rows_to_shard(table) for table in tables])
     columns = np.array([table.embedding_dim // column_step(table) for table in tables])
-    one, whole = np.ones(len(tables), dtype=np.int64), may["table_wise"] | may["row_wise"] | may["column_wise"]
+    whole = may["table_wise"] | may["row_wise"] | may["column_wise"]
+    steps = most = one = np.ones(len(tables), dtype=np.int64)
     if kind == "row_wise":
         allowed, steps = whole, np.where(may[kind] & (skewed <= (units > 1)), rows_of, 1)
         allowed = allowed & ((units == 1) | (skewed & may[kind] & (rows_of >= ranks) & (units <= ranks)))
@@ -183,10 +184,8 @@ def _variant(
         most = np.minimum(steps, model.nodes)
     elif kind == "table_row_wise":
         allowed = (may[kind] | may["grid"] & ~model.dynamic) & ~model.unpooled & (rows_of >= local)
-        steps = most = one
     else:
         allowed = one > 0 if kind == "server" else may[kind] & ~model.dynamic
-        steps = most = one
     if kind == "table_column_wise":
         allowed &= columns >= local
     number = np.flatnonzero(allowed & may[placement] & (model.sizes >= least_bytes))

@@ -94,14 +94,12 @@ def _add_to_rank(s, rank, load, hbm):
 @inlined
 def _add(p, s, unit, place, fixed, share):
     """Add `fixed` times the fixed part of a shard, and a share, to its place; what that changes of the excess."""
-    change, node = 0.0, place if p.unit_node[unit] else place // p.local
+    change, width = 0.0, p.local if p.unit_node[unit] else 1
+    node = place if p.unit_node[unit] else place // p.local
     load = fixed * p.fixed[unit, LOAD] + share * p.slope[unit, LOAD]
     hbm = fixed * p.fixed[unit, HBM] + share * p.slope[unit, HBM]
-    if p.unit_node[unit]:
-        for rank in range(node * p.local, (node + 1) * p.local):
-            change += _add_to_rank(s, rank, load, hbm)
-    else:
-        change += _add_to_rank(s, place, load, hbm)
+    for rank in range(place * width, (place + 1) * width):
+        change += _add_to_rank(s, rank, load, hbm)
     host = fixed * p.fixed[unit, HOST] + share * p.slope[unit, HOST]
     disk = fixed * p.fixed[unit, DISK] + share * p.slope[unit, DISK]
     if host != 0.0 or disk != 0.0:
