@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from tests.formulas import custom
 from tests.helpers import fewer
 from tests.strategies import random_batch, random_weights
+from tritonemb import ops
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_update_ as triton_row_update_
 from tritonemb.kernels.row_update import row_update_reference_
@@ -168,3 +170,36 @@ def test_all_steps_advance_or_none(update, device):
     assert same_bits([*tables.weights, *tables.states], before)
     apply(update, tables, step, optimizer, batch, grad)
     assert step.tolist() == [start + 2 for start in STEPS]
+
+
+@pytest.mark.parametrize("optimizer", [te.optim.Adam(lr=0.1), custom("adam", lr=0.1)], ids=["own", "custom"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.filterwarnings("ignore:table 'table2'")
+def test_counters_of_each_table_count_its_own_updates_and_skipped_rows(grouped, optimizer, device):
+    tables = make_tables(optimizer, torch.bfloat16, device)
+    batch, grads = random_update(device)
+    grads[2][:] = torch.nan
+    lists = batch.to_lists()
+
+    def update(tables: Tables, steps: list[int], grad: Tensor) -> ops.FusedTables:
+        names = [config.name for config in tables.configs]
+        mine = te.KeyedJaggedTensor.from_lists({name: lists[name] for name in names}).to(device)
+        counters = [
+            [torch.tensor(n, device=device) for n in steps],
+            [torch.zeros_like(mine.offsets()[:1]) for _ in names],
+        ]
+        options = torch.tensor(0.1, device=device), optimizer.name, list(optimizer.hyperparameters)
+        fused = ops.FusedTables(tables.weights, tables.states, *counters, *options)
+        layout = make_layout(tables.configs, names, True, device)
+        groups = ops.row_groups(mine.values(), mine.offsets(), layout) if grouped else mine.values()
+        for _ in range(2):
+            ops.row_update_(fused, grad, mine.offsets(), None, groups, layout)
+        return fused
+
+    alone = [update(tables.only(table), [step], grads[table]) for table, step in enumerate(STEPS)]
+    found = update(tables, STEPS, torch.cat(grads, dim=1))
+    assert [*map(int, found.steps)] == [step + 2 for step in STEPS]
+    assert [*map(int, found.skipped)] == [0, 0, 2 * len({i for ids in lists["table2"] for i in ids}), 0]
+    for name in ("weights", "states", "skipped"):
+        expected = zip(*(getattr(of_one, name) for of_one in alone), strict=True)
+        assert same_bits(getattr(found, name), [tensor for tensors in expected for tensor in tensors]), name

@@ -20,16 +20,8 @@ from torch.fx import GraphModule
 from tritonemb.compiler.exchanges import HideExchanges
 from tritonemb.compiler.graph import is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
-from tritonemb.compiler.lookups import (
-    NO_INT,
-    LeftAlone,
-    LookupGroup,
-    call_lookups,
-    check_fused_tables,
-    left_alone,
-    next_group,
-)
-from tritonemb.compiler.merge import cacheable, merge
+from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
+from tritonemb.compiler.merge import cacheable, call_lookups, merge
 from tritonemb.utils import listed
 
 __all__ = ["Fused", "HideExchanges", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]

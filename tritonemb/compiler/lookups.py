@@ -6,7 +6,7 @@ Merged are independent lookups of a region, with one batch size and kind of resu
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import add, getitem, mul
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn.functional import embedding, embedding_bag  # bound here, as other
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonemb.compiler.graph import (
-    CONCATENATIONS,
     NotServed,
     arguments,
     bodies,
@@ -31,14 +30,11 @@ from tritonemb.compiler.graph import (
     source_path,
     value_of,
 )
-from tritonemb.ops.embedding_bag import look_up_eagerly
 from tritonemb.ops.row_groups import ID_DTYPES  # with it, torch.ops.tritonemb is registered
 from tritonemb.types import TRAINABLE_DTYPES
 from tritonemb.utils import listed
 
 NO_INT = "its padding_idx is a NumPy integer; use int(..)"
-# What stands around lookups of single tables, and computes nothing that Inductor could fuse.
-_PLUMBING = {getitem, add, mul, torch.arange, *CONCATENATIONS, "numel", "new_full", "view", "reshape", "flatten"}
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
 _BAGS = {torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS}
 _LOOKUPS = {embedding_bag, embedding, *_BAGS}
@@ -290,21 +286,6 @@ def _named(part: TableLookup | LeftAlone, reason: str) -> LeftAlone:
     if isinstance(part, LeftAlone):
         return part._replace(reason=reason)
     return LeftAlone(part.feature, name_of(_closed_bags(part.node)[0]), reason)
-
-
-def call_lookups(gm: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Where a graph does nothing but look up in fused tables on the CPU, have it call the lookups without the
-    dispatcher: there is nothing to compile, and what compiled graphs do around an op takes longer than a small lookup.
-    Says whether that is so."""
-    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
-    lookups = [node for node in calls if node.target in FUSED_BAGS]
-    on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
-    if not lookups or not on_cpu or not all(node in lookups or node.target in _PLUMBING for node in calls):
-        return False
-    for node in lookups:
-        node.target = look_up_eagerly
-    gm.recompile()
-    return True
 
 
 def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:

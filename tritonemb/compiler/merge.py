@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add, getitem, mul
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from tritonemb.compiler.graph import (
+    CONCATENATIONS,
     Writer,
     dependencies,
     erase_unused,
@@ -28,11 +30,15 @@ from tritonemb.compiler.graph import (
     reached,
     value_of,
 )
-from tritonemb.compiler.lookups import LookupGroup, LookupIds, TableLookup
+from tritonemb.compiler.lookups import FUSED_BAGS, LookupGroup, LookupIds, TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
 from tritonemb.ops.bag import kept_counts
+from tritonemb.ops.embedding_bag import look_up_eagerly
 from tritonemb.ops.row_update import NOT_ACCUMULATING
 from tritonemb.types import seed_of
+
+# What stands around lookups of single tables, and computes nothing that Inductor could fuse.
+_PLUMBING = {getitem, add, mul, torch.arange, *CONCATENATIONS, "numel", "new_full", "view", "reshape", "flatten"}
 
 
 def one_batch(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
@@ -250,3 +256,17 @@ def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Node, w
 
 def _columns(out: Node, first: int, end: int, write: Writer) -> Node:
     return out if (first, end) == (0, value_of(out).shape[1]) else write.item(out, (slice(None), slice(first, end)))
+
+
+def call_lookups(gm: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Let a graph call lookups without the dispatcher, if it only looks up in fused tables on the CPU; says so.
+    There is nothing to compile, and what a compiled graph does around an op takes longer than a small lookup."""
+    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    lookups = [node for node in calls if node.target in FUSED_BAGS]
+    on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
+    if not lookups or not on_cpu or not all(node in lookups or node.target in _PLUMBING for node in calls):
+        return False
+    for node in lookups:
+        node.target = look_up_eagerly
+    gm.recompile()
+    return True

@@ -271,7 +271,7 @@ class Embedding(SingleTable, TorchEmbedding):
             return TorchEmbedding.forward(self, input)
         values = input.reshape(-1)
         self._renormalise(values)
-        trained, bags = self._trained(input)
+        trained, bags = self._trained(values)
         rows = self._look_up(values, trained, None, bags, self.weight.dtype)
         return rows.view(*input.shape, self.weight.shape[1])
 
@@ -280,7 +280,7 @@ class Embedding(SingleTable, TorchEmbedding):
         return torch.embedding(weight, input, padding_idx, self.scale_grad_by_freq, self.sparse)
 
     def _trained(self, input: Tensor) -> tuple[Tensor, Bags]:
-        values = input.reshape(-1)
+        values = input if input.dim() == 1 else input.reshape(-1)
         trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
         return trained, Bags(whole(values.shape[0], values.device), False)
 

@@ -73,6 +73,8 @@ def weight_gradient(grad: Tensor, values: Tensor, bags: Bags, num_rows: int) -> 
 def whole(num_values: int, device: torch.device) -> Tensor:
     """Offsets `[0, N]`: all values as one bag."""
     if not plain_eager():  # nothing to keep: it belongs to a trace or a transform
+        if isinstance(num_values, int) and num_values:
+            return torch.arange(0, num_values + 1, num_values, device=device)
         return torch.arange(2, device=device) * num_values
     return _whole(num_values, device)
 

@@ -91,14 +91,17 @@ def update_rows(
 ) -> None:  # fmt: skip
     """`row_update_` where nothing is traced, which leaves the tensors' versions to its caller."""
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
-    # Counters that are kept table by table are one tensor to the kernels.
-    step, device = steps[0] if len(steps) == 1 else torch.stack(steps), offsets.device
-    count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=device)
+    device = offsets.device
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
         weights, states = weights.unmoved(), states.unmoved()
     dtypes = fact(weights, dtypes_of)
     name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
-    by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds gradients
+    by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds tensors of tables
+    # Counters that are kept table by table are one tensor to the other kernels.
+    joined = not by_cpu and len(steps) > 1
+    step: Any = torch.stack(steps) if joined else steps if len(steps) > 1 else steps[0]
+    count: Any = skipped if len(skipped) > 1 else skipped[0]
+    count = torch.zeros(len(skipped), dtype=torch.int64, device=device) if joined else count
     grad = grad if by_cpu else _together(grad, layout)
     batch: RowGroups | Tensor = groups
     if groups.are_known:
@@ -115,9 +118,9 @@ def update_rows(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, batch,
         layout,
     )  # fmt: skip
-    if len(steps) > 1:
+    if joined:
         torch._foreach_copy_(steps, list(step.unbind()))
-    skips = len(skipped) > 1 and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
+    skips = joined and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
     if skips and (device.type != "cpu" or bool(count.any())):  # no wait for a GPU's count
         torch._foreach_add_(skipped, list(count.split(1)))
     count_pass(learning_rate)

@@ -347,14 +347,14 @@ def _update(
 
 
 def row_update_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None, optimizer: str,
-    hyperparameters: Sequence[float], groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor | Sequence[Tensor],
+    skipped: Tensor | Sequence[Tensor], learning_rate: Tensor, grad: Tensor | Sequence[Tensor], offsets: Tensor,
+    sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`; `groups` may also be the ids, and `grad` the gradients of each lookup's output."""
+    """See `kernels/row_update.py`; `groups` may be the ids, `grad` gradients by lookup, counters a tensor by table."""
     assert all(map(Tensor.is_contiguous, states))
-    places = [step.data_ptr() + 8 * table * sum(step.stride()) for table in range(len(weights))]
-    places += [skipped.data_ptr() + 8 * table * skipped.stride(0) for table in range(len(weights))]
+    places = [place for counters in (step, skipped) for place in _places(counters, len(weights))]
     places += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
     result = _run(
         KINDS[optimizer], weights, places, _per_element(optimizer), learning_rate.item(),
@@ -364,6 +364,12 @@ def row_update_(
         raise errors.bad_gradient(result, layout)
     if result <= -2:
         errors.warn_of_skipped_rows(names_in(layout.table_names)[-2 - result])
+
+
+def _places(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:
+    if isinstance(counters, Tensor):
+        return [counters.data_ptr() + 8 * table * sum(counters.stride()) for table in range(num_tables)]
+    return [*map(Tensor.data_ptr, counters)]
 
 
 def row_gradients_(
