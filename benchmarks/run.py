@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds of every benchmark")
     parser.add_argument(
-        "-k", dest="select", default="", help="run only what matches; kept are memory, dynamic, servers and offload"
+        "-k", dest="select", default="", help="run only what matches; kept are memory, dynamic, servers, offload and modules"
     )
     arguments = parser.parse_args()
     shared = environment()  # before the run: afterwards the results themselves are a change to the checkout
@@ -87,7 +87,7 @@ def main() -> None:
     results, memory = condense(benchmarks, shared), memory_rows(benchmarks, shared)
     print(*lines(results["rows"]), sep="\n")
     print_targets(results)
-    if arguments.select in ("", "dynamic", "servers", "offload"):
+    if arguments.select in ("", "dynamic", "servers", "offload", "modules"):
         print(f"wrote {results_file.write(arguments.select or 'cpu', results).relative_to(ROOT)}")
     if memory["rows"] and arguments.select in ("", "memory"):
         print(f"wrote {results_file.write('memory', memory).relative_to(ROOT)}")
