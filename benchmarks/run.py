@@ -20,6 +20,7 @@ from benchmarks.environment import environment  # noqa: E402
 from benchmarks.record import lines  # noqa: E402
 
 QUIET_PERCENT = 5.0
+KEPT = "dynamic", "servers", "offload", "modules"  # selections with a file of results of their own
 # glibc keeps freed memory, for every contender alike: otherwise an output that the system takes back and must map and
 # clear again costs, now and then, ten times the operation itself.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
@@ -79,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds of every benchmark")
     parser.add_argument(
-        "-k", dest="select", default="", help="run only what matches; kept are memory, dynamic, servers, offload and modules"
+        "-k", dest="select", default="", help=f"run only what matches; kept are memory, {', '.join(KEPT)}"
     )
     arguments = parser.parse_args()
     shared = environment()  # before the run: afterwards the results themselves are a change to the checkout
@@ -87,7 +88,7 @@ def main() -> None:
     results, memory = condense(benchmarks, shared), memory_rows(benchmarks, shared)
     print(*lines(results["rows"]), sep="\n")
     print_targets(results)
-    if arguments.select in ("", "dynamic", "servers", "offload", "modules"):
+    if arguments.select in ("", *KEPT):
         print(f"wrote {results_file.write(arguments.select or 'cpu', results).relative_to(ROOT)}")
     if memory["rows"] and arguments.select in ("", "memory"):
         print(f"wrote {results_file.write('memory', memory).relative_to(ROOT)}")
