@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -36,6 +38,16 @@ def test_all_cases_run_and_contenders_agree(family: ModuleType) -> None:
         assert outcome.errors == {}
         assert [timing.name for timing in outcome.timings] == [one.name for one in contenders]
         assert min(outcome.num_bytes.values()) == outcome.num_bytes[COPY] > 0
+
+
+def test_all_benchmarks_can_be_imported() -> None:
+    """But for peers that are not installed."""
+    for file in sorted(Path(peers.__file__).parent.glob("bench_*.py")):
+        try:
+            importlib.import_module(f"benchmarks.{file.stem}")
+        except ModuleNotFoundError as error:
+            if error.name not in ("fbgemm_gpu", "torchrec", "deepspeed", "torchao"):
+                raise
 
 
 @pytest.mark.parametrize("interval", [1, 10])
