@@ -50,11 +50,11 @@ def run_pytest(rounds: int, select: str) -> list[dict[str, Any]]:
 
 
 def condense(benchmarks: list[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
-    """One table of long-format rows, each complete by itself, and one of targets."""
+    """One table of long-format rows, each complete by itself, and one of targets, beside where they were measured."""
     extras = [benchmark["extra_info"] for benchmark in benchmarks]
     rows = [row | shared for extra in extras for row in extra.get("rows", [])]
     targets = [target for extra in extras for target in extra.get("targets", [])]
-    return {"date": shared["date"], "rows": rows, "targets": targets}
+    return {"date": shared["date"], "environment": shared, "rows": rows, "targets": targets}
 
 
 def memory_rows(benchmarks: list[dict[str, Any]], shared: dict[str, Any]) -> dict[str, Any]:
