@@ -310,9 +310,27 @@ def test_a_message_says_that_all_test_rows_were_trained(new_rows):
             messages.append(text)
 
     make_trainer(data, make_model(data), batch_size=3, callbacks=[Recorder()]).fit(test=True)
-    said = [text for text in messages if "test rows stand in the training rows" in text]
+    said = [text for text in messages if "test rows were trained" in text]
     assert len(said) == 1 - new_rows
-    assert new_rows or "all, among the first 4, " in said[0], said
+    assert new_rows or "all, stand among the first 4 training" in said[0], said
+
+
+def test_a_run_ends_well_though_its_test_rows_cannot_be_compared(small):
+    class Damaged(Dataset):
+        def open(self, split, batch_size, **how):
+            if split == "train" and not how.get("shuffle"):
+                raise ValueError("row 9 is bad")
+            return super().open(split, batch_size, **how)
+
+    class Recorder(te.training.Callback):
+        def on_message(self, text):
+            messages.append(text)
+
+    messages = []
+    data = Damaged("damaged", small.features, small.train, small.test)
+    result = make_trainer(data, make_model(data), callbacks=[Recorder()]).fit(test=True)
+    assert result.test is not None
+    assert messages == ["test rows were not compared with training rows: row 9 is bad"]
 
 
 def test_callbacks_hear_of_a_failure(data):
