@@ -312,7 +312,7 @@ def test_a_message_says_that_all_test_rows_were_trained(new_rows):
     make_trainer(data, make_model(data), batch_size=3, callbacks=[Recorder()]).fit(test=True)
     said = [text for text in messages if "test rows were trained" in text]
     assert len(said) == 1 - new_rows
-    assert new_rows or "all, stand among the first 4 training" in said[0], said
+    assert new_rows or "all, are among the first 4 training" in said[0], said
 
 
 def test_a_run_ends_well_though_its_test_rows_cannot_be_compared(small):

@@ -88,7 +88,7 @@ def tritonemb(
         ValueError: see `fuse_graph`.
         RuntimeError: for a mode or an option that Inductor does not know.
     """
-    as_chosen = mode is None and not options
+    has_defaults = mode is None and not options
     options = {"size_asserts": False, **(options or {})}  # one for each table; guards know the sizes already
     if gm.graph.find_nodes(op="call_function", target=torch.ops.tritonemb.finish_exchange):
         options = {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": HideExchanges(), **options}
@@ -96,7 +96,7 @@ def tritonemb(
     report = fuse_graph(gm)
     if report.fused or report.left_alone:
         _log.info("%s", report)
-    if as_chosen and not report.fused and call_lookups(gm, example_inputs):
+    if has_defaults and not report.fused and call_lookups(gm, example_inputs):
         return gm.forward
     known = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
     with torch._inductor.config.patch(unsafe_marked_cacheable_functions=known):

@@ -37,8 +37,7 @@ from tritonemb.ops.embedding_bag import look_up_eagerly
 from tritonemb.ops.row_update import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
-# What stands around lookups of single tables, and computes nothing that Inductor could fuse.
-_PLUMBING = {getitem, add, mul, torch.arange, *CONCATENATIONS, "numel", "new_full", "view", "reshape", "flatten"}
+_SHAPE_FUNCTIONS = {getitem, add, mul, torch.arange, *CONCATENATIONS, "numel", "new_full", "view", "reshape", "flatten"}
 
 
 def one_batch(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
@@ -264,7 +263,7 @@ def call_lookups(gm: GraphModule, inputs: Sequence[Any]) -> bool:
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
     lookups = [node for node in calls if node.target in FUSED_BAGS]
     on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
-    if not lookups or not on_cpu or not all(node in lookups or node.target in _PLUMBING for node in calls):
+    if not lookups or not on_cpu or not all(node in lookups or node.target in _SHAPE_FUNCTIONS for node in calls):
         return False
     for node in lookups:
         node.target = look_up_eagerly

@@ -405,10 +405,12 @@ define(
 def look_up_eagerly(*args: Any) -> Tensor:
     """`tritonemb::bag_fused` without the dispatcher, where nothing is traced."""
     table, name, values, offsets, sample_weights, trained, *_ = unflatten(args, *_BAG_KINDS)
-    versions = _versions(values, trained, offsets, sample_weights)
+    reads_table = sample_weights is not None and sample_weights.requires_grad
+    inputs = values, trained, offsets, sample_weights, table.weights[0] if reads_table else None
+    versions = _versions(*inputs)
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        if versions != _versions(values, trained, offsets, sample_weights):
+        if versions != _versions(*inputs):
             raise changed_in_place(name)
         return _take_gradient(args, grad, needs_sample_weight_grad, eager["bag_update_"])
 

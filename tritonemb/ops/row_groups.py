@@ -30,8 +30,8 @@ class RowGroups(NamedTuple):
     num_groups: Tensor
 
     @property
-    def are_known(self) -> bool:
-        """Whether they are not those of `ungrouped`."""
+    def is_complete(self) -> bool:
+        """Whether there are groups: `ungrouped` has ids alone."""
         return self.starts is not None
 
 

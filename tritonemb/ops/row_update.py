@@ -98,13 +98,13 @@ def update_rows(
     name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds tensors of tables
     # Counters that are kept table by table are one tensor to the other kernels.
-    joined = not by_cpu and len(steps) > 1
-    step: Any = torch.stack(steps) if joined else steps if len(steps) > 1 else steps[0]
+    stacks_counters = not by_cpu and len(steps) > 1
+    step: Any = torch.stack(steps) if stacks_counters else steps if len(steps) > 1 else steps[0]
     count: Any = skipped if len(skipped) > 1 else skipped[0]
-    count = torch.zeros(len(skipped), dtype=torch.int64, device=device) if joined else count
+    count = torch.zeros(len(skipped), dtype=torch.int64, device=device) if stacks_counters else count
     grad = grad if by_cpu else _together(grad, layout)
     batch: RowGroups | Tensor = groups
-    if groups.are_known:
+    if groups.is_complete:
         wait_for_groups(device)
     else:
         check_ids(groups.rows, layout.multiplicity)
@@ -118,9 +118,9 @@ def update_rows(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, batch,
         layout,
     )  # fmt: skip
-    if joined:
+    if stacks_counters:
         torch._foreach_copy_(steps, list(step.unbind()))
-    skips = joined and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
+    skips = stacks_counters and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
     if skips and (device.type != "cpu" or bool(count.any())):  # no wait for a GPU's count
         torch._foreach_add_(skipped, list(count.split(1)))
     count_pass(learning_rate)

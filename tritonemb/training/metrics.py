@@ -78,13 +78,13 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
 
 
 def warn_of_repeated_rows(state: TrainState, most: int = 1_000, among: int = 100_000) -> str:
-    """A warning where the first `most` test rows all stand among the first `among` rows to train, else ""."""
+    """A warning where the first `most` test rows are all among the first `among` rows to train, else ""."""
     try:
         missing = set(first_rows(state, "test", most))
         for number, row in enumerate(first_rows(state, "train", min(among, state.progress.samples)), 1):
             missing.discard(row)
             if not missing:
-                what = f"the first {most:,} of them, or all, stand among the first {number:,} training rows"
+                what = f"the first {most:,} of them, or all, are among the first {number:,} training rows"
                 return f"test rows were trained: {what}, labels included; the test metrics say nothing about new rows"
     except (OSError, ValueError) as error:  # a bad row that was not read before must not end a run that is done
         return f"test rows were not compared with training rows: {error}"

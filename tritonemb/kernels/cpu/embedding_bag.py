@@ -129,7 +129,7 @@ def embedding_bag(
     look_up(
         torch.get_num_threads(), bad.size, num_rows, bad, batch_size, fact(weights, addresses_of),
         fact(weights, dtypes_of), *arrays_of(layout), ids, bounds,
-        as_float32(sample_weights), _zeros(layout.width).data_ptr(), out.data_ptr(), layout.width,
+        as_float32(sample_weights), _zero_row(layout.width).data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
     if check_bounds and (position := min(bad.tolist())) != NO_POSITION:
@@ -138,9 +138,8 @@ def embedding_bag(
 
 
 @functools.lru_cache(maxsize=64)
-def _zeros(width: int) -> Tensor:
-    """At least as wide as any row."""
-    return torch.zeros(width, dtype=torch.float32)
+def _zero_row(width: int) -> Tensor:
+    return torch.zeros(width, dtype=torch.float32, device="cpu")
 
 
 def _num_tasks(num_rows: int, values: Tensor, layout: Layout) -> int:
