@@ -7,12 +7,15 @@ PIP_ARGS ?=
 DATA ?= movielens-100k
 ARGS ?=
 JOBS ?= 2
-OUT ?= build/$@
 SANITIZER ?=
 GPU_JOBS ?= 8
+GPU_SECONDS ?= 560
 GPU_EXAMPLES ?= fewest
 GPU_CACHE ?= build/gpu-cache
-GPU_PEERS ?= .peers
+GPU_PEERS ?= build/peers
+# A folder per target, whatever OUT the machine has for what is to be kept: the archive goes there.
+GPU_OUT ?= build/$@
+GPU_ARCHIVE ?= $(if $(OUT),$(OUT),build)/first.tgz
 
 PEERS ?= fbgemm-gpu-cpu==1.8.0
 # What TorchRec needs here, as it requires FBGEMM's build for CUDA.
@@ -25,7 +28,8 @@ RUN_TESTS := JOBS=$(JOBS) $(BIN)/python tools/run_tests.py
 # The path is relative: Triton keeps it in the cache, and finds what was carried to the same place of another clone.
 ON_GPU := OMP_WAIT_POLICY=passive TRITON_CACHE_DIR=$(GPU_CACHE) $(PYTHON)
 
-.PHONY: train test test-more test-all lint bench docs planted clean gpu gpu-smoke gpu-sanitize gpu-cache gpu-bench
+.PHONY: train test test-more test-all lint bench docs planted clean gpu gpu-archives gpu-bench gpu-first \
+  gpu-sanitize gpu-smoke
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
@@ -58,20 +62,23 @@ docs: $(VENV)/.docs
 planted: $(VENV)/.dev
 	$(BIN)/python tools/planted.py --jobs $(JOBS) $(ARGS)
 
+gpu-archives:
+	$(PYTHON) -m tests.gpu.archives --cache $(GPU_CACHE) --jobs $(JOBS) $(ARGS)
+
+gpu-first:
+	$(ON_GPU) -m tests.gpu.first --archive "$(GPU_ARCHIVE)" --seconds $(GPU_SECONDS) --jobs $(GPU_JOBS) $(ARGS)
+
 gpu-smoke:
-	$(ON_GPU) -m tests.gpu.smoke --out $(OUT) --jobs $(GPU_JOBS) $(ARGS)
+	$(ON_GPU) -m tests.gpu.suite --out $(GPU_OUT) --files tests/gpu/test_smoke.py $(ARGS)
 
 gpu:
-	$(ON_GPU) -m tests.gpu.suite --out $(OUT) --jobs $(GPU_JOBS) --examples $(GPU_EXAMPLES) $(ARGS)
+	$(ON_GPU) -m tests.gpu.suite --out $(GPU_OUT) --jobs $(GPU_JOBS) --examples $(GPU_EXAMPLES) $(ARGS)
 
 gpu-sanitize:
-	$(ON_GPU) -m tests.gpu.sanitize --out $(OUT) --jobs $(GPU_JOBS) $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(ARGS)
-
-gpu-cache:
-	$(PYTHON) -m tests.gpu.cache --out $(GPU_CACHE) --jobs $(JOBS) $(ARGS)
+	$(ON_GPU) -m tests.gpu.sanitize --out $(GPU_OUT) --jobs $(GPU_JOBS) $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(ARGS)
 
 gpu-bench:
-	PYTHONPATH="$(GPU_PEERS)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu/run.py $(ARGS)
+	PYTHONPATH="$(GPU_PEERS)$${PYTHONPATH:+:$$PYTHONPATH}" $(ON_GPU) benchmarks/gpu/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

@@ -15,7 +15,7 @@ from benchmarks.workload import Workload, forward_bytes, workloads
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     for workload in workloads(device, tiny):
-        yield Case("forward", str(workload), partial(make, workload), str(workload), target=1.0)
+        yield Case("forward", str(workload), partial(make, workload), str(workload), target=1.0, rank=0)
 
 
 def make(workload: Workload, clock: Clock) -> list[Contender]:

@@ -46,7 +46,8 @@ AHEAD = "tritonemb, grouped ahead"
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     for workload in workloads(device, tiny):  # a graph has to have the forward, which is off the clock
-        yield Case(OP, str(workload), partial(make, workload), str(workload), target=4.0, capturable=False)
+        run = partial(make, workload)
+        yield Case(OP, str(workload), run, str(workload), target=4.0, capturable=False, rank=0)
     on_cpu = device.type == "cpu" and not tiny
     for workload in CUSTOM_WORKLOADS if on_cpu else workloads(device, tiny):
         yield Case(CUSTOM, str(workload), partial(make_custom, workload), str(workload), target=1 / 3, capturable=False)

@@ -25,7 +25,7 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     for optimizer in optimizers:
         for workload in workloads(device, tiny):
             run = partial(make, workload, optimizer)
-            yield Case(f"step, {optimizer}", str(workload), run, str(workload), target=3.0, repeats=REPEATS)
+            yield Case(f"step, {optimizer}", str(workload), run, str(workload), target=3.0, repeats=REPEATS, rank=0)
 
 
 def make(workload: Workload, optimizer: str, clock: Clock) -> list[Contender]:

@@ -23,7 +23,8 @@ class Case(NamedTuple):
 
     `group`: cases that share tables, and on a GPU a process; by default those of a file. `target`: on a CPU, ours is to
     be at least so many times as fast as the fastest peer. `repeats`: a sample on a GPU is so many runs back to back,
-    without a flush; the host has to keep up. `capturable`: the run can be a CUDA graph.
+    without a flush; the host has to keep up. `capturable`: the run can be a CUDA graph. `rank`: 0 for what matters
+    most, which a GPU measures for all shapes first.
     """
 
     op: str
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     target: float | None = None
     repeats: int | None = None
     capturable: bool = True
+    rank: int = 1
 
     def __str__(self) -> str:
         return f"{self.op}, {self.shape}"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.gpu.driver import rehearsing
 from tests.helpers import INTERPRETED
 from tests.ranks import Ranks
 from tests.selection import Meter, limit_examples, rest, schedule, select
@@ -52,10 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select, order, and skip what this machine cannot run."""
-    has_cuda = torch.cuda.is_available()
+    has_cuda, has_launcher = torch.cuda.is_available(), INTERPRETED or rehearsing()
     lacking = {
         "gpu": None if has_cuda else "needs a CUDA device",
-        "triton": None if has_cuda or INTERPRETED else "needs TRITON_INTERPRET=1 or a CUDA device",
+        "triton": None if has_cuda or has_launcher else "needs TRITON_INTERPRET=1 or a CUDA device",
     }
     reasons = {name: reason for name, reason in lacking.items() if reason}
     if config.getoption("--quick") or config.getoption("--rest"):

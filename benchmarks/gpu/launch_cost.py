@@ -1,21 +1,24 @@
 """What a step of the embeddings costs the host with Triton's kernels: time, launches by kernel, values read and sent.
 
-    python benchmarks/gpu/launch_cost.py [--tables 26] [--rounds 200] [--ranks 2]
+    python benchmarks/gpu/launch_cost.py [--tables 1 26 1000] [--rounds 200] [--ranks 2]
 
 `--ranks` counts instead the launches of a hybrid-parallel step of a DLRM on so many ranks, from exchanged ids to the
 loss and back: those of Triton's kernels, ours and Inductor's, and of PyTorch's operators that compute; of the model
 itself and compiled as one graph.
 
-Without a GPU, Triton compiles for sm_90 and launches into a driver that does nothing: results are garbage, but launches
-and the host's time are those of a GPU, less what its driver would take. A line says so.
+Without a GPU, Triton compiles for sm_90 and its launchers launch into a stub of the driver: results are garbage, but
+launches and the host's time are those of a GPU, less what its driver would take. A line says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +28,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
+
+from tests.gpu.driver import activate  # noqa: E402
 
 BATCH_SIZE, DIM = 8, 64
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")  # the host waits for those
@@ -40,51 +45,14 @@ NO_LAUNCH = tuple(
     )
 )  # fmt: skip
 NO_GPU = (
-    "No GPU here: Triton compiles for sm_90 and launches into a driver that does nothing, so only the number of "
-    "launches and the host's own time mean something."
+    "No GPU here: Triton compiles for sm_90 and launches into a stub of the driver, so only the number of launches and "
+    "the host's time mean something."
 )
 
 
-class _NoDevice:
-    """A Triton driver for an H100 whose launches return at once."""
-
-    class utils:
-        """What the compiler asks a device for."""
-
-        @staticmethod
-        def load_binary(*_: Any) -> tuple[int, int, int, int, int]:
-            return 1, 1, 32, 0, 1024  # module, function, registers, spills, most threads
-
-        @staticmethod
-        def get_device_properties(_: int) -> dict[str, int]:
-            return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
-
-    class launcher_cls:
-        """Launches nothing."""
-
-        def __init__(self, *_: Any) -> None: ...
-
-        def __call__(self, *_: Any) -> None: ...
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-    def set_current_device(self, _: int) -> None: ...
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-def _count_launches(launches: Counter[str], seconds: defaultdict[str, float]) -> None:
-    """Have every launch counted and timed: kernels' modules name the launcher each for itself."""
+@contextmanager
+def counted_launches(launches: Counter[str], seconds: defaultdict[str, float]) -> Iterator[None]:
+    """Count and time every launch by kernel."""
     from tritonemb.kernels import triton_utils
 
     launch = triton_utils.launch
@@ -95,9 +63,11 @@ def _count_launches(launches: Counter[str], seconds: defaultdict[str, float]) ->
         seconds[kernel.__name__] += time.perf_counter() - begin
         launches[kernel.__name__] += 1
 
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tritonemb.kernels.") and getattr(module, "launch", None) is launch:
-            module.launch = timed  # type: ignore[attr-defined]
+    with ExitStack() as stack:  # the modules of kernels import the launcher by name
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tritonemb.kernels.") and getattr(module, "launch", None) is launch:
+                stack.enter_context(mock.patch.object(module, "launch", timed))
+        yield
 
 
 def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], defaultdict[str, float], list[int]]:
@@ -118,29 +88,27 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], de
     launches, seconds, steps = Counter[str](), defaultdict[str, float](float), []
     with forced("triton"):
         collection(batch).backward(grad)  # compiles
-        _count_launches(launches, seconds)
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            collection(batch).backward(grad)
-            steps.append(time.perf_counter() - begin)
-            if device == "cuda":
-                torch.cuda.synchronize()  # off the clock, so that the host never waits for a full queue
+        with counted_launches(launches, seconds):
+            for _ in range(rounds):
+                begin = time.perf_counter()
+                collection(batch).backward(grad)
+                steps.append(time.perf_counter() - begin)
+                if device == "cuda":
+                    torch.cuda.synchronize()  # off the clock, so that the host never waits for a full queue
         with torch.autograd.profiler.profile() as recorded:
             collection(batch).backward(grad)
     found = [sum(event.name in names for event in recorded.function_events) for names in (READS, SENDS)]
-    launches.subtract(list(launches))  # of the step that was recorded
     return steps, launches, seconds, found
 
 
 def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
     """By kernel or operator; of a step that is not compiled, and of one that is. Never on a GPU."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-    from triton.runtime import driver
 
     from benchmarks.bench_overlap import Steps
     from tritonemb.ops.registry import forced
 
-    driver.set_active(_NoDevice())
+    activate()
     step, launches, found = Steps(world, 64, (64, 64)), Counter[str](), {}
 
     def count(kernel: Any, *_: Any, **__: Any) -> None:
@@ -150,10 +118,11 @@ def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
         torch._inductor.config.patch(cpu_backend="triton", compile_threads=1, force_disable_caches=True),
         mock.patch.object(CachingAutotuner, "precompile"),
         mock.patch.object(CachingAutotuner, "run", count),
+        ExitStack() as stack,
     ):
         for number in range(3):  # the first two compile
             if number == 2:
-                _count_launches(launches, defaultdict(float))
+                stack.enter_context(counted_launches(launches, defaultdict(float)))
             for compiled in (False, True):
                 features = step.prefetch(compiled)  # whose sizes the host reads
                 launches.clear()
@@ -173,7 +142,7 @@ def _computing(event: Any) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time and launches of a step of the embeddings.")
-    parser.add_argument("--tables", type=int, default=26)
+    parser.add_argument("--tables", type=int, nargs="+", default=[26])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--ranks", type=int)
     args = parser.parse_args()
@@ -185,19 +154,25 @@ def main() -> None:
             print(f"{'compiled' if compiled else 'not compiled'}: {found.total()} launches, {dict(found)}")
         ranks.close()
         return
-    try:
-        from triton.runtime import driver
-    except ImportError:
-        raise SystemExit("Triton is not installed, so there are no launches to count") from None
+    if importlib.util.find_spec("triton") is None:
+        raise SystemExit("Triton is not installed, so there are no launches to count")
     if not torch.cuda.is_available():
         print(NO_GPU)
-        driver.set_active(_NoDevice())
-    steps, launches, seconds, (reads, sends) = measure(args.tables, args.rounds)
-    print(f"{args.tables} tables: {median(steps) * 1e6:.0f} us a step on the host, least {min(steps) * 1e6:.0f}")
-    for kernel, number in launches.most_common():
-        print(f"  {kernel:28}{number / args.rounds:6.1f} launches{seconds[kernel] / args.rounds * 1e6:9.1f} us")
-    total = sum(launches.values()) / args.rounds
-    print(f"  {total:.1f} launches and torch.sort's; values that the host reads: {reads}, sends: {sends}")
+        activate()
+    said = []
+    for num_tables in args.tables:
+        steps, launches, seconds, (reads, sends) = measure(num_tables, args.rounds)
+        kernels = [
+            f"  {kernel:28}{number / args.rounds:6.1f} launches{seconds[kernel] / args.rounds * 1e6:9.1f} us"
+            for kernel, number in launches.most_common()
+        ]
+        total = sum(launches.values()) / args.rounds
+        print("\n".join([f"{num_tables} tables:", *kernels]))
+        said.append(
+            f"{num_tables} tables: {median(steps) * 1e6:.0f} us per step on the host, least {min(steps) * 1e6:.0f}; "
+            f"{total:.1f} launches and torch.sort's; values that the host reads: {reads}, sends: {sends}"
+        )
+    print("\n".join(said))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,28 @@
 
     python benchmarks/gpu/run.py                       all; benchmarks/results/<device>-<date>.json, picture, README
     python benchmarks/gpu/run.py --list                the cases
-    python benchmarks/gpu/run.py -k update,codec       only cases that have one of these in their name; keeps nothing
-    python benchmarks/gpu/run.py -k sort --out DIR     ... and writes its results and picture into DIR
-    python benchmarks/gpu/run.py --device cpu --tiny   tries the code out without a GPU; keeps nothing
+    python benchmarks/gpu/run.py --op forward,codec    cases with one of these in their op; kept in build/gpu-bench
+    python benchmarks/gpu/run.py --op step --shape "B8192 T26" "B512 T32"    ... and one of these in their shape
+    python benchmarks/gpu/run.py --device cpu --tiny   tries the code out without a GPU
 
-A workload, a family of ops and a tier are a process each (`benchmarks/gpu/processes.py`). A run ends by itself within
-`--seconds` and says what it has not measured. Cases are measured eager and, where the host only launches kernels, as a
-CUDA graph. FBGEMM takes part if `fbgemm_gpu` can be imported, e.g. through PYTHONPATH=.peers.
+The cases of a workload, a family of ops or a tier share a process; if it dies or hangs, the contender that ran is left
+out of its case, and another process goes on. The most important cases of all workloads come first. A run ends by itself
+within `--seconds` and says what it has not measured. Cases are measured eager and, where the host only launches
+kernels, as a CUDA graph. FBGEMM takes part if `fbgemm_gpu` can be imported, e.g. through PYTHONPATH=.peers.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import importlib.util
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,14 +48,21 @@ from benchmarks import (  # noqa: E402
     results_file,
 )
 from benchmarks import cases as micro  # noqa: E402
-from benchmarks.cases import GRAPH  # noqa: E402
+from benchmarks.cases import COPY, GRAPH, OURS  # noqa: E402
 from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
-from benchmarks.gpu import processes, roofline, targets, tiers  # noqa: E402
+from benchmarks.gpu import roofline, targets, tiers  # noqa: E402
 from benchmarks.record import lines, timing_rows  # noqa: E402
+from tests.gpu import processes  # noqa: E402
+from tests.gpu.processes import NOT_RUN, PASSED, TIMED_OUT, Job  # noqa: E402
 
 SECONDS = 540.0
+KEPT = ROOT / "build" / "gpu-bench"  # what is not the whole
+SILENT_SECONDS = 150.0  # of one contender: more than it takes to compile, or to draw and load what a case needs
+MOST_DEATHS = 4  # of a group's processes; its other cases are given up then
+MARGIN = 0.03  # of all the time: for a case to notice that it is over
 ON_TABLES = (bench_embedding_bag, bench_row_groups, bench_row_update, bench_step, bench_dlrm)
+ALL = "all"  # contenders of a case
 FAMILIES = (*ON_TABLES, bench_row_cache, bench_row_moves, bench_jagged, bench_codecs, bench_interaction, bench_cross)
 
 
@@ -68,15 +79,16 @@ class Case(NamedTuple):
 
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
-    """All cases, those of a process next to each other; what takes long comes last."""
-    groups: dict[str, list[micro.Case]] = {}
+    """All cases, those of a process next to each other; what matters most comes first, what takes long last."""
+    groups: dict[tuple[int, str], list[micro.Case]] = {}
     for family in FAMILIES:
         for case in family.cases(device, tiny):
-            groups.setdefault(case.group or family.__name__, []).append(case)
-    for group in sorted(groups, key=lambda name: name.startswith("mlperf")):
-        for case in groups[group]:
+            groups.setdefault((case.rank, case.group or family.__name__), []).append(case)
+    for rank, group in sorted(groups, key=lambda key: (key[0], key[1].startswith("mlperf"))):
+        for case in groups[rank, group]:
             for graph in (False, True)[: 1 + case.capturable]:
-                yield Case(group, case.op + GRAPH * graph, case.shape, functools.partial(_measure, case, graph))
+                measure = functools.partial(_measure, case, graph)
+                yield Case(f"{group}, {rank}", case.op + GRAPH * graph, case.shape, measure)
     for tier in tiers.CASES:
         t = tier.tiny() if tiny else tier
         yield Case(str(t), t.op, str(t), functools.partial(tiers.measure, t))
@@ -89,44 +101,122 @@ def _measure(case: micro.Case, graph: bool, clock: Clock, rounds: int) -> Outcom
     return clock.measure(contenders, rounds, graph=graph)
 
 
-def measure_cases(
-    device_name: str,
-    tiny: bool,
-    rounds: int,
-    task: processes.Task,
-    begin: Callable[..., None],
-    done: Callable[..., None],
-) -> None:
-    """Measure a task's cases in this process, one after the other."""
-    device = torch.device(device_name)
-    by_name = {str(case): case for case in cases(device, tiny)}
+class Task(NamedTuple):
+    """What one process measures; `without` are contenders to leave out, by case."""
+
+    device: str
+    tiny: bool
+    rounds: int
+    cases: list[str]
+    without: dict[str, list[str]]
+    deadline: float  # of `time.time()`
+    record: str
+
+
+def serve() -> None:
+    """Measure the cases of the task on standard input, one after the other.
+
+    A case's state in the record is the name of the contender that is about to run, then its rows and failures.
+    """
+    if importlib.util.find_spec("fbgemm_gpu"):
+        with contextlib.suppress(Exception):  # its contenders say what is wrong
+            importlib.import_module("fbgemm_gpu")
+    task = Task(*json.loads(sys.stdin.readline() or "null"))
+    device, record = torch.device(task.device), Path(task.record)
+    by_name = {str(case): case for case in cases(device, task.tiny)}
     clock = Clock(device, task.deadline)
-    for name in list(task.cases):
+
+    def begin(case: str, contender: str) -> None:
+        processes.append_record(record, {case: contender})
+        faulthandler.dump_traceback_later(SILENT_SECONDS, exit=True)
+
+    for name in task.cases:
         if time.time() > task.deadline:
             return
-        case = by_name[name]
+        case, clock.without = by_name[name], task.without.get(name, [])
         clock.begin = functools.partial(begin, name)
-        clock.without = {contender for other, contender in task.without if other == name}
+        clock.begin(ALL)
         try:
-            outcome = case.measure(clock, rounds)
+            outcome = case.measure(clock, task.rounds)
         except DeviceLost:
             raise  # only another process can go on
         except Exception as error:
             recover(error)
-            done(name, {"failures": [_failure(case, "all", describe(error))]})
-            continue
-        failures = [_failure(case, *item) for item in outcome.errors.items()]
-        done(name, {"rows": timing_rows(case.op, case.shape, outcome.timings, outcome.num_bytes), "failures": failures})
+            part = {"rows": [], "failures": [_failure(case, ALL, describe(error))]}
+        else:
+            failures = [_failure(case, *item) for item in outcome.errors.items()]
+            part = {"rows": timing_rows(case.op, case.shape, outcome.timings, outcome.num_bytes), "failures": failures}
+        processes.append_record(record, {name: part})
+
+
+def measure_groups(
+    chosen: list[Case],
+    options: argparse.Namespace,
+    folder: Path,
+    seconds: float,
+    keep: Callable[[dict[str, Any]], None],
+    command: Sequence[str] = (sys.executable, __file__, "--serve"),
+) -> None:
+    """Measure cases in processes, a group at a time; `keep` gets the rows and failures of each.
+
+    Args:
+        command: what does as `serve`.
+    """
+    by_name, without = {str(case): case for case in chosen}, dict[str, list[str]]()
+    deadline, rounds = time.time() + (1 - MARGIN) * seconds, 2 if options.tiny else options.rounds
+    deaths, named, groups, jobs = Counter[str](), dict[str, list[str]](), dict[str, list[str]](), deque[Job]()
+    for case in chosen:
+        named.setdefault(case.group, []).append(str(case))
+    for number, names in enumerate(named.values()):  # a log and a record of that name
+        groups[f"{number:02}"] = names
+        (folder / f"{number:02}.jsonl").unlink(missing_ok=True)
+
+    def add(group: str) -> None:
+        record = str(folder / f"{group}.jsonl")
+        task = Task(options.device, options.tiny, rounds, groups[group], without, deadline, record)
+        jobs.append(Job(group, command, task=json.dumps(task)))
+
+    def lose(name: str, contender: str, why: str) -> None:
+        keep({"failures": [_failure(by_name[name], contender, why)]})
+
+    for group in groups:
+        add(group)
+    with contextlib.closing(processes.run(jobs, folder, 1, seconds)) as ended:
+        for outcome in ended:
+            group = outcome.job.name
+            states = processes.read_record(folder / f"{group}.jsonl")
+            for name in [name for name in groups[group] if isinstance(states.get(name), dict)]:
+                keep(states[name])
+                groups[group].remove(name)
+            left, running = groups[group], next(reversed(states), "")
+            if left and outcome.status in (PASSED, TIMED_OUT, NOT_RUN):
+                for name in left:
+                    lose(name, ALL, f"not measured: {seconds:.0f} s were over")
+            elif left:
+                deaths[group] += 1
+                name, contender = (running, states[running]) if running in left else (left[0], ALL)
+                lose(name, contender, f"its process {outcome.status}: {(outcome.tail.splitlines() or [''])[-1]}")
+                if contender == ALL or contender in without.get(name, []):
+                    left.remove(name)
+                without.setdefault(name, []).append(contender)
+                if deaths[group] == MOST_DEATHS:
+                    for name in left:
+                        lose(name, ALL, f"not measured: {MOST_DEATHS} processes of its group died")
+                elif left:
+                    add(group)
 
 
 def _failure(case: Case, implementation: str, error: str) -> dict[str, Any]:
     return {"op": case.op, "shape": case.shape, "implementation": implementation, "error": error}
 
 
-def select(everything: Iterator[Case], wanted: str) -> list[Case]:
-    """Cases that have one of the comma-separated parts in their name."""
-    parts = [part.strip().lower() for part in wanted.split(",") if part.strip()]
-    return [case for case in everything if not parts or any(part in str(case).lower() for part in parts)]
+def select(everything: Iterator[Case], ops: str = "", shapes: Sequence[str] = ()) -> list[Case]:
+    """Cases with one of the comma-separated parts in their op, and one of `shapes` in their shape."""
+
+    def has(text: str, parts: Sequence[str]) -> bool:
+        return not parts or any(part.strip().lower() in text.lower() for part in parts)
+
+    return [case for case in everything if has(case.op, ops.split(",")) and has(case.shape, shapes)]
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
@@ -158,21 +248,40 @@ def print_targets(verdicts: list[dict[str, Any]]) -> None:
         print(f"{word} {verdict['op']}, {verdict['shape']}: {verdict['measured']} = {ratio} ({verdict['target']})")
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each op and shape: our median, peers' as multiples, and the share of a copy's and a gather's rate."""
+    by_case: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        by_case.setdefault((row["shape"], row["op"]), {})[row["implementation"]] = row["p50_ms"]
+    for (shape, op), medians in by_case.items():
+        if OURS not in medians:
+            continue
+        ours = medians.pop(OURS)
+        ratios = [f"{medians[name] / ours:.0%} of a {name}" for name in (COPY, "gather") if name in medians]
+        ratios += [f"{ms / ours:.2f} x {name}" for name, ms in medians.items() if name not in (COPY, "gather")]
+        yield f"{ours:8.3f} ms  {op:32} {', '.join(reversed(ratios))}  {shape}"
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds of every case")
-    parser.add_argument("-k", dest="select", default="", help="comma-separated parts of names; others are left out")
+    parser.add_argument("--op", default="", help="comma-separated parts of ops; others are left out")
+    parser.add_argument("--shape", nargs="+", default=[], help="parts of shapes; others are left out")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the run ends by itself within so many")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few rounds, to try the code out")
     parser.add_argument("--out", type=Path, help="folder for the results, instead of benchmarks/results and README.md")
     parser.add_argument("--commit", help="where there is no checkout: the commit to name in the results")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.serve:
+        serve()
+        return {}
     begin, device = time.monotonic(), torch.device(options.device)
-    chosen = select(cases(device, options.tiny), options.select)
+    chosen = select(cases(device, options.tiny), options.op, options.shape)
     if not chosen:
-        sys.exit(f"no case matches {options.select!r}; --list shows them")
+        sys.exit(f"no case has {options.op!r} in its op and one of {options.shape} in its shape; --list shows them")
     if options.list:
         print("\n".join(map(str, chosen)))
         return {}
@@ -180,35 +289,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         sys.exit("there is no CUDA device; --device cpu --tiny tries the code out")
     shared = conditions(device) | ({"commit": options.commit} if options.commit else {})
     results: dict[str, Any] = {"kind": "gpu", "date": shared["date"], "rows": [], "targets": [], "failures": []}
-    whole = device.type == "cuda" and not options.tiny and not options.select
-    folder = options.out or (results_file.RESULTS if whole else None)
+    whole = device.type == "cuda" and not (options.tiny or options.op or options.shape or options.out)
+    folder = results_file.RESULTS if whole else options.out or KEPT
 
     def keep(part: dict[str, Any]) -> None:
         print_case(part)
         results["rows"] += [row | shared for row in part.get("rows", [])]
         results["failures"] += part.get("failures", [])
         results["targets"] = targets.verdicts(results["rows"])
-        if folder is not None:  # after every case, so that an interrupted run leaves what it has
-            results_file.write(slug(shared["device"]), results, folder)
+        results_file.write(slug(shared["device"]), results, folder)  # so that an interrupted run leaves what it has
 
-    named, groups = {str(case): case for case in chosen}, {}
-    for case in chosen:
-        groups.setdefault(case.group, []).append(str(case))
-    processes.run(
-        functools.partial(measure_cases, options.device, options.tiny, 2 if options.tiny else options.rounds),
-        list(groups.values()),
-        lambda _, part: keep(part),
-        lambda name, contender, why: keep({"failures": [_failure(named[name], contender, why)]}),
-        max(0.0, options.seconds - (time.monotonic() - begin)),
-        preload=["fbgemm_gpu"] if shared["fbgemm"] else [],
-    )
-    print_targets(results["targets"])
-    if folder is not None and results["rows"]:
-        path = results_file.write(slug(shared["device"]), results, folder)
+    seconds = max(0.0, options.seconds - (time.monotonic() - begin))
+    measure_groups(chosen, options, KEPT if whole else folder, seconds, keep)
+    path = results_file.write(slug(shared["device"]), results, folder)
+    if results["rows"]:
         roofline.draw_if_possible(results, path.with_suffix(".png"))
-        print(f"wrote {path}")
-        if options.out is None:
-            report.report_gpu()
+    if whole and results["rows"]:
+        report.report_gpu()
+    print(f"wrote {path}")
+    print_targets(results["targets"])
+    print("\n".join(summary(results["rows"])))
     return results
 
 

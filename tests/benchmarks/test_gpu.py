@@ -200,10 +200,14 @@ def test_file_names_come_from_the_device() -> None:
 def test_cases_can_be_chosen_by_name() -> None:
     everything = list(gpu_run.cases(GPU, tiny=False))
     assert len({str(case) for case in everything}) == len(everything)
-    chosen = gpu_run.select(iter(everything), "codec fp16,DLRM")
+    chosen = gpu_run.select(iter(everything), "codec fp16, DLRM")
     assert [case.op for case in chosen if not case.op.endswith(GRAPH)] == [
         "codec fp16 pack", "codec fp16 unpack", "DLRM step", "DLRM step"
     ]  # fmt: skip
+    both = gpu_run.select(iter(everything), "forward,step, row-wise", ["B8192 T26 L1 D128 float32", "B2048 T26"])
+    assert {case.op.removesuffix(GRAPH) for case in both} == {"forward", "step, row-wise Adagrad"}
+    assert {case.shape.split(":")[1].split()[0] for case in both} == {"B8192", "B2048"}
+    assert len(both) == 2 * 2 * 4  # eager and as a graph; three widths of the smaller batch
     assert {case.op.removesuffix(GRAPH).split()[0] for case in everything} == {
         "forward", "sort", "group", "custom", "step,", "DLRM", "codec", "interaction", "cross", "jagged", "block",
         "row", "training",
@@ -211,8 +215,8 @@ def test_cases_can_be_chosen_by_name() -> None:
 
 
 def test_who_chooses_no_case_is_told() -> None:
-    with pytest.raises(SystemExit, match="no case matches 'nothing'; --list shows them"):
-        gpu_run.main(["--device", "cpu", "-k", "nothing"])
+    with pytest.raises(SystemExit, match=r"no case has 'nothing' in its op and one of \[\] in its shape; --list shows"):
+        gpu_run.main(["--device", "cpu", "--op", "nothing"])
 
 
 def test_all_but_updates_and_tiers_are_measured_as_cuda_graphs_too() -> None:
@@ -227,15 +231,18 @@ def test_all_but_updates_and_tiers_are_measured_as_cuda_graphs_too() -> None:
 def test_each_workload_family_and_tier_is_a_process() -> None:
     everything = list(gpu_run.cases(GPU, tiny=False))
     groups = [group for group, _ in itertools.groupby(everything, key=lambda case: case.group)]
-    assert len(set(groups)) == len(groups) == len(WORKLOADS) + len(gpu_run.FAMILIES) - len(gpu_run.ON_TABLES) + 3
-    assert {case.group for case in everything if case.op == "forward"} == {str(workload) for workload in WORKLOADS}
+    assert len(set(groups)) == len(groups) == 2 * len(WORKLOADS) + len(gpu_run.FAMILIES) - len(gpu_run.ON_TABLES) + 3
+    first = everything[: sum(case.op.startswith(("forward", "group +", "step")) for case in everything)]
+    assert {case.op.removesuffix(GRAPH) for case in first} == {"forward", "group + update", "step, row-wise Adagrad"}
+    assert {case.shape for case in first} == {str(workload) for workload in WORKLOADS}
     (alone, *_), *others = ([case for case in everything if case.group == group] for group in groups[-3:])
     assert "training" in alone.op
     assert all(len(other) == 1 for other in others)
 
 
 def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "small tables,codec int8", "--out", str(tmp_path)])
+    ops, shapes = "forward,group,step,sort,codec int8", ["small tables", "rows 8 T26 D128"]
+    found = gpu_run.main(["--device", "cpu", "--tiny", "--op", ops, "--shape", *shapes, "--out", str(tmp_path)])
     (path,) = tmp_path.glob("cpu-*.json")
     assert json.loads(path.read_text()) == found
     measured = {(row["op"], row["implementation"]) for row in found["rows"]}
@@ -251,7 +258,7 @@ def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_run_without_time_says_what_it_has_not_measured(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--tiny", "-k", "codec int8 pack", "--seconds", "0", "--out", str(tmp_path)]
+    options = ["--device", "cpu", "--tiny", "--op", "codec int8 pack", "--seconds", "0", "--out", str(tmp_path)]
     found = gpu_run.main(options)
     assert found["rows"] == []
     assert {(failure["op"], failure["implementation"], failure["error"]) for failure in found["failures"]} == {

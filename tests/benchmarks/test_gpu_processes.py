@@ -2,87 +2,108 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 import signal
-import time
-from collections.abc import Callable
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import processes
-from benchmarks.gpu.processes import Task
+from benchmarks.gpu import run as gpu_run
+from benchmarks.gpu.run import Case, measure_groups
+from tests.gpu import processes
 
 pytestmark = pytest.mark.more
 
+# As `serve`: cases say what happens to their contender "peer"; a case is done with those that came through it.
+SERVE = """
+import faulthandler, json, os, signal, sys, time
+device, tiny, rounds, cases, without, deadline, record = json.loads(sys.stdin.readline())
 
-def measure(task: Task, begin: Callable[[str, str], None], done: Callable[[str, Any], None]) -> None:
-    """Cases say what happens to their contender "peer"; a case is done with those that came through it."""
-    for case in list(task.cases):
-        if time.time() > task.deadline:
-            return
-        through = []
-        for contender in ("ours", "peer"):
-            if (case, contender) in task.without:
-                continue
-            begin(case, contender)
-            if contender == "peer":
-                act(case)
-            through.append(contender)
-        done(case, (through, os.getpid()))
+def note(case, state):
+    with open(record, "a") as file:
+        file.write(json.dumps([case, state]) + "\\n")
+
+for case in cases:
+    if time.time() > deadline:
+        break
+    through = []
+    for contender in ("ours", "peer"):
+        if contender in without.get(case, []):
+            continue
+        note(case, contender)
+        if contender == "peer":
+            if "crash" in case:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if "raise" in case:
+                raise RuntimeError("an illegal memory access")
+            if "hang" in case:
+                faulthandler.dump_traceback_later(0.2, exit=True)
+                time.sleep(100)
+            if "sleep" in case:
+                time.sleep(100)
+        through.append(contender)
+    note(case, {"rows": [[case, through, os.getpid()]], "failures": []})
+"""
 
 
-def act(case: str) -> None:
-    if "crash" in case:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if "raise" in case:
-        raise RuntimeError("an illegal memory access")
-    if "hang" in case or "slow" in case:
-        time.sleep(3600 if "hang" in case else 0.2)
+@pytest.fixture(autouse=True)
+def _fast_endings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "ENDINGS", ((signal.SIGKILL, 10.0),))
 
 
-def run(groups: list[list[str]], seconds: float = 60, **options: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+def run(groups: list[list[str]], folder: Path, seconds: float = 60) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Contenders that came through each case, why others did not, and the processes of the cases."""
-    results: dict[str, Any] = {}
-    why: dict[str, Any] = {}
-    processes.run(
-        measure,
-        groups,
-        lambda case, result: results.update({case: result}),
-        lambda case, contender, text: why.update({f"{case}, {contender}": text}),
-        seconds,
-        **options,
-    )
-    return {case: found[0] for case, found in results.items()}, why, {case: f[1] for case, f in results.items()}
+    chosen = [
+        Case(str(number), op, "x", lambda clock, rounds: None)  # type: ignore[arg-type,return-value]
+        for number, ops in enumerate(groups)
+        for op in ops
+    ]
+    parts: list[dict[str, Any]] = []
+    options = argparse.Namespace(device="cpu", tiny=True, rounds=1)
+    measure_groups(chosen, options, folder, seconds, parts.append, [sys.executable, "-c", SERVE])
+    rows = [row for part in parts for row in part.get("rows", [])]
+    failures = [failure for part in parts for failure in part["failures"]]
+    why = {f"{failure['op']}, {failure['implementation']}": failure["error"] for failure in failures}
+    names = {name: name.removesuffix(", x") for name, *_ in rows}
+    return {names[name]: through for name, through, _ in rows}, why, {names[name]: pid for name, _, pid in rows}
 
 
-def test_a_process_that_dies_leaves_the_results_of_others_and_its_own() -> None:
-    found, why, pids = run([["a", "crash", "b"], ["c"]])
-    assert found == {"a": ["ours", "peer"], "crash": ["ours"], "b": ["ours", "peer"], "c": ["ours", "peer"]}
-    assert why == {"crash, peer": f"its process died (exit code {-signal.SIGSEGV})"}
+def test_a_process_that_dies_leaves_the_results_of_others_and_its_own(tmp_path: Path) -> None:
+    through, why, pids = run([["a", "crash", "b"], ["c"]], tmp_path)
+    assert through == {"a": ["ours", "peer"], "crash": ["ours"], "b": ["ours", "peer"], "c": ["ours", "peer"]}
+    assert list(why) == ["crash, peer"]
+    assert why["crash, peer"].startswith("its process crashed: ")
     assert pids["a"] != pids["crash"] == pids["b"] != pids["c"]
 
 
-def test_an_error_that_ends_a_process_is_told() -> None:
-    found, why, _ = run([["raise"]])
-    assert found == {"raise": ["ours"]}
-    assert why == {"raise, peer": "its process died (exit code 1): RuntimeError: an illegal memory access"}
+def test_an_error_that_ends_a_process_is_told(tmp_path: Path) -> None:
+    through, why, _ = run([["raise"]], tmp_path)
+    assert through == {"raise": ["ours"]}
+    assert why == {"raise, peer": "its process failed: RuntimeError: an illegal memory access"}
 
 
-def test_a_process_that_hangs_is_ended() -> None:
-    found, why, _ = run([["hang", "a"]], silent_seconds=10.0)
-    assert found == {"hang": ["ours"], "a": ["ours", "peer"]}
-    assert why == {"hang, peer": "not measured: said nothing for 10 s"}
+def test_a_process_that_hangs_ends(tmp_path: Path) -> None:
+    through, why, _ = run([["hang", "a"]], tmp_path)
+    assert through == {"hang": ["ours"], "a": ["ours", "peer"]}
+    assert list(why) == ["hang, peer"]
 
 
-def test_a_group_whose_processes_die_again_and_again_is_given_up() -> None:
-    cases = [f"crash {number}" for number in range(processes.MOST_DEATHS + 1)]
-    found, why, _ = run([cases, ["a"]])
-    assert found == {case: ["ours"] for case in cases[:-2]} | {"a": ["ours", "peer"]}
-    assert why[f"{cases[-1]}, all"] == f"not measured: {processes.MOST_DEATHS} processes of its group died"
+def test_a_group_whose_processes_die_again_and_again_is_given_up(tmp_path: Path) -> None:
+    cases = [f"crash {number}" for number in range(gpu_run.MOST_DEATHS + 1)]
+    through, why, _ = run([cases, ["a"]], tmp_path)
+    assert through == {case: ["ours"] for case in cases[:-2]} | {"a": ["ours", "peer"]}
+    assert why[f"{cases[-1]}, all"] == f"not measured: {gpu_run.MOST_DEATHS} processes of its group died"
 
 
-def test_a_run_over_its_time_ends_and_says_what_is_missing() -> None:
-    found, why, _ = run([["hang", "a"], ["b"]], seconds=2)
-    assert found == {}
-    assert why == dict.fromkeys(["hang, all", "a, all", "b, all"], "not measured: 2 s were over")
+def test_a_run_over_its_time_ends_and_says_what_is_missing(tmp_path: Path) -> None:
+    through, why, _ = run([["sleep", "a"], ["b"]], tmp_path, seconds=2)
+    assert through == {}
+    assert why == dict.fromkeys(["sleep, all", "a, all", "b, all"], "not measured: 2 s were over")
+
+
+def test_an_earlier_runs_record_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    _, _, before = run([["a"]], tmp_path)
+    _, _, after = run([["a"]], tmp_path)
+    assert before["a"] != after["a"]

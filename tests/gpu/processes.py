@@ -1,7 +1,8 @@
 """Run commands side by side, each in a process of its own with a log and a time limit.
 
 One that aborts, hangs or loses the GPU's context costs the others nothing. None outlives the process that runs them,
-however that ends: on Linux the kernel kills them with it.
+however that ends: on Linux the kernel kills them with it. A process that goes through items in turn keeps a record of
+them, so that another process can go on behind the item that it died in.
 """
 
 from __future__ import annotations
@@ -32,12 +33,17 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """A command, how many seconds it may take, and environment variables of its own."""
+    """A command, how many seconds it may take, and environment variables.
+
+    With a `task` the process is started while the job before it runs, imports what it needs, and reads the task, a line
+    of its standard input, when its turn comes.
+    """
 
     name: str
     command: Sequence[str]
     seconds: float = math.inf
     variables: Mapping[str, str] = field(default_factory=dict)
+    task: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,16 @@ class Outcome:
 class _Running:
     job: Job
     process: subprocess.Popen[bytes]
-    began: float
     log: Path
+    began: float = math.inf
+
+    def begin(self) -> _Running:
+        self.began = time.monotonic()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has died, which its outcome says
+                self.process.stdin.write(f"{self.job.task}\n".encode())
+                self.process.stdin.close()
+        return self
 
 
 def run(jobs: deque[Job], folder: Path, at_once: int, seconds: float = math.inf) -> Iterator[Outcome]:
@@ -79,11 +93,13 @@ def run(jobs: deque[Job], folder: Path, at_once: int, seconds: float = math.inf)
     """
     folder.mkdir(parents=True, exist_ok=True)
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    end, running = time.monotonic() + seconds, list[_Running]()
+    end, running, ahead = time.monotonic() + seconds, list[_Running](), list[_Running]()
     try:
-        while running or (jobs and time.monotonic() < end):
-            while jobs and len(running) < at_once and time.monotonic() < end:
-                running.append(_start(jobs.popleft(), folder))
+        while running or ((ahead or jobs) and time.monotonic() < end):
+            while (ahead or jobs) and len(running) < at_once and time.monotonic() < end:
+                running.append((ahead.pop() if ahead else _start(jobs.popleft(), folder)).begin())
+            if not ahead and jobs and jobs[0].task is not None:
+                ahead.append(_start(jobs.popleft(), folder))
             now = time.monotonic()
             going = [one for one in running if one.process.poll() is None]
             late = [one for one in going if now > min(one.began + one.job.seconds, end)]
@@ -92,22 +108,24 @@ def run(jobs: deque[Job], folder: Path, at_once: int, seconds: float = math.inf)
                 running.remove(one)
                 yield _outcome(one, one in late)
             time.sleep(0.02)
+        jobs.extendleft(one.job for one in ahead)
         while jobs:
             yield Outcome(jobs.popleft(), NOT_RUN)
     finally:
-        _stop(running, first=-1)
+        _stop([*running, *ahead], first=-1)
         signal.signal(signal.SIGTERM, handler)
 
 
 def _start(job: Job, folder: Path) -> _Running:
     log = folder / f"{job.name}.log"
     environment = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"} | job.variables
+    source = subprocess.DEVNULL if job.task is None else subprocess.PIPE
     with log.open("wb") as file:
         process = subprocess.Popen(
-            list(job.command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
-            process_group=0, preexec_fn=_prepare,
+            list(job.command), stdin=source, stdout=file, stderr=subprocess.STDOUT, env=environment, process_group=0,
+            preexec_fn=_prepare,
         )  # fmt: skip
-    return _Running(job, process, time.monotonic(), log)
+    return _Running(job, process, log)
 
 
 def _prepare() -> None:
@@ -142,3 +160,20 @@ def write(path: Path, results: Any) -> None:
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps(results, indent=1) + "\n")
     os.replace(beside, path)
+
+
+def read_record(record: Path) -> dict[str, Any]:
+    """The last line of each item in a record, in the order of these lines; a line that was cut off is left out."""
+    items: dict[str, Any] = {}
+    for line in record.read_text().splitlines() if record.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            item, state = json.loads(line)
+            items.pop(item, None)
+            items[item] = state
+    return items
+
+
+def append_record(record: Path, states: Mapping[str, Any]) -> None:
+    """A line for each item: what becomes of it."""
+    with record.open("a") as file:
+        file.writelines(json.dumps(pair) + "\n" for pair in states.items())

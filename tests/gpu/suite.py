@@ -22,56 +22,56 @@ from typing import Any
 import pytest
 
 from tests.gpu import processes
-from tests.gpu.processes import CRASHED, FAILED, NOT_RUN, PASSED, TIMED_OUT, Job, Outcome
+from tests.gpu.driver import activate, rehearsing
+from tests.gpu.processes import (
+    CRASHED,
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    TIMED_OUT,
+    Job,
+    Outcome,
+    append_record,
+    read_record,
+)
 
-FOLDERS = ("tests/gpu", "tests/kernels", "tests/ops", "tests/nn", "tests/compiler")
+FOLDERS = ("tests/gpu", "tests/kernels", "tests/ops", "tests/nn", "tests/compiler", "tests")  # in this order
 STARTED, SKIPPED, LOST = "started", "skipped", "lost the GPU's context"
+KERNELS = "kernels: "
 RECORD, LIMIT = "TRITONEMB_TEST_RECORD", "TRITONEMB_TEST_SECONDS"
 _STDERR = os.dup(2)  # before pytest captures it
 
 
-def outcomes_of(record: Path) -> dict[str, str]:
-    """What became of each test so far, in the order of their last lines."""
-    found: dict[str, str] = {}
-    for line in record.read_text().splitlines() if record.exists() else ():
-        test, outcome = json.loads(line)
-        found.pop(test, None)
-        found[test] = outcome
-    return found
-
-
-def append(record: Path, outcomes: dict[str, str]) -> None:
-    with record.open("a") as file:
-        file.writelines(json.dumps(pair) + "\n" for pair in outcomes.items())
-
-
 class Recorder:
-    """Runs what is not in the record yet, and records it."""
+    """Runs what is not in the record yet, and records it; says how many kernels were compiled."""
 
-    def __init__(self, record: Path, seconds: float) -> None:
-        self.record, self.seconds = record, seconds
+    def __init__(self, record: Path, seconds: float, counts: Counter[bool]) -> None:
+        self.record, self.seconds, self.counts = record, seconds, counts
 
     @pytest.hookimpl(trylast=True)  # after -m and -k
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        done = {test for test, outcome in outcomes_of(self.record).items() if outcome != NOT_RUN}
+        done = {test for test, outcome in read_record(self.record).items() if outcome != NOT_RUN}
         items[:] = [item for item in items if item.nodeid not in done]
-        append(self.record, {item.nodeid: NOT_RUN for item in items})
+        append_record(self.record, {item.nodeid: NOT_RUN for item in items})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        append(self.record, {nodeid: STARTED})
+        append_record(self.record, {nodeid: STARTED})
         faulthandler.dump_traceback_later(self.seconds, exit=True, file=_STDERR)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             lost = context_is_lost()
-            append(self.record, {report.nodeid: LOST if lost else FAILED})
+            append_record(self.record, {report.nodeid: LOST if lost else FAILED})
             if lost:
                 pytest.exit("the GPU's context is lost: another process runs the tests that are left", 1)
         elif report.when == "call" or report.skipped:
-            append(self.record, {report.nodeid: SKIPPED if report.skipped else PASSED})
+            append_record(self.record, {report.nodeid: SKIPPED if report.skipped else PASSED})
 
     def pytest_runtest_logfinish(self) -> None:
         faulthandler.cancel_dump_traceback_later()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"{KERNELS}{self.counts[False]} compiled, {self.counts[True]} from the cache")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -90,22 +90,27 @@ def context_is_lost() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    counts = Counter[bool]()
     if os.environ.get("TRITON_INTERPRET", "0") != "1":
-        from tests.gpu.problems import hash_kernels
+        from tests.gpu.problems import counted_compilations
 
-        hash_kernels()
-    config.pluginmanager.register(Recorder(Path(os.environ[RECORD]), float(os.environ[LIMIT])))
+        if rehearsing():
+            activate()
+        stack = contextlib.ExitStack()
+        counts = stack.enter_context(counted_compilations())
+        config.add_cleanup(stack.close)
+    config.pluginmanager.register(Recorder(Path(os.environ[RECORD]), float(os.environ[LIMIT]), counts))
 
 
 def find_files() -> list[Path]:
     """Test files that have tests for a GPU, folder by folder, large ones first."""
-    found = []
+    files: dict[Path, None] = {}
     for folder in FOLDERS:
         paths = [
             path for path in Path(folder).rglob("test_*.py") if re.search(r"mark\.(gpu|triton)\b", path.read_text())
         ]
-        found += sorted(paths, key=lambda path: -path.stat().st_size)
-    return found
+        files |= dict.fromkeys(sorted(paths, key=lambda path: -path.stat().st_size))
+    return list(files)
 
 
 FRESH = {"seconds": 0.0, "last": "", "log": ""}
@@ -126,9 +131,9 @@ class Suite:
         self.out.mkdir(parents=True, exist_ok=True)
         for file in [str(file) for file in files if str(file) not in self.results]:
             record = self.record_of(file)
-            done = {test: outcome for test, outcome in outcomes_of(record).items() if outcome in (PASSED, SKIPPED)}
+            done = {test: outcome for test, outcome in read_record(record).items() if outcome in (PASSED, SKIPPED)}
             record.write_text("")
-            append(record, done if options.left else {})
+            append_record(record, done if options.left else {})
             self.add(file)
 
     def record_of(self, file: str) -> Path:
@@ -164,11 +169,11 @@ class Suite:
 
     def ended(self, file: str, outcome: Outcome) -> None:
         """Note and print what became of the tests of a file; go on with what is left if its process died."""
-        tests, before = outcomes_of(self.record_of(file)), self.results.get(file, FRESH)
+        tests, before = read_record(self.record_of(file)), self.results.get(file, FRESH)
         last = next(reversed(tests), "")
         if tests.get(last) == STARTED:  # a process ends by itself where one test takes too long
             tests[last] = {TIMED_OUT: NOT_RUN, FAILED: TIMED_OUT}.get(outcome.status, CRASHED)
-            append(self.record_of(file), {last: tests[last]})
+            append_record(self.record_of(file), {last: tests[last]})
         counts = Counter(tests.values())
         died = last != before["last"] and tests.get(last) in (CRASHED, LOST, TIMED_OUT)
         if died and counts[NOT_RUN]:
@@ -180,8 +185,10 @@ class Suite:
             "status": status, "seconds": before["seconds"] + outcome.seconds, "counts": counts, "wrong": wrong,
             "last": last, "log": log,
         }  # fmt: skip
-        print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.name:42} {said(counts)}", flush=True)
-        failures = [line for line in outcome.log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        lines = outcome.log.splitlines()
+        kernels = "".join(f"; {line}" for line in lines if line.startswith(KERNELS))
+        print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.name:42} {said(counts)}{kernels}", flush=True)
+        failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
         print("".join(f"    {line}\n" for line in failures), end="", flush=True)
         if died or (outcome.status not in (PASSED, NOT_RUN) and not failures):
             print(f"    {last}:\n{log}", flush=True)
@@ -191,6 +198,13 @@ class Suite:
         tests = sum((Counter(result["counts"]) for result in self.results.values()), Counter[str]())
         left = [file for file, result in self.results.items() if result["status"] in (NOT_RUN, TIMED_OUT)]
         lines = [f"test files: {said(files)}; tests: {said(tests)} ({self.out}/results.json)"]
+        skipped = {
+            test.rpartition("::")[2]
+            for file in self.results
+            for test, outcome in read_record(self.record_of(file)).items()
+            if outcome == SKIPPED
+        }
+        lines += [f"not rehearsed, without a GPU: {' '.join(sorted(skipped))}"] if skipped and rehearsing() else []
         lines += [f"time was over; go on with --left: {' '.join(left)}"] if left else []
         return "\n".join(lines)
 
@@ -213,7 +227,7 @@ def main() -> None:
 
     from tritonemb.kernels.triton_utils import interpreting
 
-    if not (torch.cuda.is_available() or interpreting()):
+    if not (torch.cuda.is_available() or interpreting() or rehearsing()):
         sys.exit("make gpu needs a CUDA device, and a torch that sees it; TRITON_INTERPRET=1 rehearses it without one")
     suite = Suite(options.files or find_files(), options, arguments)
     suite.run()

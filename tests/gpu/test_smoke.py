@@ -1,28 +1,32 @@
-"""The smoke's checks and the cache of kernels, rehearsed without a GPU, and the verdicts of compute-sanitizer."""
+"""What is looked at first on a GPU, and without one the cache of kernels, and the verdicts of compute-sanitizer."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu import sanitize, smoke
+from tests.gpu import checks, sanitize
+from tests.gpu.checks import compare
+from tests.gpu.driver import num_launches, rehearsing
 from tests.gpu.processes import CRASHED, PASSED, Job, Outcome
+from tests.helpers import INTERPRETED
 from tests.kernels.ahead_of_time_cases import CASES
 
 pytestmark = pytest.mark.more
 
 ROOT = Path(__file__).parents[2]
+MINUTES = [pytest.mark.slow] if INTERPRETED else []
 
 
-def run_cache(*arguments: str, cwd: Path, **variables: str) -> str:
-    """What `cache` prints in a process of its own."""
-    command = [sys.executable, "-m", "tests.gpu.cache", *arguments]
+def run_archives(*arguments: str, cwd: Path, **variables: str) -> str:
+    """What `archives` prints in a process of its own."""
+    command = [sys.executable, "-m", "tests.gpu.archives", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
@@ -31,55 +35,65 @@ def run_cache(*arguments: str, cwd: Path, **variables: str) -> str:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(c.name, marks=() if c.name in smoke.CORE else pytest.mark.slow) for c in CASES if c.core],
-)
-def test_core_cases_are_the_references(name, device):
-    assert "tensors" in smoke.compare(smoke.case_check(name), device)
+@pytest.mark.parametrize("name", checks.LAUNCHES)
+def test_launches_have_the_references_results(name, device):
+    if not rehearsing():
+        compare(checks.LAUNCHES[name], device)
+        return
+    before = num_launches()
+    checks.LAUNCHES[name].results(device)
+    assert num_launches() > before
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", ["steps-row_wise_adagrad", pytest.param("steps-adam", marks=pytest.mark.slow)])
-def test_training_steps_have_the_references_bits(name, device):
-    assert "equal" in smoke.compare(smoke.CHECKS[name], device)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [c.name for c in CASES if c.core and c.name not in checks.CORE])
+def test_other_core_cases_have_the_references_results(name, device):
+    compare(checks.case_check(name), device)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MINUTES) for name in checks.AHEAD])
+def test_rows_prefetched_ahead_have_the_bits_of_the_cpu(name, device):
+    """Rehearsed, by the CPU's kernels alone: what the host does next depends on results."""
+    check = checks.AHEAD[name]
+    compare(check._replace(results=check.expected) if rehearsing() else check, device)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_has_the_bits_of_an_eager_one(device):
+    compare(checks.GRAPH, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("mode", checks.COMPILED)
+def test_a_compiled_dlrm_takes_the_steps_of_an_eager_one(mode, device):
+    compare(checks.COMPILED[mode], device)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.timeout(900)
+def test_the_steps_of_a_compiled_dlrm_are_compared_on_a_cpu_too():
+    check, cpu = checks.COMPILED["default"], torch.device("cpu")
+    compare(check, cpu)
+    changed = check._replace(expected=lambda device: [1.01 * tensor for tensor in check.expected(device)])
+    with pytest.raises(AssertionError):
+        compare(changed, cpu)
 
 
 def test_results_that_differ_are_noticed():
-    def check(change: float, exact: bool) -> smoke.Check:
-        return smoke.Check(
-            lambda _: [torch.tensor([1000.0, 1.0]) + change], lambda _: [torch.tensor([1000.0, 1.0])], exact
-        )
+    def check(change: float, exact: bool) -> checks.Check:
+        right = torch.tensor([1000.0, 1.0])
+        return checks.Check(lambda _: [right + change], lambda _: [right], 0 if exact else 4)
 
     cpu = torch.device("cpu")
-    assert smoke.compare(check(0.0, exact=True), cpu) == "1 tensors equal"
-    assert smoke.compare(check(1e-4, exact=False), cpu) == "1 tensors close"
+    compare(check(0.0, exact=True), cpu)
+    compare(check(1e-4, exact=False), cpu)
     for wrong in (check(1e-4, exact=True), check(1e-2, exact=False), check(float("nan"), exact=False)):
         with pytest.raises(AssertionError):
-            smoke.compare(wrong, cpu)
-
-
-@pytest.mark.timeout(900)
-def test_a_smoke_prints_and_keeps_every_check(tmp_path, monkeypatch, capsys):
-    def end_of(*names: str) -> str | int:
-        arguments = ["--device", "cpu", "--jobs", "2", "--out", str(tmp_path), *names]
-        monkeypatch.setattr(sys, "argv", ["smoke", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            smoke.main()
-        return ended.value.code
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(smoke, "interpreting", lambda: True)
-    monkeypatch.setattr(smoke, "SECONDS", 3600.0)
-    names = ["device", "group-int64", "timing"]
-    assert end_of(*names) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [PASSED] * 3 + ["3"]
-    assert "4 tensors equal" in lines[1]
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert [(result["job"]["name"], result["status"]) for result in results] == [(name, PASSED) for name in names]
-    assert "no checks are called ['nothing']" in end_of("nothing")
+            compare(wrong, cpu)
 
 
 @pytest.mark.timeout(900)
@@ -90,12 +104,21 @@ def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
     variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": "build/cache"}
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
-    first, *parts = run_cache("--out", "build/cache", *names, cwd=here, **variables).splitlines()
-    here.rename(there)
+    subprocess.run(["git", "init", "-q", here], check=True)
+    first, *parts, sizes = run_archives(
+        "--cache", "build/cache", "--out", "build/out", *names, cwd=here, **variables
+    ).splitlines()
     assert first.startswith("For sm_90, triton ")
     assert sum(int(part.split("compiled: ")[1].split(",")[0]) for part in parts) == 4
+    assert sizes.startswith("gpu-cache.tar.xz 0.")
+    (there / "build").mkdir(parents=True)
+    with tarfile.open(here / "build" / "out" / "gpu-cache.tar.xz") as tar:
+        tar.extractall(there / "build", filter="data")
     for order in (names, names[::-1]):
-        assert run_cache("--here", *order, cwd=there, **variables) == "kernels compiled: 0, from the cache: 4\n"
+        assert run_archives("--here", *order, cwd=there, **variables) == "kernels compiled: 0, from the cache: 4\n"
+    arguments = ("--cache", "build/cache", "--out", "build/out", "--max-mib", "0.001", names[0])
+    with pytest.raises(AssertionError, match=r"more than --max-mib 0\.001"):
+        run_archives(*arguments, cwd=here, **variables)
 
 
 BANNER = "========= COMPUTE-SANITIZER\n"

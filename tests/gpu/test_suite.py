@@ -156,14 +156,18 @@ def test_a_run_whose_time_is_over_says_which_files_are_left(tmp_path):
 
 
 def test_the_suite_has_the_tests_of_kernels_and_of_gpus():
-    found = {str(path) for path in find_files()}
-    assert {"tests/gpu/test_step.py", "tests/kernels/test_row_update.py", "tests/nn/test_embedding_bag.py"} <= found
+    files = [str(path) for path in find_files()]
+    assert len(files) == len(set(files))
+    assert {"tests/gpu/test_step.py", "tests/kernels/test_row_update.py", "tests/nn/test_embedding_bag.py"} <= set(
+        files
+    )
+    marked = [path for path in Path("tests").rglob("test_*.py") if "pytest.mark.triton" in path.read_text()]
+    assert {str(path) for path in marked} <= set(files)
 
 
-@pytest.mark.parametrize("module", ["suite", "smoke"])
-def test_without_a_gpu_it_says_so(module, monkeypatch):
+def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    done = subprocess.run([sys.executable, "-m", f"tests.gpu.{module}"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.suite"], capture_output=True, text=True)
     assert done.returncode == 1
     assert "needs a CUDA device, and a torch that sees it" in done.stderr

@@ -21,13 +21,15 @@ if interpreting():
 
 import tritonemb as te
 from benchmarks.gpu.radix_sort import radix_sort
-from benchmarks.workload import Workload
-from tests.gpu import smoke
+from benchmarks.workload import WORKLOADS
+from tests.gpu import checks
+from tests.gpu.archives import run_workload
+from tests.gpu.first import SHAPES
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import Launch
 from tests.kernels.ahead_of_time_cases import CASES, Case
 from tritonemb.layout import make_layout
-from tritonemb.ops.registry import TRITON, forced
+from tritonemb.ops.registry import TRITON
 from tritonemb.optim import OPTIMIZERS
 
 # 128 registers a thread leave room for 16 warps a processor; a gather needs no more to keep its memory busy.
@@ -326,7 +328,7 @@ def test_the_table_holds_the_cases_that_there_are(tmp_path, monkeypatch):
     assert line.count("|") == rule.count("|") == 11
 
 
-def test_the_smoke_test_compiles_fewer_than_forty_variants() -> None:
+def test_the_first_checks_compile_fewer_than_fifty_variants() -> None:
     """Each is compiled on the first machine with a GPU, while somebody waits."""
     cpu, variants = torch.device("cpu"), set[tuple[str, int]]()
 
@@ -336,17 +338,11 @@ def test_the_smoke_test_compiles_fewer_than_forty_variants() -> None:
             variants.add((source.hash(), each.num_warps))
 
     for case in CASES:
-        if case.name in smoke.CORE:
+        if case.name in checks.CORE:
             count(case.call)
     for name in ("row_wise_adagrad", "adam"):
-        count(partial(smoke.train_steps, TRITON, OPTIMIZERS[name](lr=0.05), cpu))
+        count(partial(checks.train_steps, TRITON, OPTIMIZERS[name](lr=0.05), cpu))
 
-    def time_shape(shape: Workload) -> None:
-        with forced(TRITON):
-            forward, step, *_ = smoke.run_shape(shape, cpu)
-            forward()
-            step()
-
-    for shape in smoke.SHAPES:
-        count(partial(time_shape, replace(shape, batch_size=16)))
-    assert 30 < len(variants) < 40
+    for workload in (w for w in WORKLOADS if any(shape in str(w) for shape in SHAPES)):
+        count(partial(run_workload, replace(workload, batch_size=16, num_rows=(1000,) * workload.num_tables)))
+    assert 40 < len(variants) < 50
