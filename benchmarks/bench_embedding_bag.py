@@ -1,4 +1,7 @@
-"""The forward alone, as in inference: ours, FBGEMM's, and a `torch.nn.EmbeddingBag` per table, joined to one output."""
+"""The forward alone, as in inference: ours, FBGEMM's, and a `torch.nn.EmbeddingBag` per table, joined to one output.
+
+On a GPU its ceiling is a gather of rows by the same ids.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.cases import Case, copy_contender
+from benchmarks.cases import Case, copy_contender, gather_contender
 from benchmarks.clock import Clock, Contender
 from benchmarks.peers import Tables, make_bench
-from benchmarks.workload import Workload, forward_bytes, workloads
+from benchmarks.workload import Workload, forward_bytes, linear_rows, workloads
 
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
@@ -25,7 +28,11 @@ def make(workload: Workload, clock: Clock) -> list[Contender]:
     def contender(tables: Tables) -> Contender:
         return Contender(tables.name, bench.batch, torch.no_grad()(tables.forward), num_bytes)
 
-    return [*bench.contenders(contender), copy_contender(num_bytes, clock.device)]
+    ceilings = [copy_contender(num_bytes, clock.device)]
+    if clock.on_gpu:
+        rows = linear_rows(bench.batches[0])
+        ceilings.insert(0, gather_contender(rows, workload.dim, workload.dtype, num_bytes))
+    return [*bench.contenders(contender), *ceilings]
 
 
 def bench_forward(case: Case, measure_case: Callable[[Case], None]) -> None:

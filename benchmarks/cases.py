@@ -14,7 +14,9 @@ import torch
 
 from benchmarks.clock import Clock, Contender
 
-OURS, COPY, COMPILED = "tritonemb", "copy", "torch, compiled"
+OURS, COPY, GATHER, COMPILED = "tritonemb", "copy", "gather", "torch, compiled"
+CEILINGS = (COPY, GATHER)  # no peers: what the machine can do
+GATHERED_ROWS = 1 << 22  # at most; far more than a GPU's L2 cache holds
 GRAPH = ", CUDA graph"  # behind an op that is replayed
 
 
@@ -65,6 +67,22 @@ def copy_contender(num_bytes: int, device: torch.device, source_device: torch.de
         source = torch.ones(size, dtype=torch.int8, device=source_device, pin_memory=True)
     target = torch.empty(size, dtype=torch.int8, device=device)
     return Contender(COPY, lambda number: None, lambda _: target.copy_(source, non_blocking=True), num_bytes)
+
+
+def gather_contender(rows: torch.Tensor, dim: int, dtype: torch.dtype, num_bytes: int) -> Contender:
+    """`torch.index_select` of as many rows `[dim]` as make `num_bytes`, read and written, by the ids `rows` in turn.
+
+    Ids wrap around in a table of at most GATHERED_ROWS rows, so that the tables of a case need not stand side by side.
+    """
+    num_rows = min(GATHERED_ROWS, int(rows.max()) + 1)
+    count = max(1, num_bytes // (2 * dim * dtype.itemsize + rows.element_size()))
+    ids = (rows % num_rows).repeat(-(-count // rows.numel()))[:count]
+    source = torch.ones(num_rows, dim, dtype=dtype, device=rows.device)
+    target = torch.empty(count, dim, dtype=dtype, device=rows.device)
+    return Contender(
+        GATHER, lambda number: None, lambda _: torch.index_select(source, 0, ids, out=target), num_bytes,
+        equal(torch.ones_like(target)),
+    )  # fmt: skip
 
 
 def equal(*expected: Any) -> Callable[[Any], None]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import COPY, OURS, Case
+from benchmarks.cases import CEILINGS, OURS, Case
 from benchmarks.clock import Clock
 from benchmarks.environment import wait_until_quiet
 from benchmarks.paired import measure
@@ -73,7 +73,7 @@ def measure_case(benchmark: Any, record: Callable[..., None], rounds: int, clock
         contenders = case.make(clock)
         timings = measure(benchmark, contenders, rounds if case.target else max(5, rounds // 2), clock=clock)
         moved = {contender.name: contender.num_bytes for contender in contenders}
-        peers = [timing for timing in timings if timing.name != COPY and not timing.name.startswith(OURS)]
+        peers = [timing for timing in timings if timing.name not in CEILINGS and not timing.name.startswith(OURS)]
         wanted = peers and case.target and not clock.on_gpu
         targets = [at_least(case.op, case.shape, timings[0], peers, case.target)] if wanted else []
         record(timing_rows(case.op, case.shape, timings, moved), targets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.cases import COPY, OURS, copy_contender
+from benchmarks.cases import CEILINGS, COPY, OURS, copy_contender
 from benchmarks.clock import Clock, Timing
 
 LIMIT = "limit"  # no peer: the program that says what the machine can do
@@ -44,7 +44,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         cases.setdefault((row["op"], row["shape"]), []).append(row)
     for case in cases.values():
-        peers = [row for row in case if row["implementation"] not in (COPY, LIMIT) and not is_ours(row)]
+        peers = [row for row in case if row["implementation"] not in (*CEILINGS, LIMIT) and not is_ours(row)]
         fastest = min(peers, key=lambda row: float(row["p50_ms"]), default=None)
         copy = next((row["gb_per_s"] for row in case if row["implementation"] == COPY), None)
         for row in case:

@@ -175,6 +175,14 @@ def _zipf(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return cumulative / cumulative[-1], rows
 
 
+def linear_rows(batch: Batch) -> Tensor:
+    """The row of each id among those of all tables, int64 [N]."""
+    w = batch.workload
+    rows = torch.tensor(w.num_rows, device=batch.values.device)
+    per_table = torch.tensor(w.bag_sizes, device=batch.values.device) * w.batch_size
+    return batch.values + (torch.cumsum(rows, 0) - rows).repeat_interleave(per_table)
+
+
 def draw_gradient(workload: Workload, device: torch.device = CPU, seed: int = 0) -> Tensor:
     """A gradient of the pooled output, float32 [B, T * D]."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,11 +1,11 @@
-"""The picture of a GPU run: how near each op comes to a copy of the same bytes, and to the copy's bandwidth."""
+"""The picture of a GPU run: how near each op comes to a copy, and a forward to a gather, of as many bytes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import GRAPH
+from benchmarks.cases import CEILINGS, GRAPH
 
 COLORS = {"tritonemb": "#1f77b4", "tritonemb, grouped ahead": "#17becf", "fbgemm": "#8c8c8c", "torch": "#d8b878"}
 COLORS |= {"torch, compiled": "#c08040"}
@@ -25,22 +25,18 @@ def draw_if_possible(results: dict[str, Any], path: Path) -> bool:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Bytes that a case must move against the rate reached; the line is a copy of as many bytes in the same run."""
+    """Bytes that a case must move against the rate reached; lines are ceilings, measured in the same run."""
     from matplotlib import pyplot
 
     rows = [row for row in results["rows"] if row["bytes"] > 0 and not row["op"].endswith(GRAPH)]
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    copies = sorted((row["bytes"] / 1e6, row["gb_per_s"]) for row in rows if row["implementation"] == "copy")
-    if copies:
-        axes.plot(*zip(*copies, strict=True), color="black", linewidth=1, marker=".", label="copy of as many bytes")
+    for ceiling, style in zip(CEILINGS, ("-", ":"), strict=True):
+        points = sorted((row["bytes"] / 1e6, row["gb_per_s"]) for row in rows if row["implementation"] == ceiling)
+        if points:
+            label = f"{ceiling} of as many bytes"
+            axes.plot(*zip(*points, strict=True), color="black", linewidth=1, linestyle=style, marker=".", label=label)
     for name, color in COLORS.items():
-        for op, marker in (
-            ("forward", "o"),
-            ("group + update", "s"),
-            ("step", "D"),
-            ("codec", "^"),
-            ("interaction", "v"),
-        ):
+        for op, marker in MARKERS.items():
             mine = [row for row in rows if row["implementation"] == name and row["op"].startswith(op)]
             if mine:
                 sizes, rates = [row["bytes"] / 1e6 for row in mine], [row["gb_per_s"] for row in mine]

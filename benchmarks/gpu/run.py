@@ -48,7 +48,7 @@ from benchmarks import (  # noqa: E402
     results_file,
 )
 from benchmarks import cases as micro  # noqa: E402
-from benchmarks.cases import COPY, GRAPH, OURS  # noqa: E402
+from benchmarks.cases import CEILINGS, GRAPH, OURS  # noqa: E402
 from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
 from benchmarks.gpu import roofline, targets, tiers  # noqa: E402
@@ -257,8 +257,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         if OURS not in medians:
             continue
         ours = medians.pop(OURS)
-        ratios = [f"{medians[name] / ours:.0%} of a {name}" for name in (COPY, "gather") if name in medians]
-        ratios += [f"{ms / ours:.2f} x {name}" for name, ms in medians.items() if name not in (COPY, "gather")]
+        ratios = [f"{medians[name] / ours:.0%} of a {name}" for name in CEILINGS if name in medians]
+        ratios += [f"{ms / ours:.2f} x {name}" for name, ms in medians.items() if name not in CEILINGS]
         yield f"{ours:8.3f} ms  {op:32} {', '.join(reversed(ratios))}  {shape}"
 
 

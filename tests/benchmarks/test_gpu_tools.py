@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import launch_cost
-from benchmarks.gpu.predict import resident_warps
+from benchmarks.gpu.targets import TARGETS, predictions, resident_warps, wanted
+from benchmarks.workload import WORKLOADS
 
 pytestmark = pytest.mark.more
 
@@ -30,19 +31,29 @@ def run(tool: str, *args: str) -> str:
 
 def test_a_workloads_time_is_predicted() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    tables, others = run("predict", "-k", "L20 D128 float32 zipf,moves from host").split("\n\n")
-    head, rule, *lines = tables.splitlines()
-    assert head.count("|") == rule.count("|")
-    assert [line.split(" | ")[1] for line in lines] == ["forward", "grouping", "update"]
-    for line in lines:
-        must, moves = (float(part.replace(",", "")) for part in line.split(" | ")[2:4])
-        assert 0 < must <= moves
-    *_, line = others.splitlines()
-    assert line.startswith("| row moves from host memory, rows 16,384 D256 | 33.9 | move_kernel ")
-    assert line.count("|") == others.splitlines()[1].count("|")
+    head, rule, *lines = run("targets", "-k", "L20 D128 float32 zipf").splitlines()
+    assert head.count("|") == rule.count("|") == lines[0].count("|")
+    assert [line.split(" | ")[1] for line in lines] == ["forward", "group + update"]
     assert resident_warps(SimpleNamespace(num_warps=1, registers=122, shared=0)) == 16
     assert resident_warps(SimpleNamespace(num_warps=4, registers=32, shared=0)) == 64
     assert resident_warps(SimpleNamespace(num_warps=8, registers=32, shared=114 << 10)) == 8
+
+
+# Short bags and long ones, the shortest rows and batches, the most tables.
+@pytest.mark.parametrize(
+    "name", ["B512 T32 L20 D128 float32 zipf", "B2048 T26 L1 D64", "B4096 T26 L1 D64", "T1000", "T1 L26"]
+)
+def test_no_target_is_beyond_what_is_possible_at_best(name: str) -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    (workload,) = (w for w in WORKLOADS if name in str(w))
+    for prediction in predictions(workload):
+        assert 0 < prediction.num_bytes / prediction.at_best < 4.8e12, "faster than the memory"
+        assert wanted(prediction.op, workload) <= prediction.fbgemm / prediction.at_best, prediction.op
+
+
+def test_every_workload_has_one_target_of_each_op() -> None:
+    assert all(wanted(op, workload) > 0 for workload in WORKLOADS for op in ("forward", "group + update"))
+    assert {t.shape for t in TARGETS if t.shape and not any(str(w).startswith(t.shape) for w in WORKLOADS)} == set()
 
 
 def test_launches_of_a_step_are_counted() -> None:

@@ -22,13 +22,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.environment import commit
 from benchmarks.gpu.launch_cost import measure
 from benchmarks.peers import OurTables, step
 from benchmarks.workload import WORKLOADS, Workload, draw_batches, draw_gradient
 from tests.gpu import processes
 from tests.gpu.checks import CPU, LAUNCHES
 from tests.gpu.driver import activate
-from tests.gpu.first import ARCHIVES, CACHE, SHAPES
+from tests.gpu.first import ARCHIVES, CACHE, COMMIT, SHAPES
 from tests.gpu.problems import counted_compilations
 from tests.gpu.processes import PASSED, Job
 from tests.kernels.ahead_of_time_cases import CASES
@@ -113,7 +114,8 @@ def main() -> None:
         slim = [sys.executable, "benchmarks/gpu/slim_fbgemm.py", options.fbgemm, str(options.out / "fbgemm.tar.xz")]
         subprocess.run(slim, check=True)
 
-    # What is to be carried.
+    # What is to be carried, and the commit, which a copied tree does not know.
+    (options.out / COMMIT).write_text(commit())
     sizes = {path.name: path.stat().st_size for path in sorted(options.out.glob("*.tar.xz"))} | {"tree": tree_bytes()}
     total = sum(sizes.values())
     print(", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in sizes.items()), f"= {total / MIB:.1f} MiB")

@@ -29,6 +29,7 @@ from tests.gpu.driver import REHEARSE
 from tests.gpu.processes import NOT_RUN, PASSED, Job, Outcome
 
 CACHE, PEERS, ARCHIVES = Path("build/gpu-cache"), Path("build/peers"), Path("build/gpu-archives")
+COMMIT = "commit"  # a file among the archives
 SHAPES = ("B512 T32 L20 D128 float32 uniform", "B8192 T26 L1 D128 float32", "B2048 T26 L1 D64 float32")
 TINY = ("fbgemm: B8 T3 L4 D16 float32 uniform",)
 WIDTH, LINES = 150, 60  # of the table
@@ -51,8 +52,9 @@ class Stage:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def stages(out: Path, jobs: int, rehearse: bool, left: bool) -> list[Stage]:
+def stages(out: Path, jobs: int, rehearse: bool, left: bool, archives: Path = ARCHIVES) -> list[Stage]:
     """The stages; what must be known first comes first."""
+    commit = archives / COMMIT
 
     def suite(name: str, share: float, lines: int, *arguments: str, **variables: str) -> Stage:
         command = ["-m", "tests.gpu.suite", "--out", str(out / name), "--jobs", str(jobs), "--seconds", "{seconds}"]
@@ -63,6 +65,7 @@ def stages(out: Path, jobs: int, rehearse: bool, left: bool) -> list[Stage]:
     speed = ["benchmarks/gpu/run.py", "--seconds", "{seconds}", "--op", "forward,group + update,step"]
     speed += ["--out", str(out / "speed"), *(["--device", "cpu", "--tiny"] if rehearse else [])]
     speed += ["--shape", *(TINY if rehearse else SHAPES)]
+    speed += ["--commit", commit.read_text()] if commit.exists() else []
     host = ["benchmarks/gpu/launch_cost.py", "--tables", "1", "26", "1000", "--rounds", "3" if rehearse else "100"]
     path = os.pathsep.join(filter(None, (str(PEERS), os.environ.get("PYTHONPATH"))))
     rest = ["--files", "tests/kernels/test_initial.py"] if rehearse else []
@@ -153,7 +156,7 @@ def main() -> None:
         unpack(options.archives)
     os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to other checks
-    todo = stages(options.out, options.jobs, options.rehearse, options.left)
+    todo = stages(options.out, options.jobs, options.rehearse, options.left, options.archives)
     results = run_stages(todo, options.out, options.archive, options.seconds - (time.monotonic() - begin))
     table = [line for name, result in results.items() for line in describe(name, result)]
     print("\n".join(["", *table, f"{options.archive}: {options.archive.stat().st_size:,} bytes"]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import tritonemb as te
@@ -128,6 +131,71 @@ def test_a_whole_model_can_be_captured():
         losses.append(loss.clone())
     assert int(model.embeddings.step) == 53
     assert losses[-1] < 0.7 * losses[0]  # 128 samples, learnt by heart
+
+
+def one_id_each(batch_size: int = 128) -> te.KeyedJaggedTensor:
+    """A batch for DLRM_TABLES."""
+    ids, lengths = torch.randint(0, 300, (2 * batch_size,)), torch.ones(2 * batch_size, dtype=torch.int64)
+    return te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, lengths).to("cuda")
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_twenty_replays_of_reduced_overhead_leave_the_bits_of_twenty_eager_steps():
+    twins = [make_gpu_collection(te.optim.RowWiseAdagrad(lr=0.05), DLRM_TABLES) for _ in range(2)]
+    calls = torch.compile(twins[0], mode="reduce-overhead", fullgraph=True), twins[1]
+    batch, grad = one_id_each(), torch.randn(128, 64, device="cuda")
+    ids = batch.values().clone()
+    counters.clear()
+    for step in range(20):
+        torch.compiler.cudagraph_mark_step_begin()
+        batch.values().copy_((ids + step) % 300)
+        outputs = [run_step(call, batch, grad).clone() for call in calls]
+        assert torch.equal(*outputs), f"step {step}"
+    te.check_errors()
+    assert counters["inductor"]["cudagraph_skips"] == 0, "a graph was called, not replayed"
+    assert_same_bits(contents(twins[0]), contents(twins[1]))
+    assert int(twins[0].step) == 20
+
+
+def test_a_captured_step_groups_beside_lookup_and_dense_network(tmp_path):
+    model = te.nn.DLRM(DLRM_TABLES, 13, (64,), (64,), te.optim.RowWiseAdagrad(lr=0.1), device="cuda")
+    dense, batch = torch.randn(128, 13, device="cuda"), one_id_each()
+
+    def step() -> None:
+        model(dense, batch).sum().backward()
+
+    warm_up(step)
+    graph, dump = torch.cuda.CUDAGraph(), tmp_path / "graph.dot"
+    graph.enable_debug_mode()
+    with captured(graph):
+        step()
+    graph.debug_dump(str(dump))
+    ends = Counter(re.findall(r'->\s*"(\w+)"', dump.read_text()))
+    assert ends, "no edge is in the dump"
+    assert max(ends.values()) > 1, "every node follows one: nothing runs beside another"
+    graph.replay()
+    te.check_errors()
+    assert int(model.embeddings.step) == 2
+
+
+def test_forward_and_backward_may_be_captured_in_two_graphs():
+    """No stream stays forked where the first capture ends."""
+    collection, twin = (make_gpu_collection(te.optim.RowWiseAdagrad(lr=0.1), DLRM_TABLES) for _ in range(2))
+    batch, grad = one_id_each(), torch.randn(128, 64, device="cuda")
+    for each in (collection, twin):
+        warm_up(lambda each=each: run_step(each, batch, grad))
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with captured(forward):
+        out = twin(batch)
+    with torch.cuda.graph(backward, pool=forward.pool()):
+        out.backward(grad)
+    for _ in range(3):
+        expected = run_step(collection, batch, grad)
+        forward.replay()
+        backward.replay()
+        assert torch.equal(out.detach(), expected)
+    te.check_errors()
+    assert_same_bits(contents(twin), contents(collection))
 
 
 @pytest.fixture

@@ -19,8 +19,6 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if interpreting():
     pytest.skip("kernels are interpreted in this process, so there is nothing to compile", allow_module_level=True)
 
-import tritonemb as te
-from benchmarks.gpu.radix_sort import radix_sort
 from benchmarks.workload import WORKLOADS
 from tests.gpu import checks
 from tests.gpu.archives import run_workload
@@ -28,7 +26,6 @@ from tests.gpu.first import SHAPES
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import Launch
 from tests.kernels.ahead_of_time_cases import CASES, Case
-from tritonemb.layout import make_layout
 from tritonemb.ops.registry import TRITON
 from tritonemb.optim import OPTIMIZERS
 
@@ -178,18 +175,6 @@ def test_all_warps_have_read_a_rows_state_before_one_writes_it(target):
     assert len(stores) == 2  # of weights and of the state, behind a note of skipped rows
     assert "bar.sync" in before_storing
     assert "ld.global" not in before_storing.rpartition("bar.sync")[2]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(("dtype", "bits", "passes"), [(torch.int32, 22, 2), (torch.int64, 33, 3)])
-@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
-def test_the_radix_sort_takes_a_launch_a_pass_and_one_to_count(target, dtype, bits, passes):
-    layout = make_layout([te.TableConfig(name, 2**bits, 4) for name in "ab"], list("ba"), True)
-    keys, offsets = torch.zeros(60_000, dtype=dtype), torch.tensor([0, 20_000, 60_000])
-    launches = ahead_of_time.record(lambda: radix_sort(keys, offsets, layout, bits), target)
-    assert len(launches) == 1 + passes  # with the eight of grouping, lookup and update eleven for up to 22 bits
-    for code in ahead_of_time.compile_all("radix sort", launches, target):
-        assert not complaints(code, aligned=False)
 
 
 @pytest.mark.more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -13,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.gpu.radix_sort import radix_sort
 from tests.strategies import problems, random_batch
 from tritonemb.kernels import row_groups as triton
 from tritonemb.kernels.cpu.row_groups import row_groups, sort_pairs
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import NUM_ROWS, Layout, make_layout, segment_offsets
+from tritonemb.layout import Layout, make_layout
 
 IMPLEMENTATIONS = {"cpu": row_groups, "reference": row_groups_reference}
 Groups = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -146,31 +144,23 @@ def test_ids_need_not_be_contiguous():
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def row_bits_of(layout):
-    return (int(layout.tables[:, NUM_ROWS].max()) - 1).bit_length()
-
-
-def check_triton_groups(device, configs, batch, pooled=True, sort=None):
+def check_triton_groups(device, configs, batch, pooled=True):
     layout = make_layout(configs, batch.keys(), pooled)
     there = make_layout(configs, batch.keys(), pooled, device)
     values = batch.values().clone()
     values[::5] = -3
     expected = row_groups_reference(values, batch.offsets(), layout)
-    offsets = batch.offsets().to(device)
-    sorter = sort and partial(sort, offsets=offsets, layout=there, row_bits=row_bits_of(layout))
-    found = triton.row_groups(values.to(device), offsets, there, sorter)
+    found = triton.row_groups(values.to(device), batch.offsets().to(device), there)
     assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    ("pooled", "sort"), [(True, None), (False, None), pytest.param(True, radix_sort, marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize("pooled", [True, False])
 @settings(max_examples=8)
 @given(data=st.data())
 @pytest.mark.usefixtures("poisoned")
-def test_triton_groups_as_the_reference(device, pooled, sort, data):
-    check_triton_groups(device, *data.draw(problems(max_tables=3, pooled=pooled)), pooled, sort)
+def test_triton_groups_as_the_reference(device, pooled, data):
+    check_triton_groups(device, *data.draw(problems(max_tables=3, pooled=pooled)), pooled)
 
 
 @pytest.mark.triton
@@ -182,68 +172,6 @@ def test_triton_groups_large_tables_over_several_blocks(device, num_rows):
     there = layout._replace(**{name: getattr(layout, name).to(device) for name in ("tables", "lookups", "key_starts")})
     found = triton.row_groups(values.to(device), offsets.to(device), there)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.triton
-@pytest.mark.more
-@pytest.mark.parametrize("bits", [1, 11, 12, 33])
-@pytest.mark.parametrize("num_keys", [0, 1, 64, 255, 257, 900])  # interpreted, a tile has 64 and a block 256
-@pytest.mark.usefixtures("poisoned")
-def test_the_radix_sort_is_stable(device, num_keys, bits):
-    keys = torch.randint(0, 2**bits, (num_keys,), dtype=torch.int32 if bits < 32 else torch.int64)
-    keys[::3] = keys[:1].clone()
-    keys[-num_keys // 3 :] = 2**bits - 1
-    layout = make_layout([te.TableConfig("t", 2**bits, 4)], ["t"], True, device)
-    found, places = radix_sort(keys.to(device), torch.tensor([0, num_keys], device=device), layout, bits)
-    expected = torch.sort(keys, stable=True)
-    assert torch.equal(found.cpu(), expected.values)
-    assert torch.equal(places.cpu().long(), expected.indices)
-
-
-# Blocks of 256, interpreted: full and partial ones, tables and keys without any, and 3 passes of 9 bits.
-SIZES = {"b": [0, 255], "unused": [130, 0], "a": [257, 256], "none": [0, 0], "c": [0, 1], "d": [300, 40], "e": [64, 0]}
-SORTED_TABLES = [
-    te.TableConfig("small", 3, 4, features=["d"]),
-    te.TableConfig("large", 2**24 + 7, 4, features=["c", "a", "b"]),  # whose keys stand before, and not side by side
-    te.TableConfig("empty", 9, 4, features=["none"]),
-    te.TableConfig("middle", 5_000, 4, features=["a", "e"]),  # "a" feeds two tables
-]
-
-
-@pytest.mark.triton
-@pytest.mark.more
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("tables", [SORTED_TABLES, SORTED_TABLES[::-1], SORTED_TABLES[:1], SORTED_TABLES[2:]], ids=len)
-@pytest.mark.usefixtures("poisoned")
-def test_the_radix_sort_sorts_table_by_table(device, tables, dtype):
-    """Whatever the order of keys and tables; the same places as torch's sort of linear rows."""
-    generator, lengths = torch.Generator().manual_seed(3), torch.tensor([*SIZES.values()]).flatten()
-    values = torch.randint(-9, 2**24 + 20, (int(lengths.sum()),), generator=generator)
-    values[::2] = values[::2] % 11 - 1  # many equal ones, and some that no table has
-    offsets, layout = segment_offsets(lengths).to(device), make_layout(tables, list(SIZES), True, device)
-    sorts = []
-
-    def both(keys: Tensor) -> tuple[Tensor, Tensor]:
-        keys = keys.to(dtype)
-        sorts.append((radix_sort(keys, offsets, layout, row_bits_of(layout)), torch.sort(keys, stable=True)))
-        return sorts[0][1]
-
-    triton.row_groups(values.to(device), offsets, layout, both)
-    (found, places), expected = sorts[0]
-    inside = expected.values < layout.num_rows
-    assert 0 < inside.sum() < inside.numel()
-    assert torch.equal(found, expected.values)
-    assert torch.equal(places.long(), torch.where(inside, expected.indices, -1))
-
-
-@pytest.mark.triton
-@pytest.mark.more
-@pytest.mark.parametrize("offsets", [[0, 700, 200, 900], [5, 90, 400, 2_000], [0, 0, -50, 800]], ids=str)
-def test_the_radix_sort_writes_within_bounds_where_offsets_are_wrong(device, offsets):
-    layout = make_layout([te.TableConfig(name, 50, 4) for name in "abc"], list("abc"), True, device)
-    keys = (torch.arange(900) % 151).to(device, torch.int32)
-    found, places = radix_sort(keys, torch.tensor(offsets, device=device), layout, 6)
-    assert (found.shape, places.shape) == (keys.shape, keys.shape)
 
 
 @pytest.mark.triton

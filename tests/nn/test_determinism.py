@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -117,46 +115,3 @@ def test_a_row_is_updated_alike_whatever_else_is_in_the_batch(spec):
     for name in expected.keys() - {"step"}:
         assert torch.equal(found[name][[3, 9]], expected[name][[3, 9]]), name
         assert not torch.equal(found[name], expected[name])
-
-
-def test_a_gpu_groups_on_a_stream_of_its_own_and_the_update_waits_for_it(monkeypatch):
-    """Without a GPU: which streams wait, run and hold memory, in that order."""
-    done = []
-
-    class Stream(AbstractContextManager):
-        def __init__(self, name="beside"):
-            self.name = name
-
-        def wait_stream(self, other):
-            done.append((self.name, "waits for", other.name))
-
-        def __exit__(self, *_):
-            done.append("back")
-
-    here = Stream("here")
-    monkeypatch.setattr(importlib.import_module("tritonemb.ops.row_groups"), "_streams", {})
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: done.append((tensor.dtype, stream.name)))
-    for name, function in {
-        "Stream": lambda _: Stream(),
-        "stream": lambda stream: stream,
-        "current_stream": lambda _: here,
-        "is_current_stream_capturing": lambda: done[-1:] == ["capturing"],
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    tables = [te.TableConfig("t", 10, 4)]
-    collection = te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=1.0))
-    before = collection.tables[0].weight.clone()
-    batch = te.KeyedJaggedTensor.from_lengths(["t"], torch.tensor([1, 1]), torch.tensor([2]))
-    output = collection(batch)
-    groups = [(torch.int64, "here"), (torch.int32, "here"), (torch.int32, "here"), (torch.int64, "here")]
-    ids = [(torch.int64, "beside")] * 2
-    assert done == [("beside", "waits for", "here"), "back", *ids, *groups]
-    done.clear()
-    output.sum().backward()
-    assert done == [("here", "waits for", "beside")]
-    assert torch.equal(collection.tables[0].weight[1], before[1] - 2.0)
-    done[:] = ["capturing"]
-    collection(batch).sum().backward()
-    assert done == ["capturing"]
-    assert torch.equal(collection.tables[0].weight[1], before[1] - 4.0)

@@ -12,7 +12,6 @@ Bytes: `8 · N` of ids read; `20 · N` written; the sort moves 8 to 12 bytes a p
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import torch
@@ -92,13 +91,8 @@ def _segment_kernel(
         tl.store(num_groups, groups)
 
 
-Sorter = Callable[[Tensor], tuple[Tensor, Tensor]]  # keys `[N]` to them sorted stably, and their places
-
-
-def row_groups(
-    values: Tensor, offsets: Tensor, layout: Layout, sorter: Sorter | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three launches and a sort (torch's, or `sorter`), nothing read back. Otherwise as the reference."""
+def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Three launches and torch's sort, nothing read back. Otherwise as the reference."""
     device = values.device
     values, offsets = values.contiguous(), offsets.contiguous()
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
@@ -116,7 +110,7 @@ def row_groups(
         _linear_rows_kernel, grid, layout.tables, layout.lookups, layout.key_starts, values, offsets, keys, total_rows,
         batch_size, num_keys, num_entries, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
-    keys, entries = sorter(keys) if sorter else torch.sort(keys, stable=True)
+    keys, entries = torch.sort(keys, stable=True)
     counts = torch.empty(2 * grid[0], dtype=torch.int32, device=device)
     launch(_count_kernel, grid, keys, counts, total_rows, num_entries, BLOCK=BLOCK)
     launch(

@@ -20,7 +20,7 @@ from tritonemb.layout import Layout, devices_of, dtypes_of, fact, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, eager, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, ungrouped
+from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, plain_eager, row_groups, ungrouped
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
     SCHEMA,
@@ -217,7 +217,7 @@ def embedding_bag_fused(
     check_devices(tables.weights, values, layout)
     rest = values, offsets, sample_weights, pending, shared, accumulator, check_bounds, output_dtype
     if plain_eager(values, offsets, sample_weights, tables=tables.weights):
-        inputs = _Inputs(tables, *rest, _versions(values) if groups is None else groups, layout)
+        inputs = _Inputs(tables, *rest, UngroupedIds.of(values) if groups is None else groups, layout)
         return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
     if groups is None:
         groups = row_groups(values, offsets, layout) if shared else ungrouped(values)
@@ -238,7 +238,7 @@ class _Inputs(NamedTuple):
     accumulator: int
     check_bounds: bool
     output_dtype: torch.dtype
-    groups: RowGroups | list[int]  # or the version of ids that are not grouped yet
+    groups: RowGroups | UngroupedIds
     layout: Layout
 
     def read(self) -> Tensor:
@@ -250,9 +250,13 @@ class _Inputs(NamedTuple):
     def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
         """Update, or accumulate for later; the gradient of the per-sample weights is of the rows before that."""
         sample_weight_grad, batch = None, (self.values, self.offsets, self.sample_weights)
-        groups = self.groups if isinstance(self.groups, RowGroups) else self.values
-        if groups is self.values and self.groups != _versions(self.values):
+        groups: RowGroups | Tensor = self.values
+        if isinstance(self.groups, RowGroups):
+            groups = self.groups
+        elif [self.groups.version] != _versions(self.values):
             raise RuntimeError("the ids were changed in place between their lookup and its backward; change a copy")
+        elif self.shared or self.groups.point is not None:
+            groups = self.groups.group(self.values, self.offsets, self.layout)
         if needs_sample_weight_grad:
             derive = torch.ops.tritonemb.sample_weight_gradient
             sample_weight_grad = derive(grad, self.tables.weights, *batch, *self.layout)

@@ -147,6 +147,9 @@ BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)
 
 
+# Their work on the host would be missing when a CUDA graph is replayed.
+_EXCHANGES = "start_exchange", "finish_exchange", "broadcast_buffers"
+_HOST_OPS = "pinned_lookup", "pinned_update", "shared_update", "accumulate_", *_EXCHANGES
 _library = torch.library.Library("tritonemb", "FRAGMENT")
 eager: dict[str, Callable[..., Any]] = {}  # by op: what it calls, for who needs no dispatcher
 
@@ -160,7 +163,8 @@ def define(
     `schema` marks what the op changes; `fake` makes the shapes of the result, for tracing; `backward` is called with
     `(ctx, *grads)`, after `save(ctx, inputs, output)`: without them the op has no derivative.
     """
-    _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    unsafe = (torch.Tag.cudagraph_unsafe,) * (name in _HOST_OPS)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *unsafe))
     op = getattr(torch.ops.tritonemb, name).default
     is_changed = [argument.alias_info is not None for argument in op._schema.arguments]
 
@@ -172,7 +176,10 @@ def define(
         return result
 
     def traced(*args: Any) -> Any:
-        _let_backwards_update()
+        if torch.__version__ < "2.13":
+            _let_backwards_update()
+        if unsafe:
+            _partition_at(op.name())
         return fake(*args)
 
     def no_derivative(ctx: Any, *grads: Tensor) -> None:
@@ -181,7 +188,7 @@ def define(
     eager[name] = call if any(is_changed) else run
     of_call: Any = torch._disable_dynamo(eager[name])  # type: ignore[attr-defined]
     _library.impl(name, of_call, "CompositeExplicitAutograd")
-    torch.library.register_fake(op, fake if torch.__version__ >= "2.13" else traced, lib=_library)
+    torch.library.register_fake(op, traced, lib=_library)
     if not any(is_changed):
         torch.library.register_autograd(op, backward or no_derivative, setup_context=save, lib=_library)
     return op
@@ -192,6 +199,14 @@ def keep(op: Any) -> None:
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     _register_effectful_op(op, _EffectType.ORDERED)
+
+
+@functools.cache
+def _partition_at(op_name: str) -> None:
+    """Keep an op out of Inductor's CUDA graphs: of ops that `keep` has wrapped in an effect it sees no tag."""
+    from torch._inductor import config
+
+    config.custom_should_partition_ops.append(op_name)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """`tritonemb::row_groups`: a batch's distinct rows and the positions that use each; see `kernels/row_groups.py`."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -51,24 +51,72 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
 
 
-def row_groups_beside(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
+def row_groups_beside(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups | None:
     """`row_groups` for an update in the backward: a GPU groups on a stream of its own, beside lookup and dense network.
 
     Whoever reads the groups calls `wait_for_groups` first. Values and offsets must stay as they are until then.
+    None while a CUDA graph is captured: see `UngroupedIds`.
     """
-    if not values.is_cuda or not plain_eager(values, offsets) or torch.cuda.is_current_stream_capturing():
+    if not values.is_cuda or not plain_eager(values, offsets):
         return row_groups(values, offsets, layout)
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    groups = _group_on_side_stream(values, offsets, layout, torch.cuda.current_stream(values.device).record_event())
+    for tensor in (values, offsets):
+        tensor.record_stream(_streams[values.device])
+    return groups
+
+
+def _group_on_side_stream(values: Tensor, offsets: Tensor, layout: Layout, start: torch.cuda.Event) -> RowGroups:
+    """Groups that a stream of their own makes, behind `start`, for the current stream."""
     if values.device not in _streams:
         _streams[values.device] = torch.cuda.Stream(values.device)
-    here, beside = torch.cuda.current_stream(values.device), _streams[values.device]
-    beside.wait_stream(here)
-    with torch.cuda.stream(beside):
+    _streams[values.device].wait_event(start)
+    with torch.cuda.stream(_streams[values.device]):
         groups = row_groups(values, offsets, layout)
-    for tensor in (values, offsets):
-        tensor.record_stream(beside)
     for tensor in groups:
-        tensor.record_stream(here)
+        tensor.record_stream(torch.cuda.current_stream(values.device))
     return groups
+
+
+class UngroupedIds(NamedTuple):
+    """What a lookup leaves of ids that its backward groups: their version, and where a CUDA graph has captured it.
+
+    A capture must not end while a stream is forked from it, and one of a forward alone never comes to an update. So the
+    backward forks and joins, but from the lookup's event: what a graph runs at once follows from what its nodes wait
+    for, not from when they were captured.
+    """
+
+    version: int
+    point: tuple[torch.cuda.Event, int] | None  # and the number of the capture
+
+    @classmethod
+    def of(cls, values: Tensor) -> Self:
+        """For a lookup that is made now."""
+        point, version = None, 0 if values.is_inference() else values._version
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(values.device)
+            number = capture_number(stream)
+            point = None if number is None else (stream.record_event(), number)
+        return cls(version, point)
+
+    def group(self, values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
+        """Groups made beside what was captured since the lookup; in another capture, or none, on this stream."""
+        if self.point is None or capture_number(torch.cuda.current_stream(values.device)) != self.point[1]:
+            return row_groups(values, offsets, layout)
+        groups = _group_on_side_stream(values, offsets, layout, self.point[0])
+        torch.cuda.current_stream(values.device).wait_stream(_streams[values.device])
+        return groups
+
+
+def capture_number(stream: torch.cuda.Stream) -> int | None:
+    """The driver's number of the capture that `stream` takes part in; None without one, or without its bindings."""
+    try:
+        from cuda.bindings import driver  # PyTorch for CUDA requires them, PyTorch for ROCm lacks them
+    except ImportError:
+        return None
+    _, status, number, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
+    return int(number) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else None
 
 
 def wait_for_groups(device: torch.device) -> None:

@@ -204,7 +204,9 @@ class TableSet(OptimizedTables):
 
     def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
         """What `PrefetchedFeatures` have for these tables: the batch, and `group`'s result where that takes time."""
-        return features, self.group(features) if self.cache is not None or self.dynamic or self.on_servers else None
+        trained_on_gpu = parts_of(features)[1].is_cuda and not self.accumulator.is_open and self.trains()
+        ahead = self.cache is not None or self.dynamic or self.on_servers or trained_on_gpu
+        return features, self.group(features) if ahead else None
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """The layout of these keys over the tables; made once for each order of keys."""
@@ -257,14 +259,14 @@ class TableSet(OptimizedTables):
         self.update.check(self)
         if self.accumulator.is_open:
             self.remember_keys(keys)
-        if groups is None and (values.is_cuda or self.update.is_shared):
+        accumulator, shared = self.accumulator.current_handle, False
+        if self.update.is_shared and accumulator == NOT_ACCUMULATING:
+            accumulator, shared = self.accumulator.handle, True
+        if groups is None and (shared or (values.is_cuda and accumulator == NOT_ACCUMULATING)):
             groups = ops.row_groups_beside(values, offsets, layout)
         elif groups is not None and values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
-        accumulator, shared = self.accumulator.current_handle, False
-        if self.update.is_shared and accumulator == NOT_ACCUMULATING:
-            accumulator, shared = self.accumulator.handle, True
         return ops.embedding_bag_fused(
             fused, values, offsets, sample_weights, groups, layout, check_bounds, self.dtype_of(fused.weights),
             self.counters["pending"], accumulator, shared,
