@@ -75,7 +75,7 @@ gpu:
 	$(ON_GPU) -m tests.gpu.suite --out $(GPU_OUT) --jobs $(GPU_JOBS) --examples $(GPU_EXAMPLES) $(ARGS)
 
 gpu-sanitize:
-	$(ON_GPU) -m tests.gpu.sanitize --out $(GPU_OUT) --jobs $(GPU_JOBS) $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(ARGS)
+	$(ON_GPU) -m tests.gpu.sanitize --out $(GPU_OUT) $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(ARGS)
 
 gpu-bench:
 	PYTHONPATH="$(GPU_PEERS)$${PYTHONPATH:+:$$PYTHONPATH}" $(ON_GPU) benchmarks/gpu/run.py $(ARGS)

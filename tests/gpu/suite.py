@@ -128,6 +128,7 @@ class Suite:
         }
         self.file_of: dict[str, str] = {}
         self.jobs: deque[Job] = deque()
+        self.outcomes: list[Outcome] = []
         self.out.mkdir(parents=True, exist_ok=True)
         for file in [str(file) for file in files if str(file) not in self.results]:
             record = self.record_of(file)
@@ -145,6 +146,7 @@ class Suite:
         name = self.record_of(file).stem + (f"-{number}" if number > 1 else "")
         self.file_of[name] = file
         command = [
+            *self.options.under,
             sys.executable,
             "-m",
             "pytest",
@@ -152,10 +154,15 @@ class Suite:
             "tests.gpu.suite",
             "-p",
             "no:cacheprovider",
+        ]
+        command += [
             "-v",
             "--tb=short",
+            "-o",
+            "addopts=-ra --import-mode=importlib",
+            "-m",
+            "(triton or gpu) and not slow",
         ]
-        command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "(triton or gpu) and not slow"]
         command += [f"--junitxml={self.out / name}.xml", *self.arguments, file]
         variables = {RECORD: str(self.record_of(file)), LIMIT: str(self.options.test_seconds)}
         self.jobs.append(Job(name, command, variables=variables | {"HYPOTHESIS_PROFILE": self.options.examples}))
@@ -164,6 +171,7 @@ class Suite:
         limits = self.options.jobs, self.options.seconds
         with contextlib.closing(processes.run(self.jobs, self.out, *limits)) as ended:
             for outcome in ended:
+                self.outcomes.append(outcome)
                 self.ended(self.file_of[outcome.job.name], outcome)
                 processes.write(self.out / "results.json", self.results)
 
@@ -223,6 +231,7 @@ def main() -> None:
     parser.add_argument("--examples", default="fewest", help="Hypothesis' profile, see tests/conftest.py")
     parser.add_argument("--files", nargs="+", type=Path, help="test files; all that have tests for a GPU by default")
     options, arguments = parser.parse_known_args()
+    options.under = []  # a command that runs each process
     import torch
 
     from tritonemb.kernels.triton_utils import interpreting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
 
 
 BANNER = "========= COMPUTE-SANITIZER\n"
-RAN = f"ran group-int64\n1 cases, {sanitize.ALL_RAN}\n"
+RAN = "===== 1 passed in 2.0s =====\n"
 
 
 @pytest.mark.parametrize(
@@ -146,3 +147,22 @@ def test_a_verdict_is_read_from_the_log(verdict, status, log):
     found, why = sanitize.verdict(Outcome(Job("memcheck-group", []), status, 1.0, log))
     assert found == verdict
     assert (why == "") == (verdict == "clean")
+
+
+def test_a_sanitizer_runs_the_launches_and_its_verdict_is_kept(tmp_path, monkeypatch, capsys):
+    """A program that stands in for it runs what it is told to, and says what memcheck does."""
+    tool = tmp_path / "sanitizer"
+    tool.write_text('#!/bin/sh\nwhile [ "$1" != -m ]; do last=$1; shift; done\n"$last" "$@"; code=$?\n'
+                    'echo "========= ERROR SUMMARY: $FOUND errors"; exit $code\n')  # fmt: skip
+    tool.chmod(0o755)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for errors, word in ((0, "clean"), (2, "found errors")):
+        monkeypatch.setenv("FOUND", str(errors))
+        arguments = ["--out", str(tmp_path / "out"), "--sanitizer", str(tool), "--tools", "memcheck"]
+        monkeypatch.setattr(sys, "argv", ["sanitize", *arguments, "-k", "group-int64 and references_results"])
+        with pytest.raises(SystemExit) as ended:
+            sanitize.main()
+        assert sanitize.VERDICTS[ended.value.code] == word
+        assert json.loads((tmp_path / "out" / "results.json").read_text())["memcheck"][0] == word
+        assert "1 passed" in capsys.readouterr().out

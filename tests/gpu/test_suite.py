@@ -44,8 +44,16 @@ def write_tests(path: Path, names: list[str]) -> str:
 
 
 def run_suite(out: Path, files: list[str], **options: object) -> Suite:
-    defaults = {"out": out, "left": False, "jobs": 2, "seconds": 120, "test_seconds": 60, "examples": "fewest"}
-    suite = Suite([Path(file) for file in files], argparse.Namespace(**defaults | options), [])
+    defaults = {
+        "out": out,
+        "left": False,
+        "jobs": 2,
+        "seconds": 120,
+        "test_seconds": 60,
+        "examples": "fewest",
+        "under": [],
+    }
+    suite = Suite([Path(file) for file in files], argparse.Namespace(under=[], **defaults | options), [])
     suite.run()
     return suite
 
