@@ -286,14 +286,14 @@ def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @jit
-def last_at_most(ascending, count, wanted, STRIDE: tl.constexpr = 1):
-    """For each of `wanted`, the last of `count` ascending values, STRIDE apart, that is not above it; at least 0."""
+def last_at_most(ascending, count, wanted, stride=1):
+    """For each of `wanted`, the last of `count` ascending values, `stride` apart, that is not above it; at least 0."""
     low = (wanted * 0).to(tl.int32)
     high = low + count
     size = tl.full((), 0, tl.int32) + count
     while size > 0:  # as many steps as `count` has bits
-        middle = (low + high) // 2
-        value = tl.load(ascending + middle * STRIDE, mask=middle < high, other=0)
+        middle = low + (high - low) // 2  # the sum of both may be too large for 32 bits
+        value = tl.load(ascending + middle * stride, mask=middle < high, other=0)
         up = (middle < high) & (value <= wanted)
         low, high = tl.where(up, middle + 1, low), tl.where(up, high, middle)
         size = size // 2
