@@ -35,7 +35,7 @@ def _linear_rows_kernel(
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = entry < num_entries
     position, use = entry // multiplicity, entry % multiplicity
-    key = last_at_most(offsets, num_keys * batch_size, position) // batch_size
+    key = last_at_most(offsets, num_keys, position, batch_size)  # fewer steps than for its bag
     lookup = tl.load(key_starts + key) + use
     # What lies before the first or behind the last offset belongs to no bag.
     live = live & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
