@@ -8,10 +8,12 @@ option with every other.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -288,6 +290,13 @@ def group_cases() -> Iterator[Case]:
     # More rows mean more bits of a key: past 2^16, and past 2^31 by the layout alone.
     yield Case("group-many-rows", lambda: group(_with_rows(problem((16,)), 1 << 20)), True)
     yield Case("group-beyond-int32", lambda: group(_with_rows(problem((16,)), 1 << 33)), True)
+    yield Case("group-scanned", _group_scanned, True)
+
+
+def _group_scanned() -> list[Tensor]:
+    """As of so many blocks that their counts are scanned."""
+    with mock.patch.object(importlib.import_module("tritonemb.kernels.row_groups"), "SCANNED_BLOCKS", 1):
+        return group(problem((16,)))
 
 
 def _with_rows(p: Problem, num_rows: int) -> Problem:

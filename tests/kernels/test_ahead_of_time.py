@@ -6,6 +6,7 @@ A table of what the compilers made stands in `build/ahead_of_time/kernels.md` (o
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -175,6 +176,23 @@ def test_all_warps_have_read_a_rows_state_before_one_writes_it(target):
     assert len(stores) == 2  # of weights and of the state, behind a note of skipped rows
     assert "bar.sync" in before_storing
     assert "ld.global" not in before_storing.rpartition("bar.sync")[2]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("forward-dim64", "_pool_kernel"), ("forward-none", "_gather_kernel"), ("update-adam", "_update_kernel")],
+)
+@pytest.mark.few(1)
+def test_rows_that_are_written_once_are_streamed(name, kernel, target):
+    """So that the L2 cache keeps what is read again: rows of tables, and gradients of bags with several ids."""
+    case = next(case for case in CASES if case.name == name)
+    launched = next(a for a in ahead_of_time.record(case.call, target) if a.kernel.__name__ == kernel)
+    source, options = ahead_of_time.source_of(launched, ahead_of_time.TARGETS[target])
+    ptx = ahead_of_time.triton.compile(source, target=ahead_of_time.TARGETS[target], options=options).asm["ptx"]
+    stores = re.findall(r"st\.global(\S*)\.v4\.b32", ptx)
+    assert len(stores) >= (3 if kernel == "_update_kernel" else 1)
+    assert set(stores) == {".cs"}
 
 
 @pytest.mark.more

@@ -175,6 +175,27 @@ def test_triton_groups_large_tables_over_several_blocks(device, num_rows):
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize(("num_blocks", "scanned"), [(2, True), (3, True), (4, False)])  # of 1,024 entries, for 3,000
+@pytest.mark.usefixtures("poisoned")
+def test_counts_of_many_blocks_are_scanned(device, num_blocks, scanned, monkeypatch):
+    """From `num_blocks` on no program reads the counts of all blocks."""
+    flags, launch = [], triton.launch
+
+    def noted(*args, **constants):
+        flags.extend(constants[name] for name in ("SCANNED",) if name in constants)
+        launch(*args, **constants)
+
+    monkeypatch.setattr(triton, "SCANNED_BLOCKS", num_blocks)
+    monkeypatch.setattr(triton, "launch", noted)
+    layout, values, offsets = large_problem([40, 3_000_000], 1_500)
+    there = layout._replace(**{name: getattr(layout, name).to(device) for name in ("tables", "lookups", "key_starts")})
+    found = triton.row_groups(values.to(device), offsets.to(device), there)
+    assert flags == [scanned]
+    expected = row_groups_reference(values, offsets, layout)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("values", "offsets"), [([1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 4]), ([9, 9, 1, 2, 3, 4], [2, 3, 4, 5, 6])]
 )

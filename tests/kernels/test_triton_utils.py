@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tritonemb.kernels import triton_utils
+from tritonemb.kernels.triton_utils import tl
 from tritonemb.layout import make_layout
 from tritonemb.types import TableConfig
 
@@ -59,6 +60,22 @@ def test_all_programs_of_a_loop_are_resident(num_warps, monkeypatch):
     programs = triton_utils.num_programs(torch.device("cuda"), num_warps)
     registers = programs * num_warps * 32 * triton_utils.MAX_REGISTERS
     assert registers <= 132 * 65_536 < registers * 2
+
+
+@triton_utils.jit
+def search_kernel(values, places, count, wanted, stride):
+    place = triton_utils.last_at_most(values, count, tl.zeros((1,), tl.int64) + wanted, stride)
+    tl.store(places + tl.arange(0, 1), place)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("count", [5, 2**30 + 1, 2**31 - 1])
+def test_a_search_among_more_than_a_billion_values_does_not_wrap(device, count):
+    """All values are one number in memory, 0 apart: a sum of two places beyond 2^30 has more than 31 bits."""
+    value, place = torch.tensor([7], device=device), torch.full((1,), -1, dtype=torch.int32, device=device)
+    for wanted, expected in ((7, count - 1), (6, 0)):
+        triton_utils.launch(search_kernel, (1,), value, place, count, wanted, 0)
+        assert place.item() == expected
 
 
 class Kernel:

@@ -113,6 +113,7 @@ def _pool_kernel(
             + (column + columns[None, :]),
             narrow(total, OUT_CODE),
             mask=(sample < batch_size)[:, None] & (columns[None, :] < dim),
+            cache_modifier=".cs",  # written once, so that it takes no room in the L2 cache from rows that recur
         )
         if CHECK:
             if tl.max(num_bad) != 0:
@@ -202,6 +203,7 @@ def _gather_kernel(
         out + position[:, None] * tl.multiple_of(tl.zeros((), tl.int64) + width, STEP) + columns[None, :],
         narrow(result, OUT_CODE),
         mask=(used | (live & (covered == 0)))[:, None] & (columns[None, :] < width),
+        cache_modifier=".cs",
     )
     if tl.program_id(0) == 0:
         _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)

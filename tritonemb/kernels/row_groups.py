@@ -22,6 +22,7 @@ from tritonemb.kernels.triton_utils import FIRST_ROW, NUM_ROWS, cdiv, field_at, 
 from tritonemb.layout import TABLE, Layout, TableRow
 
 BLOCK = 1024  # entries of a program
+SCANNED_BLOCKS = 2048  # from which on counts are cumulative: adding all in every program would read 32 MB, and soon GB
 
 
 @jit(varying=["batch_size", "num_entries"])
@@ -33,7 +34,7 @@ def _linear_rows_kernel(
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = entry < num_entries
     position, use = entry // multiplicity, entry % multiplicity
-    key = last_at_most(offsets, num_keys * batch_size, position) // batch_size
+    key = last_at_most(offsets, num_keys, position, batch_size)  # fewer steps than for its bag
     lookup = tl.load(key_starts + key) + use
     # What lies before the first or behind the last offset belongs to no bag.
     live = live & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
@@ -47,38 +48,42 @@ def _linear_rows_kernel(
 
 @jit(varying=["num_entries"])
 def _count_kernel(keys, counts, total_rows, num_entries, BLOCK: tl.constexpr):
-    """Of each block the rows that begin in it, and its valid entries."""
+    """Of each block the number of rows that begin in it, times 2^32, plus that of its valid entries."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + entry, mask=entry < num_entries, other=total_rows)
-    before = tl.load(keys + entry - 1, mask=(entry > 0) & (entry < num_entries), other=-1)
+    previous = tl.load(keys + entry - 1, mask=(entry > 0) & (entry < num_entries), other=-1)
     inside = key < total_rows
-    tl.store(counts + 2 * tl.program_id(0), tl.sum((inside & (key != before)).to(tl.int32)))
-    tl.store(counts + 2 * tl.program_id(0) + 1, tl.sum(inside.to(tl.int32)))
+    heads = tl.sum((inside & (key != previous)).to(tl.int32))
+    tl.store(counts + tl.program_id(0), (heads.to(tl.int64) << 32) + tl.sum(inside.to(tl.int32)))
 
 
 @jit(varying=["num_entries", "num_blocks"])
 def _segment_kernel(
     keys, sorted_entries, counts, rows, starts, order, num_groups, total_rows, num_entries, num_blocks, multiplicity,
-    BLOCK: tl.constexpr,
+    SCANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each distinct row and its start to its place; what lies behind the valid part is filled.
 
-    Every program adds the counts of all blocks: they are few, and none has to wait for another's sum.
+    Unless `counts` are cumulative, every program adds those of all blocks: no program waits for another's sum.
     """
     program = tl.program_id(0)
-    groups_before, groups, total = 0, 0, 0
-    for start in range(0, num_blocks, BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        heads = tl.load(counts + 2 * block, mask=block < num_blocks, other=0)
-        groups += tl.sum(heads)
-        groups_before += tl.sum(tl.where(block < program, heads, 0))
-        total += tl.sum(tl.load(counts + 2 * block + 1, mask=block < num_blocks, other=0))
+    if SCANNED:
+        prefix = tl.load(counts + program - 1, mask=program > 0, other=0)
+        totals = tl.load(counts + num_blocks - 1)
+    else:
+        prefix, totals = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        for start in range(0, num_blocks, BLOCK):
+            block = start + tl.arange(0, BLOCK)
+            count = tl.load(counts + block, mask=block < num_blocks, other=0)
+            prefix += tl.sum(tl.where(block < program, count, 0))
+            totals += tl.sum(count)
+    groups_before, groups, total = (prefix >> 32).to(tl.int32), (totals >> 32).to(tl.int32), totals.to(tl.int32)
     entry = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = entry < num_entries
     key = tl.load(keys + entry, mask=live, other=total_rows)
-    before = tl.load(keys + entry - 1, mask=(entry > 0) & live, other=-1)
+    previous = tl.load(keys + entry - 1, mask=(entry > 0) & live, other=-1)
     inside = key < total_rows
-    head = inside & (key != before)
+    head = inside & (key != previous)
     group = groups_before + tl.cumsum(head.to(tl.int32), 0) - 1
     tl.store(rows + group, key.to(tl.int64), mask=head)
     tl.store(starts + group, entry.to(tl.int32), mask=head)
@@ -92,7 +97,7 @@ def _segment_kernel(
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three launches and torch's sort, nothing read back. Otherwise as the reference."""
+    """Three launches, torch's sort and, of many blocks, a scan; nothing read back. Otherwise as the reference."""
     device = values.device
     values, offsets = values.contiguous(), offsets.contiguous()
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
@@ -111,11 +116,13 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
         batch_size, num_keys, num_entries, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
     keys, entries = torch.sort(keys, stable=True)
-    counts = torch.empty(2 * grid[0], dtype=torch.int32, device=device)
+    counts = torch.empty(grid, dtype=torch.int64, device=device)
     launch(_count_kernel, grid, keys, counts, total_rows, num_entries, BLOCK=BLOCK)
+    is_scanned = grid[0] >= SCANNED_BLOCKS
+    counts = counts.cumsum(0) if is_scanned else counts
     launch(
         _segment_kernel, grid, keys, entries, counts, rows, starts, order, num_groups, total_rows, num_entries, *grid,
-        layout.multiplicity, BLOCK=BLOCK,
+        layout.multiplicity, SCANNED=is_scanned, BLOCK=BLOCK,
     )  # fmt: skip
     return rows, starts, order, num_groups
 

@@ -84,7 +84,7 @@ def _load_state(address, row, offset, mask, dim, KIND: tl.constexpr, ALIGN: tl.c
 @jit
 def _store_state(address, row, offset, mask, dim, state, KIND: tl.constexpr, ALIGN: tl.constexpr):
     if KIND == ELEMENT_STATE:
-        tl.store(pointer_to(address, FLOAT32, ALIGN)[:, None] + offset, state, mask=mask)
+        tl.store(pointer_to(address, FLOAT32, ALIGN)[:, None] + offset, state, mask=mask, cache_modifier=".cs")
     elif KIND == ROW_STATE:
         tl.store(address.to(tl.pointer_type(tl.float32)) + row, state, mask=dim > 0)
 
@@ -180,7 +180,8 @@ def _update_kernel(
                 bits = narrow(w, CODE)
             if STATE1 == ROW_STATE or STATE2 == ROW_STATE:
                 tl.debug_barrier()  # all warps of a row have read the one value that one of them writes
-            tl.store(weights, bits, mask=mask)
+            # Streamed: no other program reads the row, but a bag's gradient is read for each of its ids.
+            tl.store(weights, bits, mask=mask, cache_modifier=".cs")
             _store_state(address1, row, offset, mask, dim, state1, STATE1, STATE_ALIGN)
             _store_state(address2, row, offset, mask, dim, state2, STATE2, STATE_ALIGN)
 

@@ -134,7 +134,7 @@ _lock = threading.Lock()
 def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers that recur, such as addresses, as a tensor on `device`: uploaded once, without waiting for it."""
     key = (device, dtype, tuple(numbers))
-    with _lock, torch.inference_mode(False), _current(device):  # they outlive the mode they are first asked for in
+    with _lock, _current(device):
         stream = torch.cuda.current_stream() if device.type == "cuda" else None
         upload = _kept.get(key)
         if stream is not None and torch.cuda.is_current_stream_capturing():
@@ -144,9 +144,10 @@ def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype
             _in_graphs.append(upload[0])
             return upload[0]
         if upload is None:
-            tensor = torch.tensor(key[2], dtype=dtype)
-            if stream is not None:
-                tensor = tensor.pin_memory().to(device, non_blocking=True)
+            with torch.inference_mode(False):  # it outlives the mode it is first asked for in
+                tensor = torch.tensor(key[2], dtype=dtype)
+                if stream is not None:
+                    tensor = tensor.pin_memory().to(device, non_blocking=True)
             upload = _kept[key] = tensor, stream, stream.record_event() if stream is not None else None
             if len(_kept) > KEPT:
                 _kept.popitem(last=False)
@@ -286,14 +287,14 @@ def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @jit
-def last_at_most(ascending, count, wanted, STRIDE: tl.constexpr = 1):
-    """For each of `wanted`, the last of `count` ascending values, STRIDE apart, that is not above it; at least 0."""
+def last_at_most(ascending, count, wanted, stride=1):
+    """For each of `wanted`, the last of `count` ascending values, `stride` apart, that is not above it; at least 0."""
     low = (wanted * 0).to(tl.int32)
     high = low + count
     size = tl.full((), 0, tl.int32) + count
     while size > 0:  # as many steps as `count` has bits
-        middle = (low + high) // 2
-        value = tl.load(ascending + middle * STRIDE, mask=middle < high, other=0)
+        middle = low + (high - low) // 2  # the sum of both may be too large for 32 bits
+        value = tl.load(ascending + middle * stride, mask=middle < high, other=0)
         up = (middle < high) & (value <= wanted)
         low, high = tl.where(up, middle + 1, low), tl.where(up, high, middle)
         size = size // 2
