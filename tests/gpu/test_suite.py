@@ -53,7 +53,7 @@ def run_suite(out: Path, files: list[str], **options: object) -> Suite:
         "examples": "fewest",
         "under": [],
     }
-    suite = Suite([Path(file) for file in files], argparse.Namespace(under=[], **defaults | options), [])
+    suite = Suite([Path(file) for file in files], argparse.Namespace(**defaults | options), [])
     suite.run()
     return suite
 
