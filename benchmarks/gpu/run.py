@@ -183,6 +183,7 @@ def measure_groups(
         add(group)
     with contextlib.closing(processes.run(jobs, folder, 1, seconds)) as ended:
         for outcome in ended:
+            print(outcome.log, end="\n" * bool(outcome.log), flush=True)
             group = outcome.job.name
             states = processes.read_record(folder / f"{group}.jsonl")
             for name in [name for name in groups[group] if isinstance(states.get(name), dict)]:
