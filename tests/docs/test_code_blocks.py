@@ -36,7 +36,7 @@ NEEDS = {
     "docs/transformers.md": "transformers",
 }
 # Options of other commands than ours.
-FOREIGN = {"--bytes", "--extra-index-url", "--list", "--logdir", "--ranks"}
+FOREIGN = {"--bytes", "--extra-index-url", "--list", "--logdir", "--op", "--ranks"}
 
 
 @pytest.fixture(scope="module")
