@@ -19,6 +19,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits, breadth, configurations
 from tritonemb.layout import INDEX_BYTES, WAYS, make_index
 from tritonemb.nn.collections import TableCollection
+from tritonemb.tables import dynamic_table
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import prefetch
 
@@ -550,3 +551,53 @@ def test_a_large_stream_is_the_same_on_any_number_of_threads(num_threads):
         return collection.state_dict()
 
     assert_same_bits(run(num_threads), run(1))
+
+
+def test_streams_wait_where_a_row_changes_its_id(monkeypatch):
+    """Without a GPU: what each stream is given, and what it waits for, in that order."""
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name, self.given = name, 0
+
+        def record_event(self) -> tuple[str, int]:
+            self.given += 1
+            done.append((self.name, "records", self.given))
+            return self.name, self.given
+
+        def wait_event(self, event: tuple[str, int]) -> None:
+            done.append((self.name, "waits for", *event))
+
+    done, training, prefetching = list[Any](), Stream("training"), Stream("prefetching")
+    current = [training]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    table = config(capacity=2, eviction=te.EvictionConfig(protect=1))
+    collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+    collection.table_set.lock.device = torch.device("cuda")
+    initialize = dynamic_table.initialize
+    monkeypatch.setattr(
+        dynamic_table, "initialize", lambda *args: (done.append((current[0].name, "initializes")), initialize(*args))
+    )
+    batch, evicting = (prefetch(collection, bag(*ids)) for ids in ((1, 2), ()))
+    done.clear()
+    step(collection, batch)  # waits for the prefetches; records its update
+    assert done == [("training", "waits for", "training", 2), ("training", "records", 3)]
+    step(collection, evicting)
+    done.clear()
+    current[0] = prefetching
+    batch = prefetch(collection, bag(3))  # which gets the row of 1
+    behind = [("prefetching", "waits for", "training", number) for number in (2, 4)]  # prefetches, and the last update
+    assert done == [*behind, ("prefetching", "initializes"), ("prefetching", "records", 1)]
+    assert table_of(collection).ids().tolist() == [2, 3]
+    done.clear()
+    current[0] = training
+    step(collection, batch)
+    assert done[0] == ("training", "waits for", "prefetching", 2)  # behind `ids`
+    assert done[-1] == ("training", "records", 5)
+    table_of(collection).remove([2])  # its row is free, for whichever stream comes next
+    assert done[-1] == ("training", "records", 6)
+    done.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    table_of(collection).remove([3])
+    assert done == []  # a graph must not wait for what is outside it

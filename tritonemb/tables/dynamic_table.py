@@ -3,7 +3,6 @@
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -130,19 +129,48 @@ def begin_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[N
 
 
 class Lock:
-    """A reentrant lock, instead of which a copy of its owner has another one."""
+    """A reentrant lock, instead of which a copy of its owner has another one.
 
-    def __init__(self) -> None:
+    On a GPU its holders' streams run one after another, and behind the updates that are recorded: a row that one
+    holder frees may get initial values from the next one, on another stream.
+
+    Args:
+        device: of the tables.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
+        self.device = device
+        self._events: dict[str, torch.cuda.Event] = {}
 
     def __enter__(self) -> None:
         self._lock.acquire()
+        self.wait()
 
     def __exit__(self, *raised: object) -> None:
-        self._lock.release()
+        try:
+            self.record("holder")
+        finally:
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Have this thread's stream wait for the holders and the updates so far."""
+        if (stream := self._stream()) is not None:
+            for event in tuple(self._events.values()):
+                stream.wait_event(event)
+
+    def record(self, kind: str = "update") -> None:
+        """Let later holders wait for what this thread's stream has been given."""
+        if (stream := self._stream()) is not None:
+            self._events[kind] = stream.record_event()
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """This thread's stream; None without one, or where it is being captured: nothing runs then."""
+        on_gpu = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return torch.cuda.current_stream(self.device) if on_gpu else None
 
     def __reduce__(self) -> Any:
-        return Lock, ()
+        return Lock, (self.device,)
 
 
 def _locked(method: Callable[..., R]) -> Callable[..., R]:
@@ -183,7 +211,7 @@ class DynamicTable(Table):
         self.clock, self.seed = 0, 0
         self.removed: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
         self._numbers: Tensor | None = None  # of rows by those that ids have, see `put`
-        self.lock: AbstractContextManager[Any] = Lock()
+        self.lock = Lock(there)
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
 
@@ -579,6 +607,7 @@ class DynamicTable(Table):
         moved = super()._apply(fn, recurse)
         if (device := self.weight.device) != self.index.ids.device and device.type != "meta":
             self.index = DynamicIndex(*(part.to(device) for part in self.index))
+            self.lock.device = device
             if self.sketch is not None:
                 self.sketch.move(device)
         return moved

@@ -24,6 +24,7 @@ from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout, segment_offsets
+from tritonemb.ops.row_update import update_locks
 from tritonemb.tables.dynamic_table import begin_all
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
@@ -318,6 +319,8 @@ def assign_rows(
     training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         _refuse_gradient(tables)
+    if training and tables.cache is None:  # slots of a cache wait for updates by themselves
+        update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
         values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
         ids = {number: values[at].contiguous() for number, at in positions.items()}
