@@ -34,6 +34,8 @@ SET_BYTES = 5 * WAYS + 4  # of a dynamic table's index: digest and row of each s
 # Of a full dynamic table's index, per row: id, step and count of uses, place in `free`, and sets of 5/4 slots. Overflow
 # slots, 5 bytes more, are not counted: one row in a hundred gets one, and host memory is provided as it is written.
 INDEX_BYTES = 8 + 2 * 4 + 4 + SET_BYTES * 5 // (4 * WAYS)
+NO_KEY = 2**31 - 1  # of a position of a batch whose id has a row, or is of no dynamic table
+POSITION, DISTINCT, NEEDED, MISSING, EVICTED = range(5)  # columns of what `dynamic_room` counts
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
 
 
@@ -95,6 +97,43 @@ class DynamicIndex(NamedTuple):
     @property
     def counts(self) -> Tensor:
         return self.uses[:, 1]
+
+
+class NewIds(NamedTuple):
+    """The ids of a batch without rows, by table, then in the order in which they are inserted.
+
+    `N` is at least the number of their `M` positions, and of the `U` distinct ones; what is behind these is undefined.
+
+    Attributes:
+        order: int64 `[N]`, positions of the batch, those of an id side by side.
+        keys: int32 `[N]`, ascending: the table's number, or that of its partition among those of all tables; `NO_KEY`
+            from `M` on.
+        numbers: int32 `[N]`, distinct ids so far, this position's included.
+        ids: int64 `[N]`, distinct ones.
+        begins: int64 `[N + 1]`: id `u` occurs `begins[u + 1] - begins[u]` times, in `order` from `begins[u]` on.
+        tables: int32 `[N]`, by distinct id.
+    """
+
+    order: Tensor
+    keys: Tensor
+    numbers: Tensor
+    ids: Tensor
+    begins: Tensor
+    tables: Tensor
+
+
+class Rules(NamedTuple):
+    """When rows of each table are evicted, for a batch.
+
+    Attributes:
+        steps: of the batch.
+        lasts: rows that were used after these steps are not evicted.
+        half_lives: in steps, of counts for "lfu", at least 1; 0 for "lru".
+    """
+
+    steps: Sequence[int]
+    lasts: Sequence[int]
+    half_lives: Sequence[int]
 
 
 class TensorList(list[Tensor]):
