@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, breadth, configurations
+from tritonemb.kernels import dynamic_index, random, triton_utils
 from tritonemb.layout import INDEX_BYTES, WAYS, make_index
 from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.registry import forced
 from tritonemb.tables import dynamic_table
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import prefetch
@@ -602,3 +605,56 @@ def test_streams_wait_where_a_row_changes_its_id(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     table_of(collection).remove([3])
     assert done == [("training", "dynamic_remove_")]  # a graph must not wait for what is outside it
+
+
+class Launches(TorchFunctionMode):
+    """Counts what a GPU would launch, and what the host would wait for: PyTorch's functions, and kernels by name."""
+
+    NO_LAUNCH = (
+        "__get__ view narrow split unbind data_ptr numel stride size dim element_size is_contiguous contiguous long numpy "
+        "empty empty_like new_empty __len__ is_inference detach _version _set_grad_enabled __getitem__ tensor"
+    ).split()
+    WAITS = "tolist item __int__ __bool__ __index__ nonzero unique is_nonzero equal cpu masked_select".split()
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.launched, self.waits, launch = list[str](), list[str](), triton_utils.launch
+
+        def count(kernel: Any, *args: Any, **options: Any) -> None:
+            self.launched.append(kernel.__name__)
+            with torch._C.DisableTorchFunction():
+                launch(kernel, *args, **options)
+
+        for module in (dynamic_index, random):
+            monkeypatch.setattr(module, "launch", count)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if name in self.WAITS:
+            self.waits.append(name)
+        elif name == "__getitem__" and any(isinstance(part, Tensor) for part in args[1:]):
+            self.launched.append("index")
+        elif name not in self.NO_LAUNCH:
+            self.launched.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_tables", [1, 5])
+@pytest.mark.parametrize("known", [True, False])
+def test_any_number_of_tables_takes_as_many_launches_and_one_wait(monkeypatch, device, num_tables, known):
+    """All of a batch's part in the index: ids found, new ones inserted and initialized, rows written over them."""
+    tables = [config(f"t{number}", dim=4 * number + 4) for number in range(num_tables)]
+    collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1), device)
+    of_tables, ids = list(collection.table_set.dynamic.values()), torch.arange(8 * num_tables, device=device)
+    bounds, keys = 8 * torch.arange(num_tables + 1, device=device), range(num_tables)
+    with forced("triton"):
+        for _ in range(2):  # addresses are uploaded once
+            dynamic_table.commit_insert(dynamic_table.begin_insert(of_tables, ids, bounds, keys))
+        batch = ids if known else ids - 1000
+        with Launches(monkeypatch) as counted:
+            rows = dynamic_table.commit_insert(dynamic_table.begin_insert(of_tables, batch, bounds, keys))
+    assert counted.waits == ["tolist"]
+    assert len(counted.launched) == (10 if known else 12), counted.launched
+    assert torch.equal(rows, torch.cat(dynamic_table.find_all(of_tables, batch.split(8))))
+    assert bool((rows >= 0).all())

@@ -195,6 +195,8 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, steps, rows, before, ke
             rows[at:stop] = ids[at:stop]
         if keys.size > 0:
             keys[at:stop] = NO_KEY
+            if table < 0:
+                before[at:stop] = 0
             if num_unknown > 0:
                 for position in range(at, stop):
                     if rows[position] < 0:
