@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.memory import advise_huge_pages
 from tritonemb.types import Device, TableConfig
 
 TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
@@ -201,9 +202,9 @@ def make_index(
     whole, most_sets, num_rows = partition_sizes(capacity, most_partitions)
     first, partitions = (0, whole) if part is None else part
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
-    ids = torch.empty(num_rows * partitions, dtype=torch.int64, device=device)
+    ids = advise_huge_pages(torch.empty(num_rows * partitions, dtype=torch.int64, device=device))
     shapes = (num_rows * partitions, 2), (slots,), (num_rows * partitions,)
-    uses, rows, free = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+    uses, rows, free = (advise_huge_pages(torch.empty(each, dtype=torch.int32, device=device)) for each in shapes)
     num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(
         ids, uses, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
@@ -215,7 +216,7 @@ def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
     """On the CPU, of pages that the system provides when they are written: `torch.zeros` writes them all."""
     if torch.empty(0, device=device).device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8))
+    memory = advise_huge_pages(torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8)))
     first = -memory.data_ptr() % ALIGNMENT
     return memory[first : first + size * dtype.itemsize].view(dtype)
 

@@ -223,21 +223,17 @@ def several_indexes(indexes: list[DynamicIndex], values: Tensor) -> list[Tensor]
         batch, of_key = values[30 * (step - 3) :][:60], [0, -1, 1]
         rows, _, keys = load("dynamic_use_all_", _kernels)(indexes, batch, bounds, of_key, [step, step])
         new = load("dynamic_new_ids", _kernels)(indexes, batch, keys)
-        size = int(new.numbers[-1])
-        admitted = torch.arange(size, device=_device) % 4 > 0 if step == 4 else None
+        admitted = new.ids % 4 > 0 if step == 4 else None
         rules, counts = Rules([step] * 2, [step - 1] * 2, [0, 4]), torch.zeros(2, 5, dtype=torch.int64, device=_device)
         starts = load("dynamic_room", _kernels)(indexes, new, admitted, rules, counts)
-        new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
-        load("dynamic_insert_all_", _kernels)(indexes, new, starts, admitted, rules, rows)
-        weights = [
-            torch.zeros(index.ids.numel(), dim, device=_device) for index, dim in zip(indexes, (8, 5), strict=True)
-        ]
-        states = [torch.ones(len(weight), device=_device) for weight in weights] + [weight + 1 for weight in weights]
-        given = load("dynamic_find_all", _kernels)(indexes, new.ids, torch.tensor([0, size], device=_device), [0])
-        given[new.tables > 0] = -1
-        load("initialize_rows_", _kernels)(weights, states, [5, 2**62], [0.5, 2.0], new.ids, given, new.tables)
-        found += [counts, *weights, *states]
-    return found
+        inserted = load("dynamic_insert_all_", _kernels)(indexes, new, starts, admitted, rules, rows)[0]
+        found += [rows, counts]
+    shapes = [(index.ids.numel(), dim) for index, dim in zip(indexes, (8, 5), strict=True)]
+    weights = [torch.zeros(shape, device=_device) for shape in shapes]
+    states = [torch.ones(shape[:1], device=_device) for shape in shapes] + [weight + 1 for weight in weights]
+    load("initialize_rows_", _kernels)(weights, states, [5, 2**62], [0.5, 2.0], new.ids, inserted, new.tables)
+    rows = load("dynamic_find_all", _kernels)(indexes, values, torch.tensor([0, 60], device=_device), [1])
+    return [*found, *weights, *states, rows]
 
 
 def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> list[Tensor]:

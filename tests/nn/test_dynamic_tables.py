@@ -611,10 +611,10 @@ class Launches(TorchFunctionMode):
     """Counts what a GPU would launch, and what the host would wait for: PyTorch's functions, and kernels by name."""
 
     NO_LAUNCH = (
-        "__get__ view narrow split unbind data_ptr numel stride size dim element_size is_contiguous contiguous long numpy "
-        "empty empty_like new_empty __len__ is_inference detach _version _set_grad_enabled __getitem__ tensor"
-    ).split()
-    WAITS = "tolist item __int__ __bool__ __index__ nonzero unique is_nonzero equal cpu masked_select".split()
+        "__get__ view narrow split unbind data_ptr numel stride size dim element_size is_contiguous contiguous long "
+        "numpy empty empty_like new_empty __len__ is_inference detach _version _set_grad_enabled __getitem__ tensor"
+    )
+    WAITS = "tolist item __int__ __bool__ __index__ nonzero unique is_nonzero equal cpu masked_select"
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -630,11 +630,11 @@ class Launches(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.__name__
-        if name in self.WAITS:
+        if name in self.WAITS.split():
             self.waits.append(name)
         elif name == "__getitem__" and any(isinstance(part, Tensor) for part in args[1:]):
             self.launched.append("index")
-        elif name not in self.NO_LAUNCH:
+        elif name not in self.NO_LAUNCH.split():
             self.launched.append(name)
         return function(*args, **(kwargs or {}))
 

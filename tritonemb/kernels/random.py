@@ -138,6 +138,7 @@ def narrow_stochastic_by_torch(values: Tensor, dtype: torch.dtype, noise: Tensor
 UNIFORMS_PER_COUNTER = 4
 UNIT = 2.0**-23  # of the bound: what one unit of a 24-bit integer stands for
 _ELEMENTS = 4096  # of a program
+_ELEMENTS_OF_ROWS = 1024  # where each row has addresses of its own, which take registers: with more, short rows spill
 
 
 @jit(varying=["num_rows", "first_row", "first_column", "seed"])
@@ -220,7 +221,7 @@ def initialize_rows_(
     scales = on_device([bound * UNIT for bound in bounds], device, torch.float32)
     for part in by_dtype(weights):
         block = min(next_power_of_2(max(part.max_dim, 16)), 1024)
-        tile = max(1, _ELEMENTS // block)
+        tile = max(1, _ELEMENTS_OF_ROWS // block)
         launch(
             _initialize_kernel, (cdiv(rows.numel(), tile), cdiv(part.max_dim, block)),
             on_device(part.addresses, device), on_device(pointers_to(states) or (0,), device), dims,
