@@ -337,6 +337,17 @@ def test_a_batch_without_room_changes_nothing(tier):
     assert table_of(collection, "item").ids().tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("all_new", [True, False])
+def test_rows_of_a_snapshot_without_room_change_nothing(tier, all_new):
+    collection = te.nn.EmbeddingBagCollection([config(capacity=9, **TIERS[tier])], te.optim.SGD(lr=0.1))
+    step(collection, bag(*range(9)))
+    before, saved = collection.state_dict(), table_of(collection).saved()
+    saved = {name: saved[name][:2] for name in ("weight", "step", "count")}
+    with pytest.raises(ValueError, match=f"{1 + all_new} of {1 + all_new} new ids find no room"):
+        table_of(collection).put({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved}, all_new)
+    assert_same_bits(collection.state_dict(), before)
+
+
 @pytest.mark.public
 def test_the_least_recently_used_row_goes_and_comes_back_new():
     table = config(capacity=3, eviction=te.EvictionConfig(protect=1))

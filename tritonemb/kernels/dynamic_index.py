@@ -693,6 +693,11 @@ def dynamic_use_all_reference_(
 
 def dynamic_new_ids_reference(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """The distinct ones of ids int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; there is nothing behind them."""
+    return distinct_ids(values, keys)
+
+
+def distinct_ids(values: Tensor, keys: Tensor) -> NewIds:
+    """`dynamic_new_ids` by PyTorch, whose sizes are waited for."""
     unknown = nonzero(keys != NO_KEY)
     ids, by_id = values[unknown].sort(stable=True)
     keys, by_key = keys[unknown[by_id]].sort(stable=True)

@@ -24,8 +24,8 @@ from tritonemb.kernels.cpu.simd import (
 from tritonemb.kernels.dynamic_index import (
     DynamicInsertion,
     check_room,
+    distinct_ids,
     dynamic_expired,  # noqa: F401
-    dynamic_new_ids_reference,
     dynamic_unuse_,  # noqa: F401
     insertion,
     one_table,
@@ -462,9 +462,9 @@ _NO_NEW = NewIds(_NO_IDS, _NO_KEYS, _NO_KEYS, _NO_IDS, _NO_IDS, _NO_KEYS)
 
 
 def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
-    """By PyTorch's operators: the reference, of the few positions that have no row."""
+    """By PyTorch's operators, of the few positions that have no row. See `kernels/dynamic_index.py`."""
     unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))  # by NumPy: PyTorch wakes threads for it
-    new = dynamic_new_ids_reference(indexes, values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
+    new = distinct_ids(values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
     return new._replace(order=unknown[new.order])
 
 
