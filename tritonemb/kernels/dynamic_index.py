@@ -56,7 +56,7 @@ from tritonemb.layout import (
     segment_offsets,
 )
 
-FIND_IDS = 16  # of a program of a warp: 16 bytes of digests a lane
+FIND_IDS = 8  # of a program of a warp: 8 bytes of digests per lane; with 16, the addresses of tables spill
 BLOCK = tl.constexpr(256)  # rows that are counted at once
 POSITIONS = 1024  # of a program that only moves numbers
 _NO_KEY = tl.constexpr(NO_KEY)
