@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.memory import advise_huge_pages
 from tritonemb.types import Device, TableConfig
 
 TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
@@ -34,6 +35,8 @@ SET_BYTES = 5 * WAYS + 4  # of a dynamic table's index: digest and row of each s
 # Of a full dynamic table's index, per row: id, step and count of uses, place in `free`, and sets of 5/4 slots. Overflow
 # slots, 5 bytes more, are not counted: one row in a hundred gets one, and host memory is provided as it is written.
 INDEX_BYTES = 8 + 2 * 4 + 4 + SET_BYTES * 5 // (4 * WAYS)
+NO_KEY = 2**31 - 1  # of a position of a batch whose id has a row, or is of no dynamic table
+POSITION, DISTINCT, NEEDED, MISSING, EVICTED = range(5)  # columns of what `dynamic_room` counts
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
 
 
@@ -95,6 +98,43 @@ class DynamicIndex(NamedTuple):
     @property
     def counts(self) -> Tensor:
         return self.uses[:, 1]
+
+
+class NewIds(NamedTuple):
+    """The ids of a batch without rows, by table, then in the order in which they are inserted.
+
+    `N` is at least the number of their `M` positions, and of the `U` distinct ones; what is behind these is undefined.
+
+    Attributes:
+        order: int64 `[N]`, positions of the batch, those of an id side by side.
+        keys: int32 `[N]`, ascending: the table's number, or that of its partition among those of all tables; `NO_KEY`
+            from `M` on.
+        numbers: int32 `[N]`, distinct ids so far, this position's included.
+        ids: int64 `[N]`, distinct ones.
+        begins: int64 `[N + 1]`: id `u` occurs `begins[u + 1] - begins[u]` times, in `order` from `begins[u]` on.
+        tables: int32 `[N]`, by distinct id.
+    """
+
+    order: Tensor
+    keys: Tensor
+    numbers: Tensor
+    ids: Tensor
+    begins: Tensor
+    tables: Tensor
+
+
+class Rules(NamedTuple):
+    """When rows of each table are evicted, for a batch.
+
+    Attributes:
+        steps: of the batch.
+        lasts: rows that were used after these steps are not evicted.
+        half_lives: in steps, of counts for "lfu", at least 1; 0 for "lru".
+    """
+
+    steps: Sequence[int]
+    lasts: Sequence[int]
+    half_lives: Sequence[int]
 
 
 class TensorList(list[Tensor]):
@@ -162,9 +202,9 @@ def make_index(
     whole, most_sets, num_rows = partition_sizes(capacity, most_partitions)
     first, partitions = (0, whole) if part is None else part
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
-    ids = torch.empty(num_rows * partitions, dtype=torch.int64, device=device)
+    ids = advise_huge_pages(torch.empty(num_rows * partitions, dtype=torch.int64, device=device))
     shapes = (num_rows * partitions, 2), (slots,), (num_rows * partitions,)
-    uses, rows, free = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+    uses, rows, free = (advise_huge_pages(torch.empty(each, dtype=torch.int32, device=device)) for each in shapes)
     num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(
         ids, uses, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
@@ -176,7 +216,7 @@ def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
     """On the CPU, of pages that the system provides when they are written: `torch.zeros` writes them all."""
     if torch.empty(0, device=device).device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8))
+    memory = advise_huge_pages(torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8)))
     first = -memory.data_ptr() % ALIGNMENT
     return memory[first : first + size * dtype.itemsize].view(dtype)
 

@@ -18,7 +18,7 @@ from tritonemb.kernels import dynamic_index as triton
 from tritonemb.kernels.cpu import dynamic_index as cpu
 from tritonemb.kernels.cpu import row_cache
 from tritonemb.kernels.dynamic_index import DynamicInsertion
-from tritonemb.layout import MOST_USES, DynamicIndex, dynamic_rows, make_index, partitions_of
+from tritonemb.layout import MOST_USES, NO_KEY, DynamicIndex, Rules, dynamic_rows, make_index, partitions_of
 
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32) - 1, -1, 0, 1, 2**31, 2**32, 2**32 + 5, 2**62, 2**63 - 1]
 
@@ -368,6 +368,60 @@ def test_an_id_is_used_many_times_at_once(device):
     triton.dynamic_unuse_(index, rows, before)
     assert index.used[:10].tolist() == [1] * 10
     assert index.counts[:10].tolist() == [1, 1, 1, MOST_USES - 91, 1, 1, 1, 1, 1, 1]
+
+
+def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
+    """Batches of three tables and one that is not dynamic, a table with two keys, not all ids admitted: the results."""
+    generator, results = torch.Generator().manual_seed(seed), list[Any]()
+    indexes = [make_index(*sizes) for sizes in ((40, device, 1), (150, device, 3), (25, device, 1))]
+    of_key = [1, -1, 0, 2, 1]
+    for step in range(1, 5):
+        bounds = torch.tensor([0, 30, 40, 60, 60 + 5 * (step % 2), 90])
+        values = torch.randint(-40, 40, (90,), generator=generator) * 10**12
+        values[30:40] = -7  # of no dynamic table
+        admitted = torch.rand(90, generator=generator) < 0.8 if step > 2 else None
+        clocks = [step, step + 2**30, step]
+        rules = Rules(clocks, [clock - 2 for clock in clocks], [0, 4, 0])
+        rows, before, keys = served(kernels, "dynamic_use_all_")(
+            indexes, values.to(device), bounds.to(device), of_key, rules.steps
+        )
+        known = torch.tensor(
+            [key == NO_KEY for key in keys.tolist()], device=device
+        )  # which partition or table it is, kernels decide for themselves
+        new = served(kernels, "dynamic_new_ids")(indexes, values.to(device), keys)
+        size = int(new.numbers[-1]) if new.numbers.numel() else 0
+        # Each has an order of its own.
+        _, place = torch.sort(new.ids[:size].cpu(), stable=True)
+        place = place[torch.sort(new.tables[:size].cpu()[place], stable=True).indices]
+        flags = None
+        if admitted is not None:
+            flags = torch.empty(size, dtype=torch.bool).index_copy_(0, place, admitted[:size]).to(device)
+        counts = torch.zeros(3, 5, dtype=torch.int64, device=device)
+        starts = served(kernels, "dynamic_room")(indexes, new, flags, rules, counts)
+        assert not before[~known].any()
+        results += [rows.tolist(), (before > 0).tolist(), known.tolist(), counts.tolist()]
+        assert not before[30:40].any()
+        assert counts[:, 3].tolist() == [0, 0, 0]
+        new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
+        done = served(kernels, "dynamic_insert_all_")(indexes, new, starts, flags, rules, rows)
+        of_ids = new.ids, new.begins.diff(), new.tables, done[0], done[1][:, 1]
+        results += [part.cpu()[place].tolist() for part in of_ids] + [rows.tolist()]
+        found = served(kernels, "dynamic_find_all")(indexes, values.to(device), bounds.to(device), of_key)
+        assert torch.equal(found, rows)
+    return [*results, *indexes]
+
+
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.usefixtures("poisoned")
+def test_several_tables_at_once_are_as_by_the_reference(request, kernels):
+    device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
+    ours, expected = several(kernels, device, 3), several("reference", "cpu", 3)
+    assert ours[:-3] == expected[:-3]
+    for index, reference in zip(ours[-3:], expected[-3:], strict=True):
+        assert_alike(DynamicIndex(*(part.cpu() for part in index)), reference)
+    evicted = [of_step[8] for of_step in zip(*[iter(expected[:-3])] * 10, strict=True)]
+    assert any(row >= 0 for rows in evicted for row in rows)
+    assert any(-1 in rows for rows in expected[7:-3:10])  # and some id was refused
 
 
 def insert(

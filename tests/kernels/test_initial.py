@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import fewer
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import forced, load
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.types import TABLE_DTYPES
 
@@ -85,3 +85,24 @@ def test_values_are_uniform_and_independent():
     assert distance < 2.23 / count**0.5  # Kolmogorov and Smirnov's bound at a chance of 1e-4
     for other in (values.roll(1, 0), values.roll(1, 1), drawn("cpu", torch.device("cpu"), (4000, 64), 1235, 2.0)):
         assert abs(float((values * other).mean())) < 5 * 4 / 3 / count**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_of_several_tables_are_initialized_at_once(device, implementation, dtype):
+    device = device if implementation == "triton" else torch.device("cpu")
+
+    def initialized(implementation, device):
+        dims, dtypes = (3, 70, 1030), (dtype, torch.float32, dtype)
+        weights = [torch.full((9, d), 7.0, dtype=t, device=device) for d, t in zip(dims, dtypes, strict=True)]
+        states = [torch.full((9,), 7.0, device=device) for _ in dims]
+        states += [torch.full((9, dim), 7.0, device=device) for dim in dims]
+        ids = torch.tensor([-5, 2**40, 3, 3, 0, 8])
+        rows, tables = torch.tensor([8, 0, 4, -1, 5, 6]), torch.tensor([0, 1, 2, 0, 2, 1], dtype=torch.int32)
+        place = ids.to(device), rows.to(device), tables.to(device)
+        load("initialize_rows_", implementation)(weights, states, [1, 2**63 - 1, 0], [0.5, 2.0, 1e-3], *place)
+        return [tensor.cpu() for tensor in (*weights, *states)]
+
+    results, expected = initialized(implementation, device), initialized("reference", torch.device("cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+    assert [int((each != 7.0).flatten(1).any(1).sum()) for each in results[:3]] == [1, 2, 2]

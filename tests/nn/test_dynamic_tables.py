@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, breadth, configurations
+from tritonemb.kernels import dynamic_index, random, triton_utils
 from tritonemb.layout import INDEX_BYTES, WAYS, make_index
 from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.registry import forced
+from tritonemb.tables import dynamic_table
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import prefetch
 
@@ -333,6 +337,17 @@ def test_a_batch_without_room_changes_nothing(tier):
     assert table_of(collection, "item").ids().tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("all_new", [True, False])
+def test_rows_of_a_snapshot_without_room_change_nothing(tier, all_new):
+    collection = te.nn.EmbeddingBagCollection([config(capacity=9, **TIERS[tier])], te.optim.SGD(lr=0.1))
+    step(collection, bag(*range(9)))
+    before, saved = collection.state_dict(), table_of(collection).saved()
+    saved = {name: saved[name][:2] for name in ("weight", "step", "count")}
+    with pytest.raises(ValueError, match=f"{1 + all_new} of {1 + all_new} new ids find no room"):
+        table_of(collection).put({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved}, all_new)
+    assert_same_bits(collection.state_dict(), before)
+
+
 @pytest.mark.public
 def test_the_least_recently_used_row_goes_and_comes_back_new():
     table = config(capacity=3, eviction=te.EvictionConfig(protect=1))
@@ -550,3 +565,107 @@ def test_a_large_stream_is_the_same_on_any_number_of_threads(num_threads):
         return collection.state_dict()
 
     assert_same_bits(run(num_threads), run(1))
+
+
+def test_streams_wait_where_a_row_changes_its_id(monkeypatch):
+    """Without a GPU: what each stream is given, and what it waits for, in that order."""
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name, self.given = name, 0
+
+        def record_event(self) -> tuple[str, int]:
+            self.given += 1
+            done.append((self.name, "records", self.given))
+            return self.name, self.given
+
+        def wait_event(self, event: tuple[str, int]) -> None:
+            done.append((self.name, "waits for", *event))
+
+    done, training, prefetching = list[Any](), Stream("training"), Stream("prefetching")
+    current = [training]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    table = config(capacity=2, eviction=te.EvictionConfig(protect=1))
+    collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+    collection.table_set.lock.device = torch.device("cuda")
+    call = dynamic_table.kernel
+    monkeypatch.setattr(
+        dynamic_table, "kernel", lambda op, *device: (done.append((current[0].name, op)), call(op, *device))[1]
+    )
+    batch, evicting = (prefetch(collection, bag(*ids)) for ids in ((1, 2), ()))
+    done.clear()
+    step(collection, batch)  # waits for the prefetches; records its update
+    assert done == [("training", "waits for", "training", 2), ("training", "records", 3)]
+    step(collection, evicting)
+    done.clear()
+    current[0] = prefetching
+    batch = prefetch(collection, bag(3))  # which gets the row of 1
+    behind = [("prefetching", "waits for", "training", number) for number in (2, 4)]  # prefetches, and the last update
+    assert done[:2] == behind
+    assert done[-2:] == [("prefetching", "initialize_rows_"), ("prefetching", "records", 1)]
+    assert table_of(collection).ids().tolist() == [2, 3]
+    done.clear()
+    current[0] = training
+    step(collection, batch)
+    assert done[0] == ("training", "waits for", "prefetching", 2)  # behind `ids`
+    assert done[-1] == ("training", "records", 5)
+    table_of(collection).remove([2])  # its row is free, for whichever stream comes next
+    assert done[-1] == ("training", "records", 6)
+    done.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    table_of(collection).remove([3])
+    assert done == [("training", "dynamic_remove_")]  # a graph must not wait for what is outside it
+
+
+class Launches(TorchFunctionMode):
+    """Counts what a GPU would launch, and what the host would wait for: PyTorch's functions, and kernels by name."""
+
+    NO_LAUNCH = (
+        "__get__ view narrow split unbind data_ptr numel stride size dim element_size is_contiguous contiguous long "
+        "numpy empty empty_like new_empty __len__ is_inference detach _version _set_grad_enabled __getitem__ tensor"
+    )
+    WAITS = "tolist item __int__ __bool__ __index__ nonzero unique is_nonzero equal cpu masked_select"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.launched, self.waits, launch = list[str](), list[str](), triton_utils.launch
+
+        def count(kernel: Any, *args: Any, **options: Any) -> None:
+            self.launched.append(kernel.__name__)
+            with torch._C.DisableTorchFunction():
+                launch(kernel, *args, **options)
+
+        for module in (dynamic_index, random):
+            monkeypatch.setattr(module, "launch", count)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__
+        if name in self.WAITS.split():
+            self.waits.append(name)
+        elif name == "__getitem__" and any(isinstance(part, Tensor) for part in args[1:]):
+            self.launched.append("index")
+        elif name not in self.NO_LAUNCH.split():
+            self.launched.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_tables", [1, 5])
+@pytest.mark.parametrize("known", [True, False])
+def test_any_number_of_tables_takes_as_many_launches_and_one_wait(monkeypatch, device, num_tables, known):
+    """All of a batch's part in the index: ids found, new ones inserted and initialized, rows written over them."""
+    tables = [config(f"t{number}", dim=4 * number + 4) for number in range(num_tables)]
+    collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1), device)
+    of_tables, ids = list(collection.table_set.dynamic.values()), torch.arange(8 * num_tables, device=device)
+    bounds, keys = 8 * torch.arange(num_tables + 1, device=device), range(num_tables)
+    with forced("triton"):
+        for _ in range(2):  # addresses are uploaded once
+            dynamic_table.commit_insert(dynamic_table.begin_insert(of_tables, ids, bounds, keys))
+        batch = ids if known else ids - 1000
+        with Launches(monkeypatch) as counted:
+            rows = dynamic_table.commit_insert(dynamic_table.begin_insert(of_tables, batch, bounds, keys))
+    assert counted.waits == ["tolist"]
+    assert len(counted.launched) == (10 if known else 12), counted.launched
+    assert torch.equal(rows, torch.cat(dynamic_table.find_all(of_tables, batch.split(8))))
+    assert bool((rows >= 0).all())

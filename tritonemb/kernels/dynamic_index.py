@@ -20,6 +20,8 @@ one task, so the result depends on the sequence of calls alone.
 
 **Aged count**: `counts >> (step - used) / half_life`, at most by 31: a row that is not used loses half.
 
+Batches of several tables are served together: each kernel reads the addresses of all tables' indexes.
+
 **find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id; **use**: 16 more.
 **insert**: 69 an id, 32 of digests, and the sort by partition; for a victim 700 more, for a split 450. **remove**: as
 find, and 60 for a row. **missing**: the sort, and 8 for each row that is counted. GPUs move 32 at least at a time.
@@ -33,14 +35,35 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from tritonemb.kernels.triton_utils import cdiv, jit, launch, mix, tl
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, dynamic_rows, mix64, partitions_of
+from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, pointers_to, tl
+from tritonemb.layout import (
+    DIGEST_SHIFT,
+    GROWN_ROWS,
+    MISSING,
+    MOST_USES,
+    NEEDED,
+    NO_KEY,
+    WAYS,
+    DynamicIndex,
+    NewIds,
+    Rules,
+    dynamic_rows,
+    mix64,
+    nonzero,
+    partitions_of,
+    segment_offsets,
+)
 
-FIND_IDS = 16  # of a program of a warp: 16 bytes of digests a lane
+FIND_IDS = 8  # of a program of a warp: 8 bytes of digests per lane; with 16, the addresses of tables spill
 BLOCK = tl.constexpr(256)  # rows that are counted at once
+POSITIONS = 1024  # of a program that only moves numbers
+_NO_KEY = tl.constexpr(NO_KEY)
 _WAYS, _DIGEST_SHIFT, _GROWN_ROWS, _MOST_USES = map(tl.constexpr, (WAYS, DIGEST_SHIFT, GROWN_ROWS, MOST_USES))
-_Parts: Any = namedtuple("_Parts", (*DynamicIndex._fields, "partitions", "most_rows", "num_places"))  # type: ignore[misc]
+_Parts: Any = namedtuple("_Parts", (*DynamicIndex._fields, "partitions", "most_rows", "num_places", "first"))  # type: ignore[misc]
+_FIELDS, _FIRST = tl.constexpr(len(_Parts._fields)), tl.constexpr(_Parts._fields.index("first"))
+_STEP, _LAST, _HALF_LIFE, _RULES = (tl.constexpr(n) for n in range(4))
 
 
 class DynamicInsertion(NamedTuple):
@@ -54,6 +77,34 @@ class DynamicInsertion(NamedTuple):
     rows: Tensor
     evicted_ids: Tensor
     evicted_rows: Tensor
+
+
+@jit
+def _index_at(indexes, table):
+    """The index of a table, or those of a tile of tables; see `_addresses`."""
+    at = indexes + table * _FIELDS
+    return _Parts(  # type: ignore[call-arg]
+        tl.load(at).to(tl.pointer_type(tl.int64)),
+        tl.load(at + 1).to(tl.pointer_type(tl.int32)),
+        tl.multiple_of(tl.load(at + 2).to(tl.pointer_type(tl.uint8)), 16),
+        tl.load(at + 3).to(tl.pointer_type(tl.int32)),
+        tl.load(at + 4).to(tl.pointer_type(tl.int32)),
+        tl.load(at + 5).to(tl.pointer_type(tl.int32)),
+        tl.load(at + 6).to(tl.pointer_type(tl.int32)),
+        tl.load(at + 7).to(tl.pointer_type(tl.int32)),
+        tl.load(at + 8).to(tl.pointer_type(tl.int32)),
+        tl.load(at + 9).to(tl.pointer_type(tl.int32)),
+        tl.load(at + 10).to(tl.pointer_type(tl.int64)),
+        tl.load(at + 11),
+        tl.load(at + 12).to(tl.int32),
+        tl.load(at + 13),
+        tl.load(at + 14),
+    )
+
+
+@jit
+def _rule(rules, table, step, RULE: tl.constexpr):
+    return (tl.load(rules + table * _RULES + RULE) + (0 if RULE == _HALF_LIFE else step)).to(tl.int32)
 
 
 @jit
@@ -73,19 +124,20 @@ def _digest_of(mixed):
 
 @jit
 def _look_up(index, ids, valid):
-    """Slots and rows of a tile of ids; -1 of those that are unknown."""
+    """Slots and rows of a tile of ids in tables of their own, -1 of those that are unknown; and their partitions."""
     ways, mixed = tl.arange(0, _WAYS)[None, :], mix(ids)
-    partition = ((((mixed >> 32) & 0xFFFFFFFF) * tl.load(index.whole)) >> 32) - tl.load(index.whole + 1)
+    whole = tl.load(index.whole, mask=valid, other=1)
+    partition = (((mixed >> 32) & 0xFFFFFFFF) * whole >> 32) - tl.load(index.whole + 1, mask=valid, other=0)
     sets = tl.load(index.num_sets + partition, mask=valid, other=1).to(tl.int64)
     place = _number_of(mixed, sets) * index.partitions + partition
     at, left = place, valid.to(tl.int32)  # the set, then overflow slots until all of the partition's are seen
     slot, row = ids * 0 - 1, ids * 0 - 1
     while tl.max(left, 0) > 0:
         slots = at[:, None] * _WAYS + ways
-        digests = tl.load(index.digests + slots, mask=left[:, None] > 0, other=0)
+        digests = tl.load(index.digests[:, None] + slots, mask=left[:, None] > 0, other=0)
         same = digests == _digest_of(mixed)[:, None]
-        rows = tl.load(index.rows + slots, mask=same, other=0)
-        same = same & (tl.load(index.ids + rows, mask=same, other=0) == ids[:, None])
+        rows = tl.load(index.rows[:, None] + slots, mask=same, other=0)
+        same = same & (tl.load(index.ids[:, None] + rows, mask=same, other=0) == ids[:, None])
         slot = tl.maximum(slot, tl.max(tl.where(same, slots, -1), 1))
         row = tl.maximum(row, tl.max(tl.where(same, rows, -1), 1))
         first, unknown = at == place, (left > 0) & (slot < 0)
@@ -93,38 +145,109 @@ def _look_up(index, ids, valid):
         overflow = tl.load(index.num_overflow + partition, mask=behind, other=0)
         left = tl.where(first, overflow, tl.where(unknown, left - tl.sum((digests != 0).to(tl.int32), 1), 0))
         at = tl.maximum(at + index.partitions, index.num_places + partition)
-    return slot, row
+    return slot, row, partition
 
 
-@jit(varying=["step", "num_ids"])
-def _find_kernel(index, ids, step, rows, before, num_ids, USE: tl.constexpr, IDS: tl.constexpr):
+@jit(varying=["num_keys", "step", "num_ids"])
+def _find_kernel(
+    indexes, bounds, tables, num_keys, ids, rules, step, rows, before, keys, num_ids, USE: tl.constexpr,
+    IDS: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
-    valid = at < num_ids
-    row = _look_up(index, tl.load(ids + at, mask=valid, other=0), valid)[1]
-    tl.store(rows + at, row, mask=valid)
+    valid, key = at < num_ids, last_at_most(bounds, num_keys, at)
+    inside = valid & (at >= tl.load(bounds + key)) & (at < tl.load(bounds + key + 1))
+    table, id = tl.load(tables + key, mask=inside, other=-1), tl.load(ids + at, mask=valid, other=0)
+    inside &= table >= 0
+    table = tl.maximum(table, 0)
+    index = _index_at(indexes, table)
+    _, row, partition = _look_up(index, id, inside)
+    tl.store(rows + at, tl.where(inside, row, id), mask=valid)
     if USE:
-        known, used = row >= 0, index.uses + 2 * row
+        known, used = inside & (row >= 0), index.uses + 2 * row
+        tl.store(keys + at, tl.where(inside & (row < 0), index.first + partition, _NO_KEY), mask=valid)
         tl.store(before + at, tl.load(used, mask=known, other=0), mask=valid)
-        tl.store(used, tl.zeros((IDS,), tl.int32) + step, mask=known)
+        tl.store(used, _rule(rules, table, step, _STEP), mask=known)
         counts, most = (used + 1).to(tl.pointer_type(tl.uint32)), tl.full((IDS,), _MOST_USES, tl.uint32)
         count = tl.atomic_add(counts, tl.full((IDS,), 1, tl.uint32), mask=known, sem="relaxed")
         tl.atomic_min(counts, most, mask=known & (count >= most), sem="relaxed")  # as often as it is too large
 
 
-@jit(varying=["last"])
-def _missing_kernel(index, starts, order, ids, last, missing):
-    """For how many of a partition's new ids there is no row; it is looked for as many as there are."""
-    partition = tl.program_id(0)
-    made, first = tl.load(index.num_made + partition), 0
-    left = tl.load(starts + partition + 1) - tl.load(starts + partition)
-    left -= index.most_rows - tl.load(index.num_rows + partition)
-    while (left > 0) & (first < made):
-        number = first + tl.arange(0, BLOCK)
-        row = number.to(tl.int64) * index.partitions + partition
-        used = tl.load(index.uses + 2 * row, mask=number < made, other=_MOST_USES)
-        left -= tl.sum((used <= last).to(tl.int32), 0)
-        first += BLOCK
-    tl.store(missing + partition, tl.maximum(left, 0))
+@jit(varying=["num_ids"])
+def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITIONS: tl.constexpr):
+    """Positions and ids in the order of two sorts, and 1 for the first position of each id."""
+    at = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
+    valid, behind = at < num_ids, (at < num_ids) & (at > 0)
+    key, key_before = tl.load(keys + at, mask=valid, other=_NO_KEY), tl.load(keys + at - 1, mask=behind, other=_NO_KEY)
+    position = tl.load(by_id + tl.load(by_key + at, mask=valid, other=0), mask=valid, other=0)
+    position_before = tl.load(by_id + tl.load(by_key + at - 1, mask=behind, other=0), mask=behind, other=0)
+    id, id_before = (
+        tl.load(values + position, mask=valid, other=0),
+        tl.load(values + position_before, mask=valid, other=0),
+    )
+    tl.store(order + at, position, mask=valid)
+    tl.store(ids + at, id, mask=valid)
+    head = (key != _NO_KEY) & ((key != key_before) | (id != id_before))
+    tl.store(heads + at, head.to(tl.int32), mask=valid)
+
+
+@jit(varying=["num_ids"])
+def _distinct_kernel(
+    indexes, num_tables, keys, numbers, sorted_ids, ids, begins, tables, num_ids, POSITIONS: tl.constexpr
+):
+    at = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
+    valid, behind = at < num_ids, (at <= num_ids) & (at > 0)
+    key, number = tl.load(keys + at, mask=valid, other=_NO_KEY), tl.load(numbers + at, mask=valid, other=0)
+    number_before = tl.load(numbers + at - 1, mask=behind, other=0)
+    head = valid & (number != number_before)
+    tl.store(ids + number - 1, tl.load(sorted_ids + at, mask=head, other=0), mask=head)
+    tl.store(begins + number - 1, at.to(tl.int64), mask=head)
+    tl.store(tables + number - 1, last_at_most(indexes + _FIRST, num_tables, key.to(tl.int64), _FIELDS), mask=head)
+    end = (at <= num_ids) & (key == _NO_KEY)
+    end &= (at == 0) | (tl.load(keys + at - 1, mask=behind, other=_NO_KEY) != _NO_KEY)
+    tl.store(begins + number_before, at.to(tl.int64), mask=end)
+
+
+@jit
+def _end_of(keys, num_ids, key):
+    """How many of ascending keys are not above one."""
+    last = last_at_most(keys, num_ids, key)
+    return tl.where(tl.load(keys + last) <= key, last + 1, 0)
+
+
+@jit(varying=["step", "num_ids"])
+def _room_kernel(
+    indexes, num_tables, keys, numbers, admitted, rules, step, counts, starts, num_ids, ADMIT: tl.constexpr
+):
+    """Where a partition's new ids are, and how many find no row; rows are looked at until there is one for each."""
+    program = tl.program_id(0)
+    table = last_at_most(indexes + _FIRST, num_tables, program, _FIELDS)
+    index, counts, last = _index_at(indexes, table), counts + table * 5, _rule(rules, table, step, _LAST)
+    partition = program - index.first
+    first, end = _end_of(keys, num_ids, program - 1), _end_of(keys, num_ids, program)
+    first_id = tl.load(numbers + first - 1, mask=first > 0, other=0)
+    end_id = tl.load(numbers + end - 1, mask=end > 0, other=0)
+    tl.store(starts + 2 * program, first_id)
+    tl.store(starts + 2 * program + 1, end_id)
+    needed = end_id - first_id
+    if ADMIT:
+        needed = 0
+        for at in range(first_id, end_id, BLOCK):
+            id = at + tl.arange(0, BLOCK)
+            needed += tl.sum(tl.load(admitted + id, mask=id < end_id, other=0).to(tl.int32), 0)
+    if end > first:
+        tl.atomic_add(counts, (end - first).to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts + 1, (end_id - first_id).to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts + 2, needed.to(tl.int64), sem="relaxed")
+        left = needed - (index.most_rows - tl.load(index.num_rows + partition))
+        tl.atomic_add(counts + 4, tl.maximum(left, 0).to(tl.int64), sem="relaxed")
+        made, first_row = tl.load(index.num_made + partition), 0
+        while (left > 0) & (first_row < made):
+            number = first_row + tl.arange(0, BLOCK)
+            row = number.to(tl.int64) * index.partitions + partition
+            used = tl.load(index.uses + 2 * row, mask=number < made, other=_MOST_USES)
+            left -= tl.sum((used <= last).to(tl.int32), 0)
+            first_row += BLOCK
+        tl.atomic_add(counts + 3, tl.maximum(left, 0).to(tl.int64), sem="relaxed")
 
 
 # Below, a program of one warp has a partition to itself. Its lanes wait before they read what others have written.
@@ -191,9 +314,10 @@ def _free(index, partition, slot):
 
 @jit
 def _victim(index, partition, number, sets, step, last, half_life):
-    """The slot of the row that is evicted for an id of a set."""
-    victim, most = number * 0 - 1, number * 0 + 0x7FFFFFFFFFFFFFFF
-    while victim < 0:
+    """The slot of the row that is evicted for an id of a set; -1 if none may be."""
+    victim, most, sets_left = number * 0 - 1, number * 0 + 0x7FFFFFFFFFFFFFFF, sets
+    while (victim < 0) & (sets_left > 0):
+        sets_left -= 1
         place = number * index.partitions + partition
         at, left, least, least_id = place, tl.load(index.overflowed + place) + 1, most, most
         while left > 0:
@@ -255,11 +379,18 @@ def _empty_slot(index, partition, number):
     return at * _WAYS + way
 
 
-@jit(varying=["step", "last", "half_life"])
-def _insert_kernel(index, starts, order, ids, occurrences, step, last, half_life, rows, evicted):
-    partition = tl.program_id(0).to(tl.int64)
-    for i in range(tl.load(starts + partition), tl.load(starts + partition + 1)):
-        at = tl.load(order + i)
+@jit(varying=["step"])
+def _insert_kernel(
+    indexes, num_tables, starts, ids, begins, admitted, rules, step, rows, evicted, order, batch_rows,
+    ADMIT: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    table = last_at_most(indexes + _FIRST, num_tables, program, _FIELDS)
+    index, half_life = _index_at(indexes, table), _rule(rules, table, step, _HALF_LIFE)
+    last, step, partition = _rule(rules, table, step, _LAST), _rule(rules, table, step, _STEP), program - index.first
+    end = tl.load(starts + 2 * program + 1)
+    at = _next(admitted, tl.load(starts + 2 * program), end, ADMIT)
+    while at < end:
         id = tl.load(ids + at)
         mixed, sets = mix(id), tl.load(index.num_sets + partition).to(tl.int64)
         number = _number_of(mixed, sets)
@@ -269,6 +400,8 @@ def _insert_kernel(index, starts, order, ids, occurrences, step, last, half_life
             tl.store(evicted + 2 * at, tl.load(index.ids + evicted_row))
             tl.store(evicted + 2 * at + 1, evicted_row)
             _free(index, partition, victim)
+        else:
+            tl.store(evicted + 2 * at + 1, -1)
         held, made = tl.load(index.num_rows + partition), tl.load(index.num_made + partition)
         row = made.to(tl.int64) * index.partitions + partition
         if held < made:
@@ -279,72 +412,126 @@ def _insert_kernel(index, starts, order, ids, occurrences, step, last, half_life
         tl.store(rows + at, row)
         tl.store(index.ids + row, id)
         tl.store(index.uses + 2 * row, step)
-        tl.store(index.uses + 2 * row + 1, tl.minimum(tl.load(occurrences + at), _MOST_USES))
+        first_use, last_use = tl.load(begins + at), tl.load(begins + at + 1)
+        tl.store(index.uses + 2 * row + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
+        if SPREAD:
+            for use in range(first_use, last_use, BLOCK):
+                uses = use + tl.arange(0, BLOCK)
+                positions = tl.load(order + uses, mask=uses < last_use, other=0)
+                tl.store(batch_rows + positions, row + 0 * uses, mask=uses < last_use)
         slot = _empty_slot(index, partition, number)
         tl.store(index.digests + slot, _digest_of(mixed))
         tl.store(index.rows + slot, row)
         tl.debug_barrier()
         if (held + 1 > sets * _GROWN_ROWS) & (sets * index.partitions < index.num_places):
             _split(index, partition, sets)
+        at = _next(admitted, at + 1, end, ADMIT)
 
 
 @jit
-def _remove_kernel(index, starts, order, ids, rows):
+def _next(admitted, at, end, ADMIT: tl.constexpr):
+    """The next id that is admitted, `end` if there is none."""
+    if ADMIT:
+        while (at < end) & (tl.load(admitted + tl.minimum(at, end - 1)) == 0):
+            at += 1
+    return at
+
+
+@jit
+def _remove_kernel(indexes, starts, order, ids, rows):
     partition, one = tl.program_id(0).to(tl.int64), tl.arange(0, 1)
+    index, tile = _index_at(indexes, 0), _index_at(indexes, one)
     for i in range(tl.load(starts + partition), tl.load(starts + partition + 1)):
         at = tl.load(order + i) + one
-        slot, row = _look_up(index, tl.load(ids + at), one == 0)
+        slot, row, _ = _look_up(tile, tl.load(ids + at), one == 0)
         tl.store(rows + at, row)
         if tl.max(slot, 0) >= 0:
             _free(index, partition, tl.max(slot, 0))
 
 
-def _parts(index: DynamicIndex) -> Any:
-    partitions = index.num_sets.numel()
-    return _Parts._make((*index, partitions, index.ids.numel() // partitions, index.overflowed.numel()))
+_known = WeakTensorKeyDictionary()  # by `ids`
 
 
-def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`starts`, `order` and ids: those of partition p are at positions `order[starts[p] … starts[p + 1] - 1]`."""
-    partitions = partitions_of(ids, index.whole[0]) - index.whole[1]
-    partitions, order = torch.sort(partitions.short(), stable=True)
-    edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int16, device=ids.device)
-    return torch.searchsorted(partitions, edges), order, ids.contiguous()
+def _addresses(indexes: Sequence[DynamicIndex]) -> Tensor:
+    """int64 `[T, 15]`, a `_Parts` each: addresses, sizes, and its first partition among those of all."""
+    numbers, first = list[int](), 0
+    for index in indexes:
+        if (parts := _known.get(index.ids)) is None:
+            partitions = index.num_sets.numel()
+            sizes = partitions, index.ids.numel() // partitions, index.overflowed.numel()
+            parts = _known[index.ids] = (*pointers_to(index), *sizes)
+        numbers += (*parts, first)
+        first += parts[len(DynamicIndex._fields)]
+    return on_device(numbers, indexes[0].ids.device)
 
 
-def _launch(kernel: Any, index: DynamicIndex, *args: Any) -> None:
-    """A program for each partition."""
-    launch(kernel, index.num_sets.shape, _parts(index), *args, num_warps=1)
+def _rules_on(device: torch.device, rules: Rules) -> tuple[Tensor, int]:
+    """int64 `[T, 3]`, steps as differences from the first one, so that they recur; and that one."""
+    first = rules.steps[0]
+    steps = zip(rules.steps, rules.lasts, rules.half_lives, strict=True)
+    return on_device([n for step, last, life in steps for n in (step - first, last - first, life)], device), first
+
+
+def num_partitions(indexes: Sequence[DynamicIndex]) -> int:
+    """Of all tables."""
+    return sum(index.num_sets.numel() for index in indexes)
+
+
+def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The partition of each id, int32 `[N]`, ascending, and which id it is."""
+    return torch.sort((partitions_of(ids, index.whole[0]) - index.whole[1]).int(), stable=True)
 
 
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
     """One launch. As the reference."""
-    return _find(index, ids, 0, False)[0]
+    return dynamic_find_all([index], ids, on_device([0, ids.numel()], ids.device), [0])
 
 
 def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """One launch. As the reference."""
-    return _find(index, ids, step, True)
+    return dynamic_use_all_([index], ids, on_device([0, ids.numel()], ids.device), [0], [step])[:2]
 
 
-def dynamic_find_all(indexes: Sequence[DynamicIndex], ids: Sequence[Tensor]) -> list[Tensor]:
-    """A launch for each. As the reference."""
-    return [*map(dynamic_find, indexes, ids)]
+def dynamic_find_all(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
+    """One launch. As the reference."""
+    return _find(indexes, values, bounds, tables, [0] * len(indexes), False)[0]
 
 
 def dynamic_use_all_(
-    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """A launch for each. As the reference."""
-    return [*map(dynamic_use_, indexes, ids, steps)]
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch. As the reference."""
+    return _find(indexes, values, bounds, tables, steps, True)
 
 
-def _find(index: DynamicIndex, ids: Tensor, step: int, use: bool) -> tuple[Tensor, Tensor]:
-    num_ids = ids.numel()
-    rows, before = torch.empty_like(ids), torch.empty(num_ids if use else 0, dtype=torch.int32, device=ids.device)
-    grid, args = (cdiv(num_ids, FIND_IDS),), (ids.contiguous(), step, rows, before, num_ids)
-    launch(_find_kernel, grid, _parts(index), *args, USE=use, IDS=FIND_IDS, num_warps=1)
-    return rows, before
+def _find(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int],
+    use: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    num_ids, device = values.numel(), values.device
+    rows, (before, keys) = torch.empty_like(values), values.new_empty(2, num_ids if use else 0, dtype=torch.int32)
+    rules, step = _rules_on(device, Rules(steps, steps, [0] * len(steps)))
+    launch(
+        _find_kernel, (cdiv(num_ids, FIND_IDS),), _addresses(indexes), bounds, on_device(tables, device), len(tables),
+        values.contiguous(), rules, step, rows, before, keys, num_ids, USE=use, IDS=FIND_IDS, num_warps=1,
+    )  # fmt: skip
+    return rows, before, keys
+
+
+def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
+    """Two launches behind two sorts and a cumulated sum, over all positions. As the reference."""
+    num_ids, grid = values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
+    by_id = values.sort(stable=True)[1]
+    keys, by_key = keys[by_id].sort(stable=True)
+    order, sorted_ids, ids = (torch.empty_like(values) for _ in range(3))
+    begins, heads, tables = values.new_empty(num_ids + 1), torch.empty_like(keys), torch.empty_like(keys)
+    launch(_head_kernel, grid, keys, by_id, by_key, values, order, sorted_ids, heads, num_ids, POSITIONS=POSITIONS)
+    numbers = heads.cumsum(0, dtype=torch.int32)
+    launch(
+        _distinct_kernel, grid, _addresses(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables,
+        num_ids, POSITIONS=POSITIONS,
+    )  # fmt: skip
+    return NewIds(order, keys, numbers, ids, begins, tables)
 
 
 def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
@@ -355,24 +542,73 @@ def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
     index.counts.index_add_(0, rows, torch.full_like(before, -1))
 
 
+def dynamic_room(
+    indexes: Sequence[DynamicIndex], new: NewIds, admitted: Tensor | None, rules: Rules, counts: Tensor
+) -> Tensor:
+    """One launch. As the reference."""
+    num_programs, device = num_partitions(indexes), new.ids.device
+    starts = torch.empty(num_programs, 2, dtype=torch.int32, device=device)
+    if new.keys.numel() == 0:
+        return starts.zero_()
+    by_table, step = _rules_on(device, rules)
+    launch(
+        _room_kernel, (num_programs,), _addresses(indexes), len(indexes), new.keys, new.numbers,
+        new.keys if admitted is None else admitted, by_table, step, counts, starts, new.keys.numel(),
+        ADMIT=admitted is not None, num_warps=1,
+    )  # fmt: skip
+    return starts
+
+
+def dynamic_insert_all_(
+    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, admitted: Tensor | None, rules: Rules,
+    batch_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One launch; two more fill memory where not all ids are admitted. As the reference."""
+    rows, evicted = torch.empty_like(new.ids), new.ids.new_empty(new.ids.numel(), 2)
+    if admitted is not None:
+        rows.fill_(-1), evicted.fill_(-1)
+    by_table, step = _rules_on(new.ids.device, rules)
+    launch(
+        _insert_kernel, (num_partitions(indexes),), _addresses(indexes), len(indexes), starts, new.ids, new.begins,
+        new.keys if admitted is None else admitted, by_table, step, rows, evicted, new.order,
+        rows if batch_rows is None else batch_rows, ADMIT=admitted is not None, SPREAD=batch_rows is not None,
+        num_warps=1,
+    )  # fmt: skip
+    return rows, evicted
+
+
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """A launch behind a sort, and the host waits. As the reference."""
-    missing = torch.empty_like(index.num_sets)
-    _launch(_missing_kernel, index, *_by_partition(index, ids), last, missing)
-    return int(missing.sum())
+    counts = ids.new_zeros(1, 5)
+    dynamic_room([index], one_table(ids, None, *_by_partition(index, ids)), None, Rules([0], [last], [0]), counts)
+    return int(counts[0, MISSING])
 
 
 def dynamic_insert_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
     """Two launches behind a sort; the host waits for how many are missing, and for the victims. As the reference."""
-    programs, missing = _by_partition(index, ids), torch.zeros_like(index.num_sets)
-    _launch(_missing_kernel, index, *programs, last, missing)
-    if number := int(missing.sum()):
-        raise ValueError(f"{number:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
-    rows, evicted = torch.empty_like(ids), ids.new_full((ids.numel(), 2), -1)
-    _launch(_insert_kernel, index, *programs, occurrences.contiguous(), step, last, half_life, rows, evicted)
-    return insertion(rows, evicted)
+    keys, order = _by_partition(index, ids)
+    new, rules = one_table(ids, occurrences, keys, order), Rules([step], [last], [half_life])
+    starts = dynamic_room([index], new, None, rules, counts := ids.new_zeros(1, 5))
+    check_room(counts)
+    rows, evicted = dynamic_insert_all_([index], new, starts, None, rules)
+    return insertion(torch.empty_like(rows).index_copy_(0, order, rows), evicted)
+
+
+def one_table(ids: Tensor, occurrences: Tensor | None, keys: Tensor, order: Tensor) -> NewIds:
+    """Distinct ids of a table in an order, that of ascending keys."""
+    every, device = ids.numel(), ids.device
+    begins = torch.arange(every + 1, device=device) if occurrences is None else segment_offsets(occurrences[order])
+    numbers = torch.arange(1, every + 1, dtype=torch.int32, device=device)
+    return NewIds(order, keys, numbers, ids[order], begins, torch.zeros_like(keys))
+
+
+def check_room(counts: Tensor) -> None:
+    """ValueError if some ids of a `dynamic_room` find none; the host waits."""
+    needed, missing = counts[:, [NEEDED, MISSING]].sum(0).tolist()
+    if missing:
+        raise ValueError(f"{missing:,} of {needed:,} new ids find no room, and nothing was inserted")
 
 
 def insertion(rows: Tensor, evicted: Tensor) -> DynamicInsertion:
@@ -384,8 +620,12 @@ def insertion(rows: Tensor, evicted: Tensor) -> DynamicInsertion:
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """A launch behind a sort. As the reference."""
-    rows = torch.empty_like(ids)
-    _launch(_remove_kernel, index, *_by_partition(index, ids), rows)
+    rows, (keys, order) = torch.empty_like(ids), _by_partition(index, ids)
+    edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int32, device=ids.device)
+    starts = torch.searchsorted(keys, edges)
+    launch(
+        _remove_kernel, index.num_sets.shape, _addresses([index]), starts, order, ids.contiguous(), rows, num_warps=1
+    )
     return rows
 
 
@@ -417,16 +657,115 @@ def dynamic_use_reference_(index: DynamicIndex, ids: Tensor, step: int) -> tuple
     return rows, before
 
 
-def dynamic_find_all_reference(indexes: Sequence[DynamicIndex], ids: Sequence[Tensor]) -> list[Tensor]:
-    """`dynamic_find` of several tables, one at least."""
-    return [*map(dynamic_find_reference, indexes, ids)]
+def dynamic_find_all_reference(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]
+) -> Tensor:
+    """Rows int64 `[N]` of the values of a batch, -1 of ids that are unknown; values of no dynamic table as they are.
+
+    Args:
+        values: int64 `[N]`.
+        bounds: `[K + 1]`: the values of key `k` are `bounds[k] … bounds[k + 1] - 1`.
+        tables: for each key, which of the indexes it looks up, or -1.
+    """
+    rows, ends = values.clone(), bounds.tolist()
+    for begin, end, table in zip(ends, ends[1:], tables, strict=False):
+        if table >= 0:
+            rows[begin:end] = dynamic_find_reference(indexes[table], values[begin:end])
+    return rows
 
 
 def dynamic_use_all_reference_(
-    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """`dynamic_use_` of several tables, one at least."""
-    return [*map(dynamic_use_reference_, indexes, ids, steps)]
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dynamic_use_` of the values of a batch, which are as those of `dynamic_find_all`.
+
+    Returns rows int64 `[N]` and int32 `[N]` as `dynamic_use_`, and int32 `[N]`: keys of unknown ids, see `NewIds`.
+    """
+    rows, ends = values.clone(), bounds.tolist()
+    before, keys = torch.zeros_like(values, dtype=torch.int32), torch.full_like(values, NO_KEY, dtype=torch.int32)
+    for begin, end, table in zip(ends, ends[1:], tables, strict=False):
+        if table >= 0:
+            found = dynamic_use_reference_(indexes[table], values[begin:end], steps[table])
+            rows[begin:end], before[begin:end] = found
+            keys[begin:end][found[0] < 0] = table
+    return rows, before, keys
+
+
+def dynamic_new_ids_reference(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
+    """The distinct ones of ids int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; there is nothing behind them."""
+    return distinct_ids(values, keys)
+
+
+def distinct_ids(values: Tensor, keys: Tensor) -> NewIds:
+    """`dynamic_new_ids` by PyTorch, whose sizes are waited for."""
+    unknown = nonzero(keys != NO_KEY)
+    ids, by_id = values[unknown].sort(stable=True)
+    keys, by_key = keys[unknown[by_id]].sort(stable=True)
+    ids, heads = ids[by_key], torch.ones_like(keys, dtype=torch.bool)
+    heads[1:] = (ids[1:] != ids[:-1]) | (keys[1:] != keys[:-1])
+    firsts = nonzero(heads)
+    begins = torch.cat([firsts, firsts.new_tensor([ids.numel()])])
+    numbers = heads.cumsum(0, dtype=torch.int32)
+    return NewIds(unknown[by_id[by_key]], keys, numbers, ids[firsts], begins, keys[firsts])
+
+
+def dynamic_room_reference(
+    indexes: Sequence[DynamicIndex], new: NewIds, admitted: Tensor | None, rules: Rules, counts: Tensor
+) -> Tensor:
+    """Count what the new ids of a batch, or those that are `admitted`, bool `[U]`, need; `dynamic_insert_all_` takes
+    the result.
+
+    `counts`, int64 `[T, 5]` of zeros: for each table the positions of new ids, the distinct ones, those of these that
+    need a row, those for which there is none, and the rows that are evicted for the others.
+    """
+    sizes = new.begins.diff()
+    for table, index in enumerate(indexes):
+        mine = new.tables == table
+        wanted = new.ids[mine if admitted is None else mine & admitted].tolist()
+        room = _Rows(index).room_for(wanted, rules.lasts[table])
+        free = _Rows(index).room_for(wanted, -(2**63))
+        numbers = sizes[mine].sum(), mine.sum(), len(wanted), _beyond(room), _beyond(free)
+        counts[table] = torch.tensor([int(number) for number in numbers])
+    return new.begins
+
+
+def _beyond(rooms: list[tuple[int, int]]) -> int:
+    return sum(max(0, needed - room) for needed, room in rooms)
+
+
+def dynamic_insert_all_reference_(
+    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, admitted: Tensor | None, rules: Rules,
+    batch_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Give rows to new ids, for which there is room.
+
+    Args:
+        starts: of `dynamic_room`.
+        batch_rows: int64, where the new rows are written, too, at all positions of these ids.
+
+    Returns:
+        int64 `[U]`: rows, -1 of ids that are not admitted; and `[U, 2]`: the id and the row that was evicted for each,
+        -1 without one.
+    """
+    rows, evicted = torch.full_like(new.ids, -1), new.ids.new_full((new.ids.numel(), 2), -1)
+    pairs = zip(new.ids.tolist(), new.begins.diff().tolist(), new.tables.tolist(), strict=True)
+    contents = [*map(_Rows, indexes)]
+    for number, (id, count, table) in enumerate(pairs):
+        if admitted is None or admitted[number]:
+            rule = (each[table] for each in rules)
+            for pair in contents[table].insert(id, count, *rule):
+                evicted[number] = torch.tensor(pair)
+            rows[number] = contents[table].by_id[id]
+    for index, content in zip(indexes, contents, strict=True):
+        content.store(index)
+    spread(new, rows, batch_rows)
+    return rows, evicted
+
+
+def spread(new: NewIds, rows: Tensor, batch_rows: Tensor | None) -> None:
+    """Write the rows of distinct ids at all their positions."""
+    if batch_rows is not None:
+        batch_rows.index_copy_(0, new.order, rows.index_select(0, new.numbers - 1))
 
 
 def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
@@ -439,7 +778,7 @@ def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) 
 
 def dynamic_missing_reference(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """For how many of new ids there is no row, where those used after the step `last` are not evicted."""
-    return sum(max(0, needed - room) for needed, room in _Rows(index).room_for(ids.tolist(), last))
+    return _beyond(_Rows(index).room_for(ids.tolist(), last))
 
 
 def dynamic_insert_reference_(
@@ -454,14 +793,11 @@ def dynamic_insert_reference_(
         last: rows that were used after this step are not evicted.
         half_life: in steps, of counts for "lfu", at least 1; 0 for "lru".
     """
-    if missing := dynamic_missing_reference(index, ids, last):
-        raise ValueError(f"{missing:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
-    rows, batch = _Rows(index), ids.tolist()
-    pairs = zip(batch, occurrences.tolist(), strict=True)
-    evicted = [victim for id, count in pairs for victim in rows.insert(id, count, step, last, half_life)]
-    rows.store(index)
-    numbers = [rows.by_id[id] for id in batch], sorted(id for id, _ in evicted), [row for _, row in sorted(evicted)]
-    return DynamicInsertion(*(torch.tensor(each, dtype=torch.int64, device=ids.device) for each in numbers))
+    tables, order = torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel(), device=ids.device)
+    new, rules = one_table(ids, occurrences, tables, order), Rules([step], [last], [half_life])
+    starts = dynamic_room_reference([index], new, None, rules, counts := ids.new_zeros(1, 5))
+    check_room(counts)
+    return insertion(*dynamic_insert_all_reference_([index], new, starts, None, rules))
 
 
 def dynamic_remove_reference_(index: DynamicIndex, ids: Tensor) -> Tensor:

@@ -15,11 +15,26 @@ One product of a 24-bit integer and a float32, so every device rounds alike.
 Bytes: `4 · R · D` written, `8 · R` read where rows are named. CPUs are bound by the generator: ten rounds for 16 bytes.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.triton_utils import BFLOAT16, cdiv, jit, launch, narrow, next_power_of_2, tl
+from tritonemb.kernels.triton_utils import (
+    BFLOAT16,
+    CODES,
+    by_dtype,
+    cdiv,
+    jit,
+    launch,
+    narrow,
+    next_power_of_2,
+    on_device,
+    pointer_to,
+    pointers_to,
+    tl,
+)
 from tritonemb.layout import ELEMENTS_PER_COUNTER
 
 _MASK32 = 0xFFFFFFFF
@@ -123,6 +138,7 @@ def narrow_stochastic_by_torch(values: Tensor, dtype: torch.dtype, noise: Tensor
 UNIFORMS_PER_COUNTER = 4
 UNIT = 2.0**-23  # of the bound: what one unit of a 24-bit integer stands for
 _ELEMENTS = 4096  # of a program
+_ELEMENTS_OF_ROWS = 1024  # where each row has addresses of its own, which take registers: with more, short rows spill
 
 
 @jit(varying=["num_rows", "first_row", "first_column", "seed"])
@@ -168,3 +184,69 @@ def initial_rows_reference(
     begin = first_column % UNIFORMS_PER_COUNTER
     signed = words[:, begin : begin + out.shape[1]].to(torch.int32)
     out.copy_((signed >> 8).to(torch.float32) * bound * UNIT)
+
+
+@jit(varying=["num_rows"])
+def _initialize_kernel(
+    weights, states, dims, seeds, scales, num_tables, ids, rows, tables, num_rows, STATES: tl.constexpr,
+    PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(rows + place, mask=place < num_rows, other=-1)
+    table, id = tl.load(tables + place, mask=row >= 0, other=0), tl.load(ids + place, mask=row >= 0, other=0)
+    weight, dim = tl.load(weights + table), tl.load(dims + table)
+    valid = (row >= 0) & (weight != 0)
+    first = tl.program_id(1) * BLOCK
+    counter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.int32)[None, :] + (row * 0).to(tl.int32)[:, None]
+    words = _words(tl.load(seeds + table)[:, None], counter, id, 0)
+    column = first + tl.arange(0, BLOCK)[None, :]
+    at, mask = (row * dim)[:, None] + column, valid[:, None] & (column < dim[:, None])
+    values = (words >> 8).to(tl.float32) * tl.load(scales + table)[:, None]
+    tl.store(pointer_to(weight, CODE, ALIGN)[:, None] + at, narrow(values, CODE), mask=mask)
+    for state in tl.static_range(STATES):
+        memory = tl.load(states + state * num_tables + table).to(tl.pointer_type(tl.float32))
+        if PER_ELEMENT >> state & 1:
+            tl.store(memory[:, None] + at, values * 0.0, mask=mask)
+        else:
+            tl.store(memory + row, tl.zeros((ROWS,), tl.float32), mask=valid & (first == 0))
+
+
+def initialize_rows_(
+    weights: Sequence[Tensor], states: Sequence[Tensor], seeds: Sequence[int], bounds: Sequence[float], ids: Tensor,
+    rows: Tensor, tables: Tensor,
+) -> None:  # fmt: skip
+    """A launch for each dtype. Arguments as in the reference."""
+    device, per_element = rows.device, sum((state.dim() > 1) << n for n, state in enumerate(states[:: len(weights)]))
+    dims = on_device([weight.shape[1] for weight in weights], device)
+    scales = on_device([bound * UNIT for bound in bounds], device, torch.float32)
+    for part in by_dtype(weights):
+        block = min(next_power_of_2(max(part.max_dim, 16)), 1024)
+        tile = max(1, _ELEMENTS_OF_ROWS // block)
+        launch(
+            _initialize_kernel, (cdiv(rows.numel(), tile), cdiv(part.max_dim, block)),
+            on_device(part.addresses, device), on_device(pointers_to(states) or (0,), device), dims,
+            on_device(seeds, device), scales, len(weights), ids, rows, tables, rows.numel(),
+            STATES=len(states) // len(weights), PER_ELEMENT=per_element, CODE=CODES[part.dtype],
+            ALIGN=part.row_alignment, ROWS=tile, BLOCK=block,
+        )  # fmt: skip
+
+
+def initialize_rows_reference_(
+    weights: Sequence[Tensor], states: Sequence[Tensor], seeds: Sequence[int], bounds: Sequence[float], ids: Tensor,
+    rows: Tensor, tables: Tensor,
+) -> None:  # fmt: skip
+    """Give rows of several tables the initial values of ids, and states of zero.
+
+    Args:
+        weights: `[rows, dim]` of each table, float32 or of 16 bits.
+        states: the first state of each table, then the second; float32.
+        seeds, bounds: of each table.
+        ids, rows, tables: int64 `[U]`, int64 `[U]` and int32 `[U]`; nothing is done where a row is negative.
+    """
+    for number, (weight, seed, bound) in enumerate(zip(weights, seeds, bounds, strict=True)):
+        mine = (tables == number) & (rows >= 0)
+        drawn = torch.empty(int(mine.sum()), weight.shape[1], device=weight.device)
+        initial_rows_reference(drawn, seed, bound, rows=ids[mine])
+        weight[rows[mine]] = drawn.to(weight.dtype)
+        for state in states[number :: len(weights)]:
+            state[rows[mine]] = 0.0

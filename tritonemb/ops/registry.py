@@ -30,11 +30,15 @@ _FILES = {  # op -> file
         "row_groups": ("row_groups",),
         "embedding_bag": ("embedding_bag", "sample_weight_gradient"),
         "row_update": ("row_update_", "row_gradients_"),
-        "random": ("initial_rows",),
+        "random": ("initial_rows", "initialize_rows_"),
         "row_cache": ("row_cache_look_up_", "row_cache_allocate_", "row_cache_translate", "move_rows_"),
         "dynamic_index": tuple(
             f"dynamic_{name}"
-            for name in ("find", "find_all", "use_", "use_all_", "unuse_", "missing", "insert_", "remove_", "expired")
+            for of_tables in (
+                ("find", "use_", "unuse_", "missing", "insert_", "remove_", "expired"),
+                ("find_all", "use_all_", "new_ids", "room", "insert_all_"),
+            )
+            for name in of_tables
         ),
         "interaction": ("interaction", "interaction_gradient"),
         "cross": ("cross", "cross_gradient"),

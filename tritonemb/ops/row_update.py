@@ -28,6 +28,7 @@ ELEMENTS_AT_ONCE = 1 << 19  # that a user's function is given on the CPU: they s
 _DRAWN_AT_ONCE = 1 << 24  # elements of other dtypes, drawn as float32
 _accumulated_rates: set[int] = set()  # addresses of learning rates
 passes: dict[int, tuple[int, int]] = {}  # by such an address: backward passes that updated, and which was the last
+update_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by such an address: each records its updates
 
 
 class FusedTables(NamedTuple):
@@ -136,7 +137,9 @@ def _together(grad: Tensor | Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def count_pass(learning_rate: Tensor) -> None:
-    """Count in `passes` that this backward pass, if there is one, updates tables."""
+    """Count in `passes` that this backward pass, if there is one, updates tables; and let their lock record that."""
+    if (lock := update_locks.get(learning_rate.data_ptr())) is not None:
+        lock.record()
     if (task := torch._C._current_graph_task_id()) >= 0:  # eager or compiled
         number, last = passes.get(learning_rate.data_ptr(), (0, -1))
         passes[learning_rate.data_ptr()] = number + (task != last), task

@@ -529,13 +529,12 @@ class ServedTables:
         places = self._of_ids
         tables = {place: self.dynamic[place] for place in places}
         given, counts = (dict(zip(places, each, strict=True)) for each in (ids, occurrences))
-        rows, begun = give_rows(tables, given, counts)
+        rows, new = give_rows(tables, given, counts)
         for place, of_table in rows.items():
             self._note_assigned(place, of_table)
         if (pinned := self._pin([rows.get(place, NO_ROWS) for place in range(len(self.numbers))])) is not None:
             pinned.release()
-        new = [torch.isin(given[place], begun[place].ids) & (rows[place] >= 0) for place in places]
-        return list(rows.values()), new
+        return list(rows.values()), list(new.values())
 
     def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """As `assign`, of a batch that is not trained: -1 of ids without a row."""

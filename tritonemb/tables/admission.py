@@ -80,12 +80,8 @@ class Sketch:
         return partitions, partitions * self._width + torch.stack(cells)
 
 
-def admits(
-    admission: AdmissionConfig, ids: Tensor, occurrences: Tensor, seed: int, sketch: Sketch | None
-) -> Tensor | slice:
-    """bool `[N]`, of distinct new ids of a batch in which they occur so often; a slice if all are admitted always."""
-    if admission == AdmissionConfig():
-        return slice(None)
+def admits(admission: AdmissionConfig, ids: Tensor, occurrences: Tensor, seed: int, sketch: Sketch | None) -> Tensor:
+    """bool `[N]`, of distinct new ids of a batch in which they occur so often."""
     admitted = torch.ones_like(ids, dtype=torch.bool)
     if admission.probability < 1.0:
         drawn = mix64(mix64(ids) ^ seed) >> 11 & 2**53 - 1

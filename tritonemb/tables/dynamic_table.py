@@ -3,8 +3,8 @@
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -13,17 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.layout import (
+    DISTINCT,
+    EVICTED,
     GROWN_ROWS,
     INDEX_BYTES,
+    MISSING,
     MOST_USES,
+    NEEDED,
+    POSITION,
     SET_BYTES,
-    WAYS,
     DynamicIndex,
+    NewIds,
+    Rules,
     dynamic_rows,
     make_index,
     nonzero,
     partitions_of,
     renumber,
+    segment_offsets,
 )
 from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
@@ -33,7 +40,7 @@ from tritonemb.optimizers import StateSpec
 from tritonemb.tables.admission import Sketch, admits
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, only_parameters
 from tritonemb.tables.table import Table, draw_seed, load_all
-from tritonemb.types import Device, TableConfig
+from tritonemb.types import AdmissionConfig, Device, TableConfig
 from tritonemb.utils import require
 
 R = TypeVar("R")
@@ -78,71 +85,192 @@ class DynamicStatistics:
         return self.num_bytes / self.rows if self.rows else 0.0
 
 
-class NewIds(NamedTuple):
-    """A batch of ids on its way into a table: what `DynamicTable.begin` found, for `finish`.
+class PendingInsert(NamedTuple):
+    """A batch between `begin_insert` and `commit_insert`.
 
     Attributes:
-        rows: int64 `[N]`, -1 of unknown ids.
-        before: int32 `[N]`, of rows, see `dynamic_use_`.
-        unknown: int64 `[M]`: positions of unknown ids.
-        ids: int64 `[U]`, these ids, distinct and ascending.
-        inverse: int64 `[M]`, for each position the number of its id.
-        occurrences: int64 `[U]`.
-        admitted: bool `[U]`, or a slice of all.
+        tables: dynamic tables.
+        rows: int64 `[N]`, of the batch's positions; -1 of unknown ids, values of other tables as they are.
+        keys: int32 `[N]`, `NO_KEY` where an id is known.
+        new: the unknown ids, see `kernels/dynamic_index.py`; and what `dynamic_insert_all_` takes.
+        counts: of each table, what `dynamic_room` counts.
+        lookups: of each table, its positions.
     """
 
+    tables: Sequence["DynamicTable"]
     rows: Tensor
-    before: Tensor
-    unknown: Tensor
-    ids: Tensor
-    inverse: Tensor
-    occurrences: Tensor
-    admitted: Tensor | slice
+    keys: Tensor
+    new: NewIds
+    starts: Tensor
+    admitted: Tensor | None
+    rules: Rules
+    counts: list[list[int]]
+    lookups: list[int]
 
     @property
-    def refused(self) -> int:
-        """Occurrences of ids that were not admitted."""
-        return 0 if isinstance(self.admitted, slice) else int(self.occurrences[~self.admitted].sum())
+    def refuses(self) -> bool:
+        """Whether some ids are not admitted."""
+        return any(numbers[NEEDED] < numbers[DISTINCT] for numbers in self.counts)
 
 
 def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
     """`DynamicTable.find` of each table."""
     if not tables:
         return []
-    return kernel("dynamic_find_all", ids[0].device)([table.index for table in tables], ids)
+    values, bounds = one_batch(ids)
+    find = kernel("dynamic_find_all", values.device)
+    rows: Tensor = find([table.index for table in tables], values, bounds, range(len(tables)))
+    return list(rows.split([of_table.numel() for of_table in ids]))
 
 
-def begin_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[NewIds]:
-    """Mark a batch's ids, int64 `[N]` of each table, as used in its next step; `DynamicTable.finish` follows.
+def one_batch(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids of tables side by side, int64, and where each one's begin and end, as of keys."""
+    bounds = segment_offsets(torch.tensor([of_table.numel() for of_table in ids])).to(ids[0].device)
+    return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds
+
+
+@torch.no_grad()
+def begin_insert(
+    tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]
+) -> PendingInsert:
+    """Mark a batch's ids as used in the tables' next step; `commit_insert` follows. Waits for the device once, more
+    often where admission is configured.
 
     ValueError if new ids find no room in some table; all are as before then.
+
+    Args:
+        tables: on one device.
+        values: int64 `[N]`, the batch.
+        bounds: `[K + 1]`, where its keys begin and end.
+        table_of_key: which of the tables each key looks up, or -1.
     """
-    if not tables:
-        return []
-    use, indexes = kernel("dynamic_use_all_", tables[0].index.ids.device), [table.index for table in tables]
-    used = use(indexes, ids, [table.clock + 1 for table in tables])
-    try:
-        return [table.use(own, *rows) for table, own, rows in zip(tables, ids, used, strict=True)]
-    except ValueError:
-        for index, rows in zip(indexes, used, strict=True):
-            kernel("dynamic_unuse_", index.ids.device)(index, *rows)
-        raise
+    device, indexes = values.device, [table.index for table in tables]
+    rules = Rules(*zip(*(table.rule(table.clock + 1) for table in tables), strict=True))
+    for_host = values.new_zeros(5 * len(tables) + bounds.numel())  # all that the host reads
+    counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
+    rows, before, keys = kernel("dynamic_use_all_", device)(indexes, values, bounds, table_of_key, rules.steps)
+    new: NewIds = kernel("dynamic_new_ids", device)(indexes, values, keys)
+    starts, admitted = new.begins, None
+    if new.keys.numel():
+        admitted = _admitted(tables, new)
+        starts = kernel("dynamic_room", device)(indexes, new, admitted, rules, counts)
+    numbers = for_host.tolist()
+    by_table = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
+    lookups = [0] * len(tables)
+    for number, (begin, end) in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True):
+        lookups[number] += end - begin if number >= 0 else 0
+    for table, of_table in zip(tables, by_table, strict=True):
+        if of_table[MISSING]:
+            table_of = bounds.new_tensor(table_of_key).repeat_interleave(bounds.diff())
+            for number, index in enumerate(indexes):
+                mine = table_of == number
+                kernel("dynamic_unuse_", device)(index, rows[mine], before[mine])
+            raise table.no_room(of_table[NEEDED], of_table[MISSING])
+    return PendingInsert(tables, rows, keys, new, starts, admitted, rules, by_table, lookups)
+
+
+def _admitted(tables: Sequence["DynamicTable"], new: NewIds) -> Tensor | None:
+    """bool `[U]`, or None if all are admitted always."""
+    if all(table.config.admission == AdmissionConfig() for table in tables):
+        return None
+    admitted, size = torch.ones_like(new.ids, dtype=torch.bool), int(new.numbers[-1])
+    occurrences, every = new.begins[: size + 1].diff(), torch.arange(len(tables) + 1, device=new.ids.device)
+    bounds = torch.searchsorted(new.tables[:size], every.int()).tolist()
+    for table, own in zip(tables, map(slice, bounds, bounds[1:]), strict=False):
+        if table.config.admission != AdmissionConfig():
+            of_table = new.ids[own], occurrences[own]
+            admitted[own] = admits(table.config.admission, *of_table, table.seed, table.sketch)
+    return admitted
+
+
+@torch.no_grad()
+def commit_insert(batch: PendingInsert) -> Tensor:
+    """Give rows to new ids, with initial values and states of zero; int64 `[N]`, -1 of ids that are refused."""
+    size = sum(numbers[DISTINCT] for numbers in batch.counts)
+    for table, lookups, numbers in zip(batch.tables, batch.lookups, batch.counts, strict=True):
+        table.clock += 1
+        counted = {"inserts": numbers[NEEDED], "evictions": numbers[EVICTED]}
+        table.count(lookups=lookups, hits=lookups - numbers[POSITION], **counted)
+    if size:
+        new = batch.new
+        new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
+        insert = kernel("dynamic_insert_all_", batch.rows.device)
+        indexes = [table.index for table in batch.tables]
+        rows, evicted = insert(indexes, new, batch.starts, batch.admitted, batch.rules, batch.rows)
+        _note_inserted(batch, new, rows, evicted)
+    for table in batch.tables:
+        table.expire()
+    return batch.rows
+
+
+def _note_inserted(batch: PendingInsert, new: NewIds, rows: Tensor, evicted: Tensor) -> None:
+    """Let new rows have initial values, and tables know what else depends on their ids."""
+    bounds, on_device = [0, *accumulate(numbers[DISTINCT] for numbers in batch.counts)], rows
+    for table, numbers, (begin, end) in zip(batch.tables, batch.counts, pairwise(bounds), strict=True):
+        own = slice(begin, end)
+        if batch.admitted is not None and table.config.admission != AdmissionConfig():
+            occurrences = new.begins[begin : end + 1].diff()
+            if table.sketch is not None:
+                table.sketch.add(new.ids[own], occurrences)
+            table.count(refused=int(occurrences[~batch.admitted[own]].sum()) if numbers[NEEDED] < end - begin else 0)
+        if table.removed is not None and numbers[EVICTED]:
+            table.note_removed(evicted[own][evicted[own, 1] >= 0, 0].sort().values)
+        if isinstance(table, CachedRowsOfIds):
+            given = nonzero(rows[own] >= 0)
+            table.note_new(rows[own][given], new.ids[own][given])
+            on_device = on_device.clone()
+            on_device[own] = -1
+    if not all(isinstance(table, CachedRowsOfIds) for table in batch.tables):
+        weights, seeds = [table.weight.detach() for table in batch.tables], [table.seed for table in batch.tables]
+        names = next(t for t in batch.tables if not isinstance(t, CachedRowsOfIds)).state_names
+        states = [table.get_buffer(name) for name in names for table in batch.tables]
+        initial = [table.config.bound for table in batch.tables]
+        kernel("initialize_rows_", rows.device)(weights, states, seeds, initial, new.ids, on_device, new.tables)
 
 
 class Lock:
-    """A reentrant lock, instead of which a copy of its owner has another one."""
+    """A reentrant lock, instead of which a copy of its owner has another one.
 
-    def __init__(self) -> None:
+    On a GPU its holders' streams run one after another, and behind the updates that are recorded: a row that one
+    holder frees may get initial values from the next one, on another stream.
+
+    Args:
+        device: of the tables.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
+        self.device = device
+        self._events: dict[str, torch.cuda.Event] = {}
 
     def __enter__(self) -> None:
         self._lock.acquire()
+        self.wait()
 
     def __exit__(self, *raised: object) -> None:
-        self._lock.release()
+        try:
+            self.record("holder")
+        finally:
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Have this thread's stream wait for the holders and the updates so far."""
+        if (stream := self._stream()) is not None:
+            for event in tuple(self._events.values()):
+                stream.wait_event(event)
+
+    def record(self, kind: str = "update") -> None:
+        """Let later holders wait for what this thread's stream has been given."""
+        if (stream := self._stream()) is not None:
+            self._events[kind] = stream.record_event()
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """This thread's stream; None without one, or where it is being captured: nothing runs then."""
+        on_gpu = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return torch.cuda.current_stream(self.device) if on_gpu else None
 
     def __reduce__(self) -> Any:
-        return Lock, ()
+        return Lock, (self.device,)
 
 
 def _locked(method: Callable[..., R]) -> Callable[..., R]:
@@ -179,21 +307,23 @@ class DynamicTable(Table):
         first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
         self._row_config = config.memory(num_rows, first)
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
-        self._state_names = tuple(spec.name for spec in states)
+        self.state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
         self.removed: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
         self._numbers: Tensor | None = None  # of rows by those that ids have, see `put`
-        self.lock: AbstractContextManager[Any] = Lock()
+        self.lock = Lock(there)
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         config = self.config
-        # In huge pages, a batch that reaches a new one would wait for the system to clear it: 5 times the median.
-        self.weight = nn.Parameter(torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device))
+        # A batch that reaches a new huge page waits 0.25 ms for the system to clear it; all others are a sixth faster.
+        weight = torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device)
+        self.weight = nn.Parameter(advise_huge_pages(weight))
         for spec in states:
             shape = self.weight.shape if spec.per_element else self.weight.shape[:1]
-            self.register_buffer(spec.name, torch.empty(shape, dtype=torch.float32, device=self.weight.device))
+            state = torch.empty(shape, dtype=torch.float32, device=self.weight.device)
+            self.register_buffer(spec.name, advise_huge_pages(state))
 
     @property
     def row_config(self) -> TableConfig:
@@ -209,7 +339,7 @@ class DynamicTable(Table):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weight and states by name, of all rows by id; copies."""
-        return {name: value for name, value in self.saved().items() if name in ("weight", *self._state_names)}
+        return {name: value for name, value in self.saved().items() if name in ("weight", *self.state_names)}
 
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far."""
@@ -227,50 +357,29 @@ class DynamicTable(Table):
         """Rows int64 `[N]` of ids, -1 of those that have none."""
         return self._call("dynamic_find", ids)
 
-    def begin(self, ids: Tensor) -> NewIds:
-        """`begin_all` of one table."""
-        return begin_all([self], [ids])[0]
+    def no_room(self, needed: int, missing: int) -> ValueError:
+        """Of a batch with so many new ids, for some of which there is no row."""
+        eviction = self.config.eviction
+        return ValueError(
+            f"table {self.config.name!r}: a batch has {needed:,} new ids, and {missing:,} of them find no "
+            f"room among {len(self.index.ids):,} rows, of which {self.num_rows:,} are taken, as rows of the last "
+            f"{eviction.protect} batches stay; give it more capacity, make batches smaller, or protect those of "
+            "fewer batches: EvictionConfig(protect=...), at least 1"
+        )
 
-    def use(self, ids: Tensor, rows: Tensor, before: Tensor) -> NewIds:
-        """Go on with `begin_all`, when rows have been found."""
-        step, unknown = self.clock + 1, nonzero(rows < 0)
-        if not unknown.numel():
-            return NewIds(rows, before, unknown, unknown, unknown, unknown, slice(None))
-        new, inverse, occurrences = ids[unknown].unique(return_inverse=True, return_counts=True)
-        admitted = admits(self.config.admission, new, occurrences, self.seed, self.sketch)
-        batch = NewIds(rows, before, unknown, new, inverse, occurrences, admitted)
-        wanted = new[batch.admitted]
-        if wanted.numel() and (missing := self._call("dynamic_missing", wanted, self._last(step))):
-            eviction = self.config.eviction
-            raise ValueError(
-                f"table {self.config.name!r}: a batch has {wanted.numel():,} new ids, and {missing:,} of them find no "
-                f"room among {len(self.index.ids):,} rows, of which {self.num_rows:,} are taken, as rows of the last "
-                f"{eviction.protect} batches stay; give it more capacity, make batches smaller, or protect those of "
-                "fewer batches: EvictionConfig(protect=...), at least 1"
-            )
-        return batch
+    def rule(self, step: int) -> tuple[int, int, int]:
+        """For a batch of this step, see `Rules`."""
+        eviction = self.config.eviction
+        return step, self._last(step), eviction.half_life if eviction.policy == "lfu" else 0
 
-    @torch.no_grad()
-    def finish(self, batch: NewIds) -> Tensor:
-        """Give rows to new ids, with initial values and states of zero; int64 `[N]`, -1 of ids that are refused."""
-        self.clock += 1
-        rows, new = batch.rows, batch.ids
-        self._count(lookups=rows.numel(), hits=rows.numel() - batch.inverse.numel())
-        if new.numel():
-            if self.sketch is not None:
-                self.sketch.add(new, batch.occurrences)
-            found, admitted = torch.full_like(new, -1), batch.admitted
-            given = found[admitted] = self._insert(new[admitted], batch.occurrences[admitted])
-            self._initialize(given, new[admitted])
-            rows[batch.unknown] = found[batch.inverse]
-            self._count(refused=batch.refused)
+    def expire(self) -> None:
+        """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
         (whole, first), ttl = self._whole, self.config.eviction.ttl
         if ttl is not None and 0 <= (partition := self.clock % whole - first) < self.index.num_sets.numel():
             old = self._call("dynamic_expired", partition, self.clock - ttl - 1)
-            self._count(evictions=old.numel())
+            self.count(evictions=old.numel())
             self._call("dynamic_remove_", old)
-            self._note_removed(old)
-        return rows
+            self.note_removed(old)
 
     def initial_values(self, ids: Tensor) -> Tensor:
         """`[N, embedding_dim]`, of ids that have no row."""
@@ -284,20 +393,14 @@ class DynamicTable(Table):
 
     def _insert(self, ids: Tensor, occurrences: Tensor) -> Tensor:
         """Rows for distinct new ids, ascending, which there is room for; nothing is written to these."""
-        eviction, step = self.config.eviction, self.clock
-        half_life = eviction.half_life if eviction.policy == "lfu" else 0
-        done = self._call("dynamic_insert_", ids, occurrences, step, self._last(step), half_life)
-        self._count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
-        self._note_removed(done.evicted_ids)
+        done = self._call("dynamic_insert_", ids, occurrences, *self.rule(self.clock))
+        self.count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
+        self.note_removed(done.evicted_ids)
         return done.rows
-
-    def _initialize(self, rows: Tensor, ids: Tensor) -> None:
-        """Give rows of new ids their first values, before a lookup reads them."""
-        initialize(self, rows, self.initial_values(ids), self._state_names)
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Copies of weight and states of distinct rows, where these are."""
-        return {name: self._memory(name).detach()[rows] for name in ("weight", *self._state_names)}
+        return {name: self._memory(name).detach()[rows] for name in ("weight", *self.state_names)}
 
     def _write(
         self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
@@ -318,11 +421,13 @@ class DynamicTable(Table):
             raise ValueError(f"ids must have one dimension, got shape {tuple(found.shape)}")
         return found.contiguous()
 
-    def _note_removed(self, ids: Tensor) -> None:
+    def note_removed(self, ids: Tensor) -> None:
+        """Let who asks for `removed` know that ids have lost their rows."""
         if self.removed is not None and ids.numel():
             self.removed.append(ids)
 
-    def _count(self, **numbers: int) -> None:
+    def count(self, **numbers: int) -> None:
+        """Add to `statistics`."""
         for name, number in numbers.items():
             self._counted[name] += number
 
@@ -367,7 +472,7 @@ class DynamicTable(Table):
             )
         found[~known] = self._insert(new, torch.ones_like(new))
         values = {name: value[order.to(value.device)] for name, value in {"weight": rows, **states}.items()}
-        if left := [name for name in self._state_names if name not in states]:
+        if left := [name for name in self.state_names if name not in states]:
             as_they_were = self.read_rows(found[known])
             for name in left:
                 before = as_they_were[name]
@@ -382,7 +487,7 @@ class DynamicTable(Table):
         Rows of batches that are prefetched or whose backward has not run must not be removed.
         """
         distinct = self._as_ids(ids).unique()
-        self._note_removed(distinct)
+        self.note_removed(distinct)
         return int((self._call("dynamic_remove_", distinct) >= 0).sum())
 
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
@@ -391,7 +496,7 @@ class DynamicTable(Table):
         ValueError for another kind of file.
         """
         saved = self.saved()
-        found = {name: saved[name] for name in ("ids", "weight", *self._state_names, "step", "count")}
+        found = {name: saved[name] for name in ("ids", "weight", *self.state_names, "step", "count")}
         if path is None:
             return found
         suffix = Path(path).suffix
@@ -422,8 +527,8 @@ class DynamicTable(Table):
         if (twice := ids[1:][ids[1:] == ids[:-1]]).numel():
             raise ValueError(f"{title}: id {int(twice[0])} is given twice")
         for name, value in values.items():
-            if name not in ("weight", *self._state_names):
-                raise ValueError(f"{title} has no state {name!r}, only {list(self._state_names)}")
+            if name not in ("weight", *self.state_names):
+                raise ValueError(f"{title} has no state {name!r}, only {list(self.state_names)}")
             shape = (ids.numel(), *self._memory(name).shape[1:])
             if tuple(value.shape) != shape:
                 raise ValueError(f"{title}: {name} must have shape {shape}, got {tuple(value.shape)}")
@@ -469,7 +574,7 @@ class DynamicTable(Table):
 
     def templates(self, num_rows: int) -> dict[str, Tensor]:
         """Room for what `state_dict` has, of so many rows."""
-        of_rows = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self._state_names)}}
+        of_rows = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self.state_names)}}
         of_rows |= dict.fromkeys(("step", "count"), self.index.ids)
         found = {name: torch.empty(num_rows, *each.shape[1:], dtype=each.dtype) for name, each in of_rows.items()}
         found |= {name: torch.empty((), dtype=torch.int64) for name in ("clock", "seed")}
@@ -497,7 +602,7 @@ class DynamicTable(Table):
         a table on disk has them already. ValueError, before anything changes, if it does not fit.
         """
         title = f"table {self.config.name!r}"
-        values = {name: saved[name] for name in ("weight", *self._state_names) if name in saved}
+        values = {name: saved[name] for name in ("weight", *self.state_names) if name in saved}
         ids, order = saved["ids"].to(self.index.ids).sort()
         self._check_rows(ids, values)
         if self.sketch is not None:
@@ -531,11 +636,6 @@ class DynamicTable(Table):
         if is_empty := self.num_rows == 0:
             sets = max(1, min(rows // GROWN_ROWS, index.overflowed.numel() // partitions))
             index.num_sets.fill_(sets)
-            memory = [self._memory(name) for name in ("weight", *self._state_names)]
-            for part in (index.ids, index.uses, *memory):
-                advise_huge_pages(part[: rows * partitions])
-            for part in (index.digests, index.rows):
-                advise_huge_pages(part[: sets * partitions * WAYS])
         return is_empty
 
     def put(self, saved: Mapping[str, Tensor], all_new: bool) -> None:
@@ -550,7 +650,7 @@ class DynamicTable(Table):
                 self._numbers = torch.arange(len(self.index.ids))
             if self._numbers is not None:
                 self._numbers[before] = rows
-        self._write(rows, {name: saved[name] for name in ("weight", *self._state_names)}, ids=saved["ids"])
+        self._write(rows, {name: saved[name] for name in ("weight", *self.state_names)}, ids=saved["ids"])
 
     def settle(self) -> None:
         """Let all ids have the rows that `put` was told."""
@@ -579,6 +679,7 @@ class DynamicTable(Table):
         moved = super()._apply(fn, recurse)
         if (device := self.weight.device) != self.index.ids.device and device.type != "meta":
             self.index = DynamicIndex(*(part.to(device) for part in self.index))
+            self.lock.device = device
             if self.sketch is not None:
                 self.sketch.move(device)
         return moved
@@ -653,7 +754,7 @@ class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
         rows = rows[rows >= 0]
         if rows.numel():
             empty = self.templates(rows.numel())
-            self._write(rows, {name: empty[name].zero_() for name in ("weight", *self._state_names)})
+            self._write(rows, {name: empty[name].zero_() for name in ("weight", *self.state_names)})
         return super().remove(ids)
 
     def _initial_values(self, seed: int) -> Any:
@@ -663,9 +764,6 @@ class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
         CachedTable.reset_parameters(self, 0)
         DynamicTable.reset_parameters(self, seed)
 
-    def _initialize(self, rows: Tensor, ids: Tensor) -> None:
-        self.note_new(rows, ids)
-
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:
             self.cache.write_back()
@@ -673,9 +771,9 @@ class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         for some, places in zip(rows.split(step), order.split(step), strict=True) if rows.numel() else ():
             fields = self.read_records(some)
-            for name in ("weight", *self._state_names):
+            for name in ("weight", *self.state_names):
                 found[name][places] = fields[name]
-        return {name: found[name] for name in ("weight", *self._state_names)}
+        return {name: found[name] for name in ("weight", *self.state_names)}
 
     def _write(
         self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None

@@ -23,8 +23,10 @@ from torch.utils import _pytree as pytree
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout, segment_offsets
-from tritonemb.tables.dynamic_table import begin_all
+from tritonemb.layout import FIRST_ROW, NO_KEY, NUM_ROWS, ROW_DIM, Layout, make_layout, segment_offsets
+from tritonemb.ops.registry import kernel
+from tritonemb.ops.row_update import update_locks
+from tritonemb.tables.dynamic_table import begin_insert, commit_insert, one_batch
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -318,51 +320,69 @@ def assign_rows(
     training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         _refuse_gradient(tables)
+    if training and tables.cache is None:  # slots of a cache wait for updates by themselves
+        update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
-        values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
-        ids = {number: values[at].contiguous() for number, at in positions.items()}
-        counts = None if occurrences is None else {number: occurrences[at] for number, at in positions.items()}
-        all_known = False
-        if tables.service is not None:
-            found = _rows_on_servers(tables, ids, counts, training)
-        elif training:
-            found, begun = give_rows(dynamic, ids, counts)
-            all_known = not any(of_table.refused for of_table in begun.values())
+        values, keys_of_table, all_known = batch.values().long(), tables.table_keys[tuple(batch.keys())], False
+        by_table = partial(_ids_by_table, batch, keys_of_table)
+        if tables.service is not None or (training and occurrences is not None):
+            positions, ids, counts = by_table(values, occurrences)
+            assign: Any = give_rows if tables.service is None else partial(_rows_on_servers, tables, training=training)
+            rows = values.clone()
+            for number, of_table in zip(positions, assign(dynamic, ids, counts)[0].values(), strict=True):
+                rows[positions[number]] = of_table
         else:
-            found = {number: dynamic[number].find(of_table) for number, of_table in ids.items()}
-        rows = values
-        for number, at in positions.items():
-            if isinstance(at, slice) and at == slice(0, len(values)):
-                rows = found[number]
+            table_of_key, size = [-1] * len(batch.keys()), batch.stride()
+            for place, keys_of in enumerate(keys_of_table.values()):
+                for key in keys_of:
+                    table_of_key[key] = place
+            bounds = batch.offsets()[::size] if size else batch.offsets().new_zeros(len(table_of_key) + 1)
+            every = list(dynamic.values())
+            if training:
+                inserted = begin_insert(every, values, bounds, table_of_key)
+                rows, all_known = commit_insert(inserted), not inserted.refuses
             else:
-                rows = values.clone() if rows is values else rows
-                rows[at] = found[number]
+                find = kernel("dynamic_find_all", values.device)
+                rows = find([table.index for table in every], values, bounds.contiguous(), table_of_key)
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
-        unknown = None if all_known else _unknown_ids(tables, rows, positions, ids, layout, ahead)
+        unknown = None if all_known else _unknown_ids(tables, rows, *by_table(values, None)[:2], layout, ahead)
         clock = next(iter(dynamic.values())).clock
         return AssignedRows(assigned, groups, unknown, training, torch.tensor(clock))
 
 
-def give_rows(
-    tables: Mapping[int, Any], ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor] | None
-) -> tuple[dict[int, Tensor], dict[int, Any]]:
-    """The rows of a batch's ids in dynamic tables, where new ids get some, and what `begin` has found of each table.
+def _ids_by_table(
+    batch: KeyedJaggedTensor, keys: Mapping[int, list[int]], values: Tensor, occurrences: Tensor | None
+) -> tuple[dict[int, Any], dict[int, Tensor], dict[int, Tensor] | None]:
+    """Of each dynamic table, where its values are, see `positions_of`, its ids, and how often each was in the batch."""
+    positions = positions_of(batch, keys)
+    ids = {number: values[at].contiguous() for number, at in positions.items()}
+    return positions, ids, None if occurrences is None else {n: occurrences[at] for n, at in positions.items()}
 
-    `occurrences`: how often each of the ids, distinct then, is in the batch. ValueError, before anything changes, if
-    ids find no room in some table.
+
+def give_rows(
+    tables: Mapping[int, Any], ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor]
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """The rows of a batch's distinct ids in dynamic tables, where new ids get some; and bool, which ids have just got
+    theirs.
+
+    `occurrences`: how often each of the ids is in the batch. ValueError, before anything changes, if ids find no room
+    in some table.
     """
-    given, last = ids, dict[int, Tensor]()
-    if occurrences is not None and ids:
-        given, last = _repeated(ids, occurrences)
-    begun = dict(zip(given, begin_all([tables[number] for number in given], [*given.values()]), strict=True))
-    rows = {number: tables[number].finish(batch) for number, batch in begun.items()}
-    return {number: rows[number][last[number]] if last else rows[number] for number in rows}, begun
+    if not ids:
+        return {}, {}
+    given, last = _repeated(ids, occurrences)
+    inserted = begin_insert([tables[number] for number in given], *one_batch([*given.values()]), range(len(given)))
+    sizes = [of_table.numel() for of_table in given.values()]
+    rows, new = (each.split(sizes) for each in (commit_insert(inserted), inserted.keys != NO_KEY))
+    rows_of = {number: of_table[last[number]] for number, of_table in zip(given, rows, strict=True)}
+    return rows_of, {n: of_table[last[n]] & (rows_of[n] >= 0) for n, of_table in zip(given, new, strict=True)}
 
 
 def _rows_on_servers(
-    tables: Tables, ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor] | None, training: bool
-) -> dict[int, Tensor]:
+    tables: Tables, dynamic: Mapping[int, Any], ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor] | None,
+    training: bool,
+) -> tuple[dict[int, Tensor]]:  # fmt: skip
     """As `give_rows`, or, of a batch that is not trained, `DynamicTable.find`, where servers have the index."""
     distinct, inverses, counts = list[Tensor](), list[Tensor](), list[Tensor]()
     for number, of_table in ids.items():
@@ -377,10 +397,10 @@ def _rows_on_servers(
     for number, of_table, inverse, answer in zip(ids, distinct, inverses, answers, strict=True):
         places, new = (each.to(of_table.device) for each in answer)
         if training:
-            tables.dynamic[number].clock += 1
-            tables.dynamic[number].note_new(places[new], of_table[new])
+            dynamic[number].clock += 1
+            dynamic[number].note_new(places[new], of_table[new])
         rows[number] = places[inverse]
-    return rows
+    return (rows,)
 
 
 def _repeated(

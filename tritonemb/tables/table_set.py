@@ -150,9 +150,10 @@ class TableSet(OptimizedTables):
         kinds = DynamicTable | CachedServerTableOfIds
         self.dynamic = {number: each for number, each in enumerate(tables) if isinstance(each, kinds)}
         self.on_servers = isinstance(tables[0], ServerTable) and self.cache is None
-        self.lock: AbstractContextManager[Any] = Lock() if self.dynamic else nullcontext()
+        lock = Lock(tables[0].weight.device)
+        self.lock: Any = lock if self.dynamic else nullcontext()
         for table in self.dynamic.values():
-            table.lock = self.lock
+            table.lock = lock
         self.row_configs = [each.row_config for each in tables]
         self.table_keys.clear()
 
@@ -275,6 +276,8 @@ class TableSet(OptimizedTables):
     def _assigned(self, features: Features, groups: Groups | None, occurrences: Tensor | None) -> AssignedRows:
         assert not isinstance(groups, Lookup | ops.RowGroups)
         self.check_protected(groups)
+        if groups is not None and not torch.compiler.is_compiling():
+            self.lock.wait()  # a prefetch may have written initial values on another stream
         batch = assign_rows(self, features, False, occurrences) if groups is None else groups
         check_prefetched(self, batch.training)
         self.remember_step(batch)

@@ -21,8 +21,28 @@ from tritonemb.kernels.cpu.simd import (
     prefetch,
     uint8_row,
 )
-from tritonemb.kernels.dynamic_index import DynamicInsertion, dynamic_expired, dynamic_unuse_, insertion  # noqa: F401
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, nonzero
+from tritonemb.kernels.dynamic_index import (
+    DynamicInsertion,
+    check_room,
+    distinct_ids,
+    dynamic_expired,  # noqa: F401
+    dynamic_unuse_,  # noqa: F401
+    insertion,
+    one_table,
+    spread,
+)
+from tritonemb.layout import (
+    DIGEST_SHIFT,
+    GROWN_ROWS,
+    MISSING,
+    MOST_USES,
+    NO_KEY,
+    WAYS,
+    DynamicIndex,
+    NewIds,
+    Rules,
+    nonzero,
+)
 
 
 @inlined
@@ -120,9 +140,9 @@ def _slot_of(index, place, id):
 
 @inlined
 def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
-    """For a chunk of ids, each loop asks for what the next reads."""
+    """For a chunk of ids, each loop asks for what the next reads. How many have no row."""
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
-    id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
+    id_of, uses, num_unknown = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data), 0
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
@@ -146,24 +166,41 @@ def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
             if row < 0 or index.ids[row] != ids[at]:  # not there, or behind another of its digest
                 slot = _slot_of(index, _place_of(index, mixed[i]), ids[at])
                 row = rows[at] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
-            if before.size > 0 and row >= 0:
-                before[at], index.uses[row, 0] = index.uses[row, 0], step
-                count = atomic_increment(uses + row * 8 + 4)
-                if count == MOST_USES or count < 0:  # it has come round
-                    index.uses[row, 1] = MOST_USES
+                num_unknown += 1 if row < 0 else 0
+            if before.size > 0:
+                before[at] = 0
+                if row >= 0:
+                    before[at], index.uses[row, 0] = index.uses[row, 0], step
+                    count = atomic_increment(uses + row * 8 + 4)
+                    if count == MOST_USES or count < 0:  # it has come round
+                        index.uses[row, 1] = MOST_USES
+    return num_unknown
 
 
 @parallel
-def _find(task, num_tasks, indexes, ends, ids, steps, rows, before):
-    """Of each index those up to its end; with room in `before` they are used in its step."""
+def _find(task, num_tasks, indexes, bounds, tables, ids, steps, rows, before, keys):
+    """Of each key's values; with room in `before` they are used in the table's step, and `keys` written."""
     ids, rows = _bare_row(ids), _bare_row(rows)
     mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
-    at, end, number = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks, 0
+    at, end, key = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks, 0
     while at < end:
-        while ends[number] <= at:
-            number += 1
-        stop = min(end, ends[number])
-        _find_some(_index_at(indexes[number]), at, stop, ids, steps[number], rows, before, mixed, slots)
+        while key < tables.size and bounds[key + 1] <= at:
+            key += 1
+        table = tables[key] if key < tables.size and bounds[key] <= at else -1
+        stop = end if key == tables.size else min(end, bounds[key + 1] if bounds[key] <= at else bounds[key])
+        num_unknown = 0
+        if table >= 0:
+            num_unknown = _find_some(_index_at(indexes[table]), at, stop, ids, steps[table], rows, before, mixed, slots)
+        else:
+            rows[at:stop] = ids[at:stop]
+        if keys.size > 0:
+            keys[at:stop] = NO_KEY
+            if table < 0:
+                before[at:stop] = 0
+            if num_unknown > 0:
+                for position in range(at, stop):
+                    if rows[position] < 0:
+                        keys[position] = table
         at = stop
 
 
@@ -274,7 +311,9 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
     if full:
         first = place
         victim = _victim(index, first, step, last, half_life)
-        while victim < 0:
+        for _ in range(index.num_sets[partition] - 1):
+            if victim >= 0:
+                break
             first += partitions
             first = first if first < index.num_sets[partition] * partitions else partition
             victim = _victim(index, first, step, last, half_life)
@@ -310,42 +349,51 @@ def _room(index, partition, needed, last):
 
 
 @parallel
-def _insert_all(task, num_tasks, places, ids, occurrences, step, last, half_life, rows, evicted):
+def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, steps, lasts, half_lives, rows, evicted):
     """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
-    index, ids, occurrences = _index_at(places), _bare_row(ids), _bare_row(occurrences)
-    rows, evicted = _bare_row(rows), _bare_row(evicted)
-    partitions, row_of = index.num_sets.size, np.int64(index.rows.ctypes.data)
-    digests = np.int64(index.digests.ctypes.data)
-    first, end, found = partitions * task // num_tasks, partitions * (task + 1) // num_tasks, 0
-    mine = np.empty(CHUNK, dtype=np.int64)
-    for at in range(ids.size):
-        mixed = mix(ids[at])
-        if first <= _partition_of(index, mixed) < end:
-            mine[found] = at
-            found += 1
-            prefetch(digests + _place_of(index, mixed) * WAYS, 1)
-        if found == CHUNK or at == ids.size - 1:
-            for i in range(found):
-                place = _place_of(index, mix(ids[mine[i]]))
-                prefetch(row_of + (place * WAYS + lowest_bit(_ways_with(index, place, 0))) * 4, 1)
-            for i in range(found):
-                one = mine[i]
-                rows[one] = _insert(
-                    index, _partition_of(index, mix(ids[one])), one, ids[one], occurrences[one], step, last, half_life,
-                    evicted,
-                )  # fmt: skip
-            found = 0
+    ids, begins, rows, evicted = _bare_row(ids), _bare_row(begins), _bare_row(rows), _bare_row(evicted)
+    mine, at = np.empty(CHUNK, dtype=np.int64), 0
+    while at < ids.size:
+        table, index = tables[at], _index_at(indexes[tables[at]])
+        partitions, row_of = index.num_sets.size, np.int64(index.rows.ctypes.data)
+        digests, found = np.int64(index.digests.ctypes.data), 0
+        first, end = partitions * task // num_tasks, partitions * (task + 1) // num_tasks
+        while at < ids.size and tables[at] == table:
+            mixed = mix(ids[at])
+            if first <= _partition_of(index, mixed) < end and (admitted.size == 0 or admitted[at]):
+                mine[found] = at
+                found += 1
+                prefetch(digests + _place_of(index, mixed) * WAYS, 1)
+            at += 1
+            if found == CHUNK or at == ids.size or tables[at] != table:
+                for i in range(found):
+                    place = _place_of(index, mix(ids[mine[i]]))
+                    prefetch(row_of + (place * WAYS + lowest_bit(_ways_with(index, place, 0))) * 4, 1)
+                for i in range(found):
+                    one = mine[i]
+                    rows[one] = _insert(
+                        index, _partition_of(index, mix(ids[one])), one, ids[one], begins[one + 1] - begins[one],
+                        steps[table], lasts[table], half_lives[table], evicted,
+                    )  # fmt: skip
+                found = 0
 
 
 @compiled
-def _missing(places, ids, last):
-    index = _index_at(places)
-    needed, missing = np.zeros(index.num_sets.size, dtype=np.int64), np.int64(0)
-    for id in ids:
-        needed[_partition_of(index, mix(id))] += 1
-    for partition in range(needed.size):
-        missing += needed[partition] - _room(index, partition, needed[partition], last)
-    return missing
+def _room_for(indexes, tables, ids, begins, admitted, lasts, counts):
+    at = 0
+    while at < ids.size:
+        first, table, index = at, tables[at], _index_at(indexes[tables[at]])
+        needed, most_rows = np.zeros(index.num_sets.size, dtype=np.int64), index.ids.size // index.num_sets.size
+        while at < ids.size and tables[at] == table:
+            if admitted.size == 0 or admitted[at]:
+                needed[_partition_of(index, mix(ids[at]))] += 1
+                counts[table, 2] += 1
+            at += 1
+        counts[table, 0], counts[table, 1] = begins[at] - begins[first], at - first
+        for partition in range(needed.size):
+            wanted = needed[partition]
+            counts[table, 3] += wanted - _room(index, partition, wanted, lasts[table])
+            counts[table, 4] += max(0, wanted - most_rows + np.int64(index.num_rows[partition]))
 
 
 @compiled
@@ -370,59 +418,100 @@ def _places(index: DynamicIndex) -> np.ndarray:
     return found
 
 
+def _all_places(indexes: Sequence[DynamicIndex]) -> np.ndarray:
+    return np.stack([*map(_places, indexes)])
+
+
 def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    return dynamic_find_all([index], [ids])[0]
+    return dynamic_find_all([index], ids, torch.tensor([0, ids.numel()]), [0])
 
 
 def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    return dynamic_use_all_([index], [ids], [step])[0]
+    return dynamic_use_all_([index], ids, torch.tensor([0, ids.numel()]), [0], [step])[:2]
 
 
-def dynamic_find_all(indexes: Sequence[DynamicIndex], ids: Sequence[Tensor]) -> list[Tensor]:
+def dynamic_find_all(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
     """One pass. See `kernels/dynamic_index.py`."""
-    return _found(indexes, ids, [0] * len(ids), False)[0]
+    return _found(indexes, values, bounds, tables, [0] * len(indexes), False)[0]
 
 
 def dynamic_use_all_(
-    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
     """One pass. See `kernels/dynamic_index.py`."""
-    return list(zip(*_found(indexes, ids, steps, True), strict=True))
+    return _found(indexes, values, bounds, tables, steps, True)
 
 
 def _found(
-    indexes: Sequence[DynamicIndex], ids: Sequence[Tensor], steps: Sequence[int], use: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    sizes, every = [each.numel() for each in ids], ids[0] if len(ids) == 1 else torch.cat(list(ids))
-    rows, num_tasks = torch.empty_like(every), tasks_for(every.numel())
-    before = torch.zeros(every.numel() if use else 0, dtype=torch.int32)
-    places, ends = np.stack([_places(index) for index in indexes]), np.cumsum(sizes)
-    _find(num_tasks, num_tasks, num_tasks, places, ends, every.numpy(), np.array(steps), rows.numpy(), before.numpy())
-    return list(rows.split(sizes)), list(before.split(sizes)) if use else []
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int],
+    use: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    num_tasks, size = tasks_for(values.numel()), values.numel() if use else 0
+    rows, before, keys = np.empty(values.numel(), np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
+    _find(
+        num_tasks, num_tasks, num_tasks, _all_places(indexes), np.ascontiguousarray(bounds.numpy()).astype(np.int64),
+        np.array(tables), values.contiguous().numpy(), np.array(steps), rows, before, keys,
+    )  # fmt: skip
+    return torch.from_numpy(rows), torch.from_numpy(before), torch.from_numpy(keys)
+
+
+_NO_IDS, _NO_KEYS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
+_NO_NEW = NewIds(_NO_IDS, _NO_KEYS, _NO_KEYS, _NO_IDS, _NO_IDS, _NO_KEYS)
+
+
+def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
+    """By PyTorch's operators, of the few positions that have no row. See `kernels/dynamic_index.py`."""
+    unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))  # by NumPy: PyTorch wakes threads for it
+    new = distinct_ids(values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
+    return new._replace(order=unknown[new.order])
+
+
+def dynamic_room(
+    indexes: Sequence[DynamicIndex], new: NewIds, admitted: Tensor | None, rules: Rules, counts: Tensor
+) -> Tensor:
+    """See `kernels/dynamic_index.py`."""
+    flags, lasts = np.empty(0, np.bool_) if admitted is None else admitted.numpy(), np.array(rules.lasts)
+    tables, ids, begins = new.tables.numpy(), new.ids.numpy(), new.begins.numpy()
+    _room_for(_all_places(indexes), tables, ids, begins, flags, lasts, counts.numpy())
+    return new.begins
+
+
+def dynamic_insert_all_(
+    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, admitted: Tensor | None, rules: Rules,
+    batch_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `kernels/dynamic_index.py`."""
+    num_tasks, rows, victims = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1), torch.empty_like(new.ids)
+    flags = np.empty(0, np.bool_) if admitted is None else admitted.numpy()
+    _insert_all(
+        num_tasks, num_tasks, num_tasks, _all_places(indexes), new.tables.numpy(), new.ids.numpy(), new.begins.numpy(),
+        flags, *map(np.array, rules), rows.numpy(), victims.numpy(),
+    )  # fmt: skip
+    evicted, taken = new.ids.new_full((new.ids.numel(), 2), -1), nonzero(rows < -1)
+    rows[taken] = -2 - rows[taken]
+    evicted[taken] = torch.stack([victims[taken], rows[taken]], 1)
+    spread(new, rows, batch_rows)
+    return rows, evicted
 
 
 def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
     """See `kernels/dynamic_index.py`."""
-    return int(_missing(_places(index), ids.numpy(), last))
+    new = one_table(ids, None, torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel()))
+    dynamic_room([index], new, None, Rules([0], [last], [0]), counts := ids.new_zeros(1, 5))
+    return int(counts[0, MISSING])
 
 
 def dynamic_insert_(
     index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
 ) -> DynamicInsertion:
     """See `kernels/dynamic_index.py`."""
-    if missing := dynamic_missing(index, ids, last):
-        raise ValueError(f"{missing:,} of {ids.numel():,} new ids find no room, and nothing was inserted")
-    num_tasks = tasks_for(ids.numel())
-    rows, evicted = torch.empty_like(ids), torch.empty_like(ids)
-    _insert_all(
-        num_tasks, num_tasks, num_tasks, _places(index), ids.numpy(), occurrences.numpy(), step, last, half_life,
-        rows.numpy(), evicted.numpy(),
-    )  # fmt: skip
-    taken = nonzero(rows < 0)
-    rows[taken] = -2 - rows[taken]
-    return insertion(rows, torch.stack([evicted[taken], rows[taken]], 1))
+    new = one_table(ids, occurrences, torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel()))
+    rules = Rules([step], [last], [half_life])
+    starts = dynamic_room([index], new, None, rules, counts := ids.new_zeros(1, 5))
+    check_room(counts)
+    return insertion(*dynamic_insert_all_([index], new, starts, None, rules))
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
