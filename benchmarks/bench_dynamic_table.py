@@ -20,7 +20,7 @@ import tritonemb as te
 from benchmarks.cases import OURS, Case, contenders, copy_contender, equal
 from benchmarks.clock import Clock, Contender, Timing
 from benchmarks.record import timing_rows
-from tritonemb.kernels.cpu.dynamic_index import dynamic_find, dynamic_insert_
+from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index
 
 DIM, BATCH = 64, 50_000

@@ -22,27 +22,12 @@ from tritonemb.kernels.cpu.simd import (
     uint8_row,
 )
 from tritonemb.kernels.dynamic_index import (
-    DynamicInsertion,
-    check_room,
-    distinct_ids,
     dynamic_expired,  # noqa: F401
+    dynamic_new_ids_reference,
     dynamic_unuse_,  # noqa: F401
-    insertion,
-    one_table,
     spread,
 )
-from tritonemb.layout import (
-    DIGEST_SHIFT,
-    GROWN_ROWS,
-    MISSING,
-    MOST_USES,
-    NO_KEY,
-    WAYS,
-    DynamicIndex,
-    NewIds,
-    Rules,
-    nonzero,
-)
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule, nonzero
 
 
 @inlined
@@ -349,7 +334,7 @@ def _room(index, partition, needed, last):
 
 
 @parallel
-def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, steps, lasts, half_lives, rows, evicted):
+def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, rules, rows, evicted):
     """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
     ids, begins, rows, evicted = _bare_row(ids), _bare_row(begins), _bare_row(rows), _bare_row(evicted)
     mine, at = np.empty(CHUNK, dtype=np.int64), 0
@@ -360,7 +345,7 @@ def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, steps, 
         first, end = partitions * task // num_tasks, partitions * (task + 1) // num_tasks
         while at < ids.size and tables[at] == table:
             mixed = mix(ids[at])
-            if first <= _partition_of(index, mixed) < end and (admitted.size == 0 or admitted[at]):
+            if first <= _partition_of(index, mixed) < end and admitted[at]:
                 mine[found] = at
                 found += 1
                 prefetch(digests + _place_of(index, mixed) * WAYS, 1)
@@ -373,26 +358,26 @@ def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, steps, 
                     one = mine[i]
                     rows[one] = _insert(
                         index, _partition_of(index, mix(ids[one])), one, ids[one], begins[one + 1] - begins[one],
-                        steps[table], lasts[table], half_lives[table], evicted,
+                        rules[table, 0], rules[table, 1], rules[table, 2], evicted,
                     )  # fmt: skip
                 found = 0
 
 
 @compiled
-def _room_for(indexes, tables, ids, begins, admitted, lasts, counts):
+def _room_for(indexes, tables, ids, begins, admitted, rules, counts):
     at = 0
     while at < ids.size:
         first, table, index = at, tables[at], _index_at(indexes[tables[at]])
         needed, most_rows = np.zeros(index.num_sets.size, dtype=np.int64), index.ids.size // index.num_sets.size
         while at < ids.size and tables[at] == table:
-            if admitted.size == 0 or admitted[at]:
+            if admitted[at]:
                 needed[_partition_of(index, mix(ids[at]))] += 1
                 counts[table, 2] += 1
             at += 1
         counts[table, 0], counts[table, 1] = begins[at] - begins[first], at - first
         for partition in range(needed.size):
             wanted = needed[partition]
-            counts[table, 3] += wanted - _room(index, partition, wanted, lasts[table])
+            counts[table, 3] += wanted - _room(index, partition, wanted, rules[table, 1])
             counts[table, 4] += max(0, wanted - most_rows + np.int64(index.num_rows[partition]))
 
 
@@ -422,22 +407,12 @@ def _all_places(indexes: Sequence[DynamicIndex]) -> np.ndarray:
     return np.stack([*map(_places, indexes)])
 
 
-def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """See `kernels/dynamic_index.py`."""
-    return dynamic_find_all([index], ids, torch.tensor([0, ids.numel()]), [0])
-
-
-def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """See `kernels/dynamic_index.py`."""
-    return dynamic_use_all_([index], ids, torch.tensor([0, ids.numel()]), [0], [step])[:2]
-
-
-def dynamic_find_all(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
+def dynamic_find(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
     """One pass. See `kernels/dynamic_index.py`."""
     return _found(indexes, values, bounds, tables, [0] * len(indexes), False)[0]
 
 
-def dynamic_use_all_(
+def dynamic_use_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One pass. See `kernels/dynamic_index.py`."""
@@ -457,37 +432,30 @@ def _found(
     return torch.from_numpy(rows), torch.from_numpy(before), torch.from_numpy(keys)
 
 
-_NO_IDS, _NO_KEYS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-_NO_NEW = NewIds(_NO_IDS, _NO_KEYS, _NO_KEYS, _NO_IDS, _NO_IDS, _NO_KEYS)
-
-
 def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """By PyTorch's operators, of the few positions that have no row. See `kernels/dynamic_index.py`."""
     unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))  # by NumPy: PyTorch wakes threads for it
-    new = distinct_ids(values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
+    new = dynamic_new_ids_reference(indexes, values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
     return new._replace(order=unknown[new.order])
 
 
-def dynamic_room(
-    indexes: Sequence[DynamicIndex], new: NewIds, admitted: Tensor | None, rules: Rules, counts: Tensor
-) -> Tensor:
+_NO_NEW = dynamic_new_ids_reference((), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+
+
+def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    flags, lasts = np.empty(0, np.bool_) if admitted is None else admitted.numpy(), np.array(rules.lasts)
-    tables, ids, begins = new.tables.numpy(), new.ids.numpy(), new.begins.numpy()
-    _room_for(_all_places(indexes), tables, ids, begins, flags, lasts, counts.numpy())
+    _room_for(_all_places(indexes), *_of_ids(new), np.array(rules), counts.numpy())
     return new.begins
 
 
-def dynamic_insert_all_(
-    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, admitted: Tensor | None, rules: Rules,
-    batch_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def dynamic_insert_(
+    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
     num_tasks, rows, victims = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1), torch.empty_like(new.ids)
-    flags = np.empty(0, np.bool_) if admitted is None else admitted.numpy()
     _insert_all(
-        num_tasks, num_tasks, num_tasks, _all_places(indexes), new.tables.numpy(), new.ids.numpy(), new.begins.numpy(),
-        flags, *map(np.array, rules), rows.numpy(), victims.numpy(),
+        num_tasks, num_tasks, num_tasks, _all_places(indexes), *_of_ids(new), np.array(rules), rows.numpy(),
+        victims.numpy(),
     )  # fmt: skip
     evicted, taken = new.ids.new_full((new.ids.numel(), 2), -1), nonzero(rows < -1)
     rows[taken] = -2 - rows[taken]
@@ -496,22 +464,8 @@ def dynamic_insert_all_(
     return rows, evicted
 
 
-def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
-    """See `kernels/dynamic_index.py`."""
-    new = one_table(ids, None, torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel()))
-    dynamic_room([index], new, None, Rules([0], [last], [0]), counts := ids.new_zeros(1, 5))
-    return int(counts[0, MISSING])
-
-
-def dynamic_insert_(
-    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
-) -> DynamicInsertion:
-    """See `kernels/dynamic_index.py`."""
-    new = one_table(ids, occurrences, torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel()))
-    rules = Rules([step], [last], [half_life])
-    starts = dynamic_room([index], new, None, rules, counts := ids.new_zeros(1, 5))
-    check_room(counts)
-    return insertion(*dynamic_insert_all_([index], new, starts, None, rules))
+def _of_ids(new: NewIds) -> list[np.ndarray]:
+    return [part.numpy() for part in (new.tables, new.ids, new.begins, new.admitted)]
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
