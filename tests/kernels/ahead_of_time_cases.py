@@ -220,7 +220,7 @@ def several_indexes(
 ) -> list[Tensor]:
     """A batch of tables, whose keys have equally many ids; of those of the last step not all are admitted."""
     bounds, num_tables = torch.arange(len(of_key) + 1, device=_device) * (len(values) // len(of_key)), len(indexes)
-    rows, _, keys = load("dynamic_use_", _kernels)(indexes, values, bounds, of_key, [step] * num_tables)
+    rows, _, keys = load("dynamic_find_", _kernels)(indexes, values, bounds, of_key, [step] * num_tables)
     new = load("dynamic_new_ids", _kernels)(indexes, values, keys)
     if step == 4:
         new.admitted[:] = new.ids % 4 > 0
@@ -235,7 +235,7 @@ def several_indexes(
     states = [torch.ones(shape[:1], device=_device) for shape in shapes] + [weight + 1 for weight in weights]
     place = new.ids, inserted[:size], new.tables
     load("initialize_rows_", _kernels)(weights, states, [5, 2**62][:num_tables], [0.5, 2.0][:num_tables], *place)
-    return [rows, counts, *weights, *states, load("dynamic_find", _kernels)(indexes, values, bounds, of_key)]
+    return [rows, counts, *weights, *states, load("dynamic_find_", _kernels)(indexes, values, bounds, of_key)[0]]
 
 
 def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> list[Tensor]:

@@ -179,13 +179,13 @@ class Insertion(NamedTuple):
 
 
 def find(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> torch.Tensor:
-    return served(kernels, "dynamic_find")([index], ids, torch.tensor([0, ids.numel()], device=ids.device), [0])
+    return served(kernels, "dynamic_find_")([index], ids, torch.tensor([0, ids.numel()], device=ids.device), [0])[0]
 
 
 def mark(kernels: str, index: DynamicIndex, ids: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`dynamic_use_` of one table; the keys say which rows there are."""
+    """`dynamic_find_` of one table; the keys say which rows there are."""
     bounds = torch.tensor([0, ids.numel()], device=ids.device)
-    rows, before, keys = served(kernels, "dynamic_use_")([index], ids, bounds, [0], [step])
+    rows, before, keys = served(kernels, "dynamic_find_")([index], ids, bounds, [0], [step])
     assert torch.equal(keys == NO_KEY, rows >= 0)
     return rows, before
 
@@ -432,7 +432,7 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         admitted = torch.rand(90, generator=generator) < 0.8 if step > 2 else None
         clocks = [step, step + 2**30, step]
         rules = [(clock, clock - 2, life) for clock, life in zip(clocks, (0, 4, 0), strict=True)]
-        rows, before, keys = served(kernels, "dynamic_use_")(
+        rows, before, keys = served(kernels, "dynamic_find_")(
             indexes, values.to(device), bounds.to(device), of_key, clocks
         )
         known = torch.tensor(
@@ -455,7 +455,7 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         done = served(kernels, "dynamic_insert_")(indexes, new, starts, rules, rows)
         of_ids = new.ids, new.begins.diff(), new.tables, done[0], done[1][:, 1]
         results += [part.cpu()[place].tolist() for part in of_ids] + [rows.tolist()]
-        found = served(kernels, "dynamic_find")(indexes, values.to(device), bounds.to(device), of_key)
+        found = served(kernels, "dynamic_find_")(indexes, values.to(device), bounds.to(device), of_key)[0]
         assert torch.equal(found, rows)
     return [*results, *indexes]
 

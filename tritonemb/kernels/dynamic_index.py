@@ -156,18 +156,19 @@ def _find_kernel(
         tl.atomic_min(counts, most, mask=known & (count >= most), sem="relaxed")  # as often as it is too large
 
 
+@jit
+def _in_order(keys, by_id, by_key, values, at, valid):
+    position = tl.load(by_id + tl.load(by_key + at, mask=valid, other=0), mask=valid, other=0)
+    return tl.load(keys + at, mask=valid, other=_NO_KEY), position, tl.load(values + position, mask=valid, other=0)
+
+
 @jit(varying=["num_ids"])
 def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITIONS: tl.constexpr):
     """Positions and ids in the order of two sorts, and 1 for the first position of each id."""
     at = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     valid, behind = at < num_ids, (at < num_ids) & (at > 0)
-    key, key_before = tl.load(keys + at, mask=valid, other=_NO_KEY), tl.load(keys + at - 1, mask=behind, other=_NO_KEY)
-    position = tl.load(by_id + tl.load(by_key + at, mask=valid, other=0), mask=valid, other=0)
-    position_before = tl.load(by_id + tl.load(by_key + at - 1, mask=behind, other=0), mask=behind, other=0)
-    id, id_before = (
-        tl.load(values + position, mask=valid, other=0),
-        tl.load(values + position_before, mask=valid, other=0),
-    )
+    key, position, id = _in_order(keys, by_id, by_key, values, at, valid)
+    key_before, _, id_before = _in_order(keys, by_id, by_key, values, at - 1, behind)
     tl.store(order + at, position, mask=valid)
     tl.store(ids + at, id, mask=valid)
     head = (key != _NO_KEY) & ((key != key_before) | (id != id_before))
@@ -176,13 +177,14 @@ def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITI
 
 @jit(varying=["num_ids"])
 def _distinct_kernel(
-    indexes, num_tables, keys, numbers, sorted_ids, ids, begins, tables, num_ids, POSITIONS: tl.constexpr
+    indexes, num_tables, keys, numbers, sorted_ids, ids, begins, tables, admitted, num_ids, POSITIONS: tl.constexpr
 ):
     at = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     valid, behind = at < num_ids, (at <= num_ids) & (at > 0)
     key, number = tl.load(keys + at, mask=valid, other=_NO_KEY), tl.load(numbers + at, mask=valid, other=0)
     number_before = tl.load(numbers + at - 1, mask=behind, other=0)
     head = valid & (number != number_before)
+    tl.store(admitted + at, valid, mask=valid)
     tl.store(ids + number - 1, tl.load(sorted_ids + at, mask=head, other=0), mask=head)
     tl.store(begins + number - 1, at.to(tl.int64), mask=head)
     tl.store(tables + number - 1, last_at_most(indexes + _FIRST, num_tables, key.to(tl.int64), _FIELDS), mask=head)
@@ -442,46 +444,36 @@ def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sort((partitions_of(ids, index.whole[0]) - index.whole[1]).int(), stable=True)
 
 
-def dynamic_find(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
-    """One launch. As the reference."""
-    return _find(indexes, values, bounds, tables, [0] * len(indexes), False)[0]
-
-
-def dynamic_use_(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch. As the reference."""
-    return _find(indexes, values, bounds, tables, steps, True)
-
-
-def _find(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int],
-    use: bool,
+def dynamic_find_(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
+    steps: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One launch. As the reference."""
     num_ids, device = values.numel(), values.device
-    rows, (before, keys) = torch.empty_like(values), values.new_empty(2, num_ids if use else 0, dtype=torch.int32)
-    rules, step = _rules_on(device, [(step, step, 0) for step in steps])
+    rows, (before, keys) = torch.empty_like(values), values.new_empty(2, num_ids if steps else 0, dtype=torch.int32)
+    rules, step = _rules_on(device, [(step, step, 0) for step in steps or [0]])
     launch(
         _find_kernel, (cdiv(num_ids, FIND_IDS),), _addresses(indexes), bounds, on_device(tables, device), len(tables),
-        values.contiguous(), rules, step, rows, before, keys, num_ids, USE=use, IDS=FIND_IDS, num_warps=1,
+        values.contiguous(), rules, step, rows, before, keys, num_ids, USE=bool(steps), IDS=FIND_IDS, num_warps=1,
     )  # fmt: skip
     return rows, before, keys
 
 
 def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
-    """Two launches behind two sorts and a cumulated sum, over all positions, and one that fills. As the reference."""
+    """Two launches behind two sorts and a cumulated sum, over all positions. As the reference."""
     num_ids, grid = values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
     by_id = values.sort(stable=True)[1]
     keys, by_key = keys[by_id].sort(stable=True)
     order, sorted_ids, ids = (torch.empty_like(values) for _ in range(3))
     begins, heads, tables = values.new_empty(num_ids + 1), torch.empty_like(keys), torch.empty_like(keys)
+    admitted = torch.empty_like(keys, dtype=torch.bool)
     launch(_head_kernel, grid, keys, by_id, by_key, values, order, sorted_ids, heads, num_ids, POSITIONS=POSITIONS)
     numbers = heads.cumsum(0, dtype=torch.int32)
     launch(
         _distinct_kernel, grid, _addresses(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables,
-        num_ids, POSITIONS=POSITIONS,
+        admitted, num_ids, POSITIONS=POSITIONS,
     )  # fmt: skip
-    return NewIds(order, keys, numbers, ids, begins, tables, torch.ones_like(ids, dtype=torch.bool))
+    return NewIds(order, keys, numbers, ids, begins, tables, admitted)
 
 
 def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
@@ -534,41 +526,32 @@ def dynamic_expired(index: DynamicIndex, partition: int, last: int) -> Tensor:
     return index.ids[rows][index.used[rows] <= last].sort().values
 
 
-def dynamic_find_reference(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]
-) -> Tensor:
-    """Rows int64 `[N]` of the values of a batch, -1 of ids that are unknown; values of no dynamic table as they are.
+def dynamic_find_reference_(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
+    steps: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Find a batch's ids; with `steps`, note that they are used in these, of each table, once an occurrence.
 
     Args:
         values: int64 `[N]`.
         bounds: `[K + 1]`: the values of key `k` are `bounds[k] … bounds[k + 1] - 1`.
         tables: for each key, which of the indexes it looks up, or -1.
-    """
-    rows, ends = values.tolist(), bounds.tolist()
-    known = [_Rows(index).by_id for index in indexes]
-    for begin, end, table in zip(ends, ends[1:], tables, strict=False):
-        if table >= 0:
-            rows[begin:end] = [known[table].get(id, -1) for id in rows[begin:end]]
-    return torch.tensor(rows, dtype=torch.int64, device=values.device)
-
-
-def dynamic_use_reference_(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Find a batch's ids, and note that they are used in their tables' steps, once an occurrence.
 
     Returns:
-        rows int64 `[N]`, as `dynamic_find`; int32 `[N]` for `dynamic_unuse_`: of one occurrence of each id the step in
-        which it was used before, of the others that one or its table's; and int32 `[N]`: keys, see `NewIds`.
+        int64 `[N]`: rows, -1 of unknown ids, and values of no dynamic table as they are. With `steps`, int32 `[N]` for
+        `dynamic_unuse_`: of one occurrence of each id the step in which it was used before, of the others that one or
+        its table's; and int32 `[N]`: keys, see `NewIds`.
     """
-    rows, ends = dynamic_find_reference(indexes, values, bounds, tables), bounds.tolist()
+    rows, ends = values.clone(), bounds.tolist()
     before, keys = torch.zeros_like(values, dtype=torch.int32), torch.full_like(values, NO_KEY, dtype=torch.int32)
+    known = [_Rows(index).by_id for index in indexes]
     for begin, end, table in zip(ends, ends[1:], tables, strict=False):
         for position in range(begin, end) if table >= 0 else ():
-            index, row = indexes[table], int(rows[position])
+            index, row = indexes[table], known[table].get(int(values[position]), -1)
+            rows[position] = row
             if row < 0:
                 keys[position] = table
-            else:
+            elif steps:
                 before[position], index.used[row] = index.used[row], steps[table]
                 index.counts[row] = min(MOST_USES, int(index.counts[row]) + 1)
     return rows, before, keys
@@ -636,7 +619,7 @@ def spread(new: NewIds, rows: Tensor, batch_rows: Tensor) -> None:
 
 
 def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """Undo `dynamic_use_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
+    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
     for row, step in zip(rows.tolist(), before.tolist(), strict=True):
         if row >= 0:
             index.used[row] = min(step, int(index.used[row]))

@@ -22,7 +22,18 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.triton_utils import (
-    BFLOAT16, CODES, by_dtype, cdiv, jit, launch, narrow, next_power_of_2, on_device, pointer_to, pointers_to, tl,
+    BFLOAT16,
+    CODES,
+    by_dtype,
+    cdiv,
+    jit,
+    launch,
+    narrow,
+    next_power_of_2,
+    on_device,
+    pointer_to,
+    pointers_to,
+    tl,
 )  # fmt: skip
 from tritonemb.layout import ELEMENTS_PER_COUNTER, nonzero
 

@@ -31,6 +31,7 @@ from tritonemb.layout import (
     INDEX_BYTES,
     LEAST_ROWS,
     MOST_PARTITIONS,
+    NO_KEY,
     NO_ROW,
     Layout,
     nonzero,
@@ -530,13 +531,13 @@ class ServedTables:
             return [], []
         batch, sizes = one_batch(ids), [of_table.numel() for of_table in ids]
         tables, counts = [self.dynamic[place] for place in places], torch.cat(list(occurrences))
-        rows, new, _ = insert_batch(tables, *batch, range(len(tables)), counts)
+        rows, keys, _ = insert_batch(tables, *batch, range(len(tables)), counts)
         by_table = dict(zip(places, rows.split(sizes), strict=True))
         for place, of_table in by_table.items():
             self._note_assigned(place, of_table)
         if (pinned := self._pin([by_table.get(place, NO_ROWS) for place in range(len(self.numbers))])) is not None:
             pinned.release()
-        return [*by_table.values()], [*(new & (rows >= 0)).split(sizes)]
+        return [*by_table.values()], [*((keys != NO_KEY) & (rows >= 0)).split(sizes)]
 
     def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """As `assign`, of a batch that is not trained: -1 of ids without a row."""

@@ -91,8 +91,8 @@ def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Te
     if not tables:
         return []
     values, bounds = one_batch(ids)
-    find = kernel("dynamic_find", values.device)
-    rows: Tensor = find([table.index for table in tables], values, bounds, range(len(tables)))
+    find = kernel("dynamic_find_", values.device)
+    rows: Tensor = find([table.index for table in tables], values, bounds, range(len(tables)))[0]
     return list(rows.split([of_table.numel() for of_table in ids]))
 
 
@@ -121,8 +121,8 @@ def insert_batch(
         rules: if the batch is not the tables' next step: all ids are admitted, and nothing is written to new rows.
 
     Returns:
-        int64 `[N]`: rows, -1 of ids that are refused, values of other tables as they are; bool `[N]`: of ids that were
-        unknown; and whether some are refused.
+        int64 `[N]`: rows, -1 of ids that are refused, values of other tables as they are; int32 `[N]`: `NO_KEY`, but of
+        new ids; and whether some are refused.
     """
     device, indexes, is_step = values.device, [table.index for table in tables], rules is None
     rules = [table.rule(table.clock + 1) for table in tables] if rules is None else rules
@@ -133,7 +133,7 @@ def insert_batch(
     for_host = values.new_zeros(5 * len(tables) + bounds.numel())  # all that the host reads
     counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
     steps = [step for step, _, _ in rules]
-    rows, before, keys = kernel("dynamic_use_", device)(indexes, values, bounds, table_of_key, steps)
+    rows, before, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
     new: NewIds = kernel("dynamic_new_ids", device)(indexes, values, keys)
     if new.keys.numel():
         if is_step:
@@ -154,7 +154,11 @@ def insert_batch(
         new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
         new_rows, evicted = kernel("dynamic_insert_", device)(indexes, new, starts, rules, rows)
         for table, of_table, (begin, end) in zip(tables, by_table, pairwise(ends_of_tables), strict=True):
-            table.note_inserted(new, new_rows, evicted, slice(begin, end), of_table, is_step)
+            table.count(inserts=of_table[NEEDED], evictions=of_table[EVICTED])
+            if table.removed is not None and of_table[EVICTED]:
+                table.removed.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
+            if is_step:
+                table.note_inserted(new.ids[begin:end], new_rows[begin:end], new.begins[begin : end + 1])
         if is_step and not all(isinstance(table, CachedRowsOfIds) for table in tables):
             initialize(tables, tables[0].state_names, new.ids, new_rows, new.tables)
     if is_step:
@@ -163,10 +167,9 @@ def insert_batch(
             table.clock += 1
             table.count(lookups=lookups, hits=lookups - of_table[POSITION])
             table.expire()
-    unknown = keys != NO_KEY
     if occurrences is not None:
-        rows, unknown = rows[ends[1:] - 1], unknown[ends[1:] - 1]
-    return rows, unknown, any(of_table[NEEDED] < of_table[DISTINCT] for of_table in by_table)
+        rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
+    return rows, keys, any(of_table[NEEDED] < of_table[DISTINCT] for of_table in by_table)
 
 
 def _admit(tables: Sequence["DynamicTable"], new: NewIds) -> None:
@@ -338,19 +341,12 @@ class DynamicTable(Table):
         eviction = self.config.eviction
         return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
 
-    def note_inserted(
-        self, new: NewIds, rows: Tensor, evicted: Tensor, own: slice, numbers: Sequence[int], is_step: bool
-    ) -> None:
-        """Note what `insert_batch` has done with this table's `own` new ids, of which there are such numbers."""
-        self.count(inserts=numbers[NEEDED], evictions=numbers[EVICTED])
-        if is_step and self.config.admission != AdmissionConfig():
-            occurrences = new.begins[own.start : own.stop + 1].diff()
+    def note_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
+        """Note new ids of a step, and the rows they got, -1 if refused; `begins` as of `NewIds`."""
+        if self.config.admission != AdmissionConfig():
             if self.sketch is not None:
-                self.sketch.add(new.ids[own], occurrences)
-            if numbers[NEEDED] < numbers[DISTINCT]:
-                self.count(refused=int(occurrences[rows[own] < 0].sum()))
-        if self.removed is not None and numbers[EVICTED]:
-            self.removed.append(evicted[own][evicted[own, 1] >= 0, 0].sort().values)
+                self.sketch.add(ids, begins.diff())
+            self.count(refused=int(begins.diff()[rows < 0].sum()))
 
     def expire(self) -> None:
         """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
@@ -373,7 +369,8 @@ class DynamicTable(Table):
 
     def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """Rows of distinct ids, and bool, which of them are new; nothing is written to these."""
-        return insert_batch([self], *one_batch([ids]), [0], rules=[rule])[:2]
+        rows, keys, _ = insert_batch([self], *one_batch([ids]), [0], rules=[rule])
+        return rows, keys != NO_KEY
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Copies of weight and states of distinct rows, where these are."""
@@ -715,14 +712,11 @@ class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
         CachedTable.reset_parameters(self, 0)
         DynamicTable.reset_parameters(self, seed)
 
-    def note_inserted(
-        self, new: NewIds, rows: Tensor, evicted: Tensor, own: slice, numbers: Sequence[int], is_step: bool
-    ) -> None:
-        super().note_inserted(new, rows, evicted, own, numbers, is_step)
-        if is_step:
-            given = nonzero(rows[own] >= 0)
-            self.note_new(rows[own][given], new.ids[own][given])
-            rows[own] = -1  # whose slots are initialized, not rows
+    def note_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
+        super().note_inserted(ids, rows, begins)
+        given = nonzero(rows >= 0)
+        self.note_new(rows[given], ids[given])
+        rows.fill_(-1)  # their slots are initialized, not they
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:

@@ -335,8 +335,8 @@ def assign_rows(
                 rows, _, refuses = insert_batch(every, values, bounds, table_of_key, occurrences)
                 all_known = not refuses
             else:
-                find = kernel("dynamic_find", values.device)
-                rows = find([table.index for table in every], values, bounds.contiguous(), table_of_key)
+                find = kernel("dynamic_find_", values.device)
+                rows = find([table.index for table in every], values, bounds.contiguous(), table_of_key)[0]
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
         unknown = None if all_known else _unknown_ids(tables, batch, rows, layout, ahead)

@@ -27,7 +27,7 @@ from tritonemb.kernels.dynamic_index import (
     dynamic_unuse_,  # noqa: F401
     spread,
 )
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule, nonzero
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule
 
 
 @inlined
@@ -124,10 +124,10 @@ def _slot_of(index, place, id):
 
 
 @inlined
-def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
-    """For a chunk of ids, each loop asks for what the next reads. How many have no row."""
+def _find_some(index, begin, end, ids, table, step, rows, before, keys, mixed, slots):
+    """For a chunk of ids, each loop asks for what the next reads."""
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
-    id_of, uses, num_unknown = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data), 0
+    id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
@@ -151,15 +151,13 @@ def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
             if row < 0 or index.ids[row] != ids[at]:  # not there, or behind another of its digest
                 slot = _slot_of(index, _place_of(index, mixed[i]), ids[at])
                 row = rows[at] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
-                num_unknown += 1 if row < 0 else 0
-            if before.size > 0:
-                before[at] = 0
-                if row >= 0:
-                    before[at], index.uses[row, 0] = index.uses[row, 0], step
-                    count = atomic_increment(uses + row * 8 + 4)
-                    if count == MOST_USES or count < 0:  # it has come round
-                        index.uses[row, 1] = MOST_USES
-    return num_unknown
+            if before.size > 0 and row >= 0:
+                before[at], index.uses[row, 0] = index.uses[row, 0], step
+                count = atomic_increment(uses + row * 8 + 4)
+                if count == MOST_USES or count < 0:  # it has come round
+                    index.uses[row, 1] = MOST_USES
+            elif before.size > 0:
+                keys[at] = table
 
 
 @parallel
@@ -167,26 +165,13 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, steps, rows, before, ke
     """Of each key's values; with room in `before` they are used in the table's step, and `keys` written."""
     ids, rows = _bare_row(ids), _bare_row(rows)
     mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
-    at, end, key = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks, 0
-    while at < end:
-        while key < tables.size and bounds[key + 1] <= at:
-            key += 1
-        table = tables[key] if key < tables.size and bounds[key] <= at else -1
-        stop = end if key == tables.size else min(end, bounds[key + 1] if bounds[key] <= at else bounds[key])
-        num_unknown = 0
-        if table >= 0:
-            num_unknown = _find_some(_index_at(indexes[table]), at, stop, ids, steps[table], rows, before, mixed, slots)
-        else:
-            rows[at:stop] = ids[at:stop]
-        if keys.size > 0:
-            keys[at:stop] = NO_KEY
-            if table < 0:
-                before[at:stop] = 0
-            if num_unknown > 0:
-                for position in range(at, stop):
-                    if rows[position] < 0:
-                        keys[position] = table
-        at = stop
+    at, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
+    rows[at:end], before[at:end], keys[at:end] = ids[at:end], 0, NO_KEY
+    for key in range(tables.size):
+        table, first, stop = tables[key], max(at, bounds[key]), min(end, bounds[key + 1])
+        if table >= 0 and first < stop:
+            index = _index_at(indexes[table])
+            _find_some(index, first, stop, ids, table, steps[table], rows, before, keys, mixed, slots)
 
 
 @called
@@ -290,10 +275,9 @@ def _empty_slot(index, partition, place):
 
 @inlined
 def _insert(index, partition, at, id, occurrences, step, last, half_life, evicted):
-    """The row of a new id, which is number `at`; -2 - row if a victim had it, whose id `evicted` gets then."""
+    """The row of a new id, which is number `at`; `evicted` gets the victim and its row, if there is one."""
     partitions, place = index.num_sets.size, _place_of(index, mix(id))
-    full = index.num_rows[partition] == index.ids.size // partitions
-    if full:
+    if index.num_rows[partition] == index.ids.size // partitions:
         first = place
         victim = _victim(index, first, step, last, half_life)
         for _ in range(index.num_sets[partition] - 1):
@@ -302,7 +286,7 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
             first += partitions
             first = first if first < index.num_sets[partition] * partitions else partition
             victim = _victim(index, first, step, last, half_life)
-        evicted[at] = _id_at(index, victim)
+        evicted[at, 0], evicted[at, 1] = _id_at(index, victim), index.rows[victim]
         _free(index, victim)
     num_free = np.int64(index.num_made[partition] - index.num_rows[partition])
     if num_free > 0:
@@ -319,7 +303,7 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
         and index.num_sets[partition] < index.overflowed.size // partitions
     ):
         _split(index, partition)
-    return -2 - row if full else row
+    return row
 
 
 @inlined
@@ -336,7 +320,7 @@ def _room(index, partition, needed, last):
 @parallel
 def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, rules, rows, evicted):
     """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
-    ids, begins, rows, evicted = _bare_row(ids), _bare_row(begins), _bare_row(rows), _bare_row(evicted)
+    ids, begins, rows = _bare_row(ids), _bare_row(begins), _bare_row(rows)
     mine, at = np.empty(CHUNK, dtype=np.int64), 0
     while at < ids.size:
         table, index = tables[at], _index_at(indexes[tables[at]])
@@ -407,27 +391,16 @@ def _all_places(indexes: Sequence[DynamicIndex]) -> np.ndarray:
     return np.stack([*map(_places, indexes)])
 
 
-def dynamic_find(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
-    """One pass. See `kernels/dynamic_index.py`."""
-    return _found(indexes, values, bounds, tables, [0] * len(indexes), False)[0]
-
-
-def dynamic_use_(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass. See `kernels/dynamic_index.py`."""
-    return _found(indexes, values, bounds, tables, steps, True)
-
-
-def _found(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int],
-    use: bool,
+def dynamic_find_(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
+    steps: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    num_tasks, size = tasks_for(values.numel()), values.numel() if use else 0
+    """One pass. See `kernels/dynamic_index.py`."""
+    num_tasks, size = tasks_for(values.numel()), values.numel() if steps else 0
     rows, before, keys = np.empty(values.numel(), np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
     _find(
         num_tasks, num_tasks, num_tasks, _all_places(indexes), np.ascontiguousarray(bounds.numpy()).astype(np.int64),
-        np.array(tables), values.contiguous().numpy(), np.array(steps), rows, before, keys,
+        np.array(tables), values.contiguous().numpy(), np.array(steps or [0] * len(indexes)), rows, before, keys,
     )  # fmt: skip
     return torch.from_numpy(rows), torch.from_numpy(before), torch.from_numpy(keys)
 
@@ -452,14 +425,12 @@ def dynamic_insert_(
     indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    num_tasks, rows, victims = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1), torch.empty_like(new.ids)
+    num_tasks, rows = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1)
+    evicted = new.ids.new_full((new.ids.numel(), 2), -1)
     _insert_all(
         num_tasks, num_tasks, num_tasks, _all_places(indexes), *_of_ids(new), np.array(rules), rows.numpy(),
-        victims.numpy(),
+        evicted.numpy(),
     )  # fmt: skip
-    evicted, taken = new.ids.new_full((new.ids.numel(), 2), -1), nonzero(rows < -1)
-    rows[taken] = -2 - rows[taken]
-    evicted[taken] = torch.stack([victims[taken], rows[taken]], 1)
     spread(new, rows, batch_rows)
     return rows, evicted
 
