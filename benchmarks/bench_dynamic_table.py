@@ -20,7 +20,7 @@ import tritonemb as te
 from benchmarks.cases import OURS, Case, contenders, copy_contender, equal
 from benchmarks.clock import Clock, Contender, Timing
 from benchmarks.record import timing_rows
-from tritonemb.kernels.cpu.dynamic_index import dynamic_find, dynamic_insert_
+from tritonemb.kernels.cpu.dynamic_index import dynamic_find_, dynamic_insert_, dynamic_new_ids, dynamic_room
 from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index
 
 DIM, BATCH = 64, 50_000
@@ -44,9 +44,16 @@ def filled(capacity: int, rows: int) -> DynamicIndex:
     while (missing := rows - int(index.num_rows.sum())) > 0:
         number += 1
         count = min(missing, max(1, capacity // 16))
-        ids = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator).unique()
-        dynamic_insert_(index, ids, torch.ones_like(ids), number, number - 2, 0)
+        ids, rule = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator), [(number, number - 2, 0)]
+        into, _, keys = dynamic_find_([index], ids, torch.tensor([0, count]), [0], [number])
+        new = dynamic_new_ids([index], ids, keys)
+        starts = dynamic_room([index], new, rule, torch.zeros(1, 5, dtype=torch.int64))
+        dynamic_insert_([index], new, starts, rule, into)
     return index
+
+
+def find_in(index: DynamicIndex, ids: Tensor) -> Tensor:
+    return dynamic_find_([index], ids, torch.tensor([0, ids.numel()]), [0])[0]
 
 
 def draw(index: DynamicIndex, count: int, seed: int) -> Tensor:
@@ -59,13 +66,13 @@ def pull(capacity: int, batch: int, clock: Clock) -> list[Contender]:
     index = filled(capacity, capacity)
     weight = torch.randn(index.ids.numel(), DIM)
     ids = draw(index, batch, 1)
-    rows = dynamic_find(index, ids)
+    rows = find_in(index, ids)
     static_rows = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(2))[:batch].sort().values
     static = torch.randn(weight.shape[0], DIM)
     static[static_rows] = weight[rows]
 
     def by_id() -> Tensor:
-        return torch.nn.functional.embedding(dynamic_find(index, ids), weight)
+        return torch.nn.functional.embedding(find_in(index, ids), weight)
 
     def by_row() -> Tensor:
         return torch.nn.functional.embedding(static_rows, static)
@@ -86,11 +93,11 @@ def find(capacity: int, batch: int, clock: Clock) -> list[Contender]:
         assert int(found.min()) >= 0
 
     runs = {
-        OURS: lambda: dynamic_find(full, ids),
-        HALF_FULL: lambda: dynamic_find(half, others),
+        OURS: lambda: find_in(full, ids),
+        HALF_FULL: lambda: find_in(half, others),
         "torch, sorted ids": by_search,
     }
-    assert torch.equal(by_search(), dynamic_find(full, ids))
+    assert torch.equal(by_search(), find_in(full, ids))
     return contenders(runs, batch * (16 + WAYS + 12), clock.device, check)
 
 

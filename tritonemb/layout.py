@@ -37,6 +37,8 @@ SET_BYTES = 5 * WAYS + 4  # of a dynamic table's index: digest and row of each s
 INDEX_BYTES = 8 + 2 * 4 + 4 + SET_BYTES * 5 // (4 * WAYS)
 NO_KEY = 2**31 - 1  # of a position of a batch whose id has a row, or is of no dynamic table
 POSITION, DISTINCT, NEEDED, MISSING, EVICTED = range(5)  # columns of what `dynamic_room` counts
+Rule = tuple[int, int, int]  # of a table, for a batch: its step; rows that were used after a second step are not
+# evicted; and of counts for "lfu" the half-life in steps, at least 1; 0 for "lru"
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below those of the largest number of partitions
 
 
@@ -113,6 +115,7 @@ class NewIds(NamedTuple):
         ids: int64 `[N]`, distinct ones.
         begins: int64 `[N + 1]`: id `u` occurs `begins[u + 1] - begins[u]` times, in `order` from `begins[u]` on.
         tables: int32 `[N]`, by distinct id.
+        admitted: bool `[N]`, which distinct ids may have rows; all, until someone says otherwise.
     """
 
     order: Tensor
@@ -121,20 +124,7 @@ class NewIds(NamedTuple):
     ids: Tensor
     begins: Tensor
     tables: Tensor
-
-
-class Rules(NamedTuple):
-    """When rows of each table are evicted, for a batch.
-
-    Attributes:
-        steps: of the batch.
-        lasts: rows that were used after these steps are not evicted.
-        half_lives: in steps, of counts for "lfu", at least 1; 0 for "lru".
-    """
-
-    steps: Sequence[int]
-    lasts: Sequence[int]
-    half_lives: Sequence[int]
+    admitted: Tensor
 
 
 class TensorList(list[Tensor]):

@@ -21,7 +21,7 @@ from torch import Tensor
 import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import DynamicIndex, Layout, Rules, dynamic_rows, make_index, make_layout
+from tritonemb.layout import DISTINCT, DynamicIndex, Layout, dynamic_rows, make_index, make_layout
 from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.types import CODECS
@@ -207,35 +207,37 @@ def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Te
     assert index.num_sets.numel() == num_partitions
     ids = torch.randint(-(2**63), 2**63 - 1, (capacity * 3 // 2,)).unique().to(_device)
     first, second = (part[: capacity * 3 // 5] for part in (ids[::2], ids[1::2]))
-    ones, insert = torch.ones_like(first), load("dynamic_insert_", _kernels)
-    found = [insert(index, first, ones, 1, 0, half_life).rows]
-    found.append(load("dynamic_use_", _kernels)(index, torch.cat([first[:20], second[:5], first[:20]]), 2)[0])
-    found.append(torch.tensor(load("dynamic_missing", _kernels)(index, ids, 1)))
-    found += [*insert(index, second, ones, 2, 1, half_life), load("dynamic_find", _kernels)(index, ids)]
+    found, halves = several_indexes([index], first, [0], 1, half_life), torch.cat([first[:20], second, first[:20]])
+    found += several_indexes([index], halves, [0], 2, half_life)
     found.append(load("dynamic_remove_", _kernels)(index, ids[::3]))
-    found += several_indexes([index, make_index(60, _device, 1)], ids)
+    for step in (3, 4):
+        indexes = [index, make_index(60, _device, 1)]
+        found += several_indexes(indexes, ids[30 * (step - 3) :][:60], [0, -1, 1], step, half_life)
     ids, rows = dynamic_rows(index)
     return [*found, load("dynamic_expired", _kernels)(index, 0, 1), ids, rows, index.uses[rows], *index[5:]]
 
 
-def several_indexes(indexes: list[DynamicIndex], values: Tensor) -> list[Tensor]:
-    """A batch of two tables, all of whose ids are admitted, and one of whose ids some are."""
-    found, bounds = [], torch.tensor([0, 30, 40, 60], device=_device)
-    for step in (3, 4):
-        batch, of_key = values[30 * (step - 3) :][:60], [0, -1, 1]
-        rows, _, keys = load("dynamic_use_all_", _kernels)(indexes, batch, bounds, of_key, [step, step])
-        new = load("dynamic_new_ids", _kernels)(indexes, batch, keys)
-        admitted = new.ids % 4 > 0 if step == 4 else None
-        rules, counts = Rules([step] * 2, [step - 1] * 2, [0, 4]), torch.zeros(2, 5, dtype=torch.int64, device=_device)
-        starts = load("dynamic_room", _kernels)(indexes, new, admitted, rules, counts)
-        inserted = load("dynamic_insert_all_", _kernels)(indexes, new, starts, admitted, rules, rows)[0]
-        found += [rows, counts]
-    shapes = [(index.ids.numel(), dim) for index, dim in zip(indexes, (8, 5), strict=True)]
+def several_indexes(
+    indexes: list[DynamicIndex], values: Tensor, of_key: list[int], step: int, half_life: int
+) -> list[Tensor]:
+    """A batch of tables, whose keys have equally many ids; of those of the last step not all are admitted."""
+    bounds, num_tables = torch.arange(len(of_key) + 1, device=_device) * (len(values) // len(of_key)), len(indexes)
+    rows, _, keys = load("dynamic_find_", _kernels)(indexes, values, bounds, of_key, [step] * num_tables)
+    new = load("dynamic_new_ids", _kernels)(indexes, values, keys)
+    if step == 4:
+        new.admitted[:] = new.ids % 4 > 0
+    rules = [(step, step - 1, half_life * (number == 0)) for number in range(num_tables)]
+    counts = torch.zeros(num_tables, 5, dtype=torch.int64, device=_device)
+    starts = load("dynamic_room", _kernels)(indexes, new, rules, counts)
+    inserted = load("dynamic_insert_", _kernels)(indexes, new, starts, rules, rows)[0]
+    size = int(counts[:, DISTINCT].sum())
+    new = new._replace(ids=new.ids[:size], tables=new.tables[:size])
+    shapes = [(index.ids.numel(), dim) for index, dim in zip(indexes, (7, 5), strict=False)]
     weights = [torch.zeros(shape, device=_device) for shape in shapes]
     states = [torch.ones(shape[:1], device=_device) for shape in shapes] + [weight + 1 for weight in weights]
-    load("initialize_rows_", _kernels)(weights, states, [5, 2**62], [0.5, 2.0], new.ids, inserted, new.tables)
-    rows = load("dynamic_find_all", _kernels)(indexes, values, torch.tensor([0, 60], device=_device), [1])
-    return [*found, *weights, *states, rows]
+    place = new.ids, inserted[:size], new.tables
+    load("initialize_rows_", _kernels)(weights, states, [5, 2**62][:num_tables], [0.5, 2.0][:num_tables], *place)
+    return [rows, counts, *weights, *states, load("dynamic_find_", _kernels)(indexes, values, bounds, of_key)[0]]
 
 
 def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> list[Tensor]:

@@ -17,8 +17,7 @@ from tests.strategies import seeds
 from tritonemb.kernels import dynamic_index as triton
 from tritonemb.kernels.cpu import dynamic_index as cpu
 from tritonemb.kernels.cpu import row_cache
-from tritonemb.kernels.dynamic_index import DynamicInsertion
-from tritonemb.layout import MOST_USES, NO_KEY, DynamicIndex, Rules, dynamic_rows, make_index, partitions_of
+from tritonemb.layout import MISSING, MOST_USES, NO_KEY, DynamicIndex, NewIds, dynamic_rows, make_index, partitions_of
 
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32) - 1, -1, 0, 1, 2**31, 2**32, 2**32 + 5, 2**62, 2**63 - 1]
 
@@ -171,9 +170,61 @@ def served(kernels: str, function: str) -> Any:
     return getattr(cpu if kernels == "cpu" else triton, function)
 
 
+class Insertion(NamedTuple):
+    """`evicted_ids` ascending."""
+
+    rows: torch.Tensor
+    evicted_ids: torch.Tensor
+    evicted_rows: torch.Tensor
+
+
+def find(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> torch.Tensor:
+    return served(kernels, "dynamic_find_")([index], ids, torch.tensor([0, ids.numel()], device=ids.device), [0])[0]
+
+
+def mark(kernels: str, index: DynamicIndex, ids: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`dynamic_find_` of one table; the keys say which rows there are."""
+    bounds = torch.tensor([0, ids.numel()], device=ids.device)
+    rows, before, keys = served(kernels, "dynamic_find_")([index], ids, bounds, [0], [step])
+    assert torch.equal(keys == NO_KEY, rows >= 0)
+    return rows, before
+
+
+def new_of(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> NewIds:
+    """Of distinct, unknown ids."""
+    keys = partitions_of(ids, index.whole[0]) - index.whole[1] if kernels == "triton" else torch.zeros_like(ids)
+    return served(kernels, "dynamic_new_ids")([index], ids, keys.int())
+
+
+def missing_rows(kernels: str, index: DynamicIndex, ids: torch.Tensor, last: int) -> int:
+    if not ids.numel():
+        return 0
+    counts = ids.new_zeros(1, 5)
+    served(kernels, "dynamic_room")([index], new_of(kernels, index, ids), [(0, last, 0)], counts)
+    return int(counts[0, MISSING])
+
+
+def add(kernels: str, index: DynamicIndex, ids: torch.Tensor, occurrences: torch.Tensor, *rule: int) -> Insertion:
+    """Rows for distinct, unknown ids; there is room."""
+    if not ids.numel():
+        return Insertion(ids, ids, ids)
+    rows, counts = torch.full_like(ids, -1), ids.new_zeros(1, 5)
+    new = new_of(kernels, index, ids)
+    starts = served(kernels, "dynamic_room")([index], new, [rule], counts)
+    if kernels != "triton":  # whose kernel finds positions by them
+        new = new._replace(begins=torch.cat([ids.new_zeros(1), occurrences[new.order].cumsum(0)]))
+    done, evicted = served(kernels, "dynamic_insert_")([index], new, starts, [rule], rows)
+    if kernels == "triton":
+        index.counts[done] = occurrences[new.order].clamp(max=MOST_USES).int()
+    assert torch.equal(rows[new.order], done)
+    evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
+    evicted_ids, order = evicted_ids.sort()
+    return Insertion(rows, evicted_ids, evicted_rows[order])
+
+
 def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> tuple[DynamicIndex, int]:
     """Do the same to the index and to the model, and compare after each step. The index, and the number of ids."""
-    rng, find = random.Random(problem.seed), served(kernels, "dynamic_find")
+    rng = random.Random(problem.seed)
     pool, step, met = problem.pool(rng), rng.choice((0, 2**30)), 0
     index = make_index(problem.capacity, device, problem.most_partitions)
     num_partitions = index.num_sets.numel()
@@ -187,7 +238,7 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> t
         met += size
         action, wanted = rng.random(), torch.tensor(ids, dtype=torch.int64, device=device)
         if action < 0.2:
-            assert find(index, wanted).tolist() == [row_of.get(id, -1) for id in ids]
+            assert find(kernels, index, wanted).tolist() == [row_of.get(id, -1) for id in ids]
         elif action < 0.3:
             gone = served(kernels, "dynamic_remove_")(index, wanted)
             assert gone.tolist() == [row_of.pop(id, -1) for id in ids]
@@ -214,7 +265,7 @@ def use(
     copies = [part.clone() for part in index]
     known, times = [id for id in ids if id in row_of], random.Random(step).choice((1, 1, 1, MOST_USES))
     new = {id: ids.count(id) * times for id in sorted({*ids} - {*known})}
-    rows, before = served(kernels, "dynamic_use_")(index, torch.tensor(ids, dtype=torch.int64, device=device), step)
+    rows, before = mark(kernels, index, torch.tensor(ids, dtype=torch.int64, device=device), step)
     assert rows.tolist() == [row_of.get(id, -1) for id in ids]
     steps: dict[int, list[int]] = {}
     for id, used in zip(ids, before.tolist(), strict=True):
@@ -226,7 +277,7 @@ def use(
     model.mark(known, step)
     victims, missing = model.insert(new, *rule)
     new_ids, counts = (torch.tensor([*part], dtype=torch.int64, device=device) for part in (new.keys(), new.values()))
-    assert served(kernels, "dynamic_missing")(index, new_ids, rule[1]) == missing
+    assert missing_rows(kernels, index, new_ids, rule[1]) == missing
     if missing:
         served(kernels, "dynamic_unuse_")(index, rows, before)
         for id in known:
@@ -235,7 +286,7 @@ def use(
             index.counts[row_of[id]] = found[id].count  # it may have been MOST_USES
         assert all(torch.equal(part, copy) for part, copy in zip(index, copies, strict=True))
         return
-    done = served(kernels, "dynamic_insert_")(index, new_ids, counts, *rule)
+    done = add(kernels, index, new_ids, counts, *rule)
     assert done.evicted_ids.tolist() == sorted(victims)
     assert done.evicted_rows.tolist() == [row_of.pop(id) for id in sorted(victims)]
     row_of.update(zip(new, done.rows.tolist(), strict=True))
@@ -304,22 +355,21 @@ def assert_alike(one: DynamicIndex, other: DynamicIndex) -> None:
 @pytest.mark.parametrize(
     ("kernels", "capacity"), [("reference", 700), ("cpu", 700), pytest.param("triton", 9, marks=pytest.mark.triton)]
 )
-def test_an_insertion_that_finds_no_room_ends_and_changes_nothing(device, kernels, capacity):
+def test_ids_of_a_full_partition_are_missing_and_evict_when_they_may(device, kernels, capacity):
     """Also where it is one partition that is full, and others have room."""
     index = make_index(capacity, device if kernels == "triton" else "cpu", 3)
     num_partitions = index.num_sets.numel()
     room = len(index.ids) // num_partitions
     ids = torch.arange(6 * room * num_partitions, device=index.ids.device)
     of_partition = [ids[partitions_of(ids, num_partitions) == number] for number in range(num_partitions)]
-    insert, ones = served(kernels, "dynamic_insert_"), torch.ones_like(ids)
-    insert(index, of_partition[0][:room], ones[:room], 1, 0, 0)
+    ones = torch.ones_like(ids)
+    add(kernels, index, of_partition[0][:room], ones[:room], 1, 0, 0)
     before = [part.clone() for part in index]
     new = torch.cat([of_partition[0][room : room + 2], of_partition[-1][-3:]]).sort().values
     missing = 2 if num_partitions > 1 else 5
-    with pytest.raises(ValueError, match=f"{missing} of 5 new ids find no room, and nothing was inserted"):
-        insert(index, new, ones[:5], 2, 0, 0)
+    assert missing_rows(kernels, index, new, 0) == missing
     assert all(torch.equal(part, copy) for part, copy in zip(index, before, strict=True))
-    done = insert(index, new, ones[:5], 2, 1, 0)
+    done = add(kernels, index, new, ones[:5], 2, 1, 0)
     assert len(done.evicted_ids) == missing
     assert torch.isin(done.evicted_ids, of_partition[0][:room]).all()
 
@@ -362,7 +412,7 @@ def test_an_id_is_used_many_times_at_once(device):
     insert(index, ids.tolist(), 1, kernels="triton")
     index.counts[3] = MOST_USES - 5
     batch = torch.cat([ids, ids.new_full((300,), 7), ids.new_full((90,), 3)])
-    rows, before = triton.dynamic_use_(index, batch, 2)
+    rows, before = mark("triton", index, batch, 2)
     assert index.counts[:10].tolist() == [2, 2, 2, MOST_USES, 2, 2, 2, 302, 2, 2]
     assert index.used[:10].tolist() == [2] * 10
     triton.dynamic_unuse_(index, rows, before)
@@ -381,9 +431,9 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         values[30:40] = -7  # of no dynamic table
         admitted = torch.rand(90, generator=generator) < 0.8 if step > 2 else None
         clocks = [step, step + 2**30, step]
-        rules = Rules(clocks, [clock - 2 for clock in clocks], [0, 4, 0])
-        rows, before, keys = served(kernels, "dynamic_use_all_")(
-            indexes, values.to(device), bounds.to(device), of_key, rules.steps
+        rules = [(clock, clock - 2, life) for clock, life in zip(clocks, (0, 4, 0), strict=True)]
+        rows, before, keys = served(kernels, "dynamic_find_")(
+            indexes, values.to(device), bounds.to(device), of_key, clocks
         )
         known = torch.tensor(
             [key == NO_KEY for key in keys.tolist()], device=device
@@ -393,20 +443,19 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         # Each has an order of its own.
         _, place = torch.sort(new.ids[:size].cpu(), stable=True)
         place = place[torch.sort(new.tables[:size].cpu()[place], stable=True).indices]
-        flags = None
         if admitted is not None:
-            flags = torch.empty(size, dtype=torch.bool).index_copy_(0, place, admitted[:size]).to(device)
+            new.admitted[:size] = torch.empty(size, dtype=torch.bool).index_copy_(0, place, admitted[:size]).to(device)
         counts = torch.zeros(3, 5, dtype=torch.int64, device=device)
-        starts = served(kernels, "dynamic_room")(indexes, new, flags, rules, counts)
+        starts = served(kernels, "dynamic_room")(indexes, new, rules, counts)
         assert not before[~known].any()
         results += [rows.tolist(), (before > 0).tolist(), known.tolist(), counts.tolist()]
         assert not before[30:40].any()
         assert counts[:, 3].tolist() == [0, 0, 0]
         new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
-        done = served(kernels, "dynamic_insert_all_")(indexes, new, starts, flags, rules, rows)
+        done = served(kernels, "dynamic_insert_")(indexes, new, starts, rules, rows)
         of_ids = new.ids, new.begins.diff(), new.tables, done[0], done[1][:, 1]
         results += [part.cpu()[place].tolist() for part in of_ids] + [rows.tolist()]
-        found = served(kernels, "dynamic_find_all")(indexes, values.to(device), bounds.to(device), of_key)
+        found = served(kernels, "dynamic_find_")(indexes, values.to(device), bounds.to(device), of_key)[0]
         assert torch.equal(found, rows)
     return [*results, *indexes]
 
@@ -426,13 +475,13 @@ def test_several_tables_at_once_are_as_by_the_reference(request, kernels):
 
 def insert(
     index: DynamicIndex, ids: list[int], step: int, protect: int = 0, half_life: int = 0, kernels: str = "cpu"
-) -> DynamicInsertion:
+) -> Insertion:
     """Use the known ones and insert the others."""
     wanted = torch.tensor(sorted(ids), device=index.ids.device)
-    new = wanted[served(kernels, "dynamic_use_")(index, wanted, step)[0] < 0]
-    assert served(kernels, "dynamic_missing")(index, new, step - 1 - protect) == 0
+    new = wanted[mark(kernels, index, wanted, step)[0] < 0]
+    assert missing_rows(kernels, index, new, step - 1 - protect) == 0
     rule = step, step - 1 - protect, half_life
-    return served(kernels, "dynamic_insert_")(index, new, torch.ones_like(new), *rule)
+    return add(kernels, index, new, torch.ones_like(new), *rule)
 
 
 def test_the_number_of_partitions_and_sets():
@@ -451,7 +500,7 @@ def test_the_number_of_partitions_and_sets():
 def test_rows_of_the_last_batches_stay_and_go_when_they_may():
     index = make_index(25)
     assert insert(index, [*range(25)], 1, protect=2).rows.tolist() == [*range(25)]
-    assert [cpu.dynamic_missing(index, torch.tensor([100, 101]), step - 3) for step in (2, 3, 4)] == [2, 2, 0]
+    assert [missing_rows("cpu", index, torch.tensor([100, 101]), step - 3) for step in (2, 3, 4)] == [2, 2, 0]
     done = insert(index, [0, 100, 101], 4, protect=2)
     assert (done.evicted_ids.tolist(), done.evicted_rows.tolist()) == ([1, 2], [1, 2])
     assert done.rows.tolist() == [1, 2]
@@ -489,10 +538,10 @@ def test_a_partition_grows_in_the_middle_of_a_batch():
     ids = [*range(0, 2**40, 2**33)]
     done = insert(index, ids, 1)
     assert int(index.num_sets[0]) == 10  # 128 rows, up to 14 a set
-    assert torch.equal(cpu.dynamic_find(index, torch.tensor(ids)), done.rows)
+    assert torch.equal(find("cpu", index, torch.tensor(ids)), done.rows)
     insert(index, [*range(1, 120)], 2)
     assert int(index.num_sets[0]) == 16
-    assert torch.equal(cpu.dynamic_find(index, torch.tensor(ids)), done.rows)
+    assert torch.equal(find("cpu", index, torch.tensor(ids)), done.rows)
 
 
 def same_set(count: int) -> list[int]:
@@ -504,13 +553,13 @@ def same_set(count: int) -> list[int]:
 def test_overflow_rows_are_found_behind_holes_of_their_list(request, kernels):
     device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
     index, ids = make_index(32 * 9, most_partitions=1), torch.tensor(same_set(90), device=device)
-    rows, find = insert(index, ids.tolist(), 1).rows.to(device), served(kernels, "dynamic_find")
+    rows = insert(index, ids.tolist(), 1).rows.to(device)
     index = DynamicIndex(*(part.to(device) for part in index))
     assert int(index.num_overflow[0]) == 90 - 32
     served(kernels, "dynamic_remove_")(index, ids[40:70])
     assert int(index.num_overflow[0]) == 60 - 32
-    assert torch.equal(find(index, ids[70:]), rows[70:])
-    assert torch.equal(find(index, ids[:40]), rows[:40])
+    assert torch.equal(find(kernels, index, ids[70:]), rows[70:])
+    assert torch.equal(find(kernels, index, ids[:40]), rows[:40])
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -522,7 +571,7 @@ def test_large_batches_are_inserted_alike_on_any_number_of_threads():
             ids = torch.randint(-(2**63), 2**63 - 1, (9_000,), generator=generator)
             ids = torch.cat([ids, torch.arange(1_000) << 32]).unique()
             found += insert(index, ids.tolist(), step, 2)[:3]
-            found.append(cpu.dynamic_find(index, ids.flip(0)))
+            found.append(find("cpu", index, ids.flip(0)))
         held = index.digests != 0
         return [*found, *dynamic_rows(index), index.digests, index.rows[held], *index[5:-1]]
 

@@ -343,7 +343,7 @@ def test_rows_of_a_snapshot_without_room_change_nothing(tier, all_new):
     step(collection, bag(*range(9)))
     before, saved = collection.state_dict(), table_of(collection).saved()
     saved = {name: saved[name][:2] for name in ("weight", "step", "count")}
-    with pytest.raises(ValueError, match=f"{1 + all_new} of {1 + all_new} new ids find no room"):
+    with pytest.raises(ValueError, match=f"has no room for {1 + all_new} of {1 + all_new} new ids"):
         table_of(collection).put({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved}, all_new)
     assert_same_bits(collection.state_dict(), before)
 
@@ -661,10 +661,10 @@ def test_any_number_of_tables_takes_as_many_launches_and_one_wait(monkeypatch, d
     bounds, keys = 8 * torch.arange(num_tables + 1, device=device), range(num_tables)
     with forced("triton"):
         for _ in range(2):  # addresses are uploaded once
-            dynamic_table.commit_insert(dynamic_table.begin_insert(of_tables, ids, bounds, keys))
+            dynamic_table.insert_batch(of_tables, ids, bounds, keys)
         batch = ids if known else ids - 1000
         with Launches(monkeypatch) as counted:
-            rows = dynamic_table.commit_insert(dynamic_table.begin_insert(of_tables, batch, bounds, keys))
+            rows, _, _ = dynamic_table.insert_batch(of_tables, batch, bounds, keys)
     assert counted.waits == ["tolist"]
     assert len(counted.launched) == (10 if known else 12), counted.launched
     assert torch.equal(rows, torch.cat(dynamic_table.find_all(of_tables, batch.split(8))))

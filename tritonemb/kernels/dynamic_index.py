@@ -31,7 +31,7 @@ A row takes 16 bytes beside its values, and at most 6.25 of slots where all sets
 import functools
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,19 +41,16 @@ from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix,
 from tritonemb.layout import (
     DIGEST_SHIFT,
     GROWN_ROWS,
-    MISSING,
     MOST_USES,
-    NEEDED,
     NO_KEY,
     WAYS,
     DynamicIndex,
     NewIds,
-    Rules,
+    Rule,
     dynamic_rows,
     mix64,
     nonzero,
     partitions_of,
-    segment_offsets,
 )
 
 FIND_IDS = 8  # of a program of a warp: 8 bytes of digests per lane; with 16, the addresses of tables spill
@@ -64,19 +61,6 @@ _WAYS, _DIGEST_SHIFT, _GROWN_ROWS, _MOST_USES = map(tl.constexpr, (WAYS, DIGEST_
 _Parts: Any = namedtuple("_Parts", (*DynamicIndex._fields, "partitions", "most_rows", "num_places", "first"))  # type: ignore[misc]
 _FIELDS, _FIRST = tl.constexpr(len(_Parts._fields)), tl.constexpr(_Parts._fields.index("first"))
 _STEP, _LAST, _HALF_LIFE, _RULES = (tl.constexpr(n) for n in range(4))
-
-
-class DynamicInsertion(NamedTuple):
-    """What an insertion did.
-
-    Attributes:
-        rows: int64 `[N]`, of the ids.
-        evicted_ids, evicted_rows: int64 `[E]`, by ascending id.
-    """
-
-    rows: Tensor
-    evicted_ids: Tensor
-    evicted_rows: Tensor
 
 
 @jit
@@ -172,18 +156,19 @@ def _find_kernel(
         tl.atomic_min(counts, most, mask=known & (count >= most), sem="relaxed")  # as often as it is too large
 
 
+@jit
+def _in_order(keys, by_id, by_key, values, at, valid):
+    position = tl.load(by_id + tl.load(by_key + at, mask=valid, other=0), mask=valid, other=0)
+    return tl.load(keys + at, mask=valid, other=_NO_KEY), position, tl.load(values + position, mask=valid, other=0)
+
+
 @jit(varying=["num_ids"])
 def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITIONS: tl.constexpr):
     """Positions and ids in the order of two sorts, and 1 for the first position of each id."""
     at = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     valid, behind = at < num_ids, (at < num_ids) & (at > 0)
-    key, key_before = tl.load(keys + at, mask=valid, other=_NO_KEY), tl.load(keys + at - 1, mask=behind, other=_NO_KEY)
-    position = tl.load(by_id + tl.load(by_key + at, mask=valid, other=0), mask=valid, other=0)
-    position_before = tl.load(by_id + tl.load(by_key + at - 1, mask=behind, other=0), mask=behind, other=0)
-    id, id_before = (
-        tl.load(values + position, mask=valid, other=0),
-        tl.load(values + position_before, mask=valid, other=0),
-    )
+    key, position, id = _in_order(keys, by_id, by_key, values, at, valid)
+    key_before, _, id_before = _in_order(keys, by_id, by_key, values, at - 1, behind)
     tl.store(order + at, position, mask=valid)
     tl.store(ids + at, id, mask=valid)
     head = (key != _NO_KEY) & ((key != key_before) | (id != id_before))
@@ -192,13 +177,14 @@ def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITI
 
 @jit(varying=["num_ids"])
 def _distinct_kernel(
-    indexes, num_tables, keys, numbers, sorted_ids, ids, begins, tables, num_ids, POSITIONS: tl.constexpr
+    indexes, num_tables, keys, numbers, sorted_ids, ids, begins, tables, admitted, num_ids, POSITIONS: tl.constexpr
 ):
     at = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     valid, behind = at < num_ids, (at <= num_ids) & (at > 0)
     key, number = tl.load(keys + at, mask=valid, other=_NO_KEY), tl.load(numbers + at, mask=valid, other=0)
     number_before = tl.load(numbers + at - 1, mask=behind, other=0)
     head = valid & (number != number_before)
+    tl.store(admitted + at, valid, mask=valid)
     tl.store(ids + number - 1, tl.load(sorted_ids + at, mask=head, other=0), mask=head)
     tl.store(begins + number - 1, at.to(tl.int64), mask=head)
     tl.store(tables + number - 1, last_at_most(indexes + _FIRST, num_tables, key.to(tl.int64), _FIELDS), mask=head)
@@ -215,9 +201,7 @@ def _end_of(keys, num_ids, key):
 
 
 @jit(varying=["step", "num_ids"])
-def _room_kernel(
-    indexes, num_tables, keys, numbers, admitted, rules, step, counts, starts, num_ids, ADMIT: tl.constexpr
-):
+def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, counts, starts, num_ids):
     """Where a partition's new ids are, and how many find no row; rows are looked at until there is one for each."""
     program = tl.program_id(0)
     table = last_at_most(indexes + _FIRST, num_tables, program, _FIELDS)
@@ -228,13 +212,11 @@ def _room_kernel(
     end_id = tl.load(numbers + end - 1, mask=end > 0, other=0)
     tl.store(starts + 2 * program, first_id)
     tl.store(starts + 2 * program + 1, end_id)
-    needed = end_id - first_id
-    if ADMIT:
-        needed = 0
+    if end > first:
+        needed = first_id * 0
         for at in range(first_id, end_id, BLOCK):
             id = at + tl.arange(0, BLOCK)
             needed += tl.sum(tl.load(admitted + id, mask=id < end_id, other=0).to(tl.int32), 0)
-    if end > first:
         tl.atomic_add(counts, (end - first).to(tl.int64), sem="relaxed")
         tl.atomic_add(counts + 1, (end_id - first_id).to(tl.int64), sem="relaxed")
         tl.atomic_add(counts + 2, needed.to(tl.int64), sem="relaxed")
@@ -382,59 +364,45 @@ def _empty_slot(index, partition, number):
 @jit(varying=["step"])
 def _insert_kernel(
     indexes, num_tables, starts, ids, begins, admitted, rules, step, rows, evicted, order, batch_rows,
-    ADMIT: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     table = last_at_most(indexes + _FIRST, num_tables, program, _FIELDS)
     index, half_life = _index_at(indexes, table), _rule(rules, table, step, _HALF_LIFE)
     last, step, partition = _rule(rules, table, step, _LAST), _rule(rules, table, step, _STEP), program - index.first
-    end = tl.load(starts + 2 * program + 1)
-    at = _next(admitted, tl.load(starts + 2 * program), end, ADMIT)
-    while at < end:
-        id = tl.load(ids + at)
-        mixed, sets = mix(id), tl.load(index.num_sets + partition).to(tl.int64)
-        number = _number_of(mixed, sets)
-        if tl.load(index.num_rows + partition) == index.most_rows:
-            victim = _victim(index, partition, number, sets, step, last, half_life)
-            evicted_row = tl.load(index.rows + victim)
-            tl.store(evicted + 2 * at, tl.load(index.ids + evicted_row))
-            tl.store(evicted + 2 * at + 1, evicted_row)
-            _free(index, partition, victim)
-        else:
-            tl.store(evicted + 2 * at + 1, -1)
-        held, made = tl.load(index.num_rows + partition), tl.load(index.num_made + partition)
-        row = made.to(tl.int64) * index.partitions + partition
-        if held < made:
-            row = tl.load(index.free + (made - held - 1).to(tl.int64) * index.partitions + partition).to(tl.int64)
-        else:
-            tl.store(index.num_made + partition, made + 1)
-        tl.store(index.num_rows + partition, held + 1)
-        tl.store(rows + at, row)
-        tl.store(index.ids + row, id)
-        tl.store(index.uses + 2 * row, step)
-        first_use, last_use = tl.load(begins + at), tl.load(begins + at + 1)
-        tl.store(index.uses + 2 * row + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
-        if SPREAD:
+    for at in range(tl.load(starts + 2 * program), tl.load(starts + 2 * program + 1)):
+        row, evicted_row = tl.full((), -1, tl.int64), tl.full((), -1, tl.int64)
+        if tl.load(admitted + at):
+            id = tl.load(ids + at)
+            mixed, sets = mix(id), tl.load(index.num_sets + partition).to(tl.int64)
+            number = _number_of(mixed, sets)
+            if tl.load(index.num_rows + partition) == index.most_rows:
+                victim = _victim(index, partition, number, sets, step, last, half_life)
+                evicted_row = tl.load(index.rows + victim).to(tl.int64)
+                tl.store(evicted + 2 * at, tl.load(index.ids + evicted_row))
+                _free(index, partition, victim)
+            held, made = tl.load(index.num_rows + partition), tl.load(index.num_made + partition)
+            row = made.to(tl.int64) * index.partitions + partition
+            if held < made:
+                row = tl.load(index.free + (made - held - 1).to(tl.int64) * index.partitions + partition).to(tl.int64)
+            else:
+                tl.store(index.num_made + partition, made + 1)
+            tl.store(index.num_rows + partition, held + 1)
+            tl.store(index.ids + row, id)
+            tl.store(index.uses + 2 * row, step)
+            first_use, last_use = tl.load(begins + at), tl.load(begins + at + 1)
+            tl.store(index.uses + 2 * row + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
             for use in range(first_use, last_use, BLOCK):
                 uses = use + tl.arange(0, BLOCK)
                 positions = tl.load(order + uses, mask=uses < last_use, other=0)
                 tl.store(batch_rows + positions, row + 0 * uses, mask=uses < last_use)
-        slot = _empty_slot(index, partition, number)
-        tl.store(index.digests + slot, _digest_of(mixed))
-        tl.store(index.rows + slot, row)
-        tl.debug_barrier()
-        if (held + 1 > sets * _GROWN_ROWS) & (sets * index.partitions < index.num_places):
-            _split(index, partition, sets)
-        at = _next(admitted, at + 1, end, ADMIT)
-
-
-@jit
-def _next(admitted, at, end, ADMIT: tl.constexpr):
-    """The next id that is admitted, `end` if there is none."""
-    if ADMIT:
-        while (at < end) & (tl.load(admitted + tl.minimum(at, end - 1)) == 0):
-            at += 1
-    return at
+            slot = _empty_slot(index, partition, number)
+            tl.store(index.digests + slot, _digest_of(mixed))
+            tl.store(index.rows + slot, row)
+            tl.debug_barrier()
+            if (held + 1 > sets * _GROWN_ROWS) & (sets * index.partitions < index.num_places):
+                _split(index, partition, sets)
+        tl.store(rows + at, row)
+        tl.store(evicted + 2 * at + 1, evicted_row)
 
 
 @jit
@@ -465,16 +433,10 @@ def _addresses(indexes: Sequence[DynamicIndex]) -> Tensor:
     return on_device(numbers, indexes[0].ids.device)
 
 
-def _rules_on(device: torch.device, rules: Rules) -> tuple[Tensor, int]:
+def _rules_on(device: torch.device, rules: Sequence[Rule]) -> tuple[Tensor, int]:
     """int64 `[T, 3]`, steps as differences from the first one, so that they recur; and that one."""
-    first = rules.steps[0]
-    steps = zip(rules.steps, rules.lasts, rules.half_lives, strict=True)
-    return on_device([n for step, last, life in steps for n in (step - first, last - first, life)], device), first
-
-
-def num_partitions(indexes: Sequence[DynamicIndex]) -> int:
-    """Of all tables."""
-    return sum(index.num_sets.numel() for index in indexes)
+    first = rules[0][0]
+    return on_device([n for step, last, life in rules for n in (step - first, last - first, life)], device), first
 
 
 def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -482,38 +444,17 @@ def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sort((partitions_of(ids, index.whole[0]) - index.whole[1]).int(), stable=True)
 
 
-def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """One launch. As the reference."""
-    return dynamic_find_all([index], ids, on_device([0, ids.numel()], ids.device), [0])
-
-
-def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """One launch. As the reference."""
-    return dynamic_use_all_([index], ids, on_device([0, ids.numel()], ids.device), [0], [step])[:2]
-
-
-def dynamic_find_all(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
-    """One launch. As the reference."""
-    return _find(indexes, values, bounds, tables, [0] * len(indexes), False)[0]
-
-
-def dynamic_use_all_(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch. As the reference."""
-    return _find(indexes, values, bounds, tables, steps, True)
-
-
-def _find(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int],
-    use: bool,
+def dynamic_find_(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
+    steps: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One launch. As the reference."""
     num_ids, device = values.numel(), values.device
-    rows, (before, keys) = torch.empty_like(values), values.new_empty(2, num_ids if use else 0, dtype=torch.int32)
-    rules, step = _rules_on(device, Rules(steps, steps, [0] * len(steps)))
+    rows, (before, keys) = torch.empty_like(values), values.new_empty(2, num_ids if steps else 0, dtype=torch.int32)
+    rules, step = _rules_on(device, [(step, step, 0) for step in steps or [0]])
     launch(
         _find_kernel, (cdiv(num_ids, FIND_IDS),), _addresses(indexes), bounds, on_device(tables, device), len(tables),
-        values.contiguous(), rules, step, rows, before, keys, num_ids, USE=use, IDS=FIND_IDS, num_warps=1,
+        values.contiguous(), rules, step, rows, before, keys, num_ids, USE=bool(steps), IDS=FIND_IDS, num_warps=1,
     )  # fmt: skip
     return rows, before, keys
 
@@ -525,13 +466,14 @@ def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tenso
     keys, by_key = keys[by_id].sort(stable=True)
     order, sorted_ids, ids = (torch.empty_like(values) for _ in range(3))
     begins, heads, tables = values.new_empty(num_ids + 1), torch.empty_like(keys), torch.empty_like(keys)
+    admitted = torch.empty_like(keys, dtype=torch.bool)
     launch(_head_kernel, grid, keys, by_id, by_key, values, order, sorted_ids, heads, num_ids, POSITIONS=POSITIONS)
     numbers = heads.cumsum(0, dtype=torch.int32)
     launch(
         _distinct_kernel, grid, _addresses(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables,
-        num_ids, POSITIONS=POSITIONS,
+        admitted, num_ids, POSITIONS=POSITIONS,
     )  # fmt: skip
-    return NewIds(order, keys, numbers, ids, begins, tables)
+    return NewIds(order, keys, numbers, ids, begins, tables, admitted)
 
 
 def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
@@ -542,80 +484,28 @@ def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
     index.counts.index_add_(0, rows, torch.full_like(before, -1))
 
 
-def dynamic_room(
-    indexes: Sequence[DynamicIndex], new: NewIds, admitted: Tensor | None, rules: Rules, counts: Tensor
-) -> Tensor:
+def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor) -> Tensor:
     """One launch. As the reference."""
-    num_programs, device = num_partitions(indexes), new.ids.device
-    starts = torch.empty(num_programs, 2, dtype=torch.int32, device=device)
-    if new.keys.numel() == 0:
-        return starts.zero_()
-    by_table, step = _rules_on(device, rules)
+    num_programs, (by_table, step) = sum(index.num_sets.numel() for index in indexes), _rules_on(counts.device, rules)
+    starts = torch.empty(num_programs, 2, dtype=torch.int32, device=counts.device)
     launch(
-        _room_kernel, (num_programs,), _addresses(indexes), len(indexes), new.keys, new.numbers,
-        new.keys if admitted is None else admitted, by_table, step, counts, starts, new.keys.numel(),
-        ADMIT=admitted is not None, num_warps=1,
+        _room_kernel, (num_programs,), _addresses(indexes), len(indexes), new.keys, new.numbers, new.admitted, by_table,
+        step, counts, starts, new.keys.numel(), num_warps=1,
     )  # fmt: skip
     return starts
 
 
-def dynamic_insert_all_(
-    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, admitted: Tensor | None, rules: Rules,
-    batch_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One launch; two more fill memory where not all ids are admitted. As the reference."""
+def dynamic_insert_(
+    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One launch. As the reference."""
     rows, evicted = torch.empty_like(new.ids), new.ids.new_empty(new.ids.numel(), 2)
-    if admitted is not None:
-        rows.fill_(-1), evicted.fill_(-1)
-    by_table, step = _rules_on(new.ids.device, rules)
+    by_table, step = _rules_on(rows.device, rules)
     launch(
-        _insert_kernel, (num_partitions(indexes),), _addresses(indexes), len(indexes), starts, new.ids, new.begins,
-        new.keys if admitted is None else admitted, by_table, step, rows, evicted, new.order,
-        rows if batch_rows is None else batch_rows, ADMIT=admitted is not None, SPREAD=batch_rows is not None,
-        num_warps=1,
+        _insert_kernel, starts.shape[:1], _addresses(indexes), len(indexes), starts, new.ids, new.begins, new.admitted,
+        by_table, step, rows, evicted, new.order, batch_rows, num_warps=1,
     )  # fmt: skip
     return rows, evicted
-
-
-def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
-    """A launch behind a sort, and the host waits. As the reference."""
-    counts = ids.new_zeros(1, 5)
-    dynamic_room([index], one_table(ids, None, *_by_partition(index, ids)), None, Rules([0], [last], [0]), counts)
-    return int(counts[0, MISSING])
-
-
-def dynamic_insert_(
-    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
-) -> DynamicInsertion:
-    """Two launches behind a sort; the host waits for how many are missing, and for the victims. As the reference."""
-    keys, order = _by_partition(index, ids)
-    new, rules = one_table(ids, occurrences, keys, order), Rules([step], [last], [half_life])
-    starts = dynamic_room([index], new, None, rules, counts := ids.new_zeros(1, 5))
-    check_room(counts)
-    rows, evicted = dynamic_insert_all_([index], new, starts, None, rules)
-    return insertion(torch.empty_like(rows).index_copy_(0, order, rows), evicted)
-
-
-def one_table(ids: Tensor, occurrences: Tensor | None, keys: Tensor, order: Tensor) -> NewIds:
-    """Distinct ids of a table in an order, that of ascending keys."""
-    every, device = ids.numel(), ids.device
-    begins = torch.arange(every + 1, device=device) if occurrences is None else segment_offsets(occurrences[order])
-    numbers = torch.arange(1, every + 1, dtype=torch.int32, device=device)
-    return NewIds(order, keys, numbers, ids[order], begins, torch.zeros_like(keys))
-
-
-def check_room(counts: Tensor) -> None:
-    """ValueError if some ids of a `dynamic_room` find none; the host waits."""
-    needed, missing = counts[:, [NEEDED, MISSING]].sum(0).tolist()
-    if missing:
-        raise ValueError(f"{missing:,} of {needed:,} new ids find no room, and nothing was inserted")
-
-
-def insertion(rows: Tensor, evicted: Tensor) -> DynamicInsertion:
-    """Of ids' rows, and the victim's id and row for each, or -1; int64 `[N]` and `[N, 2]`."""
-    evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
-    evicted_ids, order = evicted_ids.sort()
-    return DynamicInsertion(rows, evicted_ids, evicted_rows[order])
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -636,124 +526,85 @@ def dynamic_expired(index: DynamicIndex, partition: int, last: int) -> Tensor:
     return index.ids[rows][index.used[rows] <= last].sort().values
 
 
-def dynamic_find_reference(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """Rows int64 `[N]` of ids int64 `[N]` in any order, -1 of those that are unknown."""
-    known = _Rows(index).by_id
-    return torch.tensor([known.get(id, -1) for id in ids.tolist()], dtype=torch.int64, device=ids.device)
-
-
-def dynamic_use_reference_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Find a batch's ids, which may occur several times, and note that they are used in a step, once an occurrence.
-
-    Returns:
-        rows int64 `[N]`, as `dynamic_find`; and int32 `[N]` for `dynamic_unuse_`: of one occurrence of each id the
-        step in which it was used before, of the others that one or `step`.
-    """
-    rows, before = dynamic_find_reference(index, ids), torch.zeros(ids.numel(), dtype=torch.int32, device=ids.device)
-    for position, row in enumerate(rows.tolist()):
-        if row >= 0:
-            before[position], index.used[row] = index.used[row], step
-            index.counts[row] = min(MOST_USES, int(index.counts[row]) + 1)
-    return rows, before
-
-
-def dynamic_find_all_reference(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]
-) -> Tensor:
-    """Rows int64 `[N]` of the values of a batch, -1 of ids that are unknown; values of no dynamic table as they are.
+def dynamic_find_reference_(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
+    steps: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Find a batch's ids; with `steps`, note that they are used in these, of each table, once an occurrence.
 
     Args:
         values: int64 `[N]`.
         bounds: `[K + 1]`: the values of key `k` are `bounds[k] … bounds[k + 1] - 1`.
         tables: for each key, which of the indexes it looks up, or -1.
-    """
-    rows, ends = values.clone(), bounds.tolist()
-    for begin, end, table in zip(ends, ends[1:], tables, strict=False):
-        if table >= 0:
-            rows[begin:end] = dynamic_find_reference(indexes[table], values[begin:end])
-    return rows
 
-
-def dynamic_use_all_reference_(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`dynamic_use_` of the values of a batch, which are as those of `dynamic_find_all`.
-
-    Returns rows int64 `[N]` and int32 `[N]` as `dynamic_use_`, and int32 `[N]`: keys of unknown ids, see `NewIds`.
+    Returns:
+        int64 `[N]`: rows, -1 of unknown ids, and values of no dynamic table as they are. With `steps`, int32 `[N]` for
+        `dynamic_unuse_`: of one occurrence of each id the step in which it was used before, of the others that one or
+        its table's; and int32 `[N]`: keys, see `NewIds`.
     """
     rows, ends = values.clone(), bounds.tolist()
     before, keys = torch.zeros_like(values, dtype=torch.int32), torch.full_like(values, NO_KEY, dtype=torch.int32)
+    known = [_Rows(index).by_id for index in indexes]
     for begin, end, table in zip(ends, ends[1:], tables, strict=False):
-        if table >= 0:
-            found = dynamic_use_reference_(indexes[table], values[begin:end], steps[table])
-            rows[begin:end], before[begin:end] = found
-            keys[begin:end][found[0] < 0] = table
+        for position in range(begin, end) if table >= 0 else ():
+            index, row = indexes[table], known[table].get(int(values[position]), -1)
+            rows[position] = row
+            if row < 0:
+                keys[position] = table
+            elif steps:
+                before[position], index.used[row] = index.used[row], steps[table]
+                index.counts[row] = min(MOST_USES, int(index.counts[row]) + 1)
     return rows, before, keys
 
 
 def dynamic_new_ids_reference(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """The distinct ones of ids int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; there is nothing behind them."""
-    return distinct_ids(values, keys)
-
-
-def distinct_ids(values: Tensor, keys: Tensor) -> NewIds:
-    """`dynamic_new_ids` by PyTorch, whose sizes are waited for."""
-    unknown = nonzero(keys != NO_KEY)
-    ids, by_id = values[unknown].sort(stable=True)
-    keys, by_key = keys[unknown[by_id]].sort(stable=True)
-    ids, heads = ids[by_key], torch.ones_like(keys, dtype=torch.bool)
+    order = nonzero(keys != NO_KEY)
+    order = order[values[order].sort(stable=True).indices]
+    keys, by_key = keys[order].sort(stable=True)
+    ids, heads = values[order := order[by_key]], torch.ones_like(keys, dtype=torch.bool)
     heads[1:] = (ids[1:] != ids[:-1]) | (keys[1:] != keys[:-1])
-    firsts = nonzero(heads)
+    firsts, numbers = nonzero(heads), heads.cumsum(0, dtype=torch.int32)
     begins = torch.cat([firsts, firsts.new_tensor([ids.numel()])])
-    numbers = heads.cumsum(0, dtype=torch.int32)
-    return NewIds(unknown[by_id[by_key]], keys, numbers, ids[firsts], begins, keys[firsts])
+    return NewIds(order, keys, numbers, ids[firsts], begins, keys[firsts], torch.ones_like(heads[firsts]))
 
 
 def dynamic_room_reference(
-    indexes: Sequence[DynamicIndex], new: NewIds, admitted: Tensor | None, rules: Rules, counts: Tensor
+    indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor
 ) -> Tensor:
-    """Count what the new ids of a batch, or those that are `admitted`, bool `[U]`, need; `dynamic_insert_all_` takes
-    the result.
+    """Count what the new ids of a batch that are admitted need; `dynamic_insert_` takes the result.
 
     `counts`, int64 `[T, 5]` of zeros: for each table the positions of new ids, the distinct ones, those of these that
     need a row, those for which there is none, and the rows that are evicted for the others.
     """
-    sizes = new.begins.diff()
-    for table, index in enumerate(indexes):
-        mine = new.tables == table
-        wanted = new.ids[mine if admitted is None else mine & admitted].tolist()
-        room = _Rows(index).room_for(wanted, rules.lasts[table])
-        free = _Rows(index).room_for(wanted, -(2**63))
-        numbers = sizes[mine].sum(), mine.sum(), len(wanted), _beyond(room), _beyond(free)
-        counts[table] = torch.tensor([int(number) for number in numbers])
+    for table, (index, (_, last, _)) in enumerate(zip(indexes, rules, strict=True)):
+        mine, content = new.tables == table, _Rows(index)
+        wanted = new.ids[mine & new.admitted].tolist()
+        missing, evicted = content.missing(wanted, last), content.missing(wanted, -(2**63))
+        positions, distinct = int(new.begins.diff()[mine].sum()), int(mine.sum())
+        counts[table] = torch.tensor([positions, distinct, len(wanted), missing, evicted])
     return new.begins
 
 
-def _beyond(rooms: list[tuple[int, int]]) -> int:
-    return sum(max(0, needed - room) for needed, room in rooms)
-
-
-def dynamic_insert_all_reference_(
-    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, admitted: Tensor | None, rules: Rules,
-    batch_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Give rows to new ids, for which there is room.
+def dynamic_insert_reference_(
+    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Give rows to new ids that are admitted, for which there is room.
 
     Args:
         starts: of `dynamic_room`.
-        batch_rows: int64, where the new rows are written, too, at all positions of these ids.
+        batch_rows: int64 `[N]`, where the new rows are written, too, at all positions of these ids.
 
     Returns:
         int64 `[U]`: rows, -1 of ids that are not admitted; and `[U, 2]`: the id and the row that was evicted for each,
-        -1 without one.
+        the latter -1 without one.
     """
     rows, evicted = torch.full_like(new.ids, -1), new.ids.new_full((new.ids.numel(), 2), -1)
     pairs = zip(new.ids.tolist(), new.begins.diff().tolist(), new.tables.tolist(), strict=True)
     contents = [*map(_Rows, indexes)]
     for number, (id, count, table) in enumerate(pairs):
-        if admitted is None or admitted[number]:
-            rule = (each[table] for each in rules)
-            for pair in contents[table].insert(id, count, *rule):
+        if new.admitted[number]:
+            for pair in contents[table].insert(id, count, *rules[table]):
                 evicted[number] = torch.tensor(pair)
             rows[number] = contents[table].by_id[id]
     for index, content in zip(indexes, contents, strict=True):
@@ -762,42 +613,17 @@ def dynamic_insert_all_reference_(
     return rows, evicted
 
 
-def spread(new: NewIds, rows: Tensor, batch_rows: Tensor | None) -> None:
+def spread(new: NewIds, rows: Tensor, batch_rows: Tensor) -> None:
     """Write the rows of distinct ids at all their positions."""
-    if batch_rows is not None:
-        batch_rows.index_copy_(0, new.order, rows.index_select(0, new.numbers - 1))
+    batch_rows.index_copy_(0, new.order, rows.index_select(0, new.numbers - 1))
 
 
 def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """Undo `dynamic_use_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
+    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
     for row, step in zip(rows.tolist(), before.tolist(), strict=True):
         if row >= 0:
             index.used[row] = min(step, int(index.used[row]))
             index.counts[row] -= 1
-
-
-def dynamic_missing_reference(index: DynamicIndex, ids: Tensor, last: int) -> int:
-    """For how many of new ids there is no row, where those used after the step `last` are not evicted."""
-    return _beyond(_Rows(index).room_for(ids.tolist(), last))
-
-
-def dynamic_insert_reference_(
-    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
-) -> DynamicInsertion:
-    """Give rows to new ids; ValueError, before anything changes, if some are `dynamic_missing`.
-
-    Args:
-        ids: int64 `[N]`, distinct, ascending, and unknown.
-        occurrences: int64 `[N]`, of each.
-        step: of the batch.
-        last: rows that were used after this step are not evicted.
-        half_life: in steps, of counts for "lfu", at least 1; 0 for "lru".
-    """
-    tables, order = torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel(), device=ids.device)
-    new, rules = one_table(ids, occurrences, tables, order), Rules([step], [last], [half_life])
-    starts = dynamic_room_reference([index], new, None, rules, counts := ids.new_zeros(1, 5))
-    check_room(counts)
-    return insertion(*dynamic_insert_all_reference_([index], new, starts, None, rules))
 
 
 def dynamic_remove_reference_(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -861,13 +687,13 @@ class _Rows:
     def of(self, partition: int) -> list[int]:
         return [id for id in self.by_id if self.partition(id) == partition]
 
-    def room_for(self, batch: list[int], last: int) -> list[tuple[int, int]]:
-        """For each partition of some ids, how many these are, and how many rows are free or may be evicted."""
-        wanted, found = [self.partition(id) for id in batch], []
+    def missing(self, batch: list[int], last: int) -> int:
+        """For how many of some ids there is no row that is free or may be evicted."""
+        wanted, found = [self.partition(id) for id in batch], 0
         for partition in set(wanted):
             held = self.of(partition)
             victims = sum(int(self.index.used[self.by_id[id]]) <= last for id in held)
-            found.append((wanted.count(partition), self.most_rows - len(held) + victims))
+            found += max(0, wanted.count(partition) - (self.most_rows - len(held) + victims))
         return found
 
     def insert(self, id: int, count: int, step: int, last: int, half_life: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ One product of a 24-bit integer and a float32, so every device rounds alike.
 Bytes: `4 · R · D` written, `8 · R` read where rows are named. CPUs are bound by the generator: ten rounds for 16 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ from tritonemb.kernels.triton_utils import (
     pointer_to,
     pointers_to,
     tl,
-)
-from tritonemb.layout import ELEMENTS_PER_COUNTER
+)  # fmt: skip
+from tritonemb.layout import ELEMENTS_PER_COUNTER, nonzero
 
 _MASK32 = 0xFFFFFFFF
 
@@ -243,10 +243,18 @@ def initialize_rows_reference_(
         seeds, bounds: of each table.
         ids, rows, tables: int64 `[U]`, int64 `[U]` and int32 `[U]`; nothing is done where a row is negative.
     """
-    for number, (weight, seed, bound) in enumerate(zip(weights, seeds, bounds, strict=True)):
-        mine = (tables == number) & (rows >= 0)
-        drawn = torch.empty(int(mine.sum()), weight.shape[1], device=weight.device)
-        initial_rows_reference(drawn, seed, bound, rows=ids[mine])
-        weight[rows[mine]] = drawn.to(weight.dtype)
+    initialize_by(initial_rows_reference, weights, states, seeds, bounds, ids, rows, tables)
+
+
+def initialize_by(
+    draw: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor], seeds: Sequence[int],
+    bounds: Sequence[float], ids: Tensor, rows: Tensor, tables: Tensor,
+) -> None:  # fmt: skip
+    """`initialize_rows_` by an `initial_rows`."""
+    for number, weight in enumerate(weights):
+        mine = nonzero((tables == number) & (rows >= 0))
+        drawn, into = torch.empty(mine.numel(), weight.shape[1], device=weight.device), rows[mine]
+        draw(drawn, seeds[number], bounds[number], rows=ids[mine])
+        weight.index_copy_(0, into, drawn.to(weight.dtype))
         for state in states[number :: len(weights)]:
-            state[rows[mine]] = 0.0
+            state.index_fill_(0, into, 0.0)

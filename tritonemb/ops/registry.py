@@ -33,12 +33,7 @@ _FILES = {  # op -> file
         "random": ("initial_rows", "initialize_rows_"),
         "row_cache": ("row_cache_look_up_", "row_cache_allocate_", "row_cache_translate", "move_rows_"),
         "dynamic_index": tuple(
-            f"dynamic_{name}"
-            for of_tables in (
-                ("find", "use_", "unuse_", "missing", "insert_", "remove_", "expired"),
-                ("find_all", "use_all_", "new_ids", "room", "insert_all_"),
-            )
-            for name in of_tables
+            f"dynamic_{name}" for name in ("find_", "unuse_", "new_ids", "room", "insert_", "remove_", "expired")
         ),
         "interaction": ("interaction", "interaction_gradient"),
         "cross": ("cross", "cross_gradient"),

@@ -31,6 +31,7 @@ from tritonemb.layout import (
     INDEX_BYTES,
     LEAST_ROWS,
     MOST_PARTITIONS,
+    NO_KEY,
     NO_ROW,
     Layout,
     nonzero,
@@ -42,8 +43,8 @@ from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
 from tritonemb.server.transport import Values
 from tritonemb.storage import record_of
 from tritonemb.storage.store import cpu_kernels
-from tritonemb.tables.dynamic_table import DynamicTable, find_all
-from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, give_rows, prefetch_batch
+from tritonemb.tables.dynamic_table import DynamicTable, find_all, insert_batch, one_batch
+from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
@@ -526,15 +527,17 @@ class ServedTables:
 
         ValueError if they find no room; nothing has changed then.
         """
-        places = self._of_ids
-        tables = {place: self.dynamic[place] for place in places}
-        given, counts = (dict(zip(places, each, strict=True)) for each in (ids, occurrences))
-        rows, new = give_rows(tables, given, counts)
-        for place, of_table in rows.items():
+        if not (places := self._of_ids):
+            return [], []
+        batch, sizes = one_batch(ids), [of_table.numel() for of_table in ids]
+        tables, counts = [self.dynamic[place] for place in places], torch.cat(list(occurrences))
+        rows, keys, _ = insert_batch(tables, *batch, range(len(tables)), counts)
+        by_table = dict(zip(places, rows.split(sizes), strict=True))
+        for place, of_table in by_table.items():
             self._note_assigned(place, of_table)
-        if (pinned := self._pin([rows.get(place, NO_ROWS) for place in range(len(self.numbers))])) is not None:
+        if (pinned := self._pin([by_table.get(place, NO_ROWS) for place in range(len(self.numbers))])) is not None:
             pinned.release()
-        return list(rows.values()), list(new.values())
+        return [*by_table.values()], [*((keys != NO_KEY) & (rows >= 0)).split(sizes)]
 
     def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
         """As `assign`, of a batch that is not trained: -1 of ids without a row."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from tritonemb.layout import (
     MISSING,
     MOST_USES,
     NEEDED,
+    NO_KEY,
     POSITION,
     SET_BYTES,
     DynamicIndex,
     NewIds,
-    Rules,
+    Rule,
     dynamic_rows,
     make_index,
     nonzero,
@@ -85,41 +86,13 @@ class DynamicStatistics:
         return self.num_bytes / self.rows if self.rows else 0.0
 
 
-class PendingInsert(NamedTuple):
-    """A batch between `begin_insert` and `commit_insert`.
-
-    Attributes:
-        tables: dynamic tables.
-        rows: int64 `[N]`, of the batch's positions; -1 of unknown ids, values of other tables as they are.
-        keys: int32 `[N]`, `NO_KEY` where an id is known.
-        new: the unknown ids, see `kernels/dynamic_index.py`; and what `dynamic_insert_all_` takes.
-        counts: of each table, what `dynamic_room` counts.
-        lookups: of each table, its positions.
-    """
-
-    tables: Sequence["DynamicTable"]
-    rows: Tensor
-    keys: Tensor
-    new: NewIds
-    starts: Tensor
-    admitted: Tensor | None
-    rules: Rules
-    counts: list[list[int]]
-    lookups: list[int]
-
-    @property
-    def refuses(self) -> bool:
-        """Whether some ids are not admitted."""
-        return any(numbers[NEEDED] < numbers[DISTINCT] for numbers in self.counts)
-
-
 def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
     """`DynamicTable.find` of each table."""
     if not tables:
         return []
     values, bounds = one_batch(ids)
-    find = kernel("dynamic_find_all", values.device)
-    rows: Tensor = find([table.index for table in tables], values, bounds, range(len(tables)))
+    find = kernel("dynamic_find_", values.device)
+    rows: Tensor = find([table.index for table in tables], values, bounds, range(len(tables)))[0]
     return list(rows.split([of_table.numel() for of_table in ids]))
 
 
@@ -130,11 +103,12 @@ def one_batch(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def begin_insert(
-    tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]
-) -> PendingInsert:
-    """Mark a batch's ids as used in the tables' next step; `commit_insert` follows. Waits for the device once, more
-    often where admission is configured.
+def insert_batch(
+    tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
+    occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None,
+) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+    """Take a batch's ids into tables: known ones are used once more, and new ones get rows, with initial values and
+    states of zero. Waits for the device once, more often where admission or `ttl` is configured.
 
     ValueError if new ids find no room in some table; all are as before then.
 
@@ -143,89 +117,82 @@ def begin_insert(
         values: int64 `[N]`, the batch.
         bounds: `[K + 1]`, where its keys begin and end.
         table_of_key: which of the tables each key looks up, or -1.
+        occurrences: int `[N]`, if each stands for several, at least one.
+        rules: if the batch is not the tables' next step: all ids are admitted, and nothing is written to new rows.
+
+    Returns:
+        int64 `[N]`: rows, -1 of ids that are refused, values of other tables as they are; int32 `[N]`: `NO_KEY`, but of
+        new ids; and whether some are refused.
     """
-    device, indexes = values.device, [table.index for table in tables]
-    rules = Rules(*zip(*(table.rule(table.clock + 1) for table in tables), strict=True))
+    device, indexes, is_step = values.device, [table.index for table in tables], rules is None
+    rules = [table.rule(table.clock + 1) for table in tables] if rules is None else rules
+    if occurrences is not None:
+        ends = segment_offsets(occurrences)
+        values, bounds = values.repeat_interleave(occurrences), ends[bounds]
+    # Find ids, and what new ones need.
     for_host = values.new_zeros(5 * len(tables) + bounds.numel())  # all that the host reads
     counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
-    rows, before, keys = kernel("dynamic_use_all_", device)(indexes, values, bounds, table_of_key, rules.steps)
+    steps = [step for step, _, _ in rules]
+    rows, before, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
     new: NewIds = kernel("dynamic_new_ids", device)(indexes, values, keys)
-    starts, admitted = new.begins, None
     if new.keys.numel():
-        admitted = _admitted(tables, new)
-        starts = kernel("dynamic_room", device)(indexes, new, admitted, rules, counts)
+        if is_step:
+            _admit(tables, new)
+        starts = kernel("dynamic_room", device)(indexes, new, rules, counts)
     numbers = for_host.tolist()
+    of_keys = [(table, *key) for table, key in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True)]
     by_table = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
-    lookups = [0] * len(tables)
-    for number, (begin, end) in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True):
-        lookups[number] += end - begin if number >= 0 else 0
     for table, of_table in zip(tables, by_table, strict=True):
         if of_table[MISSING]:
-            table_of = bounds.new_tensor(table_of_key).repeat_interleave(bounds.diff())
-            for number, index in enumerate(indexes):
-                mine = table_of == number
-                kernel("dynamic_unuse_", device)(index, rows[mine], before[mine])
-            raise table.no_room(of_table[NEEDED], of_table[MISSING])
-    return PendingInsert(tables, rows, keys, new, starts, admitted, rules, by_table, lookups)
-
-
-def _admitted(tables: Sequence["DynamicTable"], new: NewIds) -> Tensor | None:
-    """bool `[U]`, or None if all are admitted always."""
-    if all(table.config.admission == AdmissionConfig() for table in tables):
-        return None
-    admitted, size = torch.ones_like(new.ids, dtype=torch.bool), int(new.numbers[-1])
-    occurrences, every = new.begins[: size + 1].diff(), torch.arange(len(tables) + 1, device=new.ids.device)
-    bounds = torch.searchsorted(new.tables[:size], every.int()).tolist()
-    for table, own in zip(tables, map(slice, bounds, bounds[1:]), strict=False):
-        if table.config.admission != AdmissionConfig():
-            of_table = new.ids[own], occurrences[own]
-            admitted[own] = admits(table.config.admission, *of_table, table.seed, table.sketch)
-    return admitted
-
-
-@torch.no_grad()
-def commit_insert(batch: PendingInsert) -> Tensor:
-    """Give rows to new ids, with initial values and states of zero; int64 `[N]`, -1 of ids that are refused."""
-    size = sum(numbers[DISTINCT] for numbers in batch.counts)
-    for table, lookups, numbers in zip(batch.tables, batch.lookups, batch.counts, strict=True):
-        table.clock += 1
-        counted = {"inserts": numbers[NEEDED], "evictions": numbers[EVICTED]}
-        table.count(lookups=lookups, hits=lookups - numbers[POSITION], **counted)
-    if size:
-        new = batch.new
+            for number, begin, end in of_keys:
+                if number >= 0:
+                    kernel("dynamic_unuse_", device)(indexes[number], rows[begin:end], before[begin:end])
+            raise table.no_room(of_table[NEEDED], of_table[MISSING], is_step)
+    # Insert new ones.
+    ends_of_tables = [*accumulate((of_table[DISTINCT] for of_table in by_table), initial=0)]
+    if size := ends_of_tables[-1]:
         new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
-        insert = kernel("dynamic_insert_all_", batch.rows.device)
-        indexes = [table.index for table in batch.tables]
-        rows, evicted = insert(indexes, new, batch.starts, batch.admitted, batch.rules, batch.rows)
-        _note_inserted(batch, new, rows, evicted)
-    for table in batch.tables:
-        table.expire()
-    return batch.rows
+        new_rows, evicted = kernel("dynamic_insert_", device)(indexes, new, starts, rules, rows)
+        for table, of_table, (begin, end) in zip(tables, by_table, pairwise(ends_of_tables), strict=True):
+            table.count(inserts=of_table[NEEDED], evictions=of_table[EVICTED])
+            if table.removed is not None and of_table[EVICTED]:
+                table.removed.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
+            if is_step:
+                table.note_inserted(new.ids[begin:end], new_rows[begin:end], new.begins[begin : end + 1])
+        if is_step and not all(isinstance(table, CachedRowsOfIds) for table in tables):
+            initialize(tables, tables[0].state_names, new.ids, new_rows, new.tables)
+    if is_step:
+        for number, (table, of_table) in enumerate(zip(tables, by_table, strict=True)):
+            lookups = sum(end - begin for key, begin, end in of_keys if key == number)
+            table.clock += 1
+            table.count(lookups=lookups, hits=lookups - of_table[POSITION])
+            table.expire()
+    if occurrences is not None:
+        rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
+    return rows, keys, any(of_table[NEEDED] < of_table[DISTINCT] for of_table in by_table)
 
 
-def _note_inserted(batch: PendingInsert, new: NewIds, rows: Tensor, evicted: Tensor) -> None:
-    """Let new rows have initial values, and tables know what else depends on their ids."""
-    bounds, on_device = [0, *accumulate(numbers[DISTINCT] for numbers in batch.counts)], rows
-    for table, numbers, (begin, end) in zip(batch.tables, batch.counts, pairwise(bounds), strict=True):
-        own = slice(begin, end)
-        if batch.admitted is not None and table.config.admission != AdmissionConfig():
-            occurrences = new.begins[begin : end + 1].diff()
-            if table.sketch is not None:
-                table.sketch.add(new.ids[own], occurrences)
-            table.count(refused=int(occurrences[~batch.admitted[own]].sum()) if numbers[NEEDED] < end - begin else 0)
-        if table.removed is not None and numbers[EVICTED]:
-            table.note_removed(evicted[own][evicted[own, 1] >= 0, 0].sort().values)
-        if isinstance(table, CachedRowsOfIds):
-            given = nonzero(rows[own] >= 0)
-            table.note_new(rows[own][given], new.ids[own][given])
-            on_device = on_device.clone()
-            on_device[own] = -1
-    if not all(isinstance(table, CachedRowsOfIds) for table in batch.tables):
-        weights, seeds = [table.weight.detach() for table in batch.tables], [table.seed for table in batch.tables]
-        names = next(t for t in batch.tables if not isinstance(t, CachedRowsOfIds)).state_names
-        states = [table.get_buffer(name) for name in names for table in batch.tables]
-        initial = [table.config.bound for table in batch.tables]
-        kernel("initialize_rows_", rows.device)(weights, states, seeds, initial, new.ids, on_device, new.tables)
+def _admit(tables: Sequence["DynamicTable"], new: NewIds) -> None:
+    """Say which new ids are admitted, where not all are."""
+    if all(table.config.admission == AdmissionConfig() for table in tables):
+        return
+    size, every = int(new.numbers[-1]), torch.arange(len(tables) + 1, dtype=torch.int32, device=new.ids.device)
+    occurrences = new.begins[: size + 1].diff()
+    bounds = torch.searchsorted(new.tables[:size], every).tolist()
+    for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):
+        if (admission := table.config.admission) != AdmissionConfig():
+            of_table = new.ids[begin:end], occurrences[begin:end]
+            new.admitted[begin:end] = admits(admission, *of_table, table.seed, table.sketch)
+
+
+def initialize(tables: Sequence[Any], states: Sequence[str], ids: Tensor, rows: Tensor, numbers: Tensor) -> None:
+    """Write initial values of ids to rows of tables with these numbers, and states of zero; nothing where a row is
+    negative."""
+    kernel("initialize_rows_", rows.device)(
+        [table.weight.detach() for table in tables],
+        [table.get_buffer(name) for name in states for table in tables],
+        [table.seed for table in tables], [table.config.bound for table in tables], ids, rows, numbers,
+    )  # fmt: skip
 
 
 class Lock:
@@ -355,22 +322,31 @@ class DynamicTable(Table):
 
     def find(self, ids: Tensor) -> Tensor:
         """Rows int64 `[N]` of ids, -1 of those that have none."""
-        return self._call("dynamic_find", ids)
+        return find_all([self], [ids])[0]
 
-    def no_room(self, needed: int, missing: int) -> ValueError:
-        """Of a batch with so many new ids, for some of which there is no row."""
-        eviction = self.config.eviction
+    def no_room(self, needed: int, missing: int, in_batch: bool) -> ValueError:
+        """Of so many new ids, for some of which there is no row."""
+        title, eviction = f"table {self.config.name!r}", self.config.eviction
+        if not in_batch:
+            return ValueError(f"{title} has no room for {missing:,} of {needed:,} new ids; give it more capacity")
         return ValueError(
-            f"table {self.config.name!r}: a batch has {needed:,} new ids, and {missing:,} of them find no "
+            f"{title}: a batch has {needed:,} new ids, and {missing:,} of them find no "
             f"room among {len(self.index.ids):,} rows, of which {self.num_rows:,} are taken, as rows of the last "
             f"{eviction.protect} batches stay; give it more capacity, make batches smaller, or protect those of "
             "fewer batches: EvictionConfig(protect=...), at least 1"
         )
 
-    def rule(self, step: int) -> tuple[int, int, int]:
-        """For a batch of this step, see `Rules`."""
+    def rule(self, step: int) -> Rule:
+        """For a batch of this step."""
         eviction = self.config.eviction
-        return step, self._last(step), eviction.half_life if eviction.policy == "lfu" else 0
+        return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
+
+    def note_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
+        """Note new ids of a step, and the rows they got, -1 if refused; `begins` as of `NewIds`."""
+        if self.config.admission != AdmissionConfig():
+            if self.sketch is not None:
+                self.sketch.add(ids, begins.diff())
+            self.count(refused=int(begins.diff()[rows < 0].sum()))
 
     def expire(self) -> None:
         """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
@@ -383,20 +359,18 @@ class DynamicTable(Table):
 
     def initial_values(self, ids: Tensor) -> Tensor:
         """`[N, embedding_dim]`, of ids that have no row."""
-        values = self.weight.new_empty(ids.numel(), self.config.embedding_dim).detach()
+        values = torch.empty(ids.numel(), self.config.embedding_dim, dtype=self.config.dtype, device=ids.device)
         fill_initial_(values, self.seed, self.config.bound, rows=ids)
         return values
 
     def add(self, ids: Tensor) -> Tensor:
         """Rows for distinct new ids, ascending, of a table that never evicts any; nothing is written to these."""
-        return self._insert(ids, torch.ones_like(ids))
+        return self._insert(ids, self.rule(self.clock))[0]
 
-    def _insert(self, ids: Tensor, occurrences: Tensor) -> Tensor:
-        """Rows for distinct new ids, ascending, which there is room for; nothing is written to these."""
-        done = self._call("dynamic_insert_", ids, occurrences, *self.rule(self.clock))
-        self.count(inserts=ids.numel(), evictions=done.evicted_ids.numel())
-        self.note_removed(done.evicted_ids)
-        return done.rows
+    def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """Rows of distinct ids, and bool, which of them are new; nothing is written to these."""
+        rows, keys, _ = insert_batch([self], *one_batch([ids]), [0], rules=[rule])
+        return rows, keys != NO_KEY
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Copies of weight and states of distinct rows, where these are."""
@@ -410,10 +384,6 @@ class DynamicTable(Table):
         into = [self._memory(name) for name in values]
         source = [value.to(memory).contiguous() for value, memory in zip(values.values(), into, strict=True)]
         move_rows_(into, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
-
-    def _last(self, step: int) -> int:
-        """Rows used after this step are not evicted for that one."""
-        return step - 1 - self.config.eviction.protect
 
     def _as_ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         found = torch.as_tensor(ids, dtype=torch.int64, device=self.index.ids.device)
@@ -462,15 +432,8 @@ class DynamicTable(Table):
         ids = self._as_ids(ids)
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
-        found, used = self._call("dynamic_use_", ids, self.clock)  # so that they are not evicted for others
-        known, new = found >= 0, ids[found < 0]
-        if missing := self._call("dynamic_missing", new, self._last(self.clock)):
-            self._call("dynamic_unuse_", found, used)
-            raise ValueError(
-                f"table {self.config.name!r} has no room for {missing:,} of {new.numel():,} new ids; give it more "
-                "capacity"
-            )
-        found[~known] = self._insert(new, torch.ones_like(new))
+        found, new = self._insert(ids, self.rule(self.clock))
+        known = ~new
         values = {name: value[order.to(value.device)] for name, value in {"weight": rows, **states}.items()}
         if left := [name for name in self.state_names if name not in states]:
             as_they_were = self.read_rows(found[known])
@@ -661,12 +624,8 @@ class DynamicTable(Table):
 
     def _place(self, ids: Tensor, steps: Tensor, counts: Tensor, all_new: bool) -> Tensor:
         """Rows of distinct ids, which there is room for, used so often, last in these steps."""
-        if all_new:
-            rows: Tensor = self._call("dynamic_insert_", ids, counts, 0, -1, 0).rows
-        else:
-            rows = self.find(ids)
-            new = nonzero(rows < 0)
-            rows[new] = self._call("dynamic_insert_", ids[new], counts[new], 0, -1, 0).rows
+        rows, new = self._insert(ids, (MOST_USES, -1, 0))  # no step of these is later, so that it can be undone
+        self.count(inserts=-int(new.sum()))  # these are of another table's past
         uses = torch.stack([steps.int(), counts.clamp(max=MOST_USES).int()], 1)
         move_rows_([self.index.uses], [uses], rows, torch.arange(rows.numel(), device=rows.device))
         return rows
@@ -685,13 +644,6 @@ class DynamicTable(Table):
         return moved
 
 
-def initialize(table: Table, rows: Tensor, weight: Tensor, states: Sequence[str]) -> None:
-    """Write the weight of distinct rows of a table's memory, and states of zero."""
-    table.weight.data.index_copy_(0, rows, weight)
-    for name in states:
-        table.get_buffer(name).index_fill_(0, rows, 0.0)
-
-
 class CachedRowsOfIds(CachedTable):
     """A table whose rows belong to ids that get them in the course of time; a cache on the device has some.
 
@@ -703,11 +655,7 @@ class CachedRowsOfIds(CachedTable):
 
     seed: int
 
-    def initial_values(self, ids: Tensor) -> Tensor:
-        """`[N, embedding_dim]`, of ids that have no row."""
-        values = torch.empty(ids.numel(), self.config.embedding_dim, dtype=self.config.dtype, device=ids.device)
-        fill_initial_(values, self.seed, self.config.bound, rows=ids)
-        return values
+    initial_values: Any = DynamicTable.initial_values
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         CachedTable._allocate(self, num_rows, states, device)
@@ -730,7 +678,7 @@ class CachedRowsOfIds(CachedTable):
         (new, ids), self._new = self._new or (rows[:0], rows[:0]), None
         into = slots[torch.searchsorted(rows, new)]
         states = [field.name for field in self.record.fields if field.name not in ("weight", "id")]
-        initialize(self, into, self.initial_values(ids), states)
+        initialize([self], states, ids, into, torch.zeros_like(into, dtype=torch.int32))
         self.get_buffer("id").index_copy_(0, into, ids)
         return into
 
@@ -763,6 +711,12 @@ class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
     def reset_parameters(self, seed: int | None = None) -> None:
         CachedTable.reset_parameters(self, 0)
         DynamicTable.reset_parameters(self, seed)
+
+    def note_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
+        super().note_inserted(ids, rows, begins)
+        given = nonzero(rows >= 0)
+        self.note_new(rows[given], ids[given])
+        rows.fill_(-1)  # their slots are initialized, not they
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self
 from weakref import WeakValueDictionary
 
@@ -23,10 +22,10 @@ from torch.utils import _pytree as pytree
 from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
-from tritonemb.layout import FIRST_ROW, NO_KEY, NUM_ROWS, ROW_DIM, Layout, make_layout, segment_offsets
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import update_locks
-from tritonemb.tables.dynamic_table import begin_insert, commit_insert, one_batch
+from tritonemb.tables.dynamic_table import insert_batch
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -323,100 +322,48 @@ def assign_rows(
     if training and tables.cache is None:  # slots of a cache wait for updates by themselves
         update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
-        values, keys_of_table, all_known = batch.values().long(), tables.table_keys[tuple(batch.keys())], False
-        by_table = partial(_ids_by_table, batch, keys_of_table)
-        if tables.service is not None or (training and occurrences is not None):
-            positions, ids, counts = by_table(values, occurrences)
-            assign: Any = give_rows if tables.service is None else partial(_rows_on_servers, tables, training=training)
-            rows = values.clone()
-            for number, of_table in zip(positions, assign(dynamic, ids, counts)[0].values(), strict=True):
-                rows[positions[number]] = of_table
+        values, all_known = batch.values().long(), False
+        if tables.service is not None:
+            rows = _rows_on_servers(tables, batch, occurrences, training)
         else:
-            table_of_key, size = [-1] * len(batch.keys()), batch.stride()
-            for place, keys_of in enumerate(keys_of_table.values()):
-                for key in keys_of:
-                    table_of_key[key] = place
+            keys_of_tables = tables.table_keys[tuple(batch.keys())].values()
+            place_of = {key: place for place, keys in enumerate(keys_of_tables) for key in keys}
+            table_of_key, size = [place_of.get(key, -1) for key in range(len(batch.keys()))], batch.stride()
             bounds = batch.offsets()[::size] if size else batch.offsets().new_zeros(len(table_of_key) + 1)
             every = list(dynamic.values())
             if training:
-                inserted = begin_insert(every, values, bounds, table_of_key)
-                rows, all_known = commit_insert(inserted), not inserted.refuses
+                rows, _, refuses = insert_batch(every, values, bounds, table_of_key, occurrences)
+                all_known = not refuses
             else:
-                find = kernel("dynamic_find_all", values.device)
-                rows = find([table.index for table in every], values, bounds.contiguous(), table_of_key)
+                find = kernel("dynamic_find_", values.device)
+                rows = find([table.index for table in every], values, bounds.contiguous(), table_of_key)[0]
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
-        unknown = None if all_known else _unknown_ids(tables, rows, *by_table(values, None)[:2], layout, ahead)
+        unknown = None if all_known else _unknown_ids(tables, batch, rows, layout, ahead)
         clock = next(iter(dynamic.values())).clock
         return AssignedRows(assigned, groups, unknown, training, torch.tensor(clock))
 
 
-def _ids_by_table(
-    batch: KeyedJaggedTensor, keys: Mapping[int, list[int]], values: Tensor, occurrences: Tensor | None
-) -> tuple[dict[int, Any], dict[int, Tensor], dict[int, Tensor] | None]:
-    """Of each dynamic table, where its values are, see `positions_of`, its ids, and how often each was in the batch."""
-    positions = positions_of(batch, keys)
-    ids = {number: values[at].contiguous() for number, at in positions.items()}
-    return positions, ids, None if occurrences is None else {n: occurrences[at] for n, at in positions.items()}
-
-
-def give_rows(
-    tables: Mapping[int, Any], ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor]
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """The rows of a batch's distinct ids in dynamic tables, where new ids get some; and bool, which ids have just got
-    theirs.
-
-    `occurrences`: how often each of the ids is in the batch. ValueError, before anything changes, if ids find no room
-    in some table.
-    """
-    if not ids:
-        return {}, {}
-    given, last = _repeated(ids, occurrences)
-    inserted = begin_insert([tables[number] for number in given], *one_batch([*given.values()]), range(len(given)))
-    sizes = [of_table.numel() for of_table in given.values()]
-    rows, new = (each.split(sizes) for each in (commit_insert(inserted), inserted.keys != NO_KEY))
-    rows_of = {number: of_table[last[number]] for number, of_table in zip(given, rows, strict=True)}
-    return rows_of, {n: of_table[last[n]] & (rows_of[n] >= 0) for n, of_table in zip(given, new, strict=True)}
-
-
-def _rows_on_servers(
-    tables: Tables, dynamic: Mapping[int, Any], ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor] | None,
-    training: bool,
-) -> tuple[dict[int, Tensor]]:  # fmt: skip
-    """As `give_rows`, or, of a batch that is not trained, `DynamicTable.find`, where servers have the index."""
+def _rows_on_servers(tables: Tables, batch: KeyedJaggedTensor, occurrences: Tensor | None, training: bool) -> Tensor:
+    """As `insert_batch`, or, of a batch that is not trained, `find_all`, where servers have the index."""
+    values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
     distinct, inverses, counts = list[Tensor](), list[Tensor](), list[Tensor]()
-    for number, of_table in ids.items():
-        found, inverse, count = of_table.unique(return_inverse=True, return_counts=True)
+    for at in positions.values():
+        found, inverse, count = values[at].unique(return_inverse=True, return_counts=True)
         if occurrences is not None:
-            count = torch.zeros_like(found).index_add_(0, inverse, occurrences[number].long())
+            count = torch.zeros_like(found).index_add_(0, inverse, occurrences[at].long())
         distinct.append(found)
         inverses.append(inverse)
         counts.append(count)
     answers = tables.service.assign([each.cpu() for each in distinct], [each.cpu() for each in counts], training)
-    rows = dict[int, Tensor]()
-    for number, of_table, inverse, answer in zip(ids, distinct, inverses, answers, strict=True):
-        places, new = (each.to(of_table.device) for each in answer)
+    rows = values.clone()
+    for (number, at), ids, inverse, answer in zip(positions.items(), distinct, inverses, answers, strict=True):
+        places, new = (each.to(ids.device) for each in answer)
         if training:
-            dynamic[number].clock += 1
-            dynamic[number].note_new(places[new], of_table[new])
-        rows[number] = places[inverse]
-    return (rows,)
-
-
-def _repeated(
-    ids: Mapping[int, Tensor], occurrences: Mapping[int, Tensor]
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Each table's ids as often as they occur, and where each one's last is: of all tables at once, of which there may
-    be many with few ids."""
-    counts, sizes = torch.cat(list(occurrences.values())), [of_table.numel() for of_table in ids.values()]
-    ends, first = segment_offsets(counts), segment_offsets(torch.tensor(sizes)).tolist()
-    bounds = ends[first].tolist()
-    repeated = torch.cat(list(ids.values())).repeat_interleave(counts, output_size=bounds[-1])
-    tables = list(zip(ids, pairwise(first), pairwise(bounds), strict=True))
-    return (
-        {number: repeated[begin:end] for number, _, (begin, end) in tables},
-        {number: ends[start + 1 : stop + 1] - (begin + 1) for number, (start, stop), (begin, _) in tables},
-    )
+            tables.dynamic[number].clock += 1
+            tables.dynamic[number].note_new(places[new], ids[new])
+        rows[at] = places[inverse]
+    return rows
 
 
 def uses(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
@@ -449,8 +396,9 @@ def positions_of(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dic
 
 
 def _unknown_ids(
-    tables: Tables, rows: Tensor, positions: Mapping[int, Any], ids: Mapping[int, Tensor], layout: Layout, ahead: bool
+    tables: Tables, batch: KeyedJaggedTensor, rows: Tensor, layout: Layout, ahead: bool
 ) -> UnknownIds | None:
+    positions, values = positions_of(batch, tables.table_keys[tuple(batch.keys())]), batch.values().long()
     unknown: Any = [number for number, at in positions.items() if (rows[at] < 0).any()]
     if not unknown:
         return None
@@ -459,7 +407,7 @@ def _unknown_ids(
     for number in positions if ahead else unknown:
         places, mine = rows[positions[number]].clone(), rows[positions[number]] < 0
         known, of_known = places[~mine].unique(return_inverse=True)
-        new, of_new = ids[number][mine].unique(return_inverse=True)
+        new, of_new = values[positions[number]][mine].unique(return_inverse=True)
         known, new = (torch.nn.functional.pad(each, (0, 2 * ahead)) for each in (known, new))
         places[~mine], places[mine] = of_known, known.numel() + of_new
         found.values[positions[number]] = places

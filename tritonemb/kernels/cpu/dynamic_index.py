@@ -22,27 +22,12 @@ from tritonemb.kernels.cpu.simd import (
     uint8_row,
 )
 from tritonemb.kernels.dynamic_index import (
-    DynamicInsertion,
-    check_room,
-    distinct_ids,
     dynamic_expired,  # noqa: F401
+    dynamic_new_ids_reference,
     dynamic_unuse_,  # noqa: F401
-    insertion,
-    one_table,
     spread,
 )
-from tritonemb.layout import (
-    DIGEST_SHIFT,
-    GROWN_ROWS,
-    MISSING,
-    MOST_USES,
-    NO_KEY,
-    WAYS,
-    DynamicIndex,
-    NewIds,
-    Rules,
-    nonzero,
-)
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule
 
 
 @inlined
@@ -139,10 +124,10 @@ def _slot_of(index, place, id):
 
 
 @inlined
-def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
-    """For a chunk of ids, each loop asks for what the next reads. How many have no row."""
+def _find_some(index, begin, end, ids, table, step, rows, before, keys, mixed, slots):
+    """For a chunk of ids, each loop asks for what the next reads."""
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
-    id_of, uses, num_unknown = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data), 0
+    id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
@@ -166,15 +151,13 @@ def _find_some(index, begin, end, ids, step, rows, before, mixed, slots):
             if row < 0 or index.ids[row] != ids[at]:  # not there, or behind another of its digest
                 slot = _slot_of(index, _place_of(index, mixed[i]), ids[at])
                 row = rows[at] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
-                num_unknown += 1 if row < 0 else 0
-            if before.size > 0:
-                before[at] = 0
-                if row >= 0:
-                    before[at], index.uses[row, 0] = index.uses[row, 0], step
-                    count = atomic_increment(uses + row * 8 + 4)
-                    if count == MOST_USES or count < 0:  # it has come round
-                        index.uses[row, 1] = MOST_USES
-    return num_unknown
+            if before.size > 0 and row >= 0:
+                before[at], index.uses[row, 0] = index.uses[row, 0], step
+                count = atomic_increment(uses + row * 8 + 4)
+                if count == MOST_USES or count < 0:  # it has come round
+                    index.uses[row, 1] = MOST_USES
+            elif before.size > 0:
+                keys[at] = table
 
 
 @parallel
@@ -182,26 +165,13 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, steps, rows, before, ke
     """Of each key's values; with room in `before` they are used in the table's step, and `keys` written."""
     ids, rows = _bare_row(ids), _bare_row(rows)
     mixed, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
-    at, end, key = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks, 0
-    while at < end:
-        while key < tables.size and bounds[key + 1] <= at:
-            key += 1
-        table = tables[key] if key < tables.size and bounds[key] <= at else -1
-        stop = end if key == tables.size else min(end, bounds[key + 1] if bounds[key] <= at else bounds[key])
-        num_unknown = 0
-        if table >= 0:
-            num_unknown = _find_some(_index_at(indexes[table]), at, stop, ids, steps[table], rows, before, mixed, slots)
-        else:
-            rows[at:stop] = ids[at:stop]
-        if keys.size > 0:
-            keys[at:stop] = NO_KEY
-            if table < 0:
-                before[at:stop] = 0
-            if num_unknown > 0:
-                for position in range(at, stop):
-                    if rows[position] < 0:
-                        keys[position] = table
-        at = stop
+    at, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
+    rows[at:end], before[at:end], keys[at:end] = ids[at:end], 0, NO_KEY
+    for key in range(tables.size):
+        table, first, stop = tables[key], max(at, bounds[key]), min(end, bounds[key + 1])
+        if table >= 0 and first < stop:
+            index = _index_at(indexes[table])
+            _find_some(index, first, stop, ids, table, steps[table], rows, before, keys, mixed, slots)
 
 
 @called
@@ -305,10 +275,9 @@ def _empty_slot(index, partition, place):
 
 @inlined
 def _insert(index, partition, at, id, occurrences, step, last, half_life, evicted):
-    """The row of a new id, which is number `at`; -2 - row if a victim had it, whose id `evicted` gets then."""
+    """The row of a new id, which is number `at`; `evicted` gets the victim and its row, if there is one."""
     partitions, place = index.num_sets.size, _place_of(index, mix(id))
-    full = index.num_rows[partition] == index.ids.size // partitions
-    if full:
+    if index.num_rows[partition] == index.ids.size // partitions:
         first = place
         victim = _victim(index, first, step, last, half_life)
         for _ in range(index.num_sets[partition] - 1):
@@ -317,7 +286,7 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
             first += partitions
             first = first if first < index.num_sets[partition] * partitions else partition
             victim = _victim(index, first, step, last, half_life)
-        evicted[at] = _id_at(index, victim)
+        evicted[at, 0], evicted[at, 1] = _id_at(index, victim), index.rows[victim]
         _free(index, victim)
     num_free = np.int64(index.num_made[partition] - index.num_rows[partition])
     if num_free > 0:
@@ -334,7 +303,7 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
         and index.num_sets[partition] < index.overflowed.size // partitions
     ):
         _split(index, partition)
-    return -2 - row if full else row
+    return row
 
 
 @inlined
@@ -349,9 +318,9 @@ def _room(index, partition, needed, last):
 
 
 @parallel
-def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, steps, lasts, half_lives, rows, evicted):
+def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, rules, rows, evicted):
     """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
-    ids, begins, rows, evicted = _bare_row(ids), _bare_row(begins), _bare_row(rows), _bare_row(evicted)
+    ids, begins, rows = _bare_row(ids), _bare_row(begins), _bare_row(rows)
     mine, at = np.empty(CHUNK, dtype=np.int64), 0
     while at < ids.size:
         table, index = tables[at], _index_at(indexes[tables[at]])
@@ -360,7 +329,7 @@ def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, steps, 
         first, end = partitions * task // num_tasks, partitions * (task + 1) // num_tasks
         while at < ids.size and tables[at] == table:
             mixed = mix(ids[at])
-            if first <= _partition_of(index, mixed) < end and (admitted.size == 0 or admitted[at]):
+            if first <= _partition_of(index, mixed) < end and admitted[at]:
                 mine[found] = at
                 found += 1
                 prefetch(digests + _place_of(index, mixed) * WAYS, 1)
@@ -373,26 +342,26 @@ def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, steps, 
                     one = mine[i]
                     rows[one] = _insert(
                         index, _partition_of(index, mix(ids[one])), one, ids[one], begins[one + 1] - begins[one],
-                        steps[table], lasts[table], half_lives[table], evicted,
+                        rules[table, 0], rules[table, 1], rules[table, 2], evicted,
                     )  # fmt: skip
                 found = 0
 
 
 @compiled
-def _room_for(indexes, tables, ids, begins, admitted, lasts, counts):
+def _room_for(indexes, tables, ids, begins, admitted, rules, counts):
     at = 0
     while at < ids.size:
         first, table, index = at, tables[at], _index_at(indexes[tables[at]])
         needed, most_rows = np.zeros(index.num_sets.size, dtype=np.int64), index.ids.size // index.num_sets.size
         while at < ids.size and tables[at] == table:
-            if admitted.size == 0 or admitted[at]:
+            if admitted[at]:
                 needed[_partition_of(index, mix(ids[at]))] += 1
                 counts[table, 2] += 1
             at += 1
         counts[table, 0], counts[table, 1] = begins[at] - begins[first], at - first
         for partition in range(needed.size):
             wanted = needed[partition]
-            counts[table, 3] += wanted - _room(index, partition, wanted, lasts[table])
+            counts[table, 3] += wanted - _room(index, partition, wanted, rules[table, 1])
             counts[table, 4] += max(0, wanted - most_rows + np.int64(index.num_rows[partition]))
 
 
@@ -422,96 +391,52 @@ def _all_places(indexes: Sequence[DynamicIndex]) -> np.ndarray:
     return np.stack([*map(_places, indexes)])
 
 
-def dynamic_find(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """See `kernels/dynamic_index.py`."""
-    return dynamic_find_all([index], ids, torch.tensor([0, ids.numel()]), [0])
-
-
-def dynamic_use_(index: DynamicIndex, ids: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """See `kernels/dynamic_index.py`."""
-    return dynamic_use_all_([index], ids, torch.tensor([0, ids.numel()]), [0], [step])[:2]
-
-
-def dynamic_find_all(indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int]) -> Tensor:
-    """One pass. See `kernels/dynamic_index.py`."""
-    return _found(indexes, values, bounds, tables, [0] * len(indexes), False)[0]
-
-
-def dynamic_use_all_(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass. See `kernels/dynamic_index.py`."""
-    return _found(indexes, values, bounds, tables, steps, True)
-
-
-def _found(
-    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int], steps: Sequence[int],
-    use: bool,
+def dynamic_find_(
+    indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
+    steps: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    num_tasks, size = tasks_for(values.numel()), values.numel() if use else 0
+    """One pass. See `kernels/dynamic_index.py`."""
+    num_tasks, size = tasks_for(values.numel()), values.numel() if steps else 0
     rows, before, keys = np.empty(values.numel(), np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
     _find(
         num_tasks, num_tasks, num_tasks, _all_places(indexes), np.ascontiguousarray(bounds.numpy()).astype(np.int64),
-        np.array(tables), values.contiguous().numpy(), np.array(steps), rows, before, keys,
+        np.array(tables), values.contiguous().numpy(), np.array(steps or [0] * len(indexes)), rows, before, keys,
     )  # fmt: skip
     return torch.from_numpy(rows), torch.from_numpy(before), torch.from_numpy(keys)
-
-
-_NO_IDS, _NO_KEYS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
-_NO_NEW = NewIds(_NO_IDS, _NO_KEYS, _NO_KEYS, _NO_IDS, _NO_IDS, _NO_KEYS)
 
 
 def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """By PyTorch's operators, of the few positions that have no row. See `kernels/dynamic_index.py`."""
     unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))  # by NumPy: PyTorch wakes threads for it
-    new = distinct_ids(values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
+    new = dynamic_new_ids_reference(indexes, values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
     return new._replace(order=unknown[new.order])
 
 
-def dynamic_room(
-    indexes: Sequence[DynamicIndex], new: NewIds, admitted: Tensor | None, rules: Rules, counts: Tensor
-) -> Tensor:
+_NO_NEW = dynamic_new_ids_reference((), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+
+
+def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    flags, lasts = np.empty(0, np.bool_) if admitted is None else admitted.numpy(), np.array(rules.lasts)
-    tables, ids, begins = new.tables.numpy(), new.ids.numpy(), new.begins.numpy()
-    _room_for(_all_places(indexes), tables, ids, begins, flags, lasts, counts.numpy())
+    _room_for(_all_places(indexes), *_of_ids(new), np.array(rules), counts.numpy())
     return new.begins
 
 
-def dynamic_insert_all_(
-    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, admitted: Tensor | None, rules: Rules,
-    batch_rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def dynamic_insert_(
+    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    num_tasks, rows, victims = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1), torch.empty_like(new.ids)
-    flags = np.empty(0, np.bool_) if admitted is None else admitted.numpy()
+    num_tasks, rows = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1)
+    evicted = new.ids.new_full((new.ids.numel(), 2), -1)
     _insert_all(
-        num_tasks, num_tasks, num_tasks, _all_places(indexes), new.tables.numpy(), new.ids.numpy(), new.begins.numpy(),
-        flags, *map(np.array, rules), rows.numpy(), victims.numpy(),
+        num_tasks, num_tasks, num_tasks, _all_places(indexes), *_of_ids(new), np.array(rules), rows.numpy(),
+        evicted.numpy(),
     )  # fmt: skip
-    evicted, taken = new.ids.new_full((new.ids.numel(), 2), -1), nonzero(rows < -1)
-    rows[taken] = -2 - rows[taken]
-    evicted[taken] = torch.stack([victims[taken], rows[taken]], 1)
     spread(new, rows, batch_rows)
     return rows, evicted
 
 
-def dynamic_missing(index: DynamicIndex, ids: Tensor, last: int) -> int:
-    """See `kernels/dynamic_index.py`."""
-    new = one_table(ids, None, torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel()))
-    dynamic_room([index], new, None, Rules([0], [last], [0]), counts := ids.new_zeros(1, 5))
-    return int(counts[0, MISSING])
-
-
-def dynamic_insert_(
-    index: DynamicIndex, ids: Tensor, occurrences: Tensor, step: int, last: int, half_life: int
-) -> DynamicInsertion:
-    """See `kernels/dynamic_index.py`."""
-    new = one_table(ids, occurrences, torch.zeros_like(ids, dtype=torch.int32), torch.arange(ids.numel()))
-    rules = Rules([step], [last], [half_life])
-    starts = dynamic_room([index], new, None, rules, counts := ids.new_zeros(1, 5))
-    check_room(counts)
-    return insertion(*dynamic_insert_all_([index], new, starts, None, rules))
+def _of_ids(new: NewIds) -> list[np.ndarray]:
+    return [part.numpy() for part in (new.tables, new.ids, new.begins, new.admitted)]
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:

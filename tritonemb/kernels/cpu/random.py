@@ -1,24 +1,21 @@
 """CPU twin of `kernels/random.py`: 16-bit rows, widened exactly, narrowed to nearest or at random; initial values."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import FLOAT16, FLOAT32, inlined, parallel
-from tritonemb.kernels.cpu.row_groups import addresses_of, dtypes_of
+from tritonemb.kernels.cpu.jit import FLOAT16, inlined, parallel
 from tritonemb.kernels.cpu.simd import (
     bfloat16_to_float32,
-    element_size,
     float16_to_float32,
     float32_bits,
     float32_from_bits,
     float32_row,
     float32_to_float16,
-    uint16_row,
 )
-from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT
+from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT, initialize_by
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -156,39 +153,6 @@ def initial_rows(
     )  # fmt: skip
 
 
-@parallel
-def _initialize(task, num_tasks, weights, states, per_element, dims, dtypes, seeds, scales, ids, rows, tables):
-    most = dims.max()
-    room, words = np.empty(most, dtype=np.float32), np.empty(most + UNIFORMS_PER_COUNTER, dtype=np.uint32)
-    for place in range(rows.size * task // num_tasks, rows.size * (task + 1) // num_tasks):
-        table, row = tables[place], rows[place]
-        if row < 0:
-            continue
-        dim, dtype = dims[table], dtypes[table]
-        address = weights[table] + row * dim * element_size(dtype)
-        counters = (dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
-        fill_philox(words[: counters * UNIFORMS_PER_COUNTER], seeds[table], np.int64(0), ids[place], np.int64(0))
-        values = float32_row(address if dtype == FLOAT32 else room.ctypes.data, dim)
-        for column in range(dim):
-            values[column] = np.float32(np.int32(words[column]) >> np.int32(8)) * scales[table]
-        if dtype != FLOAT32:
-            narrow_row(values, dtype, uint16_row(address, dim))
-        for state in range(per_element.size):
-            size = dim if per_element[state] else 1
-            float32_row(states[state * dims.size + table] + row * size * 4, size)[:] = np.float32(0)
-
-
-def initialize_rows_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], seeds: Sequence[int], bounds: Sequence[float], ids: Tensor,
-    rows: Tensor, tables: Tensor,
-) -> None:  # fmt: skip
-    """Arguments as in the reference."""
-    dims = np.array([weight.shape[1] for weight in weights])
-    num_tasks = max(1, min(rows.numel(), rows.numel() * int(dims.max()) // ELEMENTS_PER_TASK))
-    _initialize(
-        torch.get_num_threads(), num_tasks, num_tasks, addresses_of(weights),
-        np.array([*map(Tensor.data_ptr, states)], dtype=np.int64),
-        np.array([state.dim() > 1 for state in states[:: len(weights)]], dtype=np.bool_), dims,
-        dtypes_of(weights), np.array(seeds),
-        np.array([bound * UNIT for bound in bounds], dtype=np.float32), ids.numpy(), rows.numpy(), tables.numpy(),
-    )  # fmt: skip
+def initialize_rows_(*args: Any) -> None:
+    """A pass per table. Arguments as in the reference."""
+    initialize_by(initial_rows, *args)
