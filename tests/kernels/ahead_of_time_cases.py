@@ -236,7 +236,7 @@ def several_indexes(
     weights = [torch.zeros(shape, device=_device) for shape in shapes]
     states = [torch.ones(shape[:1], device=_device) for shape in shapes] + [weight + 1 for weight in weights]
     place = new.ids, inserted[:size], new.tables
-    load("initialize_rows_", _kernels)(weights, states, [5, 2**62][:num_tables], [0.5, 2.0][:num_tables], *place)
+    load("initialize_rows_", _kernels)(weights, states, [(5, 0.5), (2**62, 2.0)][:num_tables], *place)
     return [rows, counts, *weights, *states, load("dynamic_find_", _kernels)(indexes, values, bounds, of_key)[0]]
 
 

@@ -100,7 +100,7 @@ def test_rows_of_several_tables_are_initialized_at_once(device, implementation, 
         ids = torch.tensor([-5, 2**40, 3, 3, 0, 8])
         rows, tables = torch.tensor([8, 0, 4, -1, 5, 6]), torch.tensor([0, 1, 2, 0, 2, 1], dtype=torch.int32)
         place = ids.to(device), rows.to(device), tables.to(device)
-        load("initialize_rows_", implementation)(weights, states, [1, 2**63 - 1, 0], [0.5, 2.0, 1e-3], *place)
+        load("initialize_rows_", implementation)(weights, states, [(1, 0.5), (2**63 - 1, 2.0), (0, 1e-3)], *place)
         return [tensor.cpu() for tensor in (*weights, *states)]
 
     results, expected = initialized(implementation, device), initialized("reference", torch.device("cpu"))

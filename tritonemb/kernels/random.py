@@ -212,49 +212,42 @@ def _initialize_kernel(
 
 
 def initialize_rows_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], seeds: Sequence[int], bounds: Sequence[float], ids: Tensor,
+    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]], ids: Tensor,
     rows: Tensor, tables: Tensor,
 ) -> None:  # fmt: skip
     """A launch for each dtype. Arguments as in the reference."""
     device, per_element = rows.device, sum((state.dim() > 1) << n for n, state in enumerate(states[:: len(weights)]))
     dims = on_device([weight.shape[1] for weight in weights], device)
-    scales = on_device([bound * UNIT for bound in bounds], device, torch.float32)
+    scales = on_device([bound * UNIT for _, bound in initial], device, torch.float32)
     for part in by_dtype(weights):
         block = min(next_power_of_2(max(part.max_dim, 16)), 1024)
         tile = max(1, _ELEMENTS_OF_ROWS // block)
         launch(
             _initialize_kernel, (cdiv(rows.numel(), tile), cdiv(part.max_dim, block)),
             on_device(part.addresses, device), on_device(pointers_to(states) or (0,), device), dims,
-            on_device(seeds, device), scales, len(weights), ids, rows, tables, rows.numel(),
+            on_device([seed for seed, _ in initial], device), scales, len(weights), ids, rows, tables, rows.numel(),
             STATES=len(states) // len(weights), PER_ELEMENT=per_element, CODE=CODES[part.dtype],
             ALIGN=part.row_alignment, ROWS=tile, BLOCK=block,
         )  # fmt: skip
 
 
 def initialize_rows_reference_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], seeds: Sequence[int], bounds: Sequence[float], ids: Tensor,
-    rows: Tensor, tables: Tensor,
+    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]], ids: Tensor,
+    rows: Tensor, tables: Tensor, draw: Callable[..., None] = initial_rows_reference,
 ) -> None:  # fmt: skip
     """Give rows of several tables the initial values of ids, and states of zero.
 
     Args:
         weights: `[rows, dim]` of each table, float32 or of 16 bits.
         states: the first state of each table, then the second; float32.
-        seeds, bounds: of each table.
+        initial: seed and bound of each table.
         ids, rows, tables: int64 `[U]`, int64 `[U]` and int32 `[U]`; nothing is done where a row is negative.
+        draw: what fills the values of one table.
     """
-    initialize_by(initial_rows_reference, weights, states, seeds, bounds, ids, rows, tables)
-
-
-def initialize_by(
-    draw: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor], seeds: Sequence[int],
-    bounds: Sequence[float], ids: Tensor, rows: Tensor, tables: Tensor,
-) -> None:  # fmt: skip
-    """`initialize_rows_` by an `initial_rows`."""
-    for number, weight in enumerate(weights):
+    for number, (weight, (seed, bound)) in enumerate(zip(weights, initial, strict=True)):
         mine = nonzero((tables == number) & (rows >= 0))
         drawn, into = torch.empty(mine.numel(), weight.shape[1], device=weight.device), rows[mine]
-        draw(drawn, seeds[number], bounds[number], rows=ids[mine])
+        draw(drawn, seed, bound, rows=ids[mine])
         weight.index_copy_(0, into, drawn.to(weight.dtype))
         for state in states[number :: len(weights)]:
             state.index_fill_(0, into, 0.0)

@@ -191,7 +191,7 @@ def initialize(tables: Sequence[Any], states: Sequence[str], ids: Tensor, rows: 
     kernel("initialize_rows_", rows.device)(
         [table.weight.detach() for table in tables],
         [table.get_buffer(name) for name in states for table in tables],
-        [table.seed for table in tables], [table.config.bound for table in tables], ids, rows, numbers,
+        [(table.seed, table.config.bound) for table in tables], ids, rows, numbers,
     )  # fmt: skip
 
 

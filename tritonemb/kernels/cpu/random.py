@@ -1,6 +1,6 @@
 """CPU twin of `kernels/random.py`: 16-bit rows, widened exactly, narrowed to nearest or at random; initial values."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from tritonemb.kernels.cpu.simd import (
     float32_row,
     float32_to_float16,
 )
-from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT, initialize_by
+from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT, initialize_rows_reference_
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -153,6 +153,4 @@ def initial_rows(
     )  # fmt: skip
 
 
-def initialize_rows_(*args: Any) -> None:
-    """A pass per table. Arguments as in the reference."""
-    initialize_by(initial_rows, *args)
+initialize_rows_ = partial(initialize_rows_reference_, draw=initial_rows)
