@@ -344,7 +344,7 @@ def test_rows_of_a_snapshot_without_room_change_nothing(tier, all_new):
     before, saved = collection.state_dict(), table_of(collection).saved()
     saved = {name: saved[name][:2] for name in ("weight", "step", "count")}
     with pytest.raises(ValueError, match=f"has no room for {1 + all_new} of {1 + all_new} new ids"):
-        table_of(collection).put({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved}, all_new)
+        table_of(collection).put({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved})
     assert_same_bits(collection.state_dict(), before)
 
 

@@ -126,7 +126,7 @@ class SavedPart:
             records = read_snapshot(path)
             values, counters = next(records)
             self.header = {**values, "counters": dict(zip(values["counters"], counters, strict=True))}
-            self.pushes, all_new = {}, dict[int, bool]()
+            self.pushes = {}
             for values, tensors in records:
                 if "push" in values:
                     there = self.pushes.setdefault(values["push"], SentBatch(lr=values["lr"]))
@@ -140,7 +140,7 @@ class SavedPart:
                     continue
                 there_has = spec.partitions(number, self.header["server"])
                 if values["kind"] == "others":
-                    all_new[number] = table.expect(values["rows"] // there_has[1])
+                    table.expect(values["rows"] // there_has[1])
                 elif values["kind"] == "removed":
                     table.forget(found["ids"])
                 else:
@@ -150,7 +150,7 @@ class SavedPart:
                         found = {name: value[mine] for name, value in found.items()}
                     if not numbers:
                         found.pop("row", None)
-                    table.put(found, all_new[number])
+                    table.put(found)
 
 
 def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[SavedPart]:

@@ -579,7 +579,7 @@ class DynamicTable(Table):
             )
         self.clear()
         self.expect(ids.numel() // self.index.num_sets.numel())
-        rows = self._place(ids, saved["step"].to(ids)[order], saved["count"].to(ids)[order], True)
+        rows = self._place(ids, saved["step"].to(ids)[order], saved["count"].to(ids)[order])
         if "row" in saved:
             rows, before = saved["row"].to(ids)[order] - self.row_config.row_origin, rows
             renumber(self.index, before, rows)
@@ -593,20 +593,19 @@ class DynamicTable(Table):
         if self.sketch is not None:
             self.sketch.adopt(saved)
 
-    def expect(self, rows: int) -> bool:
-        """Make ready for so many rows a partition, about, if there are none; whether there are none."""
+    def expect(self, rows: int) -> None:
+        """Make ready for so many rows per partition, about, if there are none."""
         index, partitions = self.index, self.index.num_sets.numel()
-        if is_empty := self.num_rows == 0:
+        if self.num_rows == 0:
             sets = max(1, min(rows // GROWN_ROWS, index.overflowed.numel() // partitions))
             index.num_sets.fill_(sets)
-        return is_empty
 
-    def put(self, saved: Mapping[str, Tensor], all_new: bool) -> None:
-        """Take what `state_dict` had of some ids; `all_new`: none of these is here.
+    def put(self, saved: Mapping[str, Tensor]) -> None:
+        """Take what `state_dict` had of some ids.
 
         With `row`, they get rows with these numbers when `settle` is called, and not before.
         """
-        rows = self._place(saved["ids"], saved["step"], saved["count"], all_new)
+        rows = self._place(saved["ids"], saved["step"], saved["count"])
         if "row" in saved:
             before, rows = rows, saved["row"] - self.row_config.row_origin
             if self._numbers is None and not torch.equal(before, rows):
@@ -622,7 +621,7 @@ class DynamicTable(Table):
             renumber(self.index, rows, self._numbers[rows])
             self._numbers = None
 
-    def _place(self, ids: Tensor, steps: Tensor, counts: Tensor, all_new: bool) -> Tensor:
+    def _place(self, ids: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
         """Rows of distinct ids, which there is room for, used so often, last in these steps."""
         rows, new = self._insert(ids, (MOST_USES, -1, 0))  # no step of these is later, so that it can be undone
         self.count(inserts=-int(new.sum()))  # these are of another table's past
