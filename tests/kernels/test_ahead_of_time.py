@@ -331,7 +331,7 @@ def test_the_table_holds_the_cases_that_there_are(tmp_path, monkeypatch):
     assert line.count("|") == rule.count("|") == 11
 
 
-def test_the_first_checks_compile_fewer_than_fifty_variants() -> None:
+def test_the_first_checks_compile_fewer_than_sixty_variants() -> None:
     """Each is compiled on the first machine with a GPU, while somebody waits."""
     cpu, variants = torch.device("cpu"), set[tuple[str, int]]()
 
@@ -348,4 +348,4 @@ def test_the_first_checks_compile_fewer_than_fifty_variants() -> None:
 
     for workload in (w for w in WORKLOADS if any(shape in str(w) for shape in SHAPES)):
         count(partial(run_workload, replace(workload, batch_size=16, num_rows=(1000,) * workload.num_tables)))
-    assert 40 < len(variants) < 50
+    assert 50 < len(variants) < 60

@@ -559,10 +559,19 @@ def dynamic_find_reference_(
 
 def dynamic_new_ids_reference(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """The distinct ones of ids int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; there is nothing behind them."""
+    return new_ids_by_torch(values, keys)
+
+
+def new_ids_by_torch(values: Tensor, keys: Tensor) -> NewIds:
+    """`dynamic_new_ids` by PyTorch, whose sizes the host waits for."""
     order = nonzero(keys != NO_KEY)
-    order = order[values[order].sort(stable=True).indices]
-    keys, by_key = keys[order].sort(stable=True)
-    ids, heads = values[order := order[by_key]], torch.ones_like(keys, dtype=torch.bool)
+    ids, keys = values[order], keys[order]
+    ascend = (keys[1:] > keys[:-1]) | ((keys[1:] == keys[:-1]) & (ids[1:] >= ids[:-1]))
+    if not ascend.all():  # those of a checkpoint do
+        by_id = ids.sort(stable=True).indices
+        keys, by_key = keys[by_id].sort(stable=True)
+        order, ids = order[by_id[by_key]], ids[by_id[by_key]]
+    heads = torch.ones_like(keys, dtype=torch.bool)
     heads[1:] = (ids[1:] != ids[:-1]) | (keys[1:] != keys[:-1])
     firsts, numbers = nonzero(heads), heads.cumsum(0, dtype=torch.int32)
     begins = torch.cat([firsts, firsts.new_tensor([ids.numel()])])

@@ -233,7 +233,7 @@ def initialize_rows_(
 
 def initialize_rows_reference_(
     weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]], ids: Tensor,
-    rows: Tensor, tables: Tensor, draw: Callable[..., None] = initial_rows_reference,
+    rows: Tensor, tables: Tensor,
 ) -> None:  # fmt: skip
     """Give rows of several tables the initial values of ids, and states of zero.
 
@@ -242,8 +242,15 @@ def initialize_rows_reference_(
         states: the first state of each table, then the second; float32.
         initial: seed and bound of each table.
         ids, rows, tables: int64 `[U]`, int64 `[U]` and int32 `[U]`; nothing is done where a row is negative.
-        draw: what fills the values of one table.
     """
+    initialize_by(initial_rows_reference, weights, states, initial, ids, rows, tables)
+
+
+def initialize_by(
+    draw: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor],
+    initial: Sequence[tuple[int, float]], ids: Tensor, rows: Tensor, tables: Tensor,
+) -> None:  # fmt: skip
+    """`initialize_rows_` by PyTorch; `draw` fills the values of one table."""
     for number, (weight, (seed, bound)) in enumerate(zip(weights, initial, strict=True)):
         mine = nonzero((tables == number) & (rows >= 0))
         drawn, into = torch.empty(mine.numel(), weight.shape[1], device=weight.device), rows[mine]

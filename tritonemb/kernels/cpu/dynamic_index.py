@@ -23,8 +23,8 @@ from tritonemb.kernels.cpu.simd import (
 )
 from tritonemb.kernels.dynamic_index import (
     dynamic_expired,  # noqa: F401
-    dynamic_new_ids_reference,
     dynamic_unuse_,  # noqa: F401
+    new_ids_by_torch,
     spread,
 )
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule
@@ -408,11 +408,11 @@ def dynamic_find_(
 def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """By PyTorch's operators, of the few positions that have no row. See `kernels/dynamic_index.py`."""
     unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))  # by NumPy: PyTorch wakes threads for it
-    new = dynamic_new_ids_reference(indexes, values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
+    new = new_ids_by_torch(values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
     return new._replace(order=unknown[new.order])
 
 
-_NO_NEW = dynamic_new_ids_reference((), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+_NO_NEW = new_ids_by_torch(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
 def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor) -> Tensor:

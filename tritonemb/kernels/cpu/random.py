@@ -15,7 +15,7 @@ from tritonemb.kernels.cpu.simd import (
     float32_row,
     float32_to_float16,
 )
-from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT, initialize_rows_reference_
+from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT, initialize_by
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -153,4 +153,4 @@ def initial_rows(
     )  # fmt: skip
 
 
-initialize_rows_ = partial(initialize_rows_reference_, draw=initial_rows)
+initialize_rows_ = partial(initialize_by, initial_rows)
