@@ -461,7 +461,7 @@ def dynamic_find_(
 
 def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """Two launches behind two sorts and a cumulated sum, over all positions. As the reference."""
-    num_ids, grid = values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
+    values, num_ids, grid = values.contiguous(), values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
     by_id = values.sort(stable=True)[1]
     keys, by_key = keys[by_id].sort(stable=True)
     order, sorted_ids, ids = (torch.empty_like(values) for _ in range(3))
