@@ -36,6 +36,8 @@ class KeyedJaggedTensor:
             total other than `N`) at once when they are on the CPU, else when a kernel meets them.
     """
 
+    is_checked = False  # whether offsets ascend from 0 to the number of values
+
     def __init__(
         self, keys: Sequence[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
         offsets: Tensor | None = None,
@@ -45,7 +47,8 @@ class KeyedJaggedTensor:
         self._keys, self._values, self._weights = tuple(keys), values, weights
         lengths = lengths.reshape(-1) if isinstance(lengths, Tensor) and lengths.dim() == 2 else lengths
         self._check_form(lengths, offsets)
-        if not torch.compiler.is_compiling() and readable(lengths if offsets is None else offsets):
+        self.is_checked = not torch.compiler.is_compiling() and readable(lengths if offsets is None else offsets)
+        if self.is_checked:
             self._check_contents(lengths, offsets)
         # Both are settled here: a batch that changed when it is used would be compiled for twice.
         self._lengths = lengths if offsets is None else None
@@ -271,29 +274,30 @@ class KeyedJaggedTensor:
                 raise TypeError(f"weights must be floating point, got {self._weights.dtype}")
 
     def _check_contents(self, lengths: Any, offsets: Any) -> None:
-        # By NumPy: PyTorch wakes threads for it, which takes longer.
-        steps = lengths if offsets is None else torch.from_numpy(np.diff(offsets.numpy()))
+        # By NumPy: PyTorch wakes threads for it, which takes longer. Differences are taken where they are needed alone.
         total, source = (lengths.sum(), "lengths add up to") if offsets is None else (offsets[-1], "offsets end at")
         if offsets is not None and int(offsets[0]) != 0:
             raise ValueError(f"offsets must start with 0, got {int(offsets[0])}")
-        if steps.numel() and int(steps.numpy().min()) < 0:
-            where, bag = self._first(steps < 0)
+        ends = None if offsets is None else offsets.numpy()
+        negative = lengths.numpy() < 0 if ends is None else ends[1:] < ends[:-1]
+        if negative.any():
+            where, bag = self._first(negative)
             raise ValueError(
-                f"lengths must not be negative: {where} has {int(steps[bag])}"
+                f"lengths must not be negative: {where} has {int(lengths[bag])}"
                 if offsets is None
                 else f"offsets must ascend: {where} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
             )
-        if steps is not lengths and readable(lengths) and not bool((steps == lengths).all()):
-            where, bag = self._first(steps != lengths)
+        if ends is not None and readable(lengths) and (differ := np.diff(ends) != lengths.numpy()).any():
+            where, bag = self._first(differ)
             raise ValueError(
                 f"lengths and offsets disagree: {where} has the length {int(lengths[bag])}, by its offsets "
-                f"{int(steps[bag])}; give one of them"
+                f"{int(offsets[bag + 1] - offsets[bag])}; give one of them"
             )
         if int(total) != self._values.shape[0]:
             raise ValueError(f"{source} {int(total)} but there are {self._values.shape[0]} values")
 
-    def _first(self, bags: Tensor) -> tuple[str, int]:
-        bag, batch_size = int(bags.nonzero()[0]), bags.numel() // max(1, len(self._keys))
+    def _first(self, bags: np.ndarray) -> tuple[str, int]:
+        bag, batch_size = int(bags.argmax()), bags.size // max(1, len(self._keys))
         return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}", bag
 
 

@@ -5,6 +5,7 @@ keys may be in any order, unused, or used by several tables, and nothing is move
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -130,17 +131,25 @@ class NewIds(NamedTuple):
 class TensorList(list[Tensor]):
     """Tensors by table, and facts about them that hold while none has moved: a thousand tables take long to ask.
 
-    `known`: that of the list of the step before, whose facts are kept if all tensors are where they were.
+    `memory` keeps the facts by `name` from step to step. Addresses are asked for with the first fact.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], known: "_Known | None" = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], memory: "dict[str, _Known] | None" = None, name: str = "") -> None:
         super().__init__(tensors)
-        addresses = [*map(Tensor.data_ptr, self)]
-        self.known: _Known = (addresses, {}) if known is None or known[0] != addresses else known
+        self._memory, self._name = {} if memory is None else memory, name
+
+    @functools.cached_property
+    def known(self) -> "_Known":
+        """Addresses, and facts."""
+        addresses, known = [*map(Tensor.data_ptr, self)], self._memory.get(self._name)
+        if known is None or known[0] != addresses:
+            known = self._memory[self._name] = addresses, {}
+        return known
 
     def unmoved(self) -> list[Tensor]:
-        """This list, or a plain one if a tensor has moved since."""
-        return self if self.known[0] == [*map(Tensor.data_ptr, self)] else list(self)
+        """This list, or a plain one if a tensor has moved since its address was asked for."""
+        is_asked = "known" in vars(self)
+        return self if not is_asked or self.known[0] == [*map(Tensor.data_ptr, self)] else list(self)
 
 
 _Known = tuple[list[int], dict[Any, Any]]
@@ -231,6 +240,21 @@ def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
     ).repeat_interleave(counts)
     index.free[numbers_in_partition * partitions + unused % partitions] = unused.int()
     index.used[unused] = MOST_USES
+
+
+def undo_use(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
+    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
+    rows, before = rows[rows >= 0], before[rows >= 0]
+    earlier = before < index.used[rows]
+    index.used[rows[earlier]] = before[earlier]
+    index.counts.index_add_(0, rows, torch.full_like(before, -1))
+
+
+def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
+    """int64 `[n]`, ascending: ids of a partition whose rows were not used after the step `last`."""
+    partitions = index.num_sets.numel()
+    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
+    return index.ids[rows][index.used[rows] <= last].sort().values  # a freed row counts as used
 
 
 def nonzero(flags: Tensor) -> Tensor:

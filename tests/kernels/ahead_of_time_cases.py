@@ -21,7 +21,7 @@ from torch import Tensor
 import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import DISTINCT, DynamicIndex, Layout, dynamic_rows, make_index, make_layout
+from tritonemb.layout import DISTINCT, DynamicIndex, Layout, dynamic_rows, expired_ids, make_index, make_layout
 from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.types import CODECS
@@ -214,7 +214,7 @@ def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Te
         indexes = [index, make_index(60, _device, 1)]
         found += several_indexes(indexes, ids[30 * (step - 3) :][:60], [0, -1, 1], step, half_life)
     ids, rows = dynamic_rows(index)
-    return [*found, load("dynamic_expired", _kernels)(index, 0, 1), ids, rows, index.uses[rows], *index[5:]]
+    return [*found, expired_ids(index, 0, 1), ids, rows, index.uses[rows], *index[5:]]
 
 
 def several_indexes(
@@ -469,7 +469,7 @@ def initial_cases() -> Iterator[Case]:
 def draw_rows(dim: int, named: bool) -> list[Tensor]:
     """First values of rows, neighbours or named."""
     out, rows = torch.empty(3, dim, device=_device), torch.tensor([5, 2**33, 0], device=_device) if named else None
-    load("initial_rows", _kernels)(out, 2**62 + 1, 0.5, 2**33, 2, rows)
+    load("initialize_rows_", _kernels)([out], [], [(2**62 + 1, 0.5)], rows, None, None, 2**33, 2)
     return [out]
 
 

@@ -17,7 +17,18 @@ from tests.strategies import seeds
 from tritonemb.kernels import dynamic_index as triton
 from tritonemb.kernels.cpu import dynamic_index as cpu
 from tritonemb.kernels.cpu import row_cache
-from tritonemb.layout import MISSING, MOST_USES, NO_KEY, DynamicIndex, NewIds, dynamic_rows, make_index, partitions_of
+from tritonemb.layout import (
+    MISSING,
+    MOST_USES,
+    NO_KEY,
+    DynamicIndex,
+    NewIds,
+    dynamic_rows,
+    expired_ids,
+    make_index,
+    partitions_of,
+    undo_use,
+)
 
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32) - 1, -1, 0, 1, 2**31, 2**32, 2**32 + 5, 2**62, 2**63 - 1]
 
@@ -246,7 +257,7 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> t
                 model.remove(id)
         elif action < 0.4:
             partition, last = rng.randrange(num_partitions), step - rng.randint(0, 3)
-            old = served(kernels, "dynamic_expired")(index, partition, last).tolist()
+            old = expired_ids(index, partition, last).tolist()
             rows = model.partitions[partition].rows()
             assert old == sorted(id for id in rows if rows[id].used <= last)
         else:
@@ -279,7 +290,7 @@ def use(
     new_ids, counts = (torch.tensor([*part], dtype=torch.int64, device=device) for part in (new.keys(), new.values()))
     assert missing_rows(kernels, index, new_ids, rule[1]) == missing
     if missing:
-        served(kernels, "dynamic_unuse_")(index, rows, before)
+        undo_use(index, rows, before)
         for id in known:
             partition = model.of(id)
             partition.sets[partition.home(id)][id] = found[id]
@@ -415,7 +426,7 @@ def test_an_id_is_used_many_times_at_once(device):
     rows, before = mark("triton", index, batch, 2)
     assert index.counts[:10].tolist() == [2, 2, 2, MOST_USES, 2, 2, 2, 302, 2, 2]
     assert index.used[:10].tolist() == [2] * 10
-    triton.dynamic_unuse_(index, rows, before)
+    undo_use(index, rows, before)
     assert index.used[:10].tolist() == [1] * 10
     assert index.counts[:10].tolist() == [1, 1, 1, MOST_USES - 91, 1, 1, 1, 1, 1, 1]
 

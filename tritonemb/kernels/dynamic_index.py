@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, pointers_to, tl
 from tritonemb.layout import (
@@ -417,19 +416,14 @@ def _remove_kernel(indexes, starts, order, ids, rows):
             _free(index, partition, tl.max(slot, 0))
 
 
-_known = WeakTensorKeyDictionary()  # by `ids`
-
-
 def _addresses(indexes: Sequence[DynamicIndex]) -> Tensor:
     """int64 `[T, 15]`, a `_Parts` each: addresses, sizes, and its first partition among those of all."""
     numbers, first = list[int](), 0
     for index in indexes:
-        if (parts := _known.get(index.ids)) is None:
-            partitions = index.num_sets.numel()
-            sizes = partitions, index.ids.numel() // partitions, index.overflowed.numel()
-            parts = _known[index.ids] = (*pointers_to(index), *sizes)
-        numbers += (*parts, first)
-        first += parts[len(DynamicIndex._fields)]
+        partitions = index.num_sets.numel()
+        sizes = partitions, index.ids.numel() // partitions, index.overflowed.numel()
+        numbers += (*pointers_to(index), *sizes, first)
+        first += partitions
     return on_device(numbers, indexes[0].ids.device)
 
 
@@ -476,14 +470,6 @@ def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tenso
     return NewIds(order, keys, numbers, ids, begins, tables, admitted)
 
 
-def dynamic_unuse_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """As the reference, by PyTorch, on any device."""
-    rows, before = rows[rows >= 0], before[rows >= 0]
-    earlier = before < index.used[rows]
-    index.used[rows[earlier]] = before[earlier]
-    index.counts.index_add_(0, rows, torch.full_like(before, -1))
-
-
 def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor) -> Tensor:
     """One launch. As the reference."""
     num_programs, (by_table, step) = sum(index.num_sets.numel() for index in indexes), _rules_on(counts.device, rules)
@@ -519,13 +505,6 @@ def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     return rows
 
 
-def dynamic_expired(index: DynamicIndex, partition: int, last: int) -> Tensor:
-    """As the reference, by PyTorch, on any device. A freed row counts as used."""
-    partitions = index.num_sets.numel()
-    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
-    return index.ids[rows][index.used[rows] <= last].sort().values
-
-
 def dynamic_find_reference_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
     steps: Sequence[int] | None = None,
@@ -539,7 +518,7 @@ def dynamic_find_reference_(
 
     Returns:
         int64 `[N]`: rows, -1 of unknown ids, and values of no dynamic table as they are. With `steps`, int32 `[N]` for
-        `dynamic_unuse_`: of one occurrence of each id the step in which it was used before, of the others that one or
+        `undo_use`: of one occurrence of each id the step in which it was used before, of the others that one or
         its table's; and int32 `[N]`: keys, see `NewIds`.
     """
     rows, ends = values.clone(), bounds.tolist()
@@ -618,21 +597,8 @@ def dynamic_insert_reference_(
             rows[number] = contents[table].by_id[id]
     for index, content in zip(indexes, contents, strict=True):
         content.store(index)
-    spread(new, rows, batch_rows)
+    batch_rows.index_copy_(0, new.order, rows[new.numbers - 1])
     return rows, evicted
-
-
-def spread(new: NewIds, rows: Tensor, batch_rows: Tensor) -> None:
-    """Write the rows of distinct ids at all their positions."""
-    batch_rows.index_copy_(0, new.order, rows.index_select(0, new.numbers - 1))
-
-
-def dynamic_unuse_reference_(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
-    for row, step in zip(rows.tolist(), before.tolist(), strict=True):
-        if row >= 0:
-            index.used[row] = min(step, int(index.used[row]))
-            index.counts[row] -= 1
 
 
 def dynamic_remove_reference_(index: DynamicIndex, ids: Tensor) -> Tensor:
@@ -641,13 +607,6 @@ def dynamic_remove_reference_(index: DynamicIndex, ids: Tensor) -> Tensor:
     found = [rows.remove(id) if id in rows.by_id else -1 for id in ids.tolist()]
     rows.store(index)
     return torch.tensor(found, dtype=torch.int64, device=ids.device)
-
-
-def dynamic_expired_reference(index: DynamicIndex, partition: int, last: int) -> Tensor:
-    """int64 `[n]`, ascending: ids of a partition whose rows were not used after the step `last`."""
-    rows = _Rows(index)
-    old = [id for id, row in rows.by_id.items() if rows.partition(id) == partition and index.used[row] <= last]
-    return torch.tensor(sorted(old), dtype=torch.int64, device=index.ids.device)
 
 
 class _Rows:

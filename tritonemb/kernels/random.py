@@ -137,70 +137,30 @@ def narrow_stochastic_by_torch(values: Tensor, dtype: torch.dtype, noise: Tensor
 
 UNIFORMS_PER_COUNTER = 4
 UNIT = 2.0**-23  # of the bound: what one unit of a 24-bit integer stands for
-_ELEMENTS = 4096  # of a program
-_ELEMENTS_OF_ROWS = 1024  # where each row has addresses of its own, which take registers: with more, short rows spill
+_ELEMENTS = 1024  # of a program: each row has addresses of its own, which take registers; with more, short rows spill
 
 
-@jit(varying=["num_rows", "first_row", "first_column", "seed"])
-def _initial_kernel(
-    out, rows, num_rows, first_row, first_column, dim, seed, scale, NAMED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(rows + place, mask=place < num_rows, other=0) if NAMED else first_row + place
-    begin = first_column % 4  # columns of the first counter that belong to others
-    counter = (first_column // 4 + tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.int32)[None, :]
-    words = _words(tl.zeros((ROWS, 1), tl.int64) + seed, counter + (row * 0).to(tl.int32)[:, None], row, 0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :] - begin
-    mask = (place < num_rows)[:, None] & (column >= 0) & (column < dim)
-    tl.store(out + place[:, None] * dim + column, (words >> 8).to(tl.float32) * scale, mask=mask)
-
-
-def initial_rows(
-    out: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
-) -> None:
-    """One launch. Arguments as in the reference."""
-    num_rows, dim = out.shape
-    block = min(next_power_of_2(max(dim + 3, 16)), 1024)
-    tile = max(1, _ELEMENTS // block)
-    grid = cdiv(num_rows, tile), cdiv(dim + first_column % 4, block)
-    launch(
-        _initial_kernel, grid, out, out if rows is None else rows.contiguous(), num_rows, first_row, first_column, dim,
-        seed, bound * UNIT, NAMED=rows is not None, ROWS=tile, BLOCK=block,
-    )  # fmt: skip
-
-
-def initial_rows_reference(
-    out: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
-) -> None:
-    """Fill float32 `out` `[R, D]`, contiguous, with the values of rows, from column `first_column` on.
-
-    `seed` is the table's, 63 bits. The rows are R neighbours from `first_row` on, or `rows`, any, int64 `[R]`.
-    """
-    if rows is None:
-        rows = first_row + torch.arange(out.shape[0], device=out.device)
-    first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
-    words = philox_by_torch(seed, first, last, rows, 0)
-    begin = first_column % UNIFORMS_PER_COUNTER
-    signed = words[:, begin : begin + out.shape[1]].to(torch.int32)
-    out.copy_((signed >> 8).to(torch.float32) * bound * UNIT)
-
-
-@jit(varying=["num_rows"])
+@jit(varying=["num_rows", "first_row", "first_column"])
 def _initialize_kernel(
-    weights, states, dims, seeds, scales, num_tables, ids, rows, tables, num_rows, STATES: tl.constexpr,
-    PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    weights, states, dims, seeds, scales, num_tables, ids, rows, tables, num_rows, first_row, first_column,
+    STATES: tl.constexpr, PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, NAMED: tl.constexpr,
+    PLACED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(rows + place, mask=place < num_rows, other=-1)
-    table, id = tl.load(tables + place, mask=row >= 0, other=0), tl.load(ids + place, mask=row >= 0, other=0)
+    valid, row, table, id = place < num_rows, place, (place * 0).to(tl.int32), first_row + place
+    if NAMED:
+        id = tl.load(ids + place, mask=valid, other=0)
+    if PLACED:
+        row = tl.load(rows + place, mask=valid, other=-1)
+        valid = row >= 0
+        table = tl.load(tables + place, mask=valid, other=0)
     weight, dim = tl.load(weights + table), tl.load(dims + table)
-    valid = (row >= 0) & (weight != 0)
+    valid &= weight != 0
     first = tl.program_id(1) * BLOCK
-    counter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.int32)[None, :] + (row * 0).to(tl.int32)[:, None]
-    words = _words(tl.load(seeds + table)[:, None], counter, id, 0)
-    column = first + tl.arange(0, BLOCK)[None, :]
-    at, mask = (row * dim)[:, None] + column, valid[:, None] & (column < dim[:, None])
+    counter = ((first_column + first) // 4 + tl.arange(0, BLOCK // 4)).to(tl.int32)[None, :]
+    words = _words(tl.load(seeds + table)[:, None], counter + (row * 0).to(tl.int32)[:, None], id, 0)
+    column = first - first_column % 4 + tl.arange(0, BLOCK)[None, :]  # the first counter may begin with others'
+    at, mask = (row * dim)[:, None] + column, valid[:, None] & (column >= 0) & (column < dim[:, None])
     values = (words >> 8).to(tl.float32) * tl.load(scales + table)[:, None]
     tl.store(pointer_to(weight, CODE, ALIGN)[:, None] + at, narrow(values, CODE), mask=mask)
     for state in tl.static_range(STATES):
@@ -212,49 +172,69 @@ def _initialize_kernel(
 
 
 def initialize_rows_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]], ids: Tensor,
-    rows: Tensor, tables: Tensor,
+    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]],
+    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None, first_row: int = 0,
+    first_column: int = 0,
 ) -> None:  # fmt: skip
     """A launch for each dtype. Arguments as in the reference."""
-    device, per_element = rows.device, sum((state.dim() > 1) << n for n, state in enumerate(states[:: len(weights)]))
-    dims = on_device([weight.shape[1] for weight in weights], device)
+    device, per_element = weights[0].device, sum((s.dim() > 1) << n for n, s in enumerate(states[:: len(weights)]))
+    facts = [weight.shape[1] for weight in weights], [seed for seed, _ in initial]
     scales = on_device([bound * UNIT for _, bound in initial], device, torch.float32)
+    num_rows = next((numbers.numel() for numbers in (rows, ids) if numbers is not None), weights[0].shape[0])
+    places = [weights[0] if numbers is None else numbers.contiguous() for numbers in (ids, rows, tables)]
     for part in by_dtype(weights):
-        block = min(next_power_of_2(max(part.max_dim, 16)), 1024)
-        tile = max(1, _ELEMENTS_OF_ROWS // block)
+        num_columns = part.max_dim + first_column % UNIFORMS_PER_COUNTER
+        block = min(next_power_of_2(max(num_columns, 16)), 1024)
+        tile = max(1, _ELEMENTS // block)
         launch(
-            _initialize_kernel, (cdiv(rows.numel(), tile), cdiv(part.max_dim, block)),
-            on_device(part.addresses, device), on_device(pointers_to(states) or (0,), device), dims,
-            on_device([seed for seed, _ in initial], device), scales, len(weights), ids, rows, tables, rows.numel(),
-            STATES=len(states) // len(weights), PER_ELEMENT=per_element, CODE=CODES[part.dtype],
-            ALIGN=part.row_alignment, ROWS=tile, BLOCK=block,
+            _initialize_kernel, (cdiv(num_rows, tile), cdiv(num_columns, block)), on_device(part.addresses, device),
+            on_device(pointers_to(states) or (0,), device), *(on_device(numbers, device) for numbers in facts), scales,
+            len(weights), *places, num_rows, first_row, first_column, STATES=len(states) // len(weights),
+            PER_ELEMENT=per_element, CODE=CODES[part.dtype], ALIGN=part.row_alignment, NAMED=ids is not None,
+            PLACED=rows is not None, ROWS=tile, BLOCK=block,
         )  # fmt: skip
 
 
 def initialize_rows_reference_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]], ids: Tensor,
-    rows: Tensor, tables: Tensor,
+    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]],
+    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None, first_row: int = 0,
+    first_column: int = 0,
 ) -> None:  # fmt: skip
-    """Give rows of several tables the initial values of ids, and states of zero.
+    """Give rows of several tables their initial values, from a column on, and states of zero.
 
     Args:
-        weights: `[rows, dim]` of each table, float32 or of 16 bits.
+        weights: `[rows, dim]` of each table, contiguous, float32 or of 16 bits.
         states: the first state of each table, then the second; float32.
-        initial: seed and bound of each table.
-        ids, rows, tables: int64 `[U]`, int64 `[U]` and int32 `[U]`; nothing is done where a row is negative.
+        initial: of each table the seed, of 63 bits, and the bound.
+        ids: int64 `[U]`, any, which values depend on; else neighbours from `first_row` on.
+        rows, tables: int64 and int32 `[U]`, where they are; nothing is done where a row is negative. Else they are all
+            rows of one table, float32.
     """
-    initialize_by(initial_rows_reference, weights, states, initial, ids, rows, tables)
+    initialize_by(_draw_by_torch, weights, states, initial, ids, rows, tables, first_row, first_column)
+
+
+def _draw_by_torch(out: Tensor, seed: int, bound: float, first_row: int, first_column: int, ids: Tensor | None) -> None:
+    ids = first_row + torch.arange(out.shape[0], device=out.device) if ids is None else ids
+    first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
+    words = philox_by_torch(seed, first, last, ids, 0)
+    begin = first_column % UNIFORMS_PER_COUNTER
+    signed = words[:, begin : begin + out.shape[1]].to(torch.int32)
+    out.copy_((signed >> 8).to(torch.float32) * bound * UNIT)
 
 
 def initialize_by(
     draw: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor],
-    initial: Sequence[tuple[int, float]], ids: Tensor, rows: Tensor, tables: Tensor,
+    initial: Sequence[tuple[int, float]], ids: Tensor | None = None, rows: Tensor | None = None,
+    tables: Tensor | None = None, first_row: int = 0, first_column: int = 0,
 ) -> None:  # fmt: skip
-    """`initialize_rows_` by PyTorch; `draw` fills the values of one table."""
-    for number, (weight, (seed, bound)) in enumerate(zip(weights, initial, strict=True)):
-        mine = nonzero((tables == number) & (rows >= 0))
-        drawn, into = torch.empty(mine.numel(), weight.shape[1], device=weight.device), rows[mine]
-        draw(drawn, seed, bound, rows=ids[mine])
+    """`initialize_rows_` where `draw` fills float32 values of one table."""
+    if ids is None or rows is None or tables is None:
+        draw(weights[0], *initial[0], first_row, first_column, ids)
+        return
+    for number, (weight, of_table) in enumerate(zip(weights, initial, strict=True)):
+        places = nonzero((tables == number) & (rows >= 0))
+        drawn, into = torch.empty(places.numel(), weight.shape[1], device=weight.device), rows[places]
+        draw(drawn, *of_table, 0, 0, ids[places])
         weight.index_copy_(0, into, drawn.to(weight.dtype))
         for state in states[number :: len(weights)]:
             state.index_fill_(0, into, 0.0)

@@ -220,8 +220,7 @@ def row_update_(
         on_device(constants_of(h), device, torch.float32), skipped, found, *error_args(layout, device), num_tables,
         h.max_gradient,
     )  # fmt: skip
-    pointers = fact(states, pointers_to) + (0,) * (2 * num_tables - len(states))
-    state_align = math.gcd(16, *pointers)
+    *pointers, state_align = fact(states, _pointers_to_states, num_tables)
     kinds = [int(state.per_element) + 1 for state in spec.states] + [0, 0]
     for check_only in (True, False) if on_nonfinite == RAISE else (False,):
         if on_nonfinite == RAISE and not check_only:
@@ -231,8 +230,7 @@ def row_update_(
             tile_rows, num_warps = _tile_rows(optimizer, dtype, align, block), warps_for(block)
             grid = (min(cdiv(num_entries, tile_rows), num_programs(device, num_warps)),)
             launch(
-                _update_kernel, grid, on_device(addresses, device), on_device(pointers[:num_tables], device),
-                on_device(pointers[num_tables:], device), *args,
+                _update_kernel, grid, *(on_device(numbers, device) for numbers in (addresses, *pointers)), *args,
                 CODE=CODES[dtype], GRAD_CODE=CODES[grad.dtype], KIND=KINDS[optimizer], STATE1=kinds[0], STATE2=kinds[1],
                 DECAY=int(h.weight_decay_mode) if h.weight_decay else 0, CLAMPED=h.max_gradient < torch.inf,
                 LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
@@ -244,6 +242,12 @@ def row_update_(
         own_steps.copy_(step)
     if device.type != "cuda":
         poll(device)
+
+
+def _pointers_to_states(states: Sequence[Tensor], num_tables: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Of each table's first and second state, 0 without one, and the alignment of all."""
+    pointers = (*pointers_to(states), *(0,) * (2 * num_tables - len(states)))
+    return pointers[:num_tables], pointers[num_tables:], math.gcd(16, *pointers)
 
 
 def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> int:

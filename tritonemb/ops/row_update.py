@@ -355,15 +355,16 @@ def fill_initial_(
         rows: int64 `[R]`: which rows of the whole table these are; neighbours from `first_row` on if not given.
     """
     assert rows is None or rows.numel() == weight.shape[0]
-    draw = kernel("initial_rows", weight.device)
+    draw, initial = kernel("initialize_rows_", weight.device), [(seed, bound)]
     if not weight.numel():
         return
     if weight.dtype == torch.float32 and weight.is_contiguous():
-        draw(weight.detach(), seed, bound, first_row, first_column, rows)
+        draw([weight.detach()], [], initial, rows, None, None, first_row, first_column)
         return
     step = max(1, _DRAWN_AT_ONCE // weight.shape[1])
     for begin in range(0, weight.shape[0], step):
         part = weight[begin : begin + step]
         drawn = torch.empty(part.shape, dtype=torch.float32, device=weight.device)
-        draw(drawn, seed, bound, first_row + begin, first_column, None if rows is None else rows[begin : begin + step])
+        ids = None if rows is None else rows[begin : begin + step]
+        draw([drawn], [], initial, ids, None, None, first_row + begin, first_column)
         part.copy_(drawn)

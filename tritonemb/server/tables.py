@@ -43,7 +43,7 @@ from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
 from tritonemb.server.transport import Values
 from tritonemb.storage import record_of
 from tritonemb.storage.store import cpu_kernels
-from tritonemb.tables.dynamic_table import DynamicTable, find_all, insert_batch, one_batch
+from tritonemb.tables.dynamic_table import DynamicTable, batch_of, find_all, insert_batch
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
@@ -529,9 +529,8 @@ class ServedTables:
         """
         if not (places := self._of_ids):
             return [], []
-        batch, sizes = one_batch(ids), [of_table.numel() for of_table in ids]
-        tables, counts = [self.dynamic[place] for place in places], torch.cat(list(occurrences))
-        rows, keys, _ = insert_batch(tables, *batch, range(len(tables)), counts)
+        tables, sizes = [self.dynamic[place] for place in places], [*map(len, ids)]
+        rows, keys, _ = insert_batch(tables, *batch_of(ids), torch.cat(list(occurrences)))
         by_table = dict(zip(places, rows.split(sizes), strict=True))
         for place, of_table in by_table.items():
             self._note_assigned(place, of_table)

@@ -27,11 +27,13 @@ from tritonemb.layout import (
     NewIds,
     Rule,
     dynamic_rows,
+    expired_ids,
     make_index,
     nonzero,
     partitions_of,
     renumber,
     segment_offsets,
+    undo_use,
 )
 from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
@@ -88,18 +90,20 @@ class DynamicStatistics:
 
 def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
     """`DynamicTable.find` of each table."""
-    if not tables:
-        return []
-    values, bounds = one_batch(ids)
+    return list(find_batch(tables, *batch_of(ids)).split([*map(len, ids)])) if tables else []
+
+
+def find_batch(tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
+    """int64 `[N]`: rows of a batch's ids, as `insert_batch` has them, -1 of ids that have none."""
     find = kernel("dynamic_find_", values.device)
-    rows: Tensor = find([table.index for table in tables], values, bounds, range(len(tables)))[0]
-    return list(rows.split([of_table.numel() for of_table in ids]))
+    rows: Tensor = find([table.index for table in tables], values, bounds.contiguous(), table_of_key)[0]
+    return rows
 
 
-def one_batch(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids of tables side by side, int64, and where each one's begin and end, as of keys."""
-    bounds = segment_offsets(torch.tensor([of_table.numel() for of_table in ids])).to(ids[0].device)
-    return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds
+def batch_of(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """Ids of tables side by side, int64, where each one's begin and end, as of keys, and the tables' numbers."""
+    bounds = segment_offsets(torch.tensor([*map(len, ids)])).to(ids[0].device)
+    return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds, range(len(ids))
 
 
 @torch.no_grad()
@@ -146,7 +150,7 @@ def insert_batch(
         if of_table[MISSING]:
             for number, begin, end in of_keys:
                 if number >= 0:
-                    kernel("dynamic_unuse_", device)(indexes[number], rows[begin:end], before[begin:end])
+                    undo_use(indexes[number], rows[begin:end], before[begin:end])
             raise table.no_room(of_table[NEEDED], of_table[MISSING], is_step)
     # Insert new ones.
     ends_of_tables = [*accumulate((of_table[DISTINCT] for of_table in by_table), initial=0)]
@@ -352,7 +356,7 @@ class DynamicTable(Table):
         """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
         (whole, first), ttl = self._whole, self.config.eviction.ttl
         if ttl is not None and 0 <= (partition := self.clock % whole - first) < self.index.num_sets.numel():
-            old = self._call("dynamic_expired", partition, self.clock - ttl - 1)
+            old = expired_ids(self.index, partition, self.clock - ttl - 1)
             self.count(evictions=old.numel())
             self._call("dynamic_remove_", old)
             self.note_removed(old)
@@ -369,7 +373,7 @@ class DynamicTable(Table):
 
     def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """Rows of distinct ids, and bool, which of them are new; nothing is written to these."""
-        rows, keys, _ = insert_batch([self], *one_batch([ids]), [0], rules=[rule])
+        rows, keys, _ = insert_batch([self], *batch_of([ids]), rules=[rule])
         return rows, keys != NO_KEY
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:

@@ -23,9 +23,8 @@ from tritonemb import ops
 from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout
-from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_update import update_locks
-from tritonemb.tables.dynamic_table import insert_batch
+from tritonemb.tables.dynamic_table import find_batch, insert_batch
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -310,7 +309,8 @@ def assign_rows(
     """
     keys, values, offsets, weights = parts_of(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
-    batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    is_checked = isinstance(features, KeyedJaggedTensor) and features.is_checked
+    batch: Any = features if is_checked else KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     if tables.bounds_check == "raise" and (problem := first_bad_id(batch, uses(tables, keys))):
         raise problem
     if layout.multiplicity > 1:
@@ -335,8 +335,7 @@ def assign_rows(
                 rows, _, refuses = insert_batch(every, values, bounds, table_of_key, occurrences)
                 all_known = not refuses
             else:
-                find = kernel("dynamic_find_", values.device)
-                rows = find([table.index for table in every], values, bounds.contiguous(), table_of_key)[0]
+                rows = find_batch(every, values, bounds, table_of_key)
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
         unknown = None if all_known else _unknown_ids(tables, batch, rows, layout, ahead)

@@ -278,8 +278,8 @@ class TableSet(OptimizedTables):
         self.check_protected(groups)
         if groups is not None and not torch.compiler.is_compiling():
             self.lock.wait()  # a prefetch may have written initial values on another stream
+            check_prefetched(self, groups.training)
         batch = assign_rows(self, features, False, occurrences) if groups is None else groups
-        check_prefetched(self, batch.training)
         self.remember_step(batch)
         return batch
 
@@ -361,12 +361,7 @@ class TableSet(OptimizedTables):
         except KeyError:  # parametrized
             found = [table.weight for table in tables]
         # Traced or transformed, they may have no address.
-        return self._listed("weights", found) if plain_eager(*found) else found
-
-    def _listed(self, name: str, tensors: list[Tensor]) -> TensorList:
-        found = TensorList(tensors, self._known.get(name))
-        self._known[name] = found.known
-        return found
+        return TensorList(found, self._known, "weights") if plain_eager(*found) else found
 
     def fused_tables(self) -> ops.FusedTables:
         """The tables' present tensors."""
@@ -378,7 +373,7 @@ class TableSet(OptimizedTables):
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
         weights = self.weights(tables)
         if isinstance(weights, TensorList):
-            states = self._listed("states", states)
+            states = TensorList(states, self._known, "states")
         return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.hyperparameters)
 
     def trains(self, weights: Sequence[Tensor] | None = None) -> bool:

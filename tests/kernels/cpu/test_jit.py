@@ -31,7 +31,7 @@ bad_bags = [int(row_groups.first_bad_bag(torch.tensor(offsets).numpy(), 2)) for 
 kernels = [value for value in vars(row_groups).values() if isinstance(getattr(value, "_cache", None), jit._Files)]
 hits = sum(sum(kernel.stats.cache_hits.values()) for kernel in kernels)
 misses = sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels)
-random.initial_rows(torch.empty(3, 4), 1, 0.5)  # a kernel of one loop over tasks
+random.initialize_rows_([torch.empty(3, 4)], [], [(1, 0.5)])  # a kernel of one loop over tasks
 print(json.dumps([hits, misses, bad_bags, len(jit._finished)]))
 """
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
@@ -21,12 +20,7 @@ from tritonemb.kernels.cpu.simd import (
     prefetch,
     uint8_row,
 )
-from tritonemb.kernels.dynamic_index import (
-    dynamic_expired,  # noqa: F401
-    dynamic_unuse_,  # noqa: F401
-    new_ids_by_torch,
-    spread,
-)
+from tritonemb.kernels.dynamic_index import new_ids_by_torch
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule
 
 
@@ -38,7 +32,7 @@ def _bare_row(array):
 
 @inlined
 def _index_at(places):
-    """The index whose addresses and sizes these are, see `_places`; nor has it an owner."""
+    """The index whose addresses and sizes these are, see `_all_places`; nor has it an owner."""
     return DynamicIndex(
         int64_row(places[0, 0], places[0, 1]),
         int32_row(places[1, 0], places[1, 1]).reshape((-1, 2)),
@@ -306,17 +300,6 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
     return row
 
 
-@inlined
-def _room(index, partition, needed, last):
-    """How many new rows a partition has room for, as far as they are needed."""
-    partitions = index.num_sets.size
-    room, row = index.ids.size // partitions - np.int64(index.num_rows[partition]), np.int64(partition)
-    while room < needed and row < index.num_made[partition] * partitions:
-        room += 1 if index.uses[row, 0] <= last else 0
-        row += partitions
-    return min(room, needed)
-
-
 @parallel
 def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, rules, rows, evicted):
     """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
@@ -352,17 +335,22 @@ def _room_for(indexes, tables, ids, begins, admitted, rules, counts):
     at = 0
     while at < ids.size:
         first, table, index = at, tables[at], _index_at(indexes[tables[at]])
-        needed, most_rows = np.zeros(index.num_sets.size, dtype=np.int64), index.ids.size // index.num_sets.size
+        partitions = index.num_sets.size
+        needed, most_rows = np.zeros(partitions, dtype=np.int64), index.ids.size // partitions
         while at < ids.size and tables[at] == table:
             if admitted[at]:
                 needed[_partition_of(index, mix(ids[at]))] += 1
                 counts[table, 2] += 1
             at += 1
         counts[table, 0], counts[table, 1] = begins[at] - begins[first], at - first
-        for partition in range(needed.size):
-            wanted = needed[partition]
-            counts[table, 3] += wanted - _room(index, partition, wanted, rules[table, 1])
-            counts[table, 4] += max(0, wanted - most_rows + np.int64(index.num_rows[partition]))
+        for partition in range(partitions):
+            missing = needed[partition] - most_rows + index.num_rows[partition]
+            counts[table, 4] += max(0, missing)
+            for row in range(partition, np.int64(index.num_made[partition]) * partitions, partitions):
+                if missing <= 0:
+                    break
+                missing -= 1 if index.uses[row, 0] <= rules[table, 1] else 0
+            counts[table, 3] += max(0, missing)
 
 
 @compiled
@@ -376,19 +364,10 @@ def _remove(places, ids, rows):
             _free(index, slot)
 
 
-_known = WeakTensorKeyDictionary()  # by `ids`
-
-
-def _places(index: DynamicIndex) -> np.ndarray:
-    """int64 `[11, 2]`: address and size of each part."""
-    if (found := _known.get(index.ids)) is None:
-        assert all(map(Tensor.is_contiguous, index))
-        found = _known[index.ids] = np.array([(part.data_ptr(), part.numel()) for part in index], dtype=np.int64)
-    return found
-
-
 def _all_places(indexes: Sequence[DynamicIndex]) -> np.ndarray:
-    return np.stack([*map(_places, indexes)])
+    """int64 `[T, 11, 2]`: address and size of each part."""
+    places = [(part.data_ptr(), part.numel()) for index in indexes for part in index]
+    return np.array(places, dtype=np.int64).reshape(len(indexes), -1, 2)
 
 
 def dynamic_find_(
@@ -407,8 +386,10 @@ def dynamic_find_(
 
 def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
     """By PyTorch's operators, of the few positions that have no row. See `kernels/dynamic_index.py`."""
-    unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))  # by NumPy: PyTorch wakes threads for it
-    new = new_ids_by_torch(values[unknown], keys[unknown]) if unknown.numel() else _NO_NEW
+    if keys.numpy().min(initial=NO_KEY) == NO_KEY:  # by NumPy: PyTorch wakes threads for it
+        return _NO_NEW
+    unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))
+    new = new_ids_by_torch(values[unknown], keys[unknown])
     return new._replace(order=unknown[new.order])
 
 
@@ -431,7 +412,7 @@ def dynamic_insert_(
         num_tasks, num_tasks, num_tasks, _all_places(indexes), *_of_ids(new), np.array(rules), rows.numpy(),
         evicted.numpy(),
     )  # fmt: skip
-    spread(new, rows, batch_rows)
+    batch_rows.index_copy_(0, new.order, rows.index_select(0, new.numbers - 1))
     return rows, evicted
 
 
@@ -442,5 +423,5 @@ def _of_ids(new: NewIds) -> list[np.ndarray]:
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
     rows = torch.empty_like(ids)
-    _remove(_places(index), ids.numpy(), rows.numpy())
+    _remove(_all_places([index])[0], ids.numpy(), rows.numpy())
     return rows
