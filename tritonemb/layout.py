@@ -229,17 +229,11 @@ def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
     ids, uses = index.ids[before], index.uses[before]
     index.ids[rows], index.uses[rows] = ids, uses
     index.num_made.zero_().scatter_reduce_(0, rows % partitions, (rows // partitions + 1).int(), "amax")
-    every = torch.arange(len(index.ids), device=rows.device)
-    freed = every // partitions < index.num_made[every % partitions]
-    freed[rows] = False
-    unused = every[freed]
-    unused = unused[torch.argsort(unused % partitions, stable=True)]
-    counts = (unused % partitions).bincount(minlength=partitions)
-    numbers_in_partition = torch.arange(len(unused), device=rows.device) - (
-        counts.cumsum(0) - counts
-    ).repeat_interleave(counts)
-    index.free[numbers_in_partition * partitions + unused % partitions] = unused.int()
-    index.used[unused] = MOST_USES
+    held = torch.zeros(len(index.ids), dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+    for partition, made in enumerate(index.num_made.tolist()):
+        freed = nonzero(~held[partition::partitions][:made])
+        index.free[partition::partitions][: len(freed)] = (freed * partitions + partition).int()
+        index.used[partition::partitions][freed] = MOST_USES
 
 
 def undo_use(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:

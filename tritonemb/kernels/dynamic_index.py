@@ -433,11 +433,6 @@ def _rules_on(device: torch.device, rules: Sequence[Rule]) -> tuple[Tensor, int]
     return on_device([n for step, last, life in rules for n in (step - first, last - first, life)], device), first
 
 
-def _by_partition(index: DynamicIndex, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The partition of each id, int32 `[N]`, ascending, and which id it is."""
-    return torch.sort((partitions_of(ids, index.whole[0]) - index.whole[1]).int(), stable=True)
-
-
 def dynamic_find_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
     steps: Sequence[int] | None = None,
@@ -496,9 +491,9 @@ def dynamic_insert_(
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """A launch behind a sort. As the reference."""
-    rows, (keys, order) = torch.empty_like(ids), _by_partition(index, ids)
+    keys, order = torch.sort((partitions_of(ids, index.whole[0]) - index.whole[1]).int(), stable=True)
     edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int32, device=ids.device)
-    starts = torch.searchsorted(keys, edges)
+    starts, rows = torch.searchsorted(keys, edges), torch.empty_like(ids)
     launch(
         _remove_kernel, index.num_sets.shape, _addresses([index]), starts, order, ids.contiguous(), rows, num_warps=1
     )

@@ -583,12 +583,8 @@ class DynamicTable(Table):
             )
         self.clear()
         self.expect(ids.numel() // self.index.num_sets.numel())
-        rows = self._place(ids, saved["step"].to(ids)[order], saved["count"].to(ids)[order])
-        if "row" in saved:
-            rows, before = saved["row"].to(ids)[order] - self.row_config.row_origin, rows
-            renumber(self.index, before, rows)
-        if values:
-            self._write(rows, values, order)
+        self.put(saved, order)
+        self.settle()
         self.adopt_others(saved)
 
     def adopt_others(self, saved: Mapping[str, Tensor]) -> None:
@@ -604,19 +600,21 @@ class DynamicTable(Table):
             sets = max(1, min(rows // GROWN_ROWS, index.overflowed.numel() // partitions))
             index.num_sets.fill_(sets)
 
-    def put(self, saved: Mapping[str, Tensor]) -> None:
-        """Take what `state_dict` had of some ids.
+    def put(self, saved: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
+        """Take what `state_dict` had of some ids, all those that are at `order` in it.
 
         With `row`, they get rows with these numbers when `settle` is called, and not before.
         """
-        rows = self._place(saved["ids"], saved["step"], saved["count"])
+        ids, step, count = (saved[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
+        rows = self._place(ids, step, count)
         if "row" in saved:
-            before, rows = rows, saved["row"] - self.row_config.row_origin
+            before, rows = rows, saved["row"].to(ids)[order] - self.row_config.row_origin
             if self._numbers is None and not torch.equal(before, rows):
-                self._numbers = torch.arange(len(self.index.ids))
+                self._numbers = torch.arange(len(self.index.ids), device=ids.device)
             if self._numbers is not None:
                 self._numbers[before] = rows
-        self._write(rows, {name: saved[name] for name in ("weight", *self.state_names)}, ids=saved["ids"])
+        if values := {name: saved[name] for name in ("weight", *self.state_names) if name in saved}:
+            self._write(rows, values, None if isinstance(order, slice) else order, ids)
 
     def settle(self) -> None:
         """Let all ids have the rows that `put` was told."""
