@@ -159,7 +159,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print(NO_GPU)
         activate()
-    said = []
+    summary = []
     for num_tables in args.tables:
         steps, launches, seconds, (reads, sends) = measure(num_tables, args.rounds)
         kernels = [
@@ -168,11 +168,11 @@ def main() -> None:
         ]
         total = sum(launches.values()) / args.rounds
         print("\n".join([f"{num_tables} tables:", *kernels]))
-        said.append(
+        summary.append(
             f"{num_tables} tables: {median(steps) * 1e6:.0f} us per step on the host, least {min(steps) * 1e6:.0f}; "
             f"{total:.1f} launches and torch.sort's; values that the host reads: {reads}, sends: {sends}"
         )
-    print("\n".join(said))
+    print("\n".join(summary))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ class Outcome:
     @property
     def line(self) -> str:
         """Of a job that passed, the last line that it printed."""
-        said = (self.log.splitlines() or [""])[-1] if self.status == PASSED else ""
-        return f"{self.status:9} {self.seconds:6.1f} s  {self.job.name:42} {said}".rstrip()
+        last_line = (self.log.splitlines() or [""])[-1] if self.status == PASSED else ""
+        return f"{self.status:9} {self.seconds:6.1f} s  {self.job.name:42} {last_line}".rstrip()
 
 
 @dataclass

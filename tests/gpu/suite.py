@@ -145,24 +145,9 @@ class Suite:
         number = 1 + list(self.file_of.values()).count(file)
         name = self.record_of(file).stem + (f"-{number}" if number > 1 else "")
         self.file_of[name] = file
-        command = [
-            *self.options.under,
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.gpu.suite",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += [
-            "-v",
-            "--tb=short",
-            "-o",
-            "addopts=-ra --import-mode=importlib",
-            "-m",
-            "(triton or gpu) and not slow",
-        ]
+        plugins = ["-p", "tests.gpu.suite", "-p", "no:cacheprovider"]
+        command = [*self.options.under, sys.executable, "-m", "pytest", *plugins, "-v", "--tb=short"]
+        command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "(triton or gpu) and not slow"]
         command += [f"--junitxml={self.out / name}.xml", *self.arguments, file]
         variables = {RECORD: str(self.record_of(file)), LIMIT: str(self.options.test_seconds)}
         self.jobs.append(Job(name, command, variables=variables | {"HYPOTHESIS_PROFILE": self.options.examples}))
@@ -195,7 +180,7 @@ class Suite:
         }  # fmt: skip
         lines = outcome.log.splitlines()
         kernels = "".join(f"; {line}" for line in lines if line.startswith(KERNELS))
-        print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.name:42} {said(counts)}{kernels}", flush=True)
+        print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.name:42} {as_text(counts)}{kernels}", flush=True)
         failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
         print("".join(f"    {line}\n" for line in failures), end="", flush=True)
         if died or (outcome.status not in (PASSED, NOT_RUN) and not failures):
@@ -205,7 +190,7 @@ class Suite:
         files = Counter(result["status"] for result in self.results.values())
         tests = sum((Counter(result["counts"]) for result in self.results.values()), Counter[str]())
         left = [file for file, result in self.results.items() if result["status"] in (NOT_RUN, TIMED_OUT)]
-        lines = [f"test files: {said(files)}; tests: {said(tests)} ({self.out}/results.json)"]
+        lines = [f"test files: {as_text(files)}; tests: {as_text(tests)} ({self.out}/results.json)"]
         skipped = {
             test.rpartition("::")[2]
             for file in self.results
@@ -217,7 +202,7 @@ class Suite:
         return "\n".join(lines)
 
 
-def said(counts: Counter[str]) -> str:
+def as_text(counts: Counter[str]) -> str:
     return ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or "none"
 
 

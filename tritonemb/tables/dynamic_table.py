@@ -180,9 +180,9 @@ def _admit(tables: Sequence["DynamicTable"], new: NewIds) -> None:
     """Say which new ids are admitted, where not all are."""
     if all(table.config.admission == AdmissionConfig() for table in tables):
         return
-    size, every = int(new.numbers[-1]), torch.arange(len(tables) + 1, dtype=torch.int32, device=new.ids.device)
+    size, numbers = int(new.numbers[-1]), torch.arange(len(tables) + 1, dtype=torch.int32, device=new.ids.device)
     occurrences = new.begins[: size + 1].diff()
-    bounds = torch.searchsorted(new.tables[:size], every).tolist()
+    bounds = torch.searchsorted(new.tables[:size], numbers).tolist()
     for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):
         if (admission := table.config.admission) != AdmissionConfig():
             of_table = new.ids[begin:end], occurrences[begin:end]

@@ -330,12 +330,12 @@ def assign_rows(
             place_of = {key: place for place, keys in enumerate(keys_of_tables) for key in keys}
             table_of_key, size = [place_of.get(key, -1) for key in range(len(batch.keys()))], batch.stride()
             bounds = batch.offsets()[::size] if size else batch.offsets().new_zeros(len(table_of_key) + 1)
-            every = list(dynamic.values())
+            served = list(dynamic.values())
             if training:
-                rows, _, refuses = insert_batch(every, values, bounds, table_of_key, occurrences)
+                rows, _, refuses = insert_batch(served, values, bounds, table_of_key, occurrences)
                 all_known = not refuses
             else:
-                rows = find_batch(every, values, bounds, table_of_key)
+                rows = find_batch(served, values, bounds, table_of_key)
         assigned = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and ahead else None
         unknown = None if all_known else _unknown_ids(tables, batch, rows, layout, ahead)

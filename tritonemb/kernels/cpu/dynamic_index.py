@@ -268,18 +268,17 @@ def _empty_slot(index, partition, place):
 
 
 @inlined
-def _insert(index, partition, at, id, occurrences, step, last, half_life, evicted):
-    """The row of a new id, which is number `at`; `evicted` gets the victim and its row, if there is one."""
-    partitions, place = index.num_sets.size, _place_of(index, mix(id))
+def _insert(index, at, ids, begins, rules, table, evicted):
+    """The row of new id number `at`; `evicted` gets the victim and its row, if there is one."""
+    id, partitions, step = ids[at], index.num_sets.size, rules[table, 0]
+    place, partition = _place_of(index, mix(id)), _partition_of(index, mix(id))
     if index.num_rows[partition] == index.ids.size // partitions:
-        first = place
-        victim = _victim(index, first, step, last, half_life)
-        for _ in range(index.num_sets[partition] - 1):
+        victim, sets = -1, np.int64(index.num_sets[partition])
+        for further in range(sets):
+            home = (place // partitions + further) % sets * partitions + partition
+            victim = _victim(index, home, step, rules[table, 1], rules[table, 2])
             if victim >= 0:
                 break
-            first += partitions
-            first = first if first < index.num_sets[partition] * partitions else partition
-            victim = _victim(index, first, step, last, half_life)
         evicted[at, 0], evicted[at, 1] = _id_at(index, victim), index.rows[victim]
         _free(index, victim)
     num_free = np.int64(index.num_made[partition] - index.num_rows[partition])
@@ -289,7 +288,7 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
         row = np.int64(index.num_made[partition]) * partitions + partition
         index.num_made[partition] += 1
     index.num_rows[partition] += 1
-    index.ids[row], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, occurrences)
+    index.ids[row], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, begins[at + 1] - begins[at])
     slot = _empty_slot(index, partition, place)
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
     while (
@@ -304,30 +303,26 @@ def _insert(index, partition, at, id, occurrences, step, last, half_life, evicte
 def _insert_all(task, num_tasks, indexes, tables, ids, begins, admitted, rules, rows, evicted):
     """Of a range of partitions, in the order of ids: what they read and write then lies closer than by partition."""
     ids, begins, rows = _bare_row(ids), _bare_row(begins), _bare_row(rows)
-    mine, at = np.empty(CHUNK, dtype=np.int64), 0
+    chunk, at = np.empty(CHUNK, dtype=np.int64), 0
     while at < ids.size:
         table, index = tables[at], _index_at(indexes[tables[at]])
         partitions, row_of = index.num_sets.size, np.int64(index.rows.ctypes.data)
-        digests, found = np.int64(index.digests.ctypes.data), 0
+        digests, size = np.int64(index.digests.ctypes.data), 0
         first, end = partitions * task // num_tasks, partitions * (task + 1) // num_tasks
         while at < ids.size and tables[at] == table:
             mixed = mix(ids[at])
             if first <= _partition_of(index, mixed) < end and admitted[at]:
-                mine[found] = at
-                found += 1
+                chunk[size] = at
+                size += 1
                 prefetch(digests + _place_of(index, mixed) * WAYS, 1)
             at += 1
-            if found == CHUNK or at == ids.size or tables[at] != table:
-                for i in range(found):
-                    place = _place_of(index, mix(ids[mine[i]]))
+            if size == CHUNK or at == ids.size or tables[at] != table:
+                for i in range(size):
+                    place = _place_of(index, mix(ids[chunk[i]]))
                     prefetch(row_of + (place * WAYS + lowest_bit(_ways_with(index, place, 0))) * 4, 1)
-                for i in range(found):
-                    one = mine[i]
-                    rows[one] = _insert(
-                        index, _partition_of(index, mix(ids[one])), one, ids[one], begins[one + 1] - begins[one],
-                        rules[table, 0], rules[table, 1], rules[table, 2], evicted,
-                    )  # fmt: skip
-                found = 0
+                for i in range(size):
+                    rows[chunk[i]] = _insert(index, chunk[i], ids, begins, rules, table, evicted)
+                size = 0
 
 
 @compiled
