@@ -331,10 +331,7 @@ class ServedTables:
         due = 0 if self.spec.staleness is None else after - self.spec.staleness
 
         def read(error: Exception | None) -> None:
-            if error is not None:
-                answer(error)
-                return
-            answer(self._read(ids, find_all(self.dynamic, ids)))
+            answer(self._read(ids, find_all(self.dynamic, ids)) if error is None else error)
 
         self.when(lambda: self.next_push >= due, read)
 
@@ -392,10 +389,9 @@ class ServedTables:
         error = RuntimeError("this was taken back: the tables were restored from a checkpoint meanwhile")
         pulls, self.pulls, waiting, self.waiting = self.pulls, {}, self.waiting, []
         self.pushes, self.flushes, self.versions = {}, {}, None
-        for answer in [answer for batch in pulls.values() for answer in batch.answers.values()]:
-            answer(error)
-        for _, action in waiting:
-            action(error)
+        answers = [answer for batch in pulls.values() for answer in batch.answers.values()]
+        for tell in (*answers, *(action for _, action in waiting)):
+            tell(error)
 
     def _batches(self, step: int) -> range:
         return range(step * self.spec.batches, (step + 1) * self.spec.batches)
