@@ -301,11 +301,10 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
         return
     # Each with the largest unit up to 16 bytes that it can be moved by.
     described = [(pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])) for pair in pairs]
-    wide = [numbers[-1] for numbers, unit in described if unit == WIDE_BYTES]
-    units = [unit for _, unit in described if unit < WIDE_BYTES]
-    unit = math.gcd(*units)
-    most = max([0, *[numbers[-1] // unit for numbers, other in described if other < WIDE_BYTES]]) if units else 0
-    blocks = [min(MOST_COLUMNS, next_power_of_2(count)) if count else 0 for count in (most, max([0, *wide]) // 8)]
+    wide = max((pair[-1] for pair, unit in described if unit == WIDE_BYTES), default=0)
+    unit = math.gcd(*(unit for _, unit in described if unit < WIDE_BYTES))
+    narrow = max((pair[-1] // unit for pair, other in described if other < WIDE_BYTES), default=0)
+    blocks = [min(MOST_COLUMNS, next_power_of_2(count)) if count else 0 for count in (narrow, wide // 8)]
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
     num_tiles = cdiv(num_moves, rows)
     numbers = [number for pair, unit in described for number in (*pair, int(unit == WIDE_BYTES))]

@@ -196,26 +196,23 @@ class ModelOptimizer(torch.optim.Optimizer):
         weights = {weight for group in self._tables.param_groups for weight in group["params"]}
         rest = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in weights]
         self.dense = make(rest) if rest else None
+        self._parts = [self._tables] if self.dense is None else [self.dense, self._tables]
         if isinstance(self.dense, torch.optim.LBFGS) and not by_step:
             raise ValueError(
                 'LBFGS calls backward several times a step, and each updates the tables; use update="step"'
             )
-        super().__init__([*self._dense_groups(), *self._tables.param_groups], {})
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._made = True
         self._link()
 
     __getstate__ = FusedOptimizer.__getstate__
 
-    def _dense_groups(self) -> list[dict[str, Any]]:
-        return [] if self.dense is None else self.dense.param_groups
-
     def _link(self) -> None:
         self._tables.refresh()
-        self.param_groups = [*self._dense_groups(), *self._tables.param_groups]
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
         self.state.clear()
-        for part in (self.dense, self._tables):
-            if part is not None:
-                self.state.update(part.state)
+        for part in self._parts:
+            self.state.update(part.state)
 
     @hooked_where_needed
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -238,9 +235,8 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the dense parameters' gradients, and those of tables that wait for `step`."""
-        self._tables.zero_grad(set_to_none)
-        if self.dense is not None:
-            self.dense.zero_grad(set_to_none)
+        for part in self._parts:
+            part.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add dense parameters."""

@@ -284,11 +284,7 @@ class ByTorch(torch.autograd.Function):
 
 # Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.
 _look_up_untraced = _disable_dynamo(ops.bag_fused)  # with `update="step"` gradients are kept in eager mode
-
-
-@_disable_dynamo
-def _renormalise_untraced(*args: Any) -> None:  # rows that a backward of the same graph updates
-    torch.embedding_renorm_(*args)
+_renormalise_untraced = _disable_dynamo(lambda *args: torch.embedding_renorm_(*args))  # of rows that the graph updates
 
 
 def why_not_fused(module: Any) -> str | None:

@@ -1,7 +1,9 @@
 """A linear layer as a grid of tiles, of which one at a time needs memory (ZeRO-Infinity, section 5.1.3)."""
 
 from collections.abc import Iterator
+from functools import reduce
 from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +71,7 @@ class TiledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = x.split(self._columns, -1)
-        outputs = []
-        for row in self.tiles:
-            output, *others = (layer(part) for layer, part in zip(row, parts, strict=True))
-            for other in others:
-                output = output + other
-            outputs.append(output)
+        outputs = [reduce(add, (layer(part) for layer, part in zip(row, parts, strict=True))) for row in self.tiles]
         return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
 
     def grid(self) -> Iterator[WeightTile]:

@@ -78,13 +78,6 @@ def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.d
     return values.new_empty(num_rows, layout.width, dtype=dtype)
 
 
-def _look_up(
-    weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
-    check_bounds: bool, output_dtype: torch.dtype, *layout: Any,
-) -> Tensor:  # fmt: skip
-    return _read(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
-
-
 def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
@@ -127,7 +120,7 @@ define(
     "embedding_bag",
     f"(Tensor[] weights, {registry.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
     f"{registry.LAYOUT}) -> Tensor",
-    _look_up,
+    lambda weights, *batch: _read(weights, *batch[:3], Layout(*batch[6:]), *batch[4:6]),
     lambda weights, values, offsets, _s, _t, _c, dtype, *layout: empty_output(values, offsets, Layout(*layout), dtype),
     _backward,
     _save,
@@ -333,19 +326,23 @@ def bag_fused(
     if not plain_eager(weight, values, offsets, sample_weights):
         batch = values, offsets, sample_weights, trained, pooled, mean, checked, dtype
         return torch.ops.tritonemb.bag_fused(*table, name, *batch)
-    ids = values if trained is None else trained
+    read = partial(look_up, weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
+    return _look_up_unchanged(table, name, values if trained is None else trained, sample_weights, bags, read, gather)
 
-    def versions(reads_table: bool) -> list[int]:
-        return _versions(ids, offsets, sample_weights, weight if reads_table else None)
 
-    before = versions(sample_weights is not None and sample_weights.requires_grad)
-
-    def read() -> Tensor:
-        return look_up(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
+def _look_up_unchanged(
+    table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, read: Read,
+    gather: Callable[[BagGradient], None],
+) -> Tensor:  # fmt: skip
+    """A lookup of one table where nothing is traced; its backward raises if the batch was changed since."""
+    weight = table.weights[0]
+    reads_table = sample_weights is not None and sample_weights.requires_grad
+    inputs = ids, bags.offsets, sample_weights, weight if reads_table else None
+    versions = _versions(*inputs)
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
         # Versions are checked here, as the table may be updated before this backward runs.
-        if before != versions(needs_sample_weight_grad):
+        if versions != _versions(*inputs):
             raise changed_in_place(name)
         by_sample_weight = None
         if needs_sample_weight_grad:
@@ -381,22 +378,14 @@ def _shape_of_bag(*args: Any) -> Tensor:
     return empty_bags(table.weights[0], values, offsets, pooled, dtype)
 
 
-def _take_gradient(
-    args: Any, grad: Tensor, needs_sample_weight_grad: bool, update: Callable[..., None]
-) -> Tensor | None:
-    table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(args, *_BAG_KINDS)
-    ids, by_sample_weight = values if trained is None else trained, None
-    if sample_weights is not None and needs_sample_weight_grad:
+def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    table, name, values, offsets, sample_weights, trained, pooled, mean, *_ = unflatten(ctx.inputs, *_BAG_KINDS)
+    place, ids, by_sample_weight = len(FusedTables._fields) + 3, values if trained is None else trained, None
+    if sample_weights is not None and ctx.needs_input_grad[place]:
         bags = Bags(offsets, pooled, mean)
         by_sample_weight = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
-    update(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
-    return by_sample_weight
-
-
-def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    place = len(FusedTables._fields) + 3
-    by_sample_weight = _take_gradient(ctx.inputs, grad, ctx.needs_input_grad[place], torch.ops.tritonemb.bag_update_)
-    lists = [[None] * len(tensors) for tensors in ctx.inputs[:4]]
+    torch.ops.tritonemb.bag_update_(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
+    lists = [[None] * len(tensors) for tensors in table[:4]]
     return *lists, *[None] * (place - 4), by_sample_weight, *[None] * 5
 
 
@@ -408,17 +397,13 @@ define(
 
 def look_up_eagerly(*args: Any) -> Tensor:
     """`tritonemb::bag_fused` without the dispatcher, where nothing is traced."""
-    table, name, values, offsets, sample_weights, trained, *_ = unflatten(args, *_BAG_KINDS)
-    reads_table = sample_weights is not None and sample_weights.requires_grad
-    inputs = values, trained, offsets, sample_weights, table.weights[0] if reads_table else None
-    versions = _versions(*inputs)
+    table, name, values, offsets, sample_weights, trained, pooled, mean, *_ = unflatten(args, *_BAG_KINDS)
 
-    def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        if versions != _versions(*inputs):
-            raise changed_in_place(name)
-        return _take_gradient(args, grad, needs_sample_weight_grad, eager["bag_update_"])
+    def update(gradient: BagGradient) -> None:
+        eager["bag_update_"](*table, gradient.grad, ids, offsets, sample_weights, name, pooled, mean)
 
-    return fused_lookup(table.weights[0], sample_weights, partial(_look_up_bag, *args), take_gradient)
+    ids, read = values if trained is None else trained, partial(_look_up_bag, *args)
+    return _look_up_unchanged(table, name, ids, sample_weights, Bags(offsets, pooled, mean), read, update)
 
 
 def _update_bag(*args: Any) -> None:

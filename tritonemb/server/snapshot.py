@@ -246,9 +246,7 @@ def _own_part(
     for number, table in zip(served.numbers, served.dynamic, strict=True):
         own_ids, own_sums = list[Tensor](), list[Tensor]()
         for part in parts:
-            there = part.spec
-            has = there.numbers_on(part.header["server"])
-            push = part.pushes[batch]
+            has, push = part.spec.numbers_on(part.header["server"]), part.pushes[batch]
             if number in has and push.ids[rank]:
                 given = push.ids[rank][has.index(number)]
                 mine = table.owns(given) & served.spec.in_part(number, given)

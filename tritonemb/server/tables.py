@@ -33,7 +33,6 @@ from tritonemb.layout import (
     MOST_PARTITIONS,
     NO_KEY,
     NO_ROW,
-    Layout,
     nonzero,
     partition_sizes,
     segment_offsets,
@@ -264,11 +263,10 @@ class ServedTables:
         self.versions: list[Tensor] | None = None
         self._version = 0
         self.held, self.is_broken = False, False
-        kinds_of = [spec.tables[n].num_embeddings is None for n in self.numbers]
-        self._of_ids = [place for place, of_ids in enumerate(kinds_of) if of_ids]
+        self._of_ids = [place for place, n in enumerate(self.numbers) if spec.tables[n].num_embeddings is None]
+        states = self.optimizer.states
         self._records = [
-            record_of(table.config.embedding_dim, table.config.dtype, self.optimizer.states, of_ids)
-            for table, of_ids in zip(self.dynamic, kinds_of, strict=True)
+            record_of(c.embedding_dim, c.dtype, states, place in self._of_ids) for place, c in enumerate(configs)
         ]
 
     def columns(self, sizes: Sequence[int], tensors: Sequence[Tensor], of_ids: bool = False) -> list[list[Tensor]]:
@@ -331,10 +329,7 @@ class ServedTables:
         due = 0 if self.spec.staleness is None else after - self.spec.staleness
 
         def read(error: Exception | None) -> None:
-            if error is not None:
-                answer(error)
-                return
-            answer(self._read(ids, find_all(self.dynamic, ids)))
+            answer(self._read(ids, find_all(self.dynamic, ids)) if error is None else error)
 
         self.when(lambda: self.next_push >= due, read)
 
@@ -392,10 +387,9 @@ class ServedTables:
         error = RuntimeError("this was taken back: the tables were restored from a checkpoint meanwhile")
         pulls, self.pulls, waiting, self.waiting = self.pulls, {}, self.waiting, []
         self.pushes, self.flushes, self.versions = {}, {}, None
-        for answer in [answer for batch in pulls.values() for answer in batch.answers.values()]:
-            answer(error)
-        for _, action in waiting:
-            action(error)
+        answers = [answer for batch in pulls.values() for answer in batch.answers.values()]
+        for tell in (*answers, *(action for _, action in waiting)):
+            tell(error)
 
     def _batches(self, step: int) -> range:
         return range(step * self.spec.batches, (step + 1) * self.spec.batches)
@@ -516,7 +510,8 @@ class ServedTables:
             return None
         assigned = AssignedRows(self._batch(rows), None, None, True, torch.tensor(self.dynamic[0].clock))
         empty = assigned.features.values()[:0]
-        before = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), self._layout(), assigned=assigned)
+        layout = self.tables.layout(self.tables.feature_names, empty.device)
+        before = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), layout, assigned=assigned)
         return prefetch_batch(self.tables, assigned.features, before)
 
     # Of rows that a trainer holds.
@@ -618,10 +613,6 @@ class ServedTables:
         offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
         return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)
 
-    def _layout(self) -> Layout:
-        assert self.tables is not None
-        return self.tables.layout(self.tables.feature_names, torch.device("cpu"))
-
     @torch.no_grad()
     def _apply(self, batches: Sequence[SentBatch]) -> None:
         """One step of the optimizer on the sums of the gradients of each row, in the order of batches and trainers."""
@@ -644,7 +635,7 @@ class ServedTables:
         if lr != self.tables.current_learning_rate and order:
             self.tables.set_learning_rate(lr)
         if (lookup := self._pin(values)) is None:
-            batch, layout = self._batch(values), self._layout()
+            batch, layout = self._batch(values), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
             groups = ops.row_groups(batch.values(), batch.offsets(), layout)
             lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)
         self.tables.update.step(self.tables, grads, lookup, [] if self.tables.cache is None else [lookup])

@@ -335,18 +335,14 @@ class RowTransfer:
         for (store, _, records), rows in zip(on_disk, numbers, strict=True):
             self._writes.append((store.write(rows, records), records.numel()))
             self._writing += records.numel()
-            while self._writes and (self._writing > MAX_PENDING_BYTES or self._writes[0][0].done()):
-                self._finish_first_write()
+            self.finish_writes(MAX_PENDING_BYTES)
 
-    def finish_writes(self) -> None:
-        """Wait until all writes are done; StorageError if one failed."""
-        while self._writes:
-            self._finish_first_write()
-
-    def _finish_first_write(self) -> None:
-        future, size = self._writes.popleft()
-        self._writing -= size
-        future.wait()
+    def finish_writes(self, most: int = -1) -> None:
+        """Wait until at most so many bytes wait to be written, -1: until nothing does; StorageError if one failed."""
+        while self._writes and (self._writing > most or self._writes[0][0].done()):
+            future, size = self._writes.popleft()
+            self._writing -= size
+            future.wait()
 
     def read(self, parts: Sequence[TableRows]) -> None:
         """Read rows, ascending, into slots. StorageError if a read failed."""

@@ -246,7 +246,7 @@ def look_up_pinned(tables: Tables, lookup: Lookup) -> Tensor:
     if trained:
         tables.update.check(tables)
     if torch.is_grad_enabled():
-        check_gradients(tables, lookup)
+        check_gradients(tables, lookup.sample_weights, lookup.training)
         if not trained and any(weight.requires_grad for weight in weights):
             _refuse_gradient(tables)
     assert lookup.ticket is not None
@@ -281,7 +281,7 @@ def look_up_cached(
         found: Tensor = read()
         lookup.release()
         return found
-    check_gradients(tables, lookup)
+    check_gradients(tables, lookup.sample_weights, lookup.training)
     if not tables.trains():
         weights = [table.weight for table in tables.tables]
         stand_for_all = next((weight for weight in weights if weight.requires_grad), weights[0])
@@ -346,17 +346,15 @@ def assign_rows(
 def _rows_on_servers(tables: Tables, batch: KeyedJaggedTensor, occurrences: Tensor | None, training: bool) -> Tensor:
     """As `insert_batch`, or, of a batch that is not trained, `find_all`, where servers have the index."""
     values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
-    distinct, inverses, counts = list[Tensor](), list[Tensor](), list[Tensor]()
+    parts = []
     for at in positions.values():
         found, inverse, count = values[at].unique(return_inverse=True, return_counts=True)
         if occurrences is not None:
             count = torch.zeros_like(found).index_add_(0, inverse, occurrences[at].long())
-        distinct.append(found)
-        inverses.append(inverse)
-        counts.append(count)
-    answers = tables.service.assign([each.cpu() for each in distinct], [each.cpu() for each in counts], training)
-    rows = values.clone()
-    for (number, at), ids, inverse, answer in zip(positions.items(), distinct, inverses, answers, strict=True):
+        parts.append((found, inverse, count))
+    distinct, counts = ([part[n].cpu() for part in parts] for n in (0, 2))
+    answers, rows = tables.service.assign(distinct, counts, training), values.clone()
+    for (number, at), (ids, inverse, _), answer in zip(positions.items(), parts, answers, strict=True):
         places, new = (each.to(ids.device) for each in answer)
         if training:
             tables.dynamic[number].clock += 1
@@ -450,14 +448,12 @@ def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     read = partial(read_unknown, tables, batch.unknown, offsets, sample_weights)
     if not batch.training or not tables.trains():
         return read()
-    if sample_weights is not None and sample_weights.requires_grad:
-        raise ValueError(_no_weight_gradient(tables))
+    check_gradients(tables, sample_weights, batch.training)
     if torch.compiler.is_compiling():  # no op of a graph reads other rows than it trains
         known_alone = tables.look_up_rows(batch.features, batch.groups, check_bounds=False)
         return read() + (known_alone - known_alone.detach())
     tables.update.check(tables)
-    if tables.accumulator.is_open:
-        tables.remember_keys(keys)
+    tables.remember_keys(keys)
     own = tables.layout(keys, rows.device)
     groups = ops.row_groups(rows, offsets, own) if batch.groups is None else batch.groups
     lookup = Lookup(rows, offsets, sample_weights, groups, own)
@@ -477,10 +473,17 @@ def _first_cached(tables: Tables) -> TableConfig:
     return next(config for config in tables.configs if config.is_dynamic or config.placement != "device")
 
 
-def check_gradients(tables: Tables, lookup: Lookup) -> None:
-    if lookup.sample_weights is not None and lookup.sample_weights.requires_grad:
-        raise ValueError(_no_weight_gradient(tables))
-    check_prefetched(tables, lookup.training)
+def check_gradients(tables: Tables, sample_weights: Tensor | None, training: bool) -> None:
+    """ValueError for per-sample weights that want gradients, or as `check_prefetched`."""
+    if sample_weights is not None and sample_weights.requires_grad:
+        config = _first_cached(tables)
+        refused = config.is_dynamic and config.placement == "device"  # ids without rows, which get no gradient
+        raise ValueError(
+            f"per-sample weights get no gradient where table {config.name!r} is "
+            f"{'dynamic and admits some ids only' if refused else f'placed on {config.placement!r}'}; detach them, or "
+            f"{'let it admit every id' if refused else 'place the tables on the device'}"
+        )
+    check_prefetched(tables, training)
 
 
 def check_prefetched(tables: Tables, training: bool) -> None:
@@ -490,16 +493,6 @@ def check_prefetched(tables: Tables, training: bool) -> None:
             f"the rows of table {_first_cached(tables).name!r} were prefetched under no_grad, and now gradients are "
             "recorded; call group() or prefetch() where gradients are recorded"
         )
-
-
-def _no_weight_gradient(tables: Tables) -> str:
-    config = _first_cached(tables)
-    refused = config.is_dynamic and config.placement == "device"  # ids without rows, which get no gradient
-    return (
-        f"per-sample weights get no gradient where table {config.name!r} is "
-        f"{'dynamic and admits some ids only' if refused else f'placed on {config.placement!r}'}; detach them, or "
-        f"{'let it admit every id' if refused else 'place the tables on the device'}"
-    )
 
 
 def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:

@@ -107,7 +107,10 @@ class ServerTable(Table):
 
     def _attached(self) -> TableService:
         if self.service is None:
-            raise ValueError(not_attached(self.config))
+            raise ValueError(
+                f"table {self.config.name!r} is on embedding servers, and none are attached: call "
+                "te.server.attach(model, te.server.start(2)), or give Trainer(servers=...)"
+            )
         return self.service
 
     def tensors(self) -> dict[str, Tensor]:
@@ -144,14 +147,6 @@ class ServerTable(Table):
         return self
 
 
-def not_attached(config: TableConfig) -> str:
-    """The message for a table whose servers are not known."""
-    return (
-        f"table {config.name!r} is on embedding servers, and none are attached: call te.server.attach(model, "
-        "te.server.start(2)), or give Trainer(servers=...)"
-    )
-
-
 @dataclass(eq=False)
 class PulledBatch(Lookup):
     """A batch whose `values` are numbers of the rows that it has pulled, of each table by itself.
@@ -169,9 +164,7 @@ class PulledBatch(Lookup):
 def pull_batch(tables: Tables, features: Features) -> PulledBatch:
     """Ask the servers for the rows of a batch. ValueError for ids out of range, before anything has been sent."""
     keys, values, offsets, weights = parts_of(features)
-    batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-    if tables.service is None:
-        raise ValueError(not_attached(tables.configs[0]))
+    batch, service = KeyedJaggedTensor(keys, values, weights, offsets=offsets), tables.tables[0]._attached()
     if tables.bounds_check == "raise" and (problem := first_bad_id(batch, uses(tables, keys))):
         raise problem
     batch = one_key_a_lookup(tables, batch, tables.layout(keys, values.device))
@@ -182,7 +175,7 @@ def pull_batch(tables: Tables, features: Features) -> PulledBatch:
         lookup = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
         lookup.training, occurrences = training, lookup.groups.starts[: lookup.layout.num_rows + 1].diff().cpu()
         sizes = [of_table.numel() for of_table in lookup.ids]
-        lookup.pull = tables.service.pull(lookup.ids, occurrences.split(sizes), training)
+        lookup.pull = service.pull(lookup.ids, occurrences.split(sizes), training)
         lookup.on_release = _push_nothing if training else None
         return lookup
 
@@ -243,9 +236,8 @@ def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | Non
         found: Tensor = read()
         lookup.release()
         return found
-    check_gradients(tables, lookup)
-    if tables.accumulator.is_open:
-        tables.remember_keys(parts_of(features)[0])
+    check_gradients(tables, lookup.sample_weights, lookup.training)
+    tables.remember_keys(parts_of(features)[0])
     handle, pulled = tables.accumulator.current_handle, lookup
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:

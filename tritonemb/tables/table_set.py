@@ -258,8 +258,7 @@ class TableSet(OptimizedTables):
                 weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
             )
         self.update.check(self)
-        if self.accumulator.is_open:
-            self.remember_keys(keys)
+        self.remember_keys(keys)
         accumulator, shared = self.accumulator.current_handle, False
         if self.update.is_shared and accumulator == NOT_ACCUMULATING:
             accumulator, shared = self.accumulator.handle, True
@@ -383,7 +382,9 @@ class TableSet(OptimizedTables):
         return require_gradients(self.configs, self.weights() if weights is None else weights)
 
     def remember_keys(self, keys: list[str]) -> None:
-        """Raise ValueError unless all micro-batches have the same keys."""
+        """Raise ValueError unless all micro-batches that are accumulated have the same keys."""
+        if not self.accumulator.is_open:
+            return
         if self._accumulated_keys is None:
             self._accumulated_keys = tuple(keys)
         elif self._accumulated_keys != tuple(keys):
