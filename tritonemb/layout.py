@@ -236,21 +236,6 @@ def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
         index.used[partition::partitions][freed] = MOST_USES
 
 
-def undo_use(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
-    rows, before = rows[rows >= 0], before[rows >= 0]
-    earlier = before < index.used[rows]
-    index.used[rows[earlier]] = before[earlier]
-    index.counts.index_add_(0, rows, torch.full_like(before, -1))
-
-
-def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
-    """int64 `[n]`, ascending: ids of a partition whose rows were not used after the step `last`."""
-    partitions = index.num_sets.numel()
-    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
-    return index.ids[rows][index.used[rows] <= last].sort().values  # a freed row counts as used
-
-
 def nonzero(flags: Tensor) -> Tensor:
     """Where bool `[N]` is set, int64 `[n]`. On the CPU, PyTorch's own takes several times longer."""
     return flags.nonzero()[:, 0] if flags.device.type != "cpu" else torch.from_numpy(np.flatnonzero(flags.numpy()))

@@ -21,9 +21,10 @@ from torch import Tensor
 import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import DISTINCT, DynamicIndex, Layout, dynamic_rows, expired_ids, make_index, make_layout
+from tritonemb.layout import DISTINCT, DynamicIndex, Layout, dynamic_rows, make_index, make_layout
 from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.tables.dynamic_table import expired_ids
 from tritonemb.types import CODECS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -469,7 +470,7 @@ def initial_cases() -> Iterator[Case]:
 def draw_rows(dim: int, named: bool) -> list[Tensor]:
     """First values of rows, neighbours or named."""
     out, rows = torch.empty(3, dim, device=_device), torch.tensor([5, 2**33, 0], device=_device) if named else None
-    load("initialize_rows_", _kernels)([out], [], [(2**62 + 1, 0.5)], rows, None, None, 2**33, 2)
+    load("initialize_rows_", _kernels)([out], [], [(2**62 + 1, 0.5)], rows, None, None, (2**33, 2))
     return [out]
 
 

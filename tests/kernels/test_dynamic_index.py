@@ -24,11 +24,10 @@ from tritonemb.layout import (
     DynamicIndex,
     NewIds,
     dynamic_rows,
-    expired_ids,
     make_index,
     partitions_of,
-    undo_use,
 )
+from tritonemb.tables.dynamic_table import expired_ids, undo_use
 
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32) - 1, -1, 0, 1, 2**31, 2**32, 2**32 + 5, 2**62, 2**63 - 1]
 

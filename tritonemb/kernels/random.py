@@ -173,8 +173,8 @@ def _initialize_kernel(
 
 def initialize_rows_(
     weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]],
-    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None, first_row: int = 0,
-    first_column: int = 0,
+    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None,
+    origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
     """A launch for each dtype. Arguments as in the reference."""
     device, per_element = weights[0].device, sum((s.dim() > 1) << n for n, s in enumerate(states[:: len(weights)]))
@@ -183,13 +183,13 @@ def initialize_rows_(
     num_rows = next((numbers.numel() for numbers in (rows, ids) if numbers is not None), weights[0].shape[0])
     places = [weights[0] if numbers is None else numbers.contiguous() for numbers in (ids, rows, tables)]
     for part in by_dtype(weights):
-        num_columns = part.max_dim + first_column % UNIFORMS_PER_COUNTER
+        num_columns = part.max_dim + origin[1] % UNIFORMS_PER_COUNTER
         block = min(next_power_of_2(max(num_columns, 16)), 1024)
         tile = max(1, _ELEMENTS // block)
         launch(
             _initialize_kernel, (cdiv(num_rows, tile), cdiv(num_columns, block)), on_device(part.addresses, device),
             on_device(pointers_to(states) or (0,), device), *(on_device(numbers, device) for numbers in facts), scales,
-            len(weights), *places, num_rows, first_row, first_column, STATES=len(states) // len(weights),
+            len(weights), *places, num_rows, *origin, STATES=len(states) // len(weights),
             PER_ELEMENT=per_element, CODE=CODES[part.dtype], ALIGN=part.row_alignment, NAMED=ids is not None,
             PLACED=rows is not None, ROWS=tile, BLOCK=block,
         )  # fmt: skip
@@ -197,8 +197,8 @@ def initialize_rows_(
 
 def initialize_rows_reference_(
     weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]],
-    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None, first_row: int = 0,
-    first_column: int = 0,
+    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None,
+    origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
     """Give rows of several tables their initial values, from a column on, and states of zero.
 
@@ -206,14 +206,16 @@ def initialize_rows_reference_(
         weights: `[rows, dim]` of each table, contiguous, float32 or of 16 bits.
         states: the first state of each table, then the second; float32.
         initial: of each table the seed, of 63 bits, and the bound.
-        ids: int64 `[U]`, any, which values depend on; else neighbours from `first_row` on.
+        ids: int64 `[U]`, any, which values depend on; else neighbours from the origin's row on.
         rows, tables: int64 and int32 `[U]`, where they are; nothing is done where a row is negative. Else they are all
             rows of one table, float32.
+        origin: row and column of a table of which this one is a part, where it begins.
     """
-    initialize_by(_draw_by_torch, weights, states, initial, ids, rows, tables, first_row, first_column)
+    initialize_by(_draw_by_torch, weights, states, initial, ids, rows, tables, origin)
 
 
-def _draw_by_torch(out: Tensor, seed: int, bound: float, first_row: int, first_column: int, ids: Tensor | None) -> None:
+def _draw_by_torch(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
+    first_row, first_column = origin
     ids = first_row + torch.arange(out.shape[0], device=out.device) if ids is None else ids
     first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
     words = philox_by_torch(seed, first, last, ids, 0)
@@ -225,16 +227,16 @@ def _draw_by_torch(out: Tensor, seed: int, bound: float, first_row: int, first_c
 def initialize_by(
     draw: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor],
     initial: Sequence[tuple[int, float]], ids: Tensor | None = None, rows: Tensor | None = None,
-    tables: Tensor | None = None, first_row: int = 0, first_column: int = 0,
+    tables: Tensor | None = None, origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
     """`initialize_rows_` where `draw` fills float32 values of one table."""
     if ids is None or rows is None or tables is None:
-        draw(weights[0], *initial[0], first_row, first_column, ids)
+        draw(weights[0], *initial[0], origin, ids)
         return
     for number, (weight, of_table) in enumerate(zip(weights, initial, strict=True)):
         places = nonzero((tables == number) & (rows >= 0))
         drawn, into = torch.empty(places.numel(), weight.shape[1], device=weight.device), rows[places]
-        draw(drawn, *of_table, 0, 0, ids[places])
+        draw(drawn, *of_table, (0, 0), ids[places])
         weight.index_copy_(0, into, drawn.to(weight.dtype))
         for state in states[number :: len(weights)]:
             state.index_fill_(0, into, 0.0)

@@ -359,12 +359,12 @@ def fill_initial_(
     if not weight.numel():
         return
     if weight.dtype == torch.float32 and weight.is_contiguous():
-        draw([weight.detach()], [], initial, rows, None, None, first_row, first_column)
+        draw([weight.detach()], [], initial, rows, None, None, (first_row, first_column))
         return
     step = max(1, _DRAWN_AT_ONCE // weight.shape[1])
     for begin in range(0, weight.shape[0], step):
         part = weight[begin : begin + step]
         drawn = torch.empty(part.shape, dtype=torch.float32, device=weight.device)
         ids = None if rows is None else rows[begin : begin + step]
-        draw([drawn], [], initial, ids, None, None, first_row + begin, first_column)
+        draw([drawn], [], initial, ids, None, None, (first_row + begin, first_column))
         part.copy_(drawn)

@@ -258,7 +258,7 @@ class RowCache:
         return torch.where(there, place - directory.first_slots[tables], found)
 
     def _allocate_overflow(self, tables: Tensor, rows: Tensor, sizes: list[int]) -> Tensor:
-        """Slots of overflows for rows whose sets are full, so many of each table."""
+        """Slots of overflows for rows whose sets are full; `sizes` of each table."""
         directory = self._directory
         lacking = [number - directory.free_overflow(t).numel() if number else 0 for t, number in enumerate(sizes)]
         if max(lacking) > 0:

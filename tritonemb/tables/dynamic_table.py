@@ -27,13 +27,11 @@ from tritonemb.layout import (
     NewIds,
     Rule,
     dynamic_rows,
-    expired_ids,
     make_index,
     nonzero,
     partitions_of,
     renumber,
     segment_offsets,
-    undo_use,
 )
 from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
@@ -174,6 +172,21 @@ def insert_batch(
     if occurrences is not None:
         rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
     return rows, keys, any(of_table[NEEDED] < of_table[DISTINCT] for of_table in by_table)
+
+
+def undo_use(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
+    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
+    rows, before = rows[rows >= 0], before[rows >= 0]
+    earlier = before < index.used[rows]
+    index.used[rows[earlier]] = before[earlier]
+    index.counts.index_add_(0, rows, torch.full_like(before, -1))
+
+
+def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
+    """int64 `[n]`, ascending: ids of a partition whose rows were not used after the step `last`."""
+    partitions = index.num_sets.numel()
+    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
+    return index.ids[rows][index.used[rows] <= last].sort().values  # a freed row counts as used
 
 
 def _admit(tables: Sequence["DynamicTable"], new: NewIds) -> None:

@@ -141,12 +141,12 @@ def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, firs
             values[column] = np.float32(np.int32(words[begin + column]) >> np.int32(8)) * scale
 
 
-def _draw(out: Tensor, seed: int, bound: float, first_row: int, first_column: int, ids: Tensor | None) -> None:
+def _draw(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
     named = np.empty(0, dtype=np.int64) if ids is None else ids.contiguous().numpy()
     num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
     _fill_rows(
         torch.get_num_threads(), num_tasks, num_tasks, out.data_ptr(), *out.shape, seed, np.float32(bound * UNIT),
-        first_row, first_column, named,
+        *origin, named,
     )  # fmt: skip
 
 
