@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import KeyedJaggedTensor, batch_size_of
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, int64_at, names_in
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, ROW_IDS_STRIDE, TABLE, Layout, int64_at, names_in
 
 
 def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:
@@ -90,8 +90,8 @@ def bad_gradient(row: int, layout: Layout) -> ValueError:
     first_rows = layout.tables[:, FIRST_ROW].tolist()
     table = bisect_right(first_rows, row) - 1
     name, place = names_in(layout.table_names)[table], row - first_rows[table]
-    num_rows, row_ids = layout.tables[table, [NUM_ROWS, ROW_IDS]].tolist()
-    place = int(int64_at(row_ids, num_rows, layout.tables.device)[place]) if row_ids else place
+    num_rows, row_ids, stride = layout.tables[table, [NUM_ROWS, ROW_IDS, ROW_IDS_STRIDE]].tolist()
+    place = int(int64_at(row_ids, num_rows * stride, layout.tables.device)[place * stride]) if row_ids else place
     return gradient_not_finite(name, place)
 
 

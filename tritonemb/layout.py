@@ -19,7 +19,7 @@ from tritonemb.types import Device, TableConfig
 
 TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
 # Columns of `tables`, a `TableRow` each.
-FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS = range(7)
+FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS, ROW_IDS_STRIDE = range(8)
 SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
 ELEMENTS_PER_COUNTER = 8  # neighbours in a row of 16 bits that one random counter rounds
 PIECE = 32  # gradients of a row that are summed one after the other
@@ -53,6 +53,7 @@ class TableRow(NamedTuple):
         row_origin, column_origin: its first row and column in the whole table that it is a part of.
         row_ids: of a table of some rows of a larger one: address of int64 `[num_rows]`, the row that each one is; else
             0. The maker of the layout keeps that tensor alive.
+        row_ids_stride: numbers from one row's to the next's.
     """
 
     first_row: int
@@ -62,6 +63,7 @@ class TableRow(NamedTuple):
     row_origin: int = 0
     column_origin: int = 0
     row_ids: int = 0
+    row_ids_stride: int = 1
 
 
 TABLE_SIZE = len(TableRow._fields)
@@ -71,8 +73,8 @@ class DynamicIndex(NamedTuple):
     """The index of a dynamic table: `P` partitions of `C` rows, each with `M` sets, and `O` sets of overflow slots.
 
     Attributes:
-        ids: int64 `[P · C]`, by row.
-        uses: int32 `[P · C, 2]`, by row: `used`, the step in which it was last used, and `counts`, how often it was.
+        entries: int64 `[P · C, 2]`, by row: its id; `used`, the step in which it was last used, and `counts`, how often
+            it was, int32 both. A lookup that counts uses moves one line of memory then, not two.
         digests: uint8 `[P · (M + O) · WAYS]`, by slot: 1 … 255, or 0 where it is empty.
         rows: int32, by slot: the row of its id.
         free: int32 `[P · C]`: number `k · P + p` is row `k` of those of partition `p` that were freed.
@@ -82,8 +84,7 @@ class DynamicIndex(NamedTuple):
         whole: int64 `[2]`: partitions of the whole table, and which of them is the first here.
     """
 
-    ids: Tensor
-    uses: Tensor
+    entries: Tensor
     digests: Tensor
     rows: Tensor
     free: Tensor
@@ -93,6 +94,14 @@ class DynamicIndex(NamedTuple):
     num_made: Tensor
     num_overflow: Tensor
     whole: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        return self.entries[:, 0]
+
+    @property
+    def uses(self) -> Tensor:
+        return self.entries.view(torch.int32)[:, 2:]
 
     @property
     def used(self) -> Tensor:
@@ -201,12 +210,12 @@ def make_index(
     whole, most_sets, num_rows = partition_sizes(capacity, most_partitions)
     first, partitions = (0, whole) if part is None else part
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
-    ids = advise_huge_pages(torch.empty(num_rows * partitions, dtype=torch.int64, device=device))
-    shapes = (num_rows * partitions, 2), (slots,), (num_rows * partitions,)
-    uses, rows, free = (advise_huge_pages(torch.empty(each, dtype=torch.int32, device=device)) for each in shapes)
+    entries = advise_huge_pages(torch.empty(num_rows * partitions, 2, dtype=torch.int64, device=device))
+    rows = advise_huge_pages(torch.empty(slots, dtype=torch.int32, device=device))
+    free = torch.empty(num_rows * partitions, dtype=torch.int32, device=device)
     num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(
-        ids, uses, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
+        entries, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
         num_sets + 1, num_rows, num_made, num_overflow, torch.tensor([whole, first], device=device),
     )  # fmt: skip
 
@@ -226,8 +235,7 @@ def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
     numbers[before] = rows.int()
     slots = nonzero(index.digests != 0)
     index.rows[slots] = numbers[index.rows[slots].long()]
-    ids, uses = index.ids[before], index.uses[before]
-    index.ids[rows], index.uses[rows] = ids, uses
+    index.entries[rows] = index.entries[before]
     index.num_made.zero_().scatter_reduce_(0, rows % partitions, (rows // partitions + 1).int(), "amax")
     held = torch.zeros(len(index.ids), dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
     for partition, made in enumerate(index.num_made.tolist()):

@@ -215,7 +215,7 @@ def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Te
         indexes = [index, make_index(60, _device, 1)]
         found += several_indexes(indexes, ids[30 * (step - 3) :][:60], [0, -1, 1], step, half_life)
     ids, rows = dynamic_rows(index)
-    return [*found, expired_ids(index, 0, 1), ids, rows, index.uses[rows], *index[5:]]
+    return [*found, expired_ids(index, 0, 1), ids, rows, index.uses[rows], *index[4:]]
 
 
 def several_indexes(

@@ -104,7 +104,8 @@ def row_update_(
             return narrow_by_torch(row, weight.dtype)
         row = row.to(torch.float32)
         if table.row_ids:
-            rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
+            stride = table.row_ids_stride
+            rows = int64_at(table.row_ids, table.num_rows * stride, rows.device)[rows * stride]
         noise = random16_by_torch(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
         return narrow_stochastic_by_torch(row, weight.dtype, noise)
 

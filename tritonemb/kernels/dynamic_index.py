@@ -22,9 +22,9 @@ one task, so the result depends on the sequence of calls alone.
 
 Batches of several tables are served together: each kernel reads the addresses of all tables' indexes.
 
-**find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id; **use**: 16 more.
-**insert**: 69 an id, 32 of digests, and the sort by partition; for a victim 700 more, for a split 450. **remove**: as
-find, and 60 for a row. **missing**: the sort, and 8 for each row that is counted. GPUs move 32 at least at a time.
+**find**: 16 bytes an id; if it is known, 32 of digests, 4 of the row's number, and 8 of the id; **use**: 16 more,
+beside the id. **insert**: 69 an id, 32 of digests, and the sort by partition; for a victim 700 more, for a split 450.
+**remove**: as find, and 60 for a row. **missing**: the sort, and 8 for each row that is counted. GPUs move 32 at least.
 A row takes 16 bytes beside its values, and at most 6.25 of slots where all sets are.
 """
 
@@ -57,8 +57,9 @@ BLOCK = tl.constexpr(256)  # rows that are counted at once
 POSITIONS = 1024  # of a program that only moves numbers
 _NO_KEY = tl.constexpr(NO_KEY)
 _WAYS, _DIGEST_SHIFT, _GROWN_ROWS, _MOST_USES = map(tl.constexpr, (WAYS, DIGEST_SHIFT, GROWN_ROWS, MOST_USES))
-_Parts: Any = namedtuple("_Parts", (*DynamicIndex._fields, "partitions", "most_rows", "num_places", "first"))  # type: ignore[misc]
-_FIELDS, _FIRST = tl.constexpr(len(_Parts._fields)), tl.constexpr(_Parts._fields.index("first"))
+_SIZES = "partitions", "most_rows", "num_places", "first"
+_Parts: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:], *_SIZES))  # type: ignore[misc]
+_FIELDS, _FIRST = tl.constexpr(len(_Parts._fields) - 1), tl.constexpr(len(_Parts._fields) - 2)
 _STEP, _LAST, _HALF_LIFE, _RULES = (tl.constexpr(n) for n in range(4))
 
 
@@ -68,20 +69,20 @@ def _index_at(indexes, table):
     at = indexes + table * _FIELDS
     return _Parts(  # type: ignore[call-arg]
         tl.load(at).to(tl.pointer_type(tl.int64)),
-        tl.load(at + 1).to(tl.pointer_type(tl.int32)),
-        tl.multiple_of(tl.load(at + 2).to(tl.pointer_type(tl.uint8)), 16),
+        tl.load(at).to(tl.pointer_type(tl.int32)) + 2,
+        tl.multiple_of(tl.load(at + 1).to(tl.pointer_type(tl.uint8)), 16),
+        tl.load(at + 2).to(tl.pointer_type(tl.int32)),
         tl.load(at + 3).to(tl.pointer_type(tl.int32)),
         tl.load(at + 4).to(tl.pointer_type(tl.int32)),
         tl.load(at + 5).to(tl.pointer_type(tl.int32)),
         tl.load(at + 6).to(tl.pointer_type(tl.int32)),
         tl.load(at + 7).to(tl.pointer_type(tl.int32)),
         tl.load(at + 8).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 9).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 10).to(tl.pointer_type(tl.int64)),
-        tl.load(at + 11),
-        tl.load(at + 12).to(tl.int32),
+        tl.load(at + 9).to(tl.pointer_type(tl.int64)),
+        tl.load(at + 10),
+        tl.load(at + 11).to(tl.int32),
+        tl.load(at + 12),
         tl.load(at + 13),
-        tl.load(at + 14),
     )
 
 
@@ -120,7 +121,7 @@ def _look_up(index, ids, valid):
         digests = tl.load(index.digests[:, None] + slots, mask=left[:, None] > 0, other=0)
         same = digests == _digest_of(mixed)[:, None]
         rows = tl.load(index.rows[:, None] + slots, mask=same, other=0)
-        same = same & (tl.load(index.ids[:, None] + rows, mask=same, other=0) == ids[:, None])
+        same = same & (tl.load(index.ids[:, None] + 2 * rows.to(tl.int64), mask=same, other=0) == ids[:, None])
         slot = tl.maximum(slot, tl.max(tl.where(same, slots, -1), 1))
         row = tl.maximum(row, tl.max(tl.where(same, rows, -1), 1))
         first, unknown = at == place, (left > 0) & (slot < 0)
@@ -146,7 +147,7 @@ def _find_kernel(
     _, row, partition = _look_up(index, id, inside)
     tl.store(rows + at, tl.where(inside, row, id), mask=valid)
     if USE:
-        known, used = inside & (row >= 0), index.uses + 2 * row
+        known, used = inside & (row >= 0), index.uses + 4 * row
         tl.store(keys + at, tl.where(inside & (row < 0), index.first + partition, _NO_KEY), mask=valid)
         tl.store(before + at, tl.load(used, mask=known, other=0), mask=valid)
         tl.store(used, _rule(rules, table, step, _STEP), mask=known)
@@ -225,7 +226,7 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
         while (left > 0) & (first_row < made):
             number = first_row + tl.arange(0, BLOCK)
             row = number.to(tl.int64) * index.partitions + partition
-            used = tl.load(index.uses + 2 * row, mask=number < made, other=_MOST_USES)
+            used = tl.load(index.uses + 4 * row, mask=number < made, other=_MOST_USES)
             left -= tl.sum((used <= last).to(tl.int32), 0)
             first_row += BLOCK
         tl.atomic_add(counts + 3, tl.maximum(left, 0).to(tl.int64), sem="relaxed")
@@ -240,7 +241,7 @@ def _tags(index, at, sets):
     slots = at * _WAYS + tl.arange(0, _WAYS)
     digests = tl.load(index.digests + slots)
     rows = tl.load(index.rows + slots, mask=digests != 0, other=0)
-    ids = tl.load(index.ids + rows, mask=digests != 0, other=0)
+    ids = tl.load(index.ids + 2 * rows.to(tl.int64), mask=digests != 0, other=0)
     return slots, digests, rows, ids, tl.where(digests != 0, _number_of(mix(ids), sets), -1)
 
 
@@ -280,10 +281,10 @@ def _come_home(index, partition, number, sets):
 def _free(index, partition, slot):
     """Take the row of a slot out of the index."""
     row, sets = tl.load(index.rows + slot).to(tl.int64), tl.load(index.num_sets + partition).to(tl.int64)
-    number, made = _number_of(mix(tl.load(index.ids + row)), sets), tl.load(index.num_made + partition)
+    number, made = _number_of(mix(tl.load(index.ids + 2 * row)), sets), tl.load(index.num_made + partition)
     place, held = number * index.partitions + partition, tl.load(index.num_rows + partition)
     tl.store(index.free + (made - held).to(tl.int64) * index.partitions + partition, row)
-    tl.store(index.uses + 2 * row, _MOST_USES)  # so that it is never counted as one that may be evicted
+    tl.store(index.uses + 4 * row, _MOST_USES)  # so that it is never counted as one that may be evicted
     tl.store(index.num_rows + partition, held - 1)
     tl.store(index.digests + slot, 0)
     if slot // _WAYS != place:
@@ -304,7 +305,7 @@ def _victim(index, partition, number, sets, step, last, half_life):
         while left > 0:
             slots, _, rows, ids, numbers = _tags(index, at, sets)
             mine = numbers == number
-            uses = index.uses + 2 * rows.to(tl.int64)
+            uses = index.uses + 4 * rows.to(tl.int64)
             used, count = tl.load(uses, mask=mine, other=_MOST_USES), tl.load(uses + 1, mask=mine, other=0)
             halvings = tl.minimum((step - used) // tl.maximum(half_life, 1), 31)
             key = tl.where(half_life > 0, count >> halvings, 0).to(tl.int64) << 32 | used
@@ -377,7 +378,7 @@ def _insert_kernel(
             if tl.load(index.num_rows + partition) == index.most_rows:
                 victim = _victim(index, partition, number, sets, step, last, half_life)
                 evicted_row = tl.load(index.rows + victim).to(tl.int64)
-                tl.store(evicted + 2 * at, tl.load(index.ids + evicted_row))
+                tl.store(evicted + 2 * at, tl.load(index.ids + 2 * evicted_row))
                 _free(index, partition, victim)
             held, made = tl.load(index.num_rows + partition), tl.load(index.num_made + partition)
             row = made.to(tl.int64) * index.partitions + partition
@@ -386,10 +387,10 @@ def _insert_kernel(
             else:
                 tl.store(index.num_made + partition, made + 1)
             tl.store(index.num_rows + partition, held + 1)
-            tl.store(index.ids + row, id)
-            tl.store(index.uses + 2 * row, step)
+            tl.store(index.ids + 2 * row, id)
+            tl.store(index.uses + 4 * row, step)
             first_use, last_use = tl.load(begins + at), tl.load(begins + at + 1)
-            tl.store(index.uses + 2 * row + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
+            tl.store(index.uses + 4 * row + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
             for use in range(first_use, last_use, BLOCK):
                 uses = use + tl.arange(0, BLOCK)
                 positions = tl.load(order + uses, mask=uses < last_use, other=0)
@@ -421,7 +422,7 @@ def _addresses(indexes: Sequence[DynamicIndex]) -> Tensor:
     numbers, first = list[int](), 0
     for index in indexes:
         partitions = index.num_sets.numel()
-        sizes = partitions, index.ids.numel() // partitions, index.overflowed.numel()
+        sizes = partitions, index.entries.shape[0] // partitions, index.overflowed.numel()
         numbers += (*pointers_to(index), *sizes, first)
         first += partitions
     return on_device(numbers, indexes[0].ids.device)
@@ -610,7 +611,7 @@ class _Rows:
     def __init__(self, index: DynamicIndex) -> None:
         self.index, self.num_sets, self.num_made = index, index.num_sets.tolist(), index.num_made.tolist()
         self.partitions = len(self.num_sets)
-        self.most_rows = index.ids.numel() // self.partitions
+        self.most_rows = index.entries.shape[0] // self.partitions
         self.most_sets = index.overflowed.numel() // self.partitions
         self.by_id = dict(zip(*(each.tolist() for each in dynamic_rows(index)), strict=True))
         held = index.num_rows.tolist()

@@ -330,7 +330,9 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 _SIZE = tl.constexpr(TABLE_SIZE)
-FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS = (tl.constexpr(n) for n in range(TABLE_SIZE))
+FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS, ROW_IDS_STRIDE = map(
+    tl.constexpr, range(TABLE_SIZE)
+)
 
 
 @jit
@@ -349,7 +351,8 @@ def field_at(tables, table, FIELD: tl.constexpr):
 def row_id(tables, table, row, mask):
     """The row of its table that each row of the memory holds."""
     row_ids = tl.load(field_at(tables, table, ROW_IDS), mask=mask, other=0)
-    found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row, mask=row_ids != 0, other=0)
+    stride = tl.load(field_at(tables, table, ROW_IDS_STRIDE), mask=mask, other=0)
+    found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row * stride, mask=row_ids != 0, other=0)
     return tl.where(row_ids != 0, found, row)
 
 

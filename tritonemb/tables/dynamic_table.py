@@ -313,9 +313,6 @@ class DynamicTable(Table):
     def row_config(self) -> TableConfig:
         return self._row_config
 
-    def row_ids(self) -> Tensor | None:
-        return self.index.ids
-
     @property
     def num_rows(self) -> int:
         """Ids that have a row."""
@@ -641,7 +638,7 @@ class DynamicTable(Table):
         rows, new = self._insert(ids, (MOST_USES, -1, 0))  # no step of these is later, so that it can be undone
         self.count(inserts=-int(new.sum()))  # these are of another table's past
         uses = torch.stack([steps.int(), counts.clamp(max=MOST_USES).int()], 1)
-        move_rows_([self.index.uses], [uses], rows, torch.arange(rows.numel(), device=rows.device))
+        self.index.uses[rows] = uses
         return rows
 
     def forget(self, ids: Tensor) -> None:

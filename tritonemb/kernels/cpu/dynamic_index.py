@@ -1,6 +1,8 @@
 """CPU twin of `kernels/dynamic_index.py`: finds in parallel over ids, insertions over partitions."""
 
+from collections import namedtuple
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ from tritonemb.kernels.cpu.simd import (
 from tritonemb.kernels.dynamic_index import new_ids_by_torch
 from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule
 
+_Parts: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:]))  # type: ignore[misc]
+
 
 @inlined
 def _bare_row(array):
@@ -33,18 +37,18 @@ def _bare_row(array):
 @inlined
 def _index_at(places):
     """The index whose addresses and sizes these are, see `_all_places`; nor has it an owner."""
-    return DynamicIndex(
-        int64_row(places[0, 0], places[0, 1]),
-        int32_row(places[1, 0], places[1, 1]).reshape((-1, 2)),
-        uint8_row(places[2, 0], places[2, 1]),
+    return _Parts(  # type: ignore[call-arg]
+        int64_row(places[0, 0], places[0, 1]).reshape((-1, 2)),
+        int32_row(places[0, 0] + 8, 2 * places[0, 1]).reshape((-1, 4)),
+        uint8_row(places[1, 0], places[1, 1]),
+        int32_row(places[2, 0], places[2, 1]),
         int32_row(places[3, 0], places[3, 1]),
         int32_row(places[4, 0], places[4, 1]),
         int32_row(places[5, 0], places[5, 1]),
         int32_row(places[6, 0], places[6, 1]),
         int32_row(places[7, 0], places[7, 1]),
         int32_row(places[8, 0], places[8, 1]),
-        int32_row(places[9, 0], places[9, 1]),
-        int64_row(places[10, 0], places[10, 1]),
+        int64_row(places[9, 0], places[9, 1]),
     )
 
 
@@ -81,7 +85,7 @@ def _ways_with(index, place, digest):
 
 @inlined
 def _id_at(index, slot):
-    return index.ids[index.rows[slot]]
+    return index.ids[index.rows[slot], 0]
 
 
 @inlined
@@ -121,7 +125,7 @@ def _slot_of(index, place, id):
 def _find_some(index, begin, end, ids, table, step, rows, before, keys, mixed, slots):
     """For a chunk of ids, each loop asks for what the next reads."""
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
-    id_of, uses = np.int64(index.ids.ctypes.data), np.int64(index.uses.ctypes.data)
+    id_of = np.int64(index.ids.ctypes.data)
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         for i in range(size):
@@ -137,17 +141,15 @@ def _find_some(index, begin, end, ids, table, step, rows, before, keys, mixed, s
             row = np.int64(index.rows[slots[i]]) if slots[i] >= 0 else np.int64(-1)
             rows[start + i] = row
             if row >= 0:
-                prefetch(id_of + row * 8, 1)
-                if before.size > 0:
-                    prefetch(uses + row * 8, 1)
+                prefetch(id_of + row * 16, 1)
         for i in range(size):
             at, row = start + i, rows[start + i]
-            if row < 0 or index.ids[row] != ids[at]:  # not there, or behind another of its digest
+            if row < 0 or index.ids[row, 0] != ids[at]:  # not there, or behind another of its digest
                 slot = _slot_of(index, _place_of(index, mixed[i]), ids[at])
                 row = rows[at] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
             if before.size > 0 and row >= 0:
                 before[at], index.uses[row, 0] = index.uses[row, 0], step
-                count = atomic_increment(uses + row * 8 + 4)
+                count = atomic_increment(id_of + row * 16 + 12)
                 if count == MOST_USES or count < 0:  # it has come round
                     index.uses[row, 1] = MOST_USES
             elif before.size > 0:
@@ -183,8 +185,8 @@ def _victim(index, place, step, last, half_life):
             if at != place:
                 left -= 1
             row = index.rows[slot]
-            used, count = np.int64(index.uses[row, 0]), np.int64(index.uses[row, 1])
-            key = count >> min(31, (step - used) // half_life) if half_life > 0 else np.int64(0), used, index.ids[row]
+            id, used, count = index.ids[row, 0], np.int64(index.uses[row, 0]), np.int64(index.uses[row, 1])
+            key = count >> min(31, (step - used) // half_life) if half_life > 0 else np.int64(0), used, id
             if used <= last and (victim < 0 or key < least):
                 victim, least = slot, key
         at = at + partitions if at != place else index.overflowed.size + place % partitions
@@ -210,7 +212,7 @@ def _come_home(index, partition, place, to):
 def _free(index, slot):
     """Take the row of a slot out of the index."""
     row = index.rows[slot]
-    place = _place_of(index, mix(index.ids[row]))
+    place = _place_of(index, mix(index.ids[row, 0]))
     partition = place % index.num_sets.size
     index.free[(index.num_made[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
     index.uses[row, 0] = MOST_USES  # so that it is never counted as one that may be evicted
@@ -272,7 +274,7 @@ def _insert(index, at, ids, begins, rules, table, evicted):
     """The row of new id number `at`; `evicted` gets the victim and its row, if there is one."""
     id, partitions, step = ids[at], index.num_sets.size, rules[table, 0]
     place, partition = _place_of(index, mix(id)), _partition_of(index, mix(id))
-    if index.num_rows[partition] == index.ids.size // partitions:
+    if index.num_rows[partition] == len(index.ids) // partitions:
         victim, sets = -1, np.int64(index.num_sets[partition])
         for further in range(sets):
             home = (place // partitions + further) % sets * partitions + partition
@@ -288,7 +290,7 @@ def _insert(index, at, ids, begins, rules, table, evicted):
         row = np.int64(index.num_made[partition]) * partitions + partition
         index.num_made[partition] += 1
     index.num_rows[partition] += 1
-    index.ids[row], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, begins[at + 1] - begins[at])
+    index.ids[row, 0], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, begins[at + 1] - begins[at])
     slot = _empty_slot(index, partition, place)
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
     while (
@@ -331,7 +333,7 @@ def _room_for(indexes, tables, ids, begins, admitted, rules, counts):
     while at < ids.size:
         first, table, index = at, tables[at], _index_at(indexes[tables[at]])
         partitions = index.num_sets.size
-        needed, most_rows = np.zeros(partitions, dtype=np.int64), index.ids.size // partitions
+        needed, most_rows = np.zeros(partitions, dtype=np.int64), len(index.ids) // partitions
         while at < ids.size and tables[at] == table:
             if admitted[at]:
                 needed[_partition_of(index, mix(ids[at]))] += 1
@@ -360,7 +362,7 @@ def _remove(places, ids, rows):
 
 
 def _all_places(indexes: Sequence[DynamicIndex]) -> np.ndarray:
-    """int64 `[T, 11, 2]`: address and size of each part."""
+    """int64 `[T, 10, 2]`: address and size of each part."""
     places = [(part.data_ptr(), part.numel()) for index in indexes for part in index]
     return np.array(places, dtype=np.int64).reshape(len(indexes), -1, 2)
 

@@ -44,6 +44,7 @@ from tritonemb.layout import (
     POOLING,
     ROW_DIM,
     ROW_IDS,
+    ROW_IDS_STRIDE,
     ROW_ORIGIN,
     SEED,
     SPAN,
@@ -217,7 +218,8 @@ def _update_rows(
         sums_address, row_address = np.int64(sums_room.ctypes.data), np.int64(row_room.ctypes.data)
         pieces_address = np.int64(pieces_room.ctypes.data)
         step = steps[table]
-        row_ids = int64_row(tables[table, ROW_IDS], tables[table, NUM_ROWS] if tables[table, ROW_IDS] else 0)
+        row_ids, stride = tables[table, ROW_IDS], tables[table, ROW_IDS_STRIDE]
+        row_ids = int64_row(row_ids, tables[table, NUM_ROWS] * stride if row_ids else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
         row_bytes = dim * element_size(dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
@@ -268,7 +270,7 @@ def _update_rows(
             apply(kind, weight, state1, state2, sums, learning_rate, step, hyperparameters)
             if dtype != FLOAT32 and stochastic:
                 words = words_room[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
-                whole_row = tables[table, ROW_ORIGIN] + (row_ids[row] if row_ids.size else row)
+                whole_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
                 counter = tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
                 fill_philox(words, tables[table, SEED], counter, whole_row, step)
                 narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
