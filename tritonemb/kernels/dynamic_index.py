@@ -690,6 +690,7 @@ class _Rows:
     def remove(self, id: int) -> int:
         row = self.by_id.pop(id)
         self.free[self.partition(id)].append(row)
+        self.index.used[row] = MOST_USES  # so that it is never counted as one that may be evicted
         return row
 
 
