@@ -211,8 +211,7 @@ def make_index(
     first, partitions = (0, whole) if part is None else part
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
     entries = advise_huge_pages(torch.empty(num_rows * partitions, 2, dtype=torch.int64, device=device))
-    rows = advise_huge_pages(torch.empty(slots, dtype=torch.int32, device=device))
-    free = torch.empty(num_rows * partitions, dtype=torch.int32, device=device)
+    rows, free = (torch.empty(size, dtype=torch.int32, device=device) for size in (slots, num_rows * partitions))
     num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(
         entries, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
@@ -224,7 +223,7 @@ def _zeros(size: int, dtype: torch.dtype, device: Device) -> Tensor:
     """On the CPU, of pages that the system provides when they are written: `torch.zeros` writes them all."""
     if torch.empty(0, device=device).device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    memory = advise_huge_pages(torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8)))
+    memory = torch.from_numpy(np.zeros(size * dtype.itemsize + ALIGNMENT, dtype=np.uint8))
     first = -memory.data_ptr() % ALIGNMENT
     return memory[first : first + size * dtype.itemsize].view(dtype)
 

@@ -307,7 +307,7 @@ class DynamicTable(Table):
         for spec in states:
             shape = self.weight.shape if spec.per_element else self.weight.shape[:1]
             state = torch.empty(shape, dtype=torch.float32, device=self.weight.device)
-            self.register_buffer(spec.name, advise_huge_pages(state))
+            self.register_buffer(spec.name, advise_huge_pages(state) if spec.per_element else state)
 
     @property
     def row_config(self) -> TableConfig:
