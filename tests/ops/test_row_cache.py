@@ -115,7 +115,7 @@ def test_caches_that_cannot_be_are_refused():
     refuse(TypeError, r"pins\[0\] must be torch.int32, got torch.int64", pins=cache.used)
     refuse(ValueError, r"tags\[0\] must be contiguous", tags=[torch.zeros(64, dtype=torch.int64)[::2], *cache.tags[1:]])
     refuse(TypeError, "rows must be torch.int64", rows=cache.rows.int())
-    refuse(ValueError, r"tables must have shape \(3, 7\)", tables=cache.tables[:, :2])
+    refuse(ValueError, r"tables must have shape \(3, 8\)", tables=cache.tables[:, :2])
     refuse(ValueError, r"num_sets\[2\] is 3, but tags\[2\] has 70", num_sets=torch.tensor([1, 0, 3]))
     refuse(ValueError, r"num_sets\[1\] is -1", num_sets=torch.tensor([1, -1, 2]))
     refuse(ValueError, "now must be on cpu", now=torch.tensor(1, device="meta"))
