@@ -147,6 +147,23 @@ def test_beside_static_tables_whose_ids_are_checked(tier, static):
     assert (after != before).any(1).tolist() == [n in (3, 9) for n in range(10)]
 
 
+def test_rows_of_16_bits_are_rounded_by_their_ids_on_every_tier(tier):
+    """Beside a table on the device, too, whose collection has a cache."""
+    options, optimizer = {"dtype": torch.bfloat16}, te.optim.RowWiseAdagrad(lr=0.3, stochastic_rounding=True)
+    results = []
+    for placed in ({}, TIERS[tier]):
+        torch.manual_seed(0)
+        tables = [config("user", **options, **placed), config("item", **options)]
+        model = te.nn.EmbeddingBagCollection(tables, optimizer)
+        for name in ("user", "item"):
+            table_of(model, name).seed = 7
+        for features, _ in batches(6):
+            step(model, features)
+        results.append([table_of(model, name).tensors() for name in ("user", "item")])
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.more), torch.bfloat16])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier, device):

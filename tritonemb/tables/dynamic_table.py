@@ -313,6 +313,9 @@ class DynamicTable(Table):
     def row_config(self) -> TableConfig:
         return self._row_config
 
+    def row_ids(self) -> Tensor | None:
+        return self.index.ids
+
     @property
     def num_rows(self) -> int:
         """Ids that have a row."""

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import ROW_IDS, ROW_IDS_STRIDE, ROW_ORIGIN, Layout, TensorList, dtypes_of, fact, make_layout
+from tritonemb.layout import ROW_ORIGIN, Layout, TensorList, dtypes_of, fact, make_layout, name_rows
 from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
@@ -220,8 +220,8 @@ class TableSet(OptimizedTables):
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
                 if isinstance(dynamic, DynamicTable):
-                    place = torch.tensor([0, dynamic.index.entries.data_ptr(), dynamic.index.entries.stride(0)])
-                    found.tables[table, [ROW_ORIGIN, ROW_IDS, ROW_IDS_STRIDE]] = place.to(device)
+                    name_rows(found, table, dynamic.index.ids)
+                    found.tables[table, ROW_ORIGIN] = 0
             for table in range(len(configs)) if self.on_servers else self.dynamic:
                 own = configs[table].feature_names
                 self.table_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
