@@ -357,10 +357,10 @@ class _OnGPU(NamedTuple):
         return {"shape": (self.size,), "typestr": "<i8", "data": (self.address, False), "version": 3}
 
 
-def name_rows(layout: Layout, table: int, row_ids: Tensor) -> None:
-    """Let a table's rows be those that int64 `[num_rows]` says; the caller keeps it alive."""
-    place = torch.tensor([row_ids.data_ptr(), row_ids.stride(0)], device=layout.tables.device)
-    layout.tables[table, [ROW_IDS, ROW_IDS_STRIDE]] = place
+def name_rows(layout: Layout, table: int, row_ids: Tensor, origin: int = 0) -> None:
+    """Let a table's rows be those that int64 `[num_rows]` says, behind an origin; the caller keeps it alive."""
+    place = torch.tensor([origin, row_ids.data_ptr(), row_ids.stride(0)], device=layout.tables.device)
+    layout.tables[table, [ROW_ORIGIN, ROW_IDS, ROW_IDS_STRIDE]] = place
 
 
 def int64_at(address: int, count: int, device: torch.device | str = "cpu") -> Tensor:

@@ -422,8 +422,7 @@ def _addresses(indexes: Sequence[DynamicIndex]) -> Tensor:
     numbers, first = list[int](), 0
     for index in indexes:
         partitions = index.num_sets.numel()
-        sizes = partitions, index.entries.shape[0] // partitions, index.overflowed.numel()
-        numbers += (*pointers_to(index), *sizes, first)
+        numbers += (*pointers_to(index), partitions, len(index.ids) // partitions, index.overflowed.numel(), first)
         first += partitions
     return on_device(numbers, indexes[0].ids.device)
 

@@ -183,7 +183,7 @@ def _as_batch(
     layout.tables[:, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]] = torch.tensor(random, device=values.device)
     for table, of_slots in enumerate(ids):
         if of_slots is not None:
-            name_rows(layout, table, of_slots)
+            name_rows(layout, table, of_slots, tables[table].row_origin)
     layout = layout._replace(table_names=lines_of(table.name for table in tables))
     offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
     return values, offsets, layout

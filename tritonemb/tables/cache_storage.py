@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_ORIGIN, Layout, name_rows
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, name_rows
 from tritonemb.storage import CacheDirectory
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
@@ -104,10 +104,9 @@ class CacheStorage:
             for index, table in enumerate(self._tables):
                 if isinstance(table, CachedTable):
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    name_rows(layout, index, self._directory.parts[0][index])
+                    name_rows(layout, index, self._directory.parts[0][index], table.row_config.row_origin)
                 if (row_ids := table.row_ids()) is not None:
                     name_rows(layout, index, row_ids)
-                    layout.tables[index, ROW_ORIGIN] = 0
 
 
 def synchronize(device: torch.device) -> None:

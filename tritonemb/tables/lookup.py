@@ -309,7 +309,7 @@ def assign_rows(
     """
     keys, values, offsets, weights = parts_of(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
-    is_checked = isinstance(features, KeyedJaggedTensor) and features.is_checked
+    is_checked = getattr(features, "is_checked", False)  # ours, and its offsets were read
     batch: Any = features if is_checked else KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     if tables.bounds_check == "raise" and (problem := first_bad_id(batch, uses(tables, keys))):
         raise problem

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import ROW_ORIGIN, Layout, TensorList, dtypes_of, fact, make_layout, name_rows
+from tritonemb.layout import Layout, TensorList, dtypes_of, fact, make_layout, name_rows
 from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
@@ -221,7 +221,6 @@ class TableSet(OptimizedTables):
             for table, dynamic in self.dynamic.items():
                 if isinstance(dynamic, DynamicTable):
                     name_rows(found, table, dynamic.index.ids)
-                    found.tables[table, ROW_ORIGIN] = 0
             for table in range(len(configs)) if self.on_servers else self.dynamic:
                 own = configs[table].feature_names
                 self.table_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
