@@ -58,6 +58,14 @@ def lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             )
 
 
+def target_lines(targets: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each target: whether it is met, if that is known."""
+    for target in targets:
+        verdict = {True: "met    ", False: "NOT MET", None: "unknown"}[target["met"]]
+        ratio = "not measured" if target["ratio"] is None else f"{target['ratio']:.2f}"
+        yield f"{verdict} {target['op']}, {target['shape']}: {target['measured']} = {ratio} ({target['target']})"
+
+
 def is_ours(row: Mapping[str, Any]) -> bool:
     return str(row["implementation"]).startswith(OURS)
 

@@ -11,13 +11,17 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def write(kind: str, results: dict[str, Any], folder: Path | None = None) -> Path:
     """Store `results` as `<kind>-<date>.json`; a second run on one day replaces the first."""
-    folder = folder or RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{kind}-{results['date']}.json"
+    path = (folder or RESULTS) / f"{kind}-{results['date']}.json"
+    write_json(path, results)
+    return path
+
+
+def write_json(path: Path, results: Any) -> None:
+    """The file is whole at any time: who is killed leaves the results before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(results, indent=1) + "\n")
-    partial.replace(path)  # at once, so that who is killed leaves the results before
-    return path
+    partial.replace(path)
 
 
 def newest(kind: str) -> Path:

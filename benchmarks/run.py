@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder 
 
 from benchmarks import report, results_file  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
-from benchmarks.record import lines  # noqa: E402
+from benchmarks.record import lines, target_lines  # noqa: E402
 
 QUIET_PERCENT = 5.0
 KEPT = "dynamic", "servers", "offload", "modules"  # selections with a file of results of their own
@@ -64,10 +64,7 @@ def memory_rows(benchmarks: list[dict[str, Any]], shared: dict[str, Any]) -> dic
 
 
 def print_targets(results: dict[str, Any]) -> None:
-    for target in results["targets"]:
-        verdict = "met    " if target["met"] else "NOT MET"
-        found = f"{target['measured']} = {target['ratio']:.2f} ({target['target']})"
-        print(f"{verdict} {target['op']}, {target['shape']}: {found}")
+    print(*target_lines(results["targets"]), sep="\n")
     loads = [row["other_load_percent"] for row in results["rows"] if row["other_load_percent"] is not None]
     if loads and max(loads) > QUIET_PERCENT:
         print(

@@ -8,8 +8,9 @@
 
 The cases of a workload, a family of ops or a tier share a process; if it dies or hangs, the contender that ran is left
 out of its case, and another process goes on. The most important cases of all workloads come first. A run ends by itself
-within `--seconds` and says what it has not measured. Cases are measured eager and, where the host only launches
-kernels, as a CUDA graph. FBGEMM takes part if `fbgemm_gpu` can be imported, e.g. through PYTHONPATH=.peers.
+within `--seconds` and says what it has not measured, which the same command with `--left` does. Cases are measured
+eager and, where the host only launches kernels, as a CUDA graph. FBGEMM takes part if `fbgemm_gpu` can be imported,
+e.g. through PYTHONPATH=.peers.
 """
 
 from __future__ import annotations
@@ -18,21 +19,20 @@ import argparse
 import contextlib
 import faulthandler
 import functools
-import importlib.util
+import importlib
 import json
+import math
 import sys
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     bench_codecs,
     bench_cross,
     bench_dlrm,
@@ -47,22 +47,22 @@ from benchmarks import (  # noqa: E402
     report,
     results_file,
 )
-from benchmarks import cases as micro  # noqa: E402
-from benchmarks.cases import CEILINGS, GRAPH, OURS  # noqa: E402
-from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover  # noqa: E402
-from benchmarks.environment import environment  # noqa: E402
-from benchmarks.gpu import roofline, targets, tiers  # noqa: E402
-from benchmarks.record import lines, timing_rows  # noqa: E402
-from tests.gpu import processes  # noqa: E402
-from tests.gpu.processes import NOT_RUN, PASSED, TIMED_OUT, Job  # noqa: E402
+from benchmarks import cases as micro
+from benchmarks.cases import CEILINGS, GRAPH, OURS
+from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover
+from benchmarks.environment import environment
+from benchmarks.gpu import roofline, targets, tiers
+from benchmarks.record import lines, target_lines, timing_rows
+from tests.gpu import processes
+from tests.gpu.processes import NOT_RUN, PASSED, STARTED, TIMED_OUT, Job
 
 SECONDS = 540.0
-KEPT = ROOT / "build" / "gpu-bench"  # what is not the whole
+KEPT = results_file.RESULTS.parents[1] / "build" / "gpu-bench"  # what is not the whole
 SILENT_SECONDS = 150.0  # of one contender: more than it takes to compile, or to draw and load what a case needs
 MOST_DEATHS = 4  # of a group's processes; its other cases are given up then
 MARGIN = 0.03  # of all the time: for a case to notice that it is over
 ON_TABLES = (bench_embedding_bag, bench_row_groups, bench_row_update, bench_step, bench_dlrm)
-ALL = "all"  # contenders of a case
+ALL, BY = "all", " | "  # contenders of a case; in the record, between the case and one of them
 FAMILIES = (*ON_TABLES, bench_row_cache, bench_row_moves, bench_jagged, bench_codecs, bench_interaction, bench_cross)
 
 
@@ -102,38 +102,37 @@ def _measure(case: micro.Case, graph: bool, clock: Clock, rounds: int) -> Outcom
 
 
 class Task(NamedTuple):
-    """What one process measures; `without` are contenders to leave out, by case."""
+    """What a process measures: cases that are NOT_RUN in the record, without the contenders that failed there."""
 
     device: str
     tiny: bool
     rounds: int
-    cases: list[str]
-    without: dict[str, list[str]]
-    deadline: float  # of `time.time()`
-    record: str
+    conditions: dict[str, Any]  # columns that all rows share
+    deadline: float = math.inf  # of `time.time()`
+    record: str = ""
 
 
 def serve() -> None:
     """Measure the cases of the task on standard input, one after the other.
 
-    A case's state in the record is the name of the contender that is about to run, then its rows and failures.
+    A case's state in the record is then its rows and failures. Contenders are items of the record, too.
     """
-    if importlib.util.find_spec("fbgemm_gpu"):
-        with contextlib.suppress(Exception):  # its contenders say what is wrong
-            importlib.import_module("fbgemm_gpu")
+    with contextlib.suppress(Exception):  # its contenders say what is wrong
+        importlib.import_module("fbgemm_gpu")
     task = Task(*json.loads(sys.stdin.readline() or "null"))
     device, record = torch.device(task.device), Path(task.record)
     by_name = {str(case): case for case in cases(device, task.tiny)}
-    clock = Clock(device, task.deadline)
+    clock, states = Clock(device, task.deadline), processes.read_record(record)
 
     def begin(case: str, contender: str) -> None:
-        processes.append_record(record, {case: contender})
+        processes.append_record(record, {f"{case}{BY}{contender}": STARTED})
         faulthandler.dump_traceback_later(SILENT_SECONDS, exit=True)
 
-    for name in task.cases:
+    for name in [item for item, state in states.items() if state == NOT_RUN]:
         if time.time() > task.deadline:
             return
-        case, clock.without = by_name[name], task.without.get(name, [])
+        case, failed = by_name[name], [item for item in states if BY in item and isinstance(states[item], dict)]
+        clock.without = [item.removeprefix(f"{name}{BY}") for item in failed if item.startswith(f"{name}{BY}")]
         clock.begin = functools.partial(begin, name)
         clock.begin(ALL)
         try:
@@ -144,67 +143,68 @@ def serve() -> None:
             recover(error)
             part = {"rows": [], "failures": [_failure(case, ALL, describe(error))]}
         else:
+            rows = timing_rows(case.op, case.shape, outcome.timings, outcome.num_bytes)
             failures = [_failure(case, *item) for item in outcome.errors.items()]
-            part = {"rows": timing_rows(case.op, case.shape, outcome.timings, outcome.num_bytes), "failures": failures}
+            part = {"rows": [row | task.conditions for row in rows], "failures": failures}
         processes.append_record(record, {name: part})
 
 
 def measure_groups(
     chosen: list[Case],
-    options: argparse.Namespace,
+    task: Task,
     folder: Path,
     seconds: float,
     keep: Callable[[dict[str, Any]], None],
+    left: bool = False,
     command: Sequence[str] = (sys.executable, __file__, "--serve"),
 ) -> None:
     """Measure cases in processes, a group at a time; `keep` gets the rows and failures of each.
 
     Args:
+        task: that of a group is its first parts.
+        left: keep what is in the folder's records, and measure the cases that have no rows there.
         command: what does as `serve`.
     """
-    by_name, without = {str(case): case for case in chosen}, dict[str, list[str]]()
-    deadline, rounds = time.time() + (1 - MARGIN) * seconds, 2 if options.tiny else options.rounds
-    deaths, named, groups, jobs = Counter[str](), dict[str, list[str]](), dict[str, list[str]](), deque[Job]()
+    by_name, groups, jobs = {str(case): case for case in chosen}, dict[str, list[str]](), list[Job]()
     for case in chosen:
-        named.setdefault(case.group, []).append(str(case))
-    for number, names in enumerate(named.values()):  # a log and a record of that name
-        groups[f"{number:02}"] = names
-        (folder / f"{number:02}.jsonl").unlink(missing_ok=True)
+        groups.setdefault(slug(case.group), []).append(str(case))
+    task = task._replace(deadline=time.time() + (1 - MARGIN) * seconds)
 
-    def add(group: str) -> None:
-        record = str(folder / f"{group}.jsonl")
-        task = Task(options.device, options.tiny, rounds, groups[group], without, deadline, record)
-        jobs.append(Job(group, command, task=json.dumps(task)))
+    def done(item: str, state: Any) -> bool:
+        return left and isinstance(state, dict) and (BY in item or bool(state["rows"]))
 
-    def lose(name: str, contender: str, why: str) -> None:
-        keep({"failures": [_failure(by_name[name], contender, why)]})
+    def lose(name: str, contender: str, why: str) -> dict[str, Any]:
+        part = {"rows": [], "failures": [_failure(by_name[name], contender, why)]}
+        keep(part)
+        return part
 
-    for group in groups:
-        add(group)
+    for group, names in groups.items():
+        record = folder / f"{group}.jsonl"
+        parts = processes.renew_record(record, done)
+        for part in parts.values():
+            keep(part)
+        if todo := [name for name in names if name not in parts]:
+            processes.append_record(record, dict.fromkeys(todo, NOT_RUN))
+            jobs.append(Job(group, command, task=json.dumps(task._replace(record=str(record))), record=record))
     with contextlib.closing(processes.run(jobs, folder, 1, seconds)) as ended:
         for outcome in ended:
             print(outcome.log, end="\n" * bool(outcome.log), flush=True)
-            group = outcome.job.name
-            states = processes.read_record(folder / f"{group}.jsonl")
-            for name in [name for name in groups[group] if isinstance(states.get(name), dict)]:
-                keep(states[name])
-                groups[group].remove(name)
-            left, running = groups[group], next(reversed(states), "")
-            if left and outcome.status in (PASSED, TIMED_OUT, NOT_RUN):
-                for name in left:
-                    lose(name, ALL, f"not measured: {seconds:.0f} s were over")
-            elif left:
-                deaths[group] += 1
-                name, contender = (running, states[running]) if running in left else (left[0], ALL)
-                lose(name, contender, f"its process {outcome.status}: {(outcome.tail.splitlines() or [''])[-1]}")
-                if contender == ALL or contender in without.get(name, []):
-                    left.remove(name)
-                without.setdefault(name, []).append(contender)
-                if deaths[group] == MOST_DEATHS:
-                    for name in left:
-                        lose(name, ALL, f"not measured: {MOST_DEATHS} processes of its group died")
-                elif left:
-                    add(group)
+            record = outcome.job.record
+            for part in outcome.items.values():
+                if isinstance(part, dict):
+                    keep(part)
+            why = f"its process {outcome.status}: {(outcome.tail.splitlines() or [''])[-1]}"
+            if outcome.died:
+                name, _, contender = outcome.last.rpartition(BY)
+                item = name if contender == ALL else outcome.last
+                processes.append_record(record, {item: lose(name, contender, why)})
+                why = f"not measured: {MOST_DEATHS} processes of its group died"
+            elif outcome.status in (PASSED, TIMED_OUT, NOT_RUN):
+                why = f"not measured: {seconds:.0f} s were over"
+            if not outcome.died or outcome.job.number == MOST_DEATHS:
+                states = processes.read_record(record)
+                for name in [name for name in by_name if states.get(name) == NOT_RUN]:
+                    processes.append_record(record, {name: lose(name, ALL, why)})
 
 
 def _failure(case: Case, implementation: str, error: str) -> dict[str, Any]:
@@ -220,33 +220,16 @@ def select(everything: Iterator[Case], ops: str = "", shapes: Sequence[str] = ()
     return [case for case in everything if has(case.op, ops.split(",")) and has(case.shape, shapes)]
 
 
-def conditions(device: torch.device) -> dict[str, Any]:
-    """The columns that all rows of one run share."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    found = environment() | {"device": name, "cuda": torch.version.cuda}
-    if found["fbgemm"] is None and importlib.util.find_spec("fbgemm_gpu"):  # a copy on the path, not installed
-        with contextlib.suppress(Exception):
-            found["fbgemm"] = importlib.import_module("fbgemm_gpu").__version__
-    return found
-
-
 def slug(device_name: str) -> str:
     """ "NVIDIA H200" as part of a file's name: "nvidia-h200"."""
     return "-".join("".join(c if c.isalnum() else " " for c in device_name.lower()).split())
 
 
 def print_case(part: dict[str, Any]) -> None:
-    for line in lines(part.get("rows", [])):
+    for line in lines(part["rows"]):
         print(line, flush=True)
-    for failure in part.get("failures", []):
+    for failure in part["failures"]:
         print("FAILED", *(str(failure[name]) for name in ("op", "shape", "implementation", "error")), flush=True)
-
-
-def print_targets(verdicts: list[dict[str, Any]]) -> None:
-    for verdict in verdicts:
-        word = {True: "met    ", False: "NOT MET", None: "unknown"}[verdict["met"]]
-        ratio = "not measured" if verdict["ratio"] is None else f"{verdict['ratio']:.2f}"
-        print(f"{word} {verdict['op']}, {verdict['shape']}: {verdict['measured']} = {ratio} ({verdict['target']})")
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -268,6 +251,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds of every case")
     parser.add_argument("--op", default="", help="comma-separated parts of ops; others are left out")
     parser.add_argument("--shape", nargs="+", default=[], help="parts of shapes; others are left out")
+    parser.add_argument("--left", action="store_true", help="go on with what the same command has not measured")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the run ends by itself within so many")
     parser.add_argument("--device", default="cuda")
@@ -288,28 +272,30 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return {}
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no CUDA device; --device cpu --tiny tries the code out")
-    shared = conditions(device) | ({"commit": options.commit} if options.commit else {})
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    shared = environment() | {"device": name, "cuda": torch.version.cuda}
+    shared |= {"commit": options.commit} if options.commit else {}
+    task = Task(options.device, options.tiny, 2 if options.tiny else options.rounds, shared)
     results: dict[str, Any] = {"kind": "gpu", "date": shared["date"], "rows": [], "targets": [], "failures": []}
     whole = device.type == "cuda" and not (options.tiny or options.op or options.shape or options.out)
     folder = results_file.RESULTS if whole else options.out or KEPT
 
     def keep(part: dict[str, Any]) -> None:
         print_case(part)
-        results["rows"] += [row | shared for row in part.get("rows", [])]
-        results["failures"] += part.get("failures", [])
+        results["rows"] += part["rows"]
+        results["failures"] += part["failures"]
         results["targets"] = targets.verdicts(results["rows"])
-        results_file.write(slug(shared["device"]), results, folder)  # so that an interrupted run leaves what it has
+        results_file.write(slug(name), results, folder)  # so that an interrupted run leaves what it has
 
     seconds = max(0.0, options.seconds - (time.monotonic() - begin))
-    measure_groups(chosen, options, KEPT if whole else folder, seconds, keep)
-    path = results_file.write(slug(shared["device"]), results, folder)
+    measure_groups(chosen, task, KEPT if whole else folder, seconds, keep, options.left)
+    path = results_file.write(slug(name), results, folder)
     if results["rows"]:
         roofline.draw_if_possible(results, path.with_suffix(".png"))
     if whole and results["rows"]:
         report.report_gpu()
     print(f"wrote {path}")
-    print_targets(results["targets"])
-    print("\n".join(summary(results["rows"])))
+    print("\n".join([*target_lines(results["targets"]), *summary(results["rows"])]))
     return results
 
 

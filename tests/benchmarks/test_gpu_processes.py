@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import run as gpu_run
-from benchmarks.gpu.run import Case, measure_groups
+from benchmarks.gpu.run import Case, Task, measure_groups
 from tests.gpu import processes
 
 pytestmark = pytest.mark.more
@@ -19,20 +18,21 @@ pytestmark = pytest.mark.more
 # As `serve`: cases say what happens to their contender "peer"; a case is done with those that came through it.
 SERVE = """
 import faulthandler, json, os, signal, sys, time
-device, tiny, rounds, cases, without, deadline, record = json.loads(sys.stdin.readline())
+*_, deadline, record = json.loads(sys.stdin.readline())
+states = dict(json.loads(line) for line in open(record))
 
-def note(case, state):
+def note(item, state):
     with open(record, "a") as file:
-        file.write(json.dumps([case, state]) + "\\n")
+        file.write(json.dumps([item, state]) + "\\n")
 
-for case in cases:
+for case in [item for item, state in states.items() if state == "not run"]:
     if time.time() > deadline:
         break
     through = []
     for contender in ("ours", "peer"):
-        if contender in without.get(case, []):
+        if isinstance(states.get(f"{case} | {contender}"), dict):
             continue
-        note(case, contender)
+        note(f"{case} | {contender}", "started")
         if contender == "peer":
             if "crash" in case:
                 os.kill(os.getpid(), signal.SIGSEGV)
@@ -53,7 +53,9 @@ def _fast_endings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ENDINGS", ((signal.SIGKILL, 10.0),))
 
 
-def run(groups: list[list[str]], folder: Path, seconds: float = 60) -> tuple[dict[str, Any], dict[str, str], Any]:
+def run(
+    groups: list[list[str]], folder: Path, seconds: float = 60, left: bool = False
+) -> tuple[dict[str, Any], dict[str, str], Any]:
     """Contenders that came through each case, why others did not, and the processes of the cases."""
     chosen = [
         Case(str(number), op, "x", lambda clock, rounds: None)  # type: ignore[arg-type,return-value]
@@ -61,9 +63,8 @@ def run(groups: list[list[str]], folder: Path, seconds: float = 60) -> tuple[dic
         for op in ops
     ]
     parts: list[dict[str, Any]] = []
-    options = argparse.Namespace(device="cpu", tiny=True, rounds=1)
-    measure_groups(chosen, options, folder, seconds, parts.append, [sys.executable, "-c", SERVE])
-    rows = [row for part in parts for row in part.get("rows", [])]
+    measure_groups(chosen, Task("cpu", True, 1, {}), folder, seconds, parts.append, left, [sys.executable, "-c", SERVE])
+    rows = [row for part in parts for row in part["rows"]]
     failures = [failure for part in parts for failure in part["failures"]]
     why = {f"{failure['op']}, {failure['implementation']}": failure["error"] for failure in failures}
     names = {name: name.removesuffix(", x") for name, *_ in rows}
@@ -107,3 +108,13 @@ def test_an_earlier_runs_record_is_not_taken_for_this_ones(tmp_path: Path) -> No
     _, _, before = run([["a"]], tmp_path)
     _, _, after = run([["a"]], tmp_path)
     assert before["a"] != after["a"]
+
+
+def test_another_run_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    cases = [[f"crash {number}" for number in range(gpu_run.MOST_DEATHS + 1)], ["a"]]
+    *_, last = cases[0]
+    _, _, before = run(cases, tmp_path)
+    through, why, after = run(cases, tmp_path, left=True)
+    assert through == {case: ["ours"] for case in cases[0]} | {"a": ["ours", "peer"]}
+    assert list(why) == [f"{case}, peer" for case in cases[0]]
+    assert {case for case in after if after[case] != before.get(case)} == {last, cases[0][-2]}  # not measured before

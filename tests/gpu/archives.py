@@ -9,13 +9,10 @@ FBGEMM's wheel for benchmarks. `make gpu-first` unpacks both. Exits with 1 if th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
 import subprocess
 import sys
-import tarfile
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,7 @@ from benchmarks.workload import WORKLOADS, Workload, draw_batches, draw_gradient
 from tests.gpu import processes
 from tests.gpu.checks import CPU, LAUNCHES
 from tests.gpu.driver import activate
-from tests.gpu.first import ARCHIVES, CACHE, COMMIT, SHAPES
+from tests.gpu.first import ARCHIVES, CACHE, COMMIT, SHAPES, pack
 from tests.gpu.problems import counted_compilations
 from tests.gpu.processes import PASSED, Job
 from tests.kernels.ahead_of_time_cases import CASES
@@ -38,6 +35,7 @@ from tritonemb.ops.registry import TRITON, forced
 
 SECONDS = 3600
 MIB = 2**20
+BESIDE = (".source", ".log")  # what Triton, and this tool, leave in the cache beside binaries
 
 
 def run_workload(workload: Workload) -> None:
@@ -61,13 +59,6 @@ def compile_here(names: list[str]) -> None:
         for name in names:
             launches()[name]()
     print(f"kernels compiled: {counts[False]}, from the cache: {counts[True]}")
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """A tar.xz of a folder under its name, without the sources that Triton keeps beside its binaries."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "w:xz") as tar:
-        tar.add(folder, folder.name, filter=lambda info: None if info.name.endswith((".source", ".log")) else info)
 
 
 def tree_bytes() -> int:
@@ -102,14 +93,13 @@ def main() -> None:
     os.environ |= {"TRITON_CACHE_DIR": str(options.cache), "TRITON_STORE_BINARY_ONLY": "1"}
     command = [sys.executable, "-m", "tests.gpu.archives", "--here"]
     parts = [names[part :: options.jobs] for part in range(min(options.jobs, len(names)))]
-    jobs = deque(Job(f"part-{number}", [*command, *part], SECONDS) for number, part in enumerate(parts))
-    with contextlib.closing(processes.run(jobs, options.cache, options.jobs)) as ended:
-        outcomes = list(ended)
+    jobs = [Job(f"part-{number}", [*command, *part], SECONDS) for number, part in enumerate(parts)]
+    outcomes = list(processes.run(jobs, options.cache, options.jobs))
     for outcome in outcomes:
         print(outcome.line if outcome.status == PASSED else f"{outcome.line}\n{outcome.tail}")
     if {outcome.status for outcome in outcomes} != {PASSED}:
         sys.exit(1)
-    pack(options.cache, options.out / "gpu-cache.tar.xz")
+    pack(options.cache, options.out / "gpu-cache.tar.xz", "w:xz", BESIDE)
     if options.fbgemm:
         slim = [sys.executable, "benchmarks/gpu/slim_fbgemm.py", options.fbgemm, str(options.out / "fbgemm.tar.xz")]
         subprocess.run(slim, check=True)

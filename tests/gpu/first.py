@@ -12,18 +12,16 @@ the CPU, a part of the suite is interpreted.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import sys
 import tarfile
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results_file
 from tests.gpu import processes
 from tests.gpu.driver import REHEARSE
 from tests.gpu.processes import NOT_RUN, PASSED, Job, Outcome
@@ -54,16 +52,15 @@ class Stage:
 
 def stages(out: Path, jobs: int, rehearse: bool, left: bool, archives: Path = ARCHIVES) -> list[Stage]:
     """The stages; what must be known first comes first."""
-    commit = archives / COMMIT
+    commit, go_on = archives / COMMIT, ["--left"] if left else []
 
     def suite(name: str, share: float, lines: int, *arguments: str, **variables: str) -> Stage:
         command = ["-m", "tests.gpu.suite", "--out", str(out / name), "--jobs", str(jobs), "--seconds", "{seconds}"]
-        command += ["--left"] if left else []
-        return Stage(name, share, [*command, *arguments], lines, variables)
+        return Stage(name, share, [*command, *go_on, *arguments], lines, variables)
 
     smoke = ["--test-seconds", "60", "--files", "tests/gpu/test_smoke.py", "-k"]
     speed = ["benchmarks/gpu/run.py", "--seconds", "{seconds}", "--op", "forward,group + update,step"]
-    speed += ["--out", str(out / "speed"), *(["--device", "cpu", "--tiny"] if rehearse else [])]
+    speed += ["--out", str(out / "speed"), *go_on, *(["--device", "cpu", "--tiny"] if rehearse else [])]
     speed += ["--shape", *(TINY if rehearse else SHAPES)]
     speed += ["--commit", commit.read_text()] if commit.exists() else []
     host = ["benchmarks/gpu/launch_cost.py", "--tables", "1", "26", "1000", "--rounds", "3" if rehearse else "100"]
@@ -82,9 +79,8 @@ def stages(out: Path, jobs: int, rehearse: bool, left: bool, archives: Path = AR
 
 def run_stages(todo: Sequence[Stage], out: Path, archive: Path, seconds: float) -> dict[str, dict[str, Any]]:
     """Run stages that have not passed according to `out`/results.json, which all go into; it and logs are archived."""
-    begin, results, path = time.monotonic(), dict[str, dict[str, Any]](), out / "results.json"
-    if path.exists():
-        results = json.loads(path.read_text())
+    begin, path = time.monotonic(), out / "results.json"
+    results = results_file.read(path) if path.exists() else {}
     for stage in todo:
         if results.get(stage.name, {}).get("status") == PASSED:
             continue
@@ -95,15 +91,14 @@ def run_stages(todo: Sequence[Stage], out: Path, archive: Path, seconds: float) 
             print(f"== {time.monotonic() - begin:.0f} s: {stage.name}, {budget:.0f} s", flush=True)
             # A tool that is told its seconds ends by itself, with its results, before it is ended.
             arguments = [argument.replace("{seconds}", f"{0.9 * budget:.0f}") for argument in stage.arguments]
-            jobs = deque([Job(stage.name, [sys.executable, *arguments], budget, stage.variables)])
-            with contextlib.closing(processes.run(jobs, out, 1)) as ended:
-                (outcome,) = ended
+            job = Job(stage.name, [sys.executable, *arguments], budget, stage.variables)
+            (outcome,) = processes.run([job], out, 1)
         lines = [line for line in outcome.log.splitlines() if line and not line.startswith(PASSED)]
         results[stage.name] = {
             "status": outcome.status, "seconds": outcome.seconds, "budget": round(budget, 1),
             "lines": [line[:WIDTH] for line in lines[-stage.lines :]],
         }  # fmt: skip
-        processes.write(path, results)
+        results_file.write_json(path, results)
         pack(out, archive)
         print("\n".join(describe(stage.name, results[stage.name])), flush=True)
         if stage.name == "device" and outcome.status != PASSED:
@@ -117,12 +112,12 @@ def describe(name: str, result: Mapping[str, Any]) -> list[str]:
     return [head, *(f"    {line}" for line in result["lines"])]
 
 
-def pack(folder: Path, archive: Path) -> None:
-    """A tar.gz of a folder; the file is whole at any time."""
+def pack(folder: Path, archive: Path, mode: str = "w:gz", without: tuple[str, ...] = ()) -> None:
+    """A folder under its name, but for files whose names end like that; the archive is whole at any time."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_suffix(".part")
-    with tarfile.open(part, "w:gz") as tar:
-        tar.add(folder, folder.name)
+    with tarfile.open(part, mode) as tar:
+        tar.add(folder, folder.name, filter=lambda info: None if info.name.endswith(without) else info)
     part.replace(archive)
 
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.gpu import processes
+from benchmarks import results_file
 from tests.gpu.processes import PASSED, Outcome
 from tests.gpu.suite import Suite
 
@@ -70,7 +70,7 @@ def main() -> None:
         )
         suite.run()
         verdicts[tool] = max(map(verdict, suite.outcomes), key=lambda pair: VERDICTS.index(pair[0]))
-        processes.write(options.out / "results.json", verdicts)
+        results_file.write_json(options.out / "results.json", verdicts)
         print(f"{tool}: {': '.join(filter(None, verdicts[tool]))}", flush=True)
         if verdicts[tool][0] == FORBIDDEN:
             break

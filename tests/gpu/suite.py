@@ -1,9 +1,9 @@
 """The GPU suite, a process per test file: `python -m tests.gpu.suite [arguments of pytest]`, or `make gpu`.
 
 These processes load this file as their plugin, too. It records each test as it starts and ends, so that a crash names
-its test, and a process of its own runs those that are left of that file: after a crash, a hang, or an error that cost
-the process the GPU's context. `--out` gets a log and a junit file of each process, a record of each file, and
-results.json. `--left` goes on with the tests that have not passed.
+its test, and another process runs those that are left of that file: after a crash, a hang, or an error that cost the
+process the GPU's context. `--out` gets a log and a junit file of each process, a record of each file, and results.json.
+`--left` goes on with the tests that have not passed.
 """
 
 from __future__ import annotations
@@ -11,33 +11,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import json
 import os
 import re
 import sys
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import results_file
 from tests.gpu import processes
 from tests.gpu.driver import activate, rehearsing
-from tests.gpu.processes import (
-    CRASHED,
-    FAILED,
-    NOT_RUN,
-    PASSED,
-    TIMED_OUT,
-    Job,
-    Outcome,
-    append_record,
-    read_record,
-)
+from tests.gpu.processes import FAILED, LOST, NOT_RUN, PASSED, STARTED, TIMED_OUT, Job, Outcome
 
 FOLDERS = ("tests/gpu", "tests/kernels", "tests/ops", "tests/nn", "tests/compiler", "tests")  # in this order
-STARTED, SKIPPED, LOST = "started", "skipped", "lost the GPU's context"
-KERNELS = "kernels: "
+SKIPPED, KERNELS = "skipped", "kernels: "
 RECORD, LIMIT = "TRITONEMB_TEST_RECORD", "TRITONEMB_TEST_SECONDS"
 _STDERR = os.dup(2)  # before pytest captures it
 
@@ -50,22 +39,22 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)  # after -m and -k
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        done = {test for test, outcome in read_record(self.record).items() if outcome != NOT_RUN}
+        done = {test for test, outcome in processes.read_record(self.record).items() if outcome != NOT_RUN}
         items[:] = [item for item in items if item.nodeid not in done]
-        append_record(self.record, {item.nodeid: NOT_RUN for item in items})
+        processes.append_record(self.record, {item.nodeid: NOT_RUN for item in items})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        append_record(self.record, {nodeid: STARTED})
+        processes.append_record(self.record, {nodeid: STARTED})
         faulthandler.dump_traceback_later(self.seconds, exit=True, file=_STDERR)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             lost = context_is_lost()
-            append_record(self.record, {report.nodeid: LOST if lost else FAILED})
+            processes.append_record(self.record, {report.nodeid: LOST if lost else FAILED})
             if lost:
                 pytest.exit("the GPU's context is lost: another process runs the tests that are left", 1)
         elif report.when == "call" or report.skipped:
-            append_record(self.record, {report.nodeid: SKIPPED if report.skipped else PASSED})
+            processes.append_record(self.record, {report.nodeid: SKIPPED if report.skipped else PASSED})
 
     def pytest_runtest_logfinish(self) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -113,78 +102,56 @@ def find_files() -> list[Path]:
     return list(files)
 
 
-FRESH = {"seconds": 0.0, "last": "", "log": ""}
-
-
 class Suite:
     """One run: the processes of each file, and what is known of it."""
 
     def __init__(self, files: list[Path], options: argparse.Namespace, arguments: list[str]) -> None:
         self.out, self.options, self.arguments = options.out, options, arguments
-        old = self.out / "results.json"
-        known = json.loads(old.read_text()) if options.left and old.exists() else {}
-        self.results: dict[str, dict[str, Any]] = {
-            file: result for file, result in known.items() if result["status"] == PASSED
-        }
-        self.file_of: dict[str, str] = {}
-        self.jobs: deque[Job] = deque()
+        path = self.out / "results.json"
+        known = results_file.read(path) if options.left and path.exists() else {}
+        self.results: dict[str, dict[str, Any]] = {f: known[f] for f in known if known[f]["status"] == PASSED}
+        self.files = {self.record_of(str(file)): str(file) for file in files}
         self.outcomes: list[Outcome] = []
-        self.out.mkdir(parents=True, exist_ok=True)
-        for file in [str(file) for file in files if str(file) not in self.results]:
-            record = self.record_of(file)
-            done = {test: outcome for test, outcome in read_record(record).items() if outcome in (PASSED, SKIPPED)}
-            record.write_text("")
-            append_record(record, done if options.left else {})
-            self.add(file)
 
     def record_of(self, file: str) -> Path:
         return self.out / f"{file.removesuffix('.py').replace('/', '.').strip('.')}.jsonl"
 
-    def add(self, file: str) -> None:
-        """Another process for the tests of a file that are not in its record."""
-        number = 1 + list(self.file_of.values()).count(file)
-        name = self.record_of(file).stem + (f"-{number}" if number > 1 else "")
-        self.file_of[name] = file
+    def job(self, file: str) -> Job:
+        """What runs the tests of a file that are not in its record."""
+        record, done = self.record_of(file), (PASSED, SKIPPED) if self.options.left else ()
+        processes.renew_record(record, lambda _, outcome: outcome in done)
         plugins = ["-p", "tests.gpu.suite", "-p", "no:cacheprovider"]
         command = [*self.options.under, sys.executable, "-m", "pytest", *plugins, "-v", "--tb=short"]
         command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "(triton or gpu) and not slow"]
-        command += [f"--junitxml={self.out / name}.xml", *self.arguments, file]
-        variables = {RECORD: str(self.record_of(file)), LIMIT: str(self.options.test_seconds)}
-        self.jobs.append(Job(name, command, variables=variables | {"HYPOTHESIS_PROFILE": self.options.examples}))
+        command += [f"--junitxml={self.out}/{{title}}.xml", *self.arguments, file]
+        variables = {RECORD: str(record), LIMIT: str(self.options.test_seconds)}
+        variables |= {"HYPOTHESIS_PROFILE": self.options.examples}
+        return Job(record.stem, command, variables=variables, record=record)
 
     def run(self) -> None:
-        limits = self.options.jobs, self.options.seconds
-        with contextlib.closing(processes.run(self.jobs, self.out, *limits)) as ended:
+        jobs = [self.job(file) for file in self.files.values() if file not in self.results]
+        with contextlib.closing(processes.run(jobs, self.out, self.options.jobs, self.options.seconds)) as ended:
             for outcome in ended:
                 self.outcomes.append(outcome)
-                self.ended(self.file_of[outcome.job.name], outcome)
-                processes.write(self.out / "results.json", self.results)
+                self.ended(self.files[outcome.job.record], outcome)
+                results_file.write_json(self.out / "results.json", self.results)
 
     def ended(self, file: str, outcome: Outcome) -> None:
-        """Note and print what became of the tests of a file; go on with what is left if its process died."""
-        tests, before = read_record(self.record_of(file)), self.results.get(file, FRESH)
-        last = next(reversed(tests), "")
-        if tests.get(last) == STARTED:  # a process ends by itself where one test takes too long
-            tests[last] = {TIMED_OUT: NOT_RUN, FAILED: TIMED_OUT}.get(outcome.status, CRASHED)
-            append_record(self.record_of(file), {last: tests[last]})
+        """Note and print what became of the tests of a file."""
+        tests, before = processes.read_record(outcome.job.record), self.results.get(file, {"seconds": 0.0, "log": ""})
         counts = Counter(tests.values())
-        died = last != before["last"] and tests.get(last) in (CRASHED, LOST, TIMED_OUT)
-        if died and counts[NOT_RUN]:
-            self.add(file)
         wrong = {test: became for test, became in tests.items() if became not in (PASSED, SKIPPED, NOT_RUN)}
         status = FAILED if wrong and outcome.status == PASSED else outcome.status  # an earlier process may have failed
         log = before["log"] if outcome.status == PASSED else outcome.tail
-        self.results[file] = {
-            "status": status, "seconds": before["seconds"] + outcome.seconds, "counts": counts, "wrong": wrong,
-            "last": last, "log": log,
-        }  # fmt: skip
+        seconds = before["seconds"] + outcome.seconds
+        self.results[file] = {"status": status, "seconds": seconds, "counts": counts, "wrong": wrong, "log": log}
         lines = outcome.log.splitlines()
         kernels = "".join(f"; {line}" for line in lines if line.startswith(KERNELS))
-        print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.name:42} {as_text(counts)}{kernels}", flush=True)
+        print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.title:42} {as_text(counts)}{kernels}", flush=True)
         failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
         print("".join(f"    {line}\n" for line in failures), end="", flush=True)
-        if died or (outcome.status not in (PASSED, NOT_RUN) and not failures):
-            print(f"    {last}:\n{log}", flush=True)
+        if outcome.died or (outcome.status not in (PASSED, NOT_RUN) and not failures):
+            print(f"    {outcome.last}:\n{log}", flush=True)
 
     def summary(self) -> str:
         files = Counter(result["status"] for result in self.results.values())
@@ -194,7 +161,7 @@ class Suite:
         skipped = {
             test.rpartition("::")[2]
             for file in self.results
-            for test, outcome in read_record(self.record_of(file)).items()
+            for test, outcome in processes.read_record(self.record_of(file)).items()
             if outcome == SKIPPED
         }
         lines += [f"not rehearsed, without a GPU: {' '.join(sorted(skipped))}"] if skipped and rehearsing() else []

@@ -119,7 +119,7 @@ def test_archives_leave_sources_out_and_are_weighed(tmp_path, monkeypatch):
     cache.mkdir(parents=True)
     for name in ("kernel.cubin", "kernel.source", "part.log"):
         (cache / name).write_bytes(os.urandom(1000))
-    archives.pack(tmp_path / "cache", tmp_path / "cache.tar.xz")
+    first.pack(tmp_path / "cache", tmp_path / "cache.tar.xz", "w:xz", archives.BESIDE)
     with tarfile.open(tmp_path / "cache.tar.xz") as tar:
         assert [member.name for member in tar if member.isfile()] == ["cache/key/kernel.cubin"]
     monkeypatch.chdir(tmp_path)
