@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,31 @@ class DLRMOn(nn.Module):
         return self.top(self.interaction(self.bottom(dense), self.lookup(batch))).squeeze(1)
 
 
+class DLRMStep:
+    """A training step of such a network: loss, backward with the tables' update, and SGD on the dense part.
+
+    Dense features, labels and first weights are the same for all. `ours`: with our interaction.
+    """
+
+    def __init__(self, lookup: Callable[[Any], Tensor], w: Workload, device: torch.device, ours: bool) -> None:
+        torch.manual_seed(0)
+        self._model = DLRMOn(lookup, w.num_tables, w.dim, device)
+        if ours:
+            self._model.interaction = te.nn.DotInteraction(w.num_tables)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, foreach=True)
+        self._dense = torch.randn(w.batch_size, NUM_DENSE, device=device)
+        self._labels = (torch.rand(w.batch_size, device=device) < 0.5).float()
+
+    def __call__(self, batch: Any, after_forward: Callable[[], None] = lambda: None) -> Tensor:
+        """The loss."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = functional.binary_cross_entropy_with_logits(self._model(self._dense, batch), self._labels)
+        after_forward()
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     for workload in workloads(device, tiny):
         if workload.name == "mlperf":
@@ -43,27 +69,12 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
 
 
 def make(workload: Workload, clock: Clock) -> list[Contender]:
-    """A training step: forward, loss, backward with the tables' update, and SGD on the dense part.
-
-    Ours is the same network over our tables with our interaction; MLPs, loss and optimizer are the same code.
-    """
-    bench, w, device = make_bench(workload, clock), workload, clock.device
-    dense = torch.randn(w.batch_size, NUM_DENSE, device=device)
-    labels = (torch.rand(w.batch_size, device=device) < 0.5).float()
+    """Ours is the same network over our tables with our interaction; MLPs, loss and optimizer are the same code."""
+    bench = make_bench(workload, clock)
 
     def contender(tables: Tables) -> Contender:
-        torch.manual_seed(0)
-        model = DLRMOn(tables.forward, w.num_tables, w.dim, device)
-        if tables.name == OURS:
-            model.interaction = te.nn.DotInteraction(w.num_tables)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
-
-        def run(batch: Batch) -> None:
-            optimizer.zero_grad(set_to_none=True)
-            functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()
-            optimizer.step()
-
-        return Contender(tables.name, bench.batch, run)
+        step = DLRMStep(tables.forward, workload, clock.device, tables.name == OURS)
+        return Contender(tables.name, bench.batch, step)
 
     return bench.contenders(contender, ["fbgemm"])
 

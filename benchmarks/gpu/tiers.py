@@ -28,7 +28,7 @@ from benchmarks.gpu.feeds import LOOK_AHEAD, Feed, Prefetched, SentAhead
 from benchmarks.gpu.training import Makers, num_batches, race
 from benchmarks.peers import FbgemmTables, OurTables, copy_weights
 from benchmarks.reuse import Population
-from benchmarks.workload import Batch, Workload, step_bytes
+from benchmarks.workload import Batch, Workload, make_batch, step_bytes
 
 IN_HBM, NONE_AHEAD = "tritonemb, in HBM", "tritonemb, none ahead"
 FBGEMM_IN_HBM, FBGEMM_CACHED = "fbgemm, in HBM", "fbgemm, cached"
@@ -69,41 +69,33 @@ CASES = (Tier("host", 0.1, HOST), Tier("host", 0.2, HOST), Tier("disk", 0.1, DIS
 def draw(workload: Workload, count: int, device: torch.device) -> tuple[Batch, ...]:
     """So many batches, the same on every device; the last ones drawn are kept for the next case. A thread a table."""
 
-    def of_table(table: int) -> list[tuple[Tensor, int]]:
+    def of_table(table: int) -> list[Tensor]:
         population = Population(workload.num_rows[table], np.random.default_rng(table))
         num_ids = workload.batch_size * workload.bag_sizes[table]
-        drawn = [population.draw_ids(num_ids) for _ in range(count)]
-        return [(torch.from_numpy(ids), np.unique(ids).size) for ids in drawn]
+        return [torch.from_numpy(population.draw_ids(num_ids)) for _ in range(count)]
 
     with ThreadPoolExecutor(min(workload.num_tables, os.cpu_count() or 1)) as pool:
         by_table = list(pool.map(of_table, range(workload.num_tables)))
-    lengths = torch.tensor(workload.bag_sizes).repeat_interleave(workload.batch_size)
-    offsets = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)]).to(device)
-    batches = []
-    for parts in zip(*by_table, strict=True):
-        values = torch.cat([ids for ids, _ in parts]).to(device)
-        batches.append(Batch(workload, values, offsets, sum(distinct for _, distinct in parts)))
-        _ = batches[-1].keyed  # made now, or the first contender would make it for all
+    batches = [make_batch(workload, [ids.to(device) for ids in parts]) for parts in zip(*by_table, strict=True)]
+    for batch in batches:
+        _ = batch.keyed  # made now, or the first contender would make it for all
     return tuple(batches)
 
 
 def makers(tier: Tier, batches: tuple[Batch, ...], device: torch.device) -> Makers:
     """What makes each contender; the first is the one that the others are compared with."""
-    workload, cache = tier.workload, te.CacheConfig(share=tier.share, folder=FOLDER)
 
     def ours(placement: Literal["device", "host", "disk"]) -> OurTables:
         torch.manual_seed(0)
-        return OurTables(workload, device, placement, cache)
-
-    in_hbm = ours("device")
+        return OurTables(tier.workload, device, placement, te.CacheConfig(share=tier.share, folder=FOLDER))
 
     def fbgemm(cache_share: float | None = None) -> FbgemmTables:
-        tables = FbgemmTables(workload, device, cache_share)
-        copy_weights(in_hbm, tables)
+        tables = FbgemmTables(tier.workload, device, cache_share)
+        copy_weights(ours("device"), tables)
         return tables
 
     found: dict[str, Callable[[], Feed]] = {
-        IN_HBM: lambda: Feed(in_hbm, batches),
+        IN_HBM: lambda: Feed(ours("device"), batches),
         OURS: lambda: SentAhead(ours(tier.placement), batches, device),
         NONE_AHEAD: lambda: Feed(ours(tier.placement), batches),
     }
@@ -117,7 +109,6 @@ def makers(tier: Tier, batches: tuple[Batch, ...], device: torch.device) -> Make
 def measure(tier: Tier, clock: Clock, rounds: int) -> Outcome:
     """Milliseconds of a step. Contenders that cannot be made, train differently or fail are among the errors."""
     samples, device = tier.num_samples(rounds), clock.device
-    clock.begin(IN_HBM)
     batches = draw(tier.workload, num_batches(samples) + LOOK_AHEAD, device)
     num_bytes = dict.fromkeys((IN_HBM, FBGEMM_IN_HBM), step_bytes(batches[-1]))
     try:

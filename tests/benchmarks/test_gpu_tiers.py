@@ -121,8 +121,12 @@ def test_one_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
     outcome = race(makers | {"absent": fail})
     assert outcome.errors == {"absent": "ImportError: there is no such library"}
     assert len(outcome.timings) == len(makers)
-    with pytest.raises(RuntimeError, match="nothing to compare with: tritonemb, in HBM: ImportError"):
-        race(makers | {IN_HBM: fail})
+    outcome = race(makers | {IN_HBM: fail})
+    assert outcome.timings == []
+    assert outcome.errors.pop(IN_HBM) == "ImportError: there is no such library"
+    assert set(outcome.errors.values()) == {
+        "RuntimeError: there is nothing to compare with: 'tritonemb, in HBM' did not train"
+    }
 
 
 def test_nothing_is_timed_before_the_caches_are_full() -> None:
