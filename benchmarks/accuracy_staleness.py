@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from benchmarks import results_file
+from benchmarks.chart import draw_if_possible
 from benchmarks.environment import OtherLoad, environment
 from tritonemb.data import Column, Dataset, Feature, Rows, load_adult, load_movielens_100k
 from tritonemb.data.datasets import NUMBERS
@@ -53,7 +54,7 @@ from tritonemb.training.job import build_optimizer
 from tritonemb.training.metrics import binary_metrics
 from tritonemb.types import TableConfig
 
-PICTURE = Path(__file__).parents[1] / "docs/staleness.png"
+PICTURE, DRAWS = Path(__file__).parents[1] / "docs/staleness.png", "python -m benchmarks.accuracy_staleness --draw"
 POINTS = 10  # of a curve
 LARGE_BATCH = 4_096  # of an evaluation
 LEAST_AUC, TOLERANCE = 0.8925, 0.001  # of adult
@@ -302,18 +303,6 @@ def hot_ids(
     return Study(measured(data), config, arms, dlrm(config))
 
 
-def draw_if_possible(results: dict[str, Any], path: Path) -> bool:
-    """Draw, or say why there is no picture."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture: matplotlib is not installed; `python -m benchmarks.accuracy_staleness --draw` draws it")
-        return False
-    matplotlib.use("Agg")
-    draw(results, path)
-    return True
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """AUC against steps above, and against seconds below; a column per data set, a line per staleness."""
     from matplotlib import pyplot
@@ -362,7 +351,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw the newest results instead")
     arguments = parser.parse_args()
     if arguments.draw:
-        draw_if_possible(results_file.read(results_file.newest("accuracy-staleness")), PICTURE)
+        draw_if_possible(draw, results_file.read(results_file.newest("accuracy-staleness")), PICTURE, DRAWS)
         return
     torch.set_num_threads(1)
     environment_, rows = environment() | {"threads": 1}, []
@@ -381,7 +370,7 @@ def main() -> None:
             rows.append(row | environment_)
     path = results_file.write("accuracy-staleness", {"date": environment_["date"], "rows": rows})
     print(f"wrote {path.name}")
-    draw_if_possible(results_file.read(path), PICTURE)
+    draw_if_possible(draw, results_file.read(path), PICTURE, DRAWS)
     if missed := problems(rows):
         sys.exit("; ".join(missed))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,20 @@ LABELS = {
     "fbgemm": "FBGEMM CPU",
     "torch": "torch.nn.EmbeddingBag (+ sparse torch.optim.Adagrad)",
 }
+
+
+def draw_if_possible(
+    draw: Callable[[dict[str, Any], Path], None], results: dict[str, Any], path: Path, command: str
+) -> bool:
+    """Draw, or say why there is no picture, and which command draws it."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no picture: matplotlib is not installed; `{command}` draws it where it is")
+        return False
+    matplotlib.use("Agg")
+    draw(results, path)
+    return True
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

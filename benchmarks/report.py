@@ -13,6 +13,7 @@ from benchmarks.record import LIMIT
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+DRAWS = "python -m benchmarks.report"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
@@ -295,7 +296,7 @@ def report_gpu() -> None:
     for path in results_file.newest_of_gpus():
         results = results_file.read(path)
         picture = path.with_suffix(".png")
-        drawn = roofline.draw_if_possible(results, picture) or picture.exists()
+        drawn = chart.draw_if_possible(roofline.draw, results, picture, DRAWS) or picture.exists()
         name, title = f"gpu {results['rows'][0]['device']}", f"Speed on one {results['rows'][0]['device']}"
         content = "`make gpu-bench` measures this and rewrites the section.\n\n"
         content += gpu_section(results, picture if drawn else None)

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[2])
-)  # called as a file, Python puts only this folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
 from benchmarks.clock import Clock, Contender
 from tests.gpu.driver import rehearsing

@@ -60,8 +60,7 @@ class SentAhead(Feed):
         return next(self._ahead)
 
     def look_up(self, batch: PrefetchedFeatures) -> Tensor:
-        pooled: Tensor = self._collection(batch)
-        return pooled
+        return self._collection(batch)
 
     def settle(self) -> None:
         self._ahead.settle()
@@ -100,9 +99,10 @@ class Prefetched(Feed):
     def after_forward(self) -> None:
         self._coming = next(self._batches, None)
         if self._coming is not None:
-            forward_stream = self._side.current()
+            values, offsets = self._coming.values, self._coming.offsets
+            forward_stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
             with self._side.on():
-                self._module.prefetch(self._coming.values, self._coming.offsets, forward_stream)
+                self._module.prefetch(values, offsets, forward_stream)
 
     def settle(self) -> None:
         self._side.join()
@@ -120,10 +120,6 @@ class Side:
     def on(self) -> AbstractContextManager[object]:
         """What this thread asks for in this context goes to the stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def current(self) -> torch.cuda.Stream | None:
-        """The stream that this thread uses now."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device)
 
     def join(self) -> None:
         """The current stream waits for this one."""

@@ -7,13 +7,12 @@ loss and back: those of Triton's kernels, ours and Inductor's, and of PyTorch's 
 itself and compiled as one graph.
 
 Without a GPU, Triton compiles for sm_90 and its launchers launch into a stub of the driver: results are garbage, but
-launches and the host's time are those of a GPU, less what its driver would take. A line says so.
+launches and the host's time are those of a GPU, less what its driver would take.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections import Counter, defaultdict
@@ -26,28 +25,21 @@ from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from tests.gpu.driver import activate  # noqa: E402
+from tests.gpu.driver import activate
 
 BATCH_SIZE, DIM = 8, 64
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")  # the host waits for those
 SENDS = ("aten::lift_fresh", "aten::pin_memory", "aten::_pin_memory")  # host memory, which no graph's pool has
-ONE_LAUNCH = tuple(f"aten::{name}" for name in ("mm", "addmm", "cat"))  # whatever it calls on a CPU
-NO_LAUNCH = tuple(
-    f"aten::{name}"
-    for name in (
-        "as_strided", "as_strided_", "detach", "detach_", "empty", "empty_like", "empty_strided", "expand", "flatten",
-        "item", "lift_fresh", "linear", "matmul", "narrow", "new_empty", "permute", "reshape", "resize_",
-        "resolve_conj", "resolve_neg", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "to",
-        "transpose", "unsqueeze", "view", "view_as", "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias",
-    )
+ONE_LAUNCH = ("mm", "addmm", "cat")  # whatever it calls on a CPU
+NO_LAUNCH = (
+    "as_strided", "as_strided_", "detach", "detach_", "empty", "empty_like", "empty_strided", "expand", "flatten",
+    "item", "lift_fresh", "linear", "matmul", "narrow", "new_empty", "permute", "reshape", "resize_",
+    "resolve_conj", "resolve_neg", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "to",
+    "transpose", "unsqueeze", "view", "view_as", "_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias",
 )  # fmt: skip
-NO_GPU = (
-    "No GPU here: Triton compiles for sm_90 and launches into a stub of the driver, so only the number of launches and "
-    "the host's time mean something."
-)
+NO_GPU = "No GPU here: Triton launches into a stub of the driver; only launches and the host's time mean something."
 
 
 @contextmanager
@@ -136,8 +128,9 @@ def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
 def _computing(event: Any) -> list[str]:
     """The operators in a profiler's event, itself or within it, that launch a kernel on a GPU."""
     inside = [name for child in event.cpu_children for name in _computing(child)]
-    is_operator = event.name.startswith("aten::") and event.name not in NO_LAUNCH
-    return [event.name] if is_operator and (not inside or event.name in ONE_LAUNCH) else inside
+    library, _, name = event.name.partition("::")
+    launches = library == "aten" and name not in NO_LAUNCH and (not inside or name in ONE_LAUNCH)
+    return [event.name] if launches else inside
 
 
 def main() -> None:
@@ -154,8 +147,6 @@ def main() -> None:
             print(f"{'compiled' if compiled else 'not compiled'}: {found.total()} launches, {dict(found)}")
         ranks.close()
         return
-    if importlib.util.find_spec("triton") is None:
-        raise SystemExit("Triton is not installed, so there are no launches to count")
     if not torch.cuda.is_available():
         print(NO_GPU)
         activate()

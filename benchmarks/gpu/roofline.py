@@ -12,18 +12,6 @@ COLORS |= {"torch, compiled": "#c08040"}
 MARKERS = {"forward": "o", "group + update": "s", "step": "D", "codec": "^", "interaction": "v"}
 
 
-def draw_if_possible(results: dict[str, Any], path: Path) -> bool:
-    """Draw, or say why there is no picture."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture: matplotlib is not installed; `python -m benchmarks.report` draws it where it is")
-        return False
-    matplotlib.use("Agg")
-    draw(results, path)
-    return True
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """Bytes that a case must move against the rate reached; lines are ceilings, measured in the same run."""
     from matplotlib import pyplot

@@ -20,34 +20,21 @@ import contextlib
 import faulthandler
 import functools
 import importlib
+import itertools
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from benchmarks import (
-    bench_codecs,
-    bench_cross,
-    bench_dlrm,
-    bench_embedding_bag,
-    bench_interaction,
-    bench_jagged,
-    bench_row_cache,
-    bench_row_groups,
-    bench_row_moves,
-    bench_row_update,
-    bench_step,
-    report,
-    results_file,
-)
 from benchmarks import cases as micro
+from benchmarks import chart, report, results_file
 from benchmarks.cases import CEILINGS, GRAPH, OURS
 from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover
 from benchmarks.environment import environment
@@ -61,9 +48,16 @@ KEPT = results_file.RESULTS.parents[1] / "build" / "gpu-bench"  # what is not th
 SILENT_SECONDS = 150.0  # of one contender: more than it takes to compile, or to draw and load what a case needs
 MOST_DEATHS = 4  # of a group's processes; its other cases are given up then
 MARGIN = 0.03  # of all the time: for a case to notice that it is over
-ON_TABLES = (bench_embedding_bag, bench_row_groups, bench_row_update, bench_step, bench_dlrm)
 ALL, BY = "all", " | "  # contenders of a case; in the record, between the case and one of them
-FAMILIES = (*ON_TABLES, bench_row_cache, bench_row_moves, bench_jagged, bench_codecs, bench_interaction, bench_cross)
+
+
+def families(*names: str) -> list[ModuleType]:
+    """Microbenchmarks of families of ops."""
+    return [importlib.import_module(f"benchmarks.bench_{name}") for name in names]
+
+
+ON_TABLES = families("embedding_bag", "row_groups", "row_update", "step", "dlrm")
+FAMILIES = [*ON_TABLES, *families("row_cache", "row_moves", "jagged", "codecs", "interaction", "cross")]
 
 
 class Case(NamedTuple):
@@ -95,48 +89,36 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
 
 
 def _measure(case: micro.Case, graph: bool, clock: Clock, rounds: int) -> Outcome:
-    contenders = case.make(clock)
-    if case.repeats:
-        return clock.measure(contenders, max(2, rounds // 6), 1, case.repeats, graph)
-    return clock.measure(contenders, rounds, graph=graph)
+    samples, warmup_samples = (max(2, rounds // 6), 1) if case.repeats else (rounds, 3)
+    return clock.measure(case.make(clock), samples, warmup_samples, case.repeats, graph)
 
 
-class Task(NamedTuple):
-    """What a process measures: cases that are NOT_RUN in the record, without the contenders that failed there."""
+def serve(device: torch.device, tiny: bool, rounds: int) -> None:
+    """Measure the cases that are NOT_RUN in a record, without the contenders that failed there.
 
-    device: str
-    tiny: bool
-    rounds: int
-    conditions: dict[str, Any]  # columns that all rows share
-    deadline: float = math.inf  # of `time.time()`
-    record: str = ""
-
-
-def serve() -> None:
-    """Measure the cases of the task on standard input, one after the other.
-
-    A case's state in the record is then its rows and failures. Contenders are items of the record, too.
+    Standard input has the columns that all rows share, the deadline, of `time.time()`, and the record. A case's state
+    there is then its rows and failures. Contenders are items of the record, too.
     """
     with contextlib.suppress(Exception):  # its contenders say what is wrong
         importlib.import_module("fbgemm_gpu")
-    task = Task(*json.loads(sys.stdin.readline() or "null"))
-    device, record = torch.device(task.device), Path(task.record)
-    by_name = {str(case): case for case in cases(device, task.tiny)}
-    clock, states = Clock(device, task.deadline), processes.read_record(record)
+    by_name = {str(case): case for case in cases(device, tiny)}
+    conditions, deadline, path = json.loads(sys.stdin.readline())
+    clock, record = Clock(device, deadline), Path(path)
+    states = processes.read_record(record)
 
     def begin(case: str, contender: str) -> None:
         processes.append_record(record, {f"{case}{BY}{contender}": STARTED})
         faulthandler.dump_traceback_later(SILENT_SECONDS, exit=True)
 
     for name in [item for item, state in states.items() if state == NOT_RUN]:
-        if time.time() > task.deadline:
+        if time.time() > deadline:
             return
         case, failed = by_name[name], [item for item in states if BY in item and isinstance(states[item], dict)]
         clock.without = [item.removeprefix(f"{name}{BY}") for item in failed if item.startswith(f"{name}{BY}")]
         clock.begin = functools.partial(begin, name)
         clock.begin(ALL)
         try:
-            outcome = case.measure(clock, task.rounds)
+            outcome = case.measure(clock, rounds)
         except DeviceLost:
             raise  # only another process can go on
         except Exception as error:
@@ -145,66 +127,60 @@ def serve() -> None:
         else:
             rows = timing_rows(case.op, case.shape, outcome.timings, outcome.num_bytes)
             failures = [_failure(case, *item) for item in outcome.errors.items()]
-            part = {"rows": [row | task.conditions for row in rows], "failures": failures}
+            part = {"rows": [row | conditions for row in rows], "failures": failures}
         processes.append_record(record, {name: part})
 
 
 def measure_groups(
     chosen: list[Case],
-    task: Task,
+    conditions: dict[str, Any],
     folder: Path,
     seconds: float,
     keep: Callable[[dict[str, Any]], None],
+    command: Sequence[str],
     left: bool = False,
-    command: Sequence[str] = (sys.executable, __file__, "--serve"),
 ) -> None:
     """Measure cases in processes, a group at a time; `keep` gets the rows and failures of each.
 
     Args:
-        task: that of a group is its first parts.
-        left: keep what is in the folder's records, and measure the cases that have no rows there.
+        conditions: columns that all rows share.
         command: what does as `serve`.
+        left: keep what is in the folder's records, and measure the cases that have no rows there.
     """
-    by_name, groups, jobs = {str(case): case for case in chosen}, dict[str, list[str]](), list[Job]()
-    for case in chosen:
-        groups.setdefault(slug(case.group), []).append(str(case))
-    task = task._replace(deadline=time.time() + (1 - MARGIN) * seconds)
+    by_name, jobs, deadline = {str(case): case for case in chosen}, list[Job](), time.time() + (1 - MARGIN) * seconds
 
     def done(item: str, state: Any) -> bool:
         return left and isinstance(state, dict) and (BY in item or bool(state["rows"]))
 
-    def lose(name: str, contender: str, why: str) -> dict[str, Any]:
+    def lose(record: Path, name: str, contender: str, why: str) -> None:
         part = {"rows": [], "failures": [_failure(by_name[name], contender, why)]}
+        processes.append_record(record, {name if contender == ALL else f"{name}{BY}{contender}": part})
         keep(part)
-        return part
 
-    for group, names in groups.items():
+    for group, members in itertools.groupby(chosen, lambda case: slug(case.group)):
         record = folder / f"{group}.jsonl"
         parts = processes.renew_record(record, done)
         for part in parts.values():
             keep(part)
-        if todo := [name for name in names if name not in parts]:
+        if todo := [str(case) for case in members if str(case) not in parts]:
             processes.append_record(record, dict.fromkeys(todo, NOT_RUN))
-            jobs.append(Job(group, command, task=json.dumps(task._replace(record=str(record))), record=record))
+            jobs.append(Job(group, command, task=json.dumps([conditions, deadline, str(record)]), record=record))
     with contextlib.closing(processes.run(jobs, folder, 1, seconds)) as ended:
         for outcome in ended:
             print(outcome.log, end="\n" * bool(outcome.log), flush=True)
             record = outcome.job.record
-            for part in outcome.items.values():
-                if isinstance(part, dict):
-                    keep(part)
+            for part in [state for state in outcome.items.values() if isinstance(state, dict)]:
+                keep(part)
             why = f"its process {outcome.status}: {(outcome.tail.splitlines() or [''])[-1]}"
             if outcome.died:
-                name, _, contender = outcome.last.rpartition(BY)
-                item = name if contender == ALL else outcome.last
-                processes.append_record(record, {item: lose(name, contender, why)})
+                lose(record, *outcome.last.split(BY), why)
                 why = f"not measured: {MOST_DEATHS} processes of its group died"
             elif outcome.status in (PASSED, TIMED_OUT, NOT_RUN):
                 why = f"not measured: {seconds:.0f} s were over"
             if not outcome.died or outcome.job.number == MOST_DEATHS:
                 states = processes.read_record(record)
                 for name in [name for name in by_name if states.get(name) == NOT_RUN]:
-                    processes.append_record(record, {name: lose(name, ALL, why)})
+                    lose(record, name, ALL, why)
 
 
 def _failure(case: Case, implementation: str, error: str) -> dict[str, Any]:
@@ -223,13 +199,6 @@ def select(everything: Iterator[Case], ops: str = "", shapes: Sequence[str] = ()
 def slug(device_name: str) -> str:
     """ "NVIDIA H200" as part of a file's name: "nvidia-h200"."""
     return "-".join("".join(c if c.isalnum() else " " for c in device_name.lower()).split())
-
-
-def print_case(part: dict[str, Any]) -> None:
-    for line in lines(part["rows"]):
-        print(line, flush=True)
-    for failure in part["failures"]:
-        print("FAILED", *(str(failure[name]) for name in ("op", "shape", "implementation", "error")), flush=True)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -260,10 +229,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--commit", help="where there is no checkout: the commit to name in the results")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    begin, device, rounds = time.monotonic(), torch.device(options.device), 2 if options.tiny else options.rounds
     if options.serve:
-        serve()
+        serve(device, options.tiny, rounds)
         return {}
-    begin, device = time.monotonic(), torch.device(options.device)
     chosen = select(cases(device, options.tiny), options.op, options.shape)
     if not chosen:
         sys.exit(f"no case has {options.op!r} in its op and one of {options.shape} in its shape; --list shows them")
@@ -275,23 +244,25 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     shared = environment() | {"device": name, "cuda": torch.version.cuda}
     shared |= {"commit": options.commit} if options.commit else {}
-    task = Task(options.device, options.tiny, 2 if options.tiny else options.rounds, shared)
     results: dict[str, Any] = {"kind": "gpu", "date": shared["date"], "rows": [], "targets": [], "failures": []}
     whole = device.type == "cuda" and not (options.tiny or options.op or options.shape or options.out)
     folder = results_file.RESULTS if whole else options.out or KEPT
 
     def keep(part: dict[str, Any]) -> None:
-        print_case(part)
+        failed = (f"FAILED {' '.join(failure.values())}" for failure in part["failures"])
+        print(*lines(part["rows"]), *failed, sep="\n", flush=True)
         results["rows"] += part["rows"]
         results["failures"] += part["failures"]
         results["targets"] = targets.verdicts(results["rows"])
         results_file.write(slug(name), results, folder)  # so that an interrupted run leaves what it has
 
     seconds = max(0.0, options.seconds - (time.monotonic() - begin))
-    measure_groups(chosen, task, KEPT if whole else folder, seconds, keep, options.left)
+    command = [sys.executable, __file__, "--serve", "--device", options.device, "--rounds", str(rounds)]
+    command += ["--tiny"] * options.tiny
+    measure_groups(chosen, shared, KEPT if whole else folder, seconds, keep, command, options.left)
     path = results_file.write(slug(name), results, folder)
     if results["rows"]:
-        roofline.draw_if_possible(results, path.with_suffix(".png"))
+        chart.draw_if_possible(roofline.draw, results, path.with_suffix(".png"), report.DRAWS)
     if whole and results["rows"]:
         report.report_gpu()
     print(f"wrote {path}")

@@ -29,7 +29,7 @@ BESIDE = ("asmjit", "fbgemm")  # that those link to
 # A fat binary: magic, version, size of its header, size of the entries behind it. An entry: kind, version, size of its
 # header, size of its payload; at byte 28 the architecture.
 MAGIC, HEADER, ENTRY = struct.pack("<I", 0xBA55ED50), struct.Struct("<IHHQ"), struct.Struct("<HHIQ12xI")
-MACHINE_CODE = 2  # the kind; 1 is PTX
+MACHINE_CODE, ARCHITECTURE = 2, 90  # the kind, where 1 is PTX; compute capability without its dot
 
 
 def clear_other_code(library: Path, architecture: int) -> tuple[int, int]:
@@ -59,36 +59,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}", help="its version")
-    parser.add_argument("--architecture", type=int, default=90, help="compute capability without its dot")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        download += ["--python-version", options.python, "--platform", "manylinux_2_28_x86_64", "--dest", name]
+        download += ["--platform", "manylinux_2_28_x86_64", "--dest", name]
         subprocess.run([*download, f"fbgemm-gpu=={options.version}"], check=True)
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if name.startswith("fbgemm_gpu/")])
+            archive.extractall(folder)
         package = folder / "fbgemm_gpu"
         for library in sorted(package.rglob("*.so")):
             if library.stem.removeprefix("fbgemm_gpu_") in (*LIBRARIES, *BESIDE):
-                left, cleared = (size >> 20 for size in clear_other_code(library, options.architecture))
-                print(f"{library.name}: {left} MiB of code for sm_{options.architecture}, {cleared} MiB cleared")
+                left, cleared = (size >> 20 for size in clear_other_code(library, ARCHITECTURE))
+                print(f"{library.name}: {left} MiB of code for sm_{ARCHITECTURE}, {cleared} MiB cleared")
             else:
                 library.unlink()
-        loaded = "".join(f'    "fbgemm_gpu_{library}",\n' for library in LIBRARIES)
-        text, count = re.subn(
-            r"(?s)fbgemm_gpu_libraries = \[.*?\]",
-            f"fbgemm_gpu_libraries = [\n{loaded}]",
-            (package / "__init__.py").read_text(),
-        )
+        module, loaded = package / "__init__.py", [f"fbgemm_gpu_{library}" for library in LIBRARIES]
+        assignment, text = f"fbgemm_gpu_libraries = {loaded}", module.read_text()
+        text, count = re.subn(r"(?s)fbgemm_gpu_libraries = \[.*?\]", assignment, text)
         if count != 1:
             sys.exit(f"FBGEMM {options.version} lists its libraries in another way than this tool knows")
-        (package / "__init__.py").write_text(text)
+        module.write_text(text)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(options.out, "w:xz") as tar:
-            tar.add(package, package.name)
+            for part in (package, *folder.glob("fbgemm_gpu*.dist-info")):  # which says the version
+                tar.add(part, part.name)
     print(f"{options.out}: {options.out.stat().st_size / 2**20:.1f} MiB")
 
 

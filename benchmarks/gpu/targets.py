@@ -1,7 +1,7 @@
 """What is wanted on one H200, shape by shape; what is predicted from machine code, bytes and published rates; and
 whether a run has met it.
 
-    python benchmarks/gpu/targets.py [-k criteo,fbgemm] [--target sm_90]      the predictions, in Markdown; needs no GPU
+    python benchmarks/gpu/targets.py [-k criteo,fbgemm]      the predictions, in Markdown; needs no GPU
 
 Three times for forward, grouping with update, and both of a workload:
 
@@ -29,19 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from benchmarks.cases import GATHER, GRAPH  # noqa: E402
-from benchmarks.workload import (  # noqa: E402
-    WORKLOADS,
-    Batch,
-    Workload,
-    draw_batches,
-    forward_bytes,
-    group_bytes,
-    update_bytes,
-)
+from benchmarks.cases import GATHER, GRAPH, OURS
+from benchmarks.workload import WORKLOADS, Batch, Workload, draw_batches, forward_bytes, group_bytes, update_bytes
 
 PROCESSORS, PEAK, COPY_RATE = 132, 4.8e12, 4.3e12  # H200; bytes per second, by its data sheet and measured
 LATENCY, CACHE_LATENCY, LAUNCH = 0.7e-6, 0.3e-6, 2e-6  # seconds, of a load from memory and from the L2 cache
@@ -56,19 +47,18 @@ SPAN = 1024  # gradients of a row that a program sums
 
 
 class Target(NamedTuple):
-    """`ours` is to be at least `factor` times as fast as `peer`, in ops and shapes whose names start so."""
+    """Ours is to be at least `factor` times as fast as `peer`, in ops and shapes whose names start so."""
 
     op: str
     peer: str
     factor: float
-    ours: str = "tritonemb"
     shape: str = ""
 
 
 TARGETS = (
     Target("forward", GATHER, 0.9),
     Target("forward", "fbgemm", 0.95),
-    *(Target("group + update", "fbgemm", factor, shape=shape) for shape, factor in {
+    *(Target("group + update", "fbgemm", factor, shape) for shape, factor in {
         "fbgemm": 1.2, "criteo: B8192": 1.1, "criteo: B4096": 1.0, "criteo: B2048": 0.9, "many small": 1.2,
         "one large": 1.1, "reuse": 1.2, "mlperf": 1.2,
     }.items()),
@@ -80,28 +70,21 @@ TARGETS = (
 )  # fmt: skip
 
 
-def verdicts(rows: Sequence[dict[str, Any]], targets: Sequence[Target] = TARGETS) -> list[dict[str, Any]]:
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A line for every target and case in which both were measured; with another line for a case that lacks one."""
     cases: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         cases.setdefault((row["op"], row["shape"]), {})[row["implementation"]] = row["p50_ms"]
     found = []
-    for target in targets:
+    for target in TARGETS:
         for (op, shape), medians in cases.items():
             if not op.startswith(target.op) or not shape.startswith(target.shape) or op.endswith(GRAPH):
                 continue
-            measured = target.peer in medians and target.ours in medians
-            ratio = medians[target.peer] / medians[target.ours] if measured else None
-            found.append(
-                {
-                    "op": op,
-                    "shape": shape,
-                    "measured": f"{target.peer} / {target.ours}",
-                    "ratio": ratio,
-                    "target": f"at least {target.factor:g}",
-                    "met": None if ratio is None else ratio >= target.factor,
-                }
-            )
+            ratio = medians[target.peer] / medians[OURS] if {target.peer, OURS} <= medians.keys() else None
+            found.append({
+                "op": op, "shape": shape, "measured": f"{target.peer} / {OURS}", "ratio": ratio,
+                "target": f"at least {target.factor:g}", "met": None if ratio is None else ratio >= target.factor,
+            })  # fmt: skip
     return found
 
 
@@ -121,7 +104,7 @@ class Kernel(NamedTuple):
         return self.chains(math.ceil(positions / self.constants["BLOCK"]), seconds)
 
 
-def kernels_of(workload: Workload, target: str) -> dict[str, Kernel]:
+def kernels_of(workload: Workload) -> dict[str, Kernel]:
     """What is compiled for a step of the workload's tables, by kernel."""
     import tritonemb as te
     from tests.kernels import ahead_of_time
@@ -136,9 +119,9 @@ def kernels_of(workload: Workload, target: str) -> dict[str, Kernel]:
         collection(batch.keyed).backward(torch.zeros(w.batch_size, w.width))
 
     with forced("triton"):
-        launches = ahead_of_time.record(step, target)
+        launches = ahead_of_time.record(step, "sm_90")
     constants = {launch.kernel.__name__: launch.constants for launch in launches}
-    codes = ahead_of_time.compile_all(str(w), launches, target)
+    codes = ahead_of_time.compile_all(str(w), launches, "sm_90")
     return {code.kernel: Kernel(code, constants[code.kernel]) for code in codes}
 
 
@@ -188,9 +171,9 @@ class Prediction(NamedTuple):
     fbgemm: float
 
 
-def predictions(workload: Workload, target: str = "sm_90") -> list[Prediction]:
+def predictions(workload: Workload) -> list[Prediction]:
     """Of the forward, and of grouping and update."""
-    (batch,), kernels = draw_batches(workload, 1, torch.device("cpu")), kernels_of(workload, target)
+    (batch,), kernels = draw_batches(workload, 1, torch.device("cpu")), kernels_of(workload)
     forward, update = forward_bytes(batch), group_bytes(batch) + update_bytes(batch)
     return [
         Prediction(
@@ -211,9 +194,9 @@ def wanted(op: str, workload: Workload) -> float:
     return found.factor
 
 
-def lines(workload: Workload, target: str) -> Iterator[str]:
+def lines(workload: Workload) -> Iterator[str]:
     """The workload's lines of the table."""
-    for op, num_bytes, best, published, fbgemm in predictions(workload, target):
+    for op, num_bytes, best, published, fbgemm in predictions(workload):
         yield (
             f"| {workload} | {op} | {num_bytes / 1e6:,.1f} | {best * 1e3:.3f} | {published * 1e3:.3f} | "
             f"{fbgemm * 1e3:.3f} | {fbgemm / published:.2f} to {fbgemm / best:.2f} | {wanted(op, workload):g} |"
@@ -223,16 +206,12 @@ def lines(workload: Workload, target: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", dest="select", default="", help="comma-separated parts of names")
-    parser.add_argument("--target", default="sm_90", choices=("sm_80", "sm_90", "sm_100"))
     options = parser.parse_args()
-    print(
-        "| workload | op | must move, MB | at best, ms | as published, ms | FBGEMM, ms | times as fast as FBGEMM | "
-        "wanted |"
-    )
+    print("| workload | op | must move, MB | at best, ms | as published, ms | FBGEMM, ms | times FBGEMM's | wanted |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for workload in WORKLOADS:
         if any(part in str(workload) for part in options.select.split(",")):
-            print("\n".join(lines(workload, options.target)), flush=True)
+            print("\n".join(lines(workload)), flush=True)
 
 
 if __name__ == "__main__":

@@ -127,12 +127,10 @@ def warm_up(training: Training, deadline: float) -> None:
         TimeoutError: that took too long, or the deadline, of `time.time()`, has passed.
         RuntimeError: it is not full then.
     """
-    begin = time.monotonic()
+    begin = time.time()
     for done in range(0, WARMUP_STEPS, STEPS):
-        if time.monotonic() - begin > WARMUP_SECONDS:
-            raise TimeoutError(f"{done} of {WARMUP_STEPS} steps of warm-up took more than {WARMUP_SECONDS:.0f} s")
-        if time.time() > deadline:
-            raise TimeoutError(f"time was over after {done} of {WARMUP_STEPS} steps of warm-up")
+        if time.time() > min(begin + WARMUP_SECONDS, deadline):
+            raise TimeoutError(f"{done} of {WARMUP_STEPS} steps of warm-up took {time.time() - begin:.0f} s")
         training.run(STEPS)
     tables = training.feed.tables
     cache = tables.module.cache if isinstance(tables, OurTables) else None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import run as gpu_run
-from benchmarks.gpu.run import Case, Task, measure_groups
+from benchmarks.gpu.run import Case, measure_groups
 from tests.gpu import processes
 
 pytestmark = pytest.mark.more
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.more
 # As `serve`: cases say what happens to their contender "peer"; a case is done with those that came through it.
 SERVE = """
 import faulthandler, json, os, signal, sys, time
-*_, deadline, record = json.loads(sys.stdin.readline())
+_, deadline, record = json.loads(sys.stdin.readline())
 states = dict(json.loads(line) for line in open(record))
 
 def note(item, state):
@@ -63,7 +63,7 @@ def run(
         for op in ops
     ]
     parts: list[dict[str, Any]] = []
-    measure_groups(chosen, Task("cpu", True, 1, {}), folder, seconds, parts.append, left, [sys.executable, "-c", SERVE])
+    measure_groups(chosen, {}, folder, seconds, parts.append, [sys.executable, "-c", SERVE], left)
     rows = [row for part in parts for row in part["rows"]]
     failures = [failure for part in parts for failure in part["failures"]]
     why = {f"{failure['op']}, {failure['implementation']}": failure["error"] for failure in failures}

@@ -33,7 +33,6 @@ from tests.kernels.ahead_of_time_cases import CASES
 from tritonemb.kernels.triton_utils import interpreting
 from tritonemb.ops.registry import TRITON, forced
 
-SECONDS = 3600
 MIB = 2**20
 BESIDE = (".source", ".log")  # what Triton, and this tool, leave in the cache beside binaries
 
@@ -93,10 +92,10 @@ def main() -> None:
     os.environ |= {"TRITON_CACHE_DIR": str(options.cache), "TRITON_STORE_BINARY_ONLY": "1"}
     command = [sys.executable, "-m", "tests.gpu.archives", "--here"]
     parts = [names[part :: options.jobs] for part in range(min(options.jobs, len(names)))]
-    jobs = [Job(f"part-{number}", [*command, *part], SECONDS) for number, part in enumerate(parts)]
+    jobs = [Job(f"part-{number}", [*command, *part], seconds=3600) for number, part in enumerate(parts)]
     outcomes = list(processes.run(jobs, options.cache, options.jobs))
     for outcome in outcomes:
-        print(outcome.line if outcome.status == PASSED else f"{outcome.line}\n{outcome.tail}")
+        print(f"{outcome.status:9} {outcome.seconds:6.1f} s  {outcome.job.name}: {outcome.tail}")
     if {outcome.status for outcome in outcomes} != {PASSED}:
         sys.exit(1)
     pack(options.cache, options.out / "gpu-cache.tar.xz", "w:xz", BESIDE)

@@ -1,5 +1,5 @@
 /* A CUDA driver without a device: every call succeeds and nothing is computed. Triton's own launchers, built by the C
-   compiler, parse their arguments and "launch" into it. Also what FBGEMM's libraries ask NVIDIA's management library. */
+   compiler, parse their arguments and "launch" into it. */
 #include "cuda.h"
 
 static int context;
@@ -59,10 +59,3 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   return CUDA_SUCCESS;
 }
-
-int nvmlInit_v2(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *number) { *number = 0; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { return 0; }
-int nvmlDeviceGetPciInfo_v3(void *device, void *info) { return 0; }
-int nvmlDeviceGetNvLinkState(void *device, unsigned link, int *state) { return 0; }
-int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return 0; }

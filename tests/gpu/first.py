@@ -50,9 +50,9 @@ class Stage:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def stages(out: Path, jobs: int, rehearse: bool, left: bool, archives: Path = ARCHIVES) -> list[Stage]:
+def stages(out: Path, jobs: int, rehearse: bool, left: bool) -> list[Stage]:
     """The stages; what must be known first comes first."""
-    commit, go_on = archives / COMMIT, ["--left"] if left else []
+    commit, go_on = ARCHIVES / COMMIT, ["--left"] if left else []
 
     def suite(name: str, share: float, lines: int, *arguments: str, **variables: str) -> Stage:
         command = ["-m", "tests.gpu.suite", "--out", str(out / name), "--jobs", str(jobs), "--seconds", "{seconds}"]
@@ -121,15 +121,15 @@ def pack(folder: Path, archive: Path, mode: str = "w:gz", without: tuple[str, ..
     part.replace(archive)
 
 
-def unpack(archives: Path) -> None:
+def unpack() -> None:
     """Triton's cache and FBGEMM, to where the stages look for them."""
     for name, target in (("gpu-cache.tar.xz", CACHE.parent), ("fbgemm.tar.xz", PEERS)):
-        if (archives / name).exists():
+        if (ARCHIVES / name).exists():
             target.mkdir(parents=True, exist_ok=True)
-            with tarfile.open(archives / name) as tar:
+            with tarfile.open(ARCHIVES / name) as tar:
                 tar.extractall(target, filter="data")
         else:
-            print(f"no {archives / name}")
+            print(f"no {ARCHIVES / name}")
 
 
 def main() -> None:
@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--archive", type=Path, default=Path("build/first.tgz"), help="all of that in one file")
     parser.add_argument("--seconds", type=float, default=560, help="for all of it")
     parser.add_argument("--jobs", type=int, default=8, help="checks and test files at once; they share the GPU")
-    parser.add_argument("--archives", type=Path, default=ARCHIVES, help="folder that gpu-archives has filled")
     parser.add_argument("--left", action="store_true", help="only what has not passed in the run that --out has")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, behind a stub of the driver")
     options = parser.parse_args()
@@ -148,10 +147,10 @@ def main() -> None:
     if options.rehearse:
         os.environ |= {REHEARSE: "1", "CUDA_VISIBLE_DEVICES": ""}
     else:
-        unpack(options.archives)
+        unpack()
     os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to other checks
-    todo = stages(options.out, options.jobs, options.rehearse, options.left, options.archives)
+    todo = stages(options.out, options.jobs, options.rehearse, options.left)
     results = run_stages(todo, options.out, options.archive, options.seconds - (time.monotonic() - begin))
     table = [line for name, result in results.items() for line in describe(name, result)]
     print("\n".join(["", *table, f"{options.archive}: {options.archive.stat().st_size:,} bytes"]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from benchmarks.gpu.feeds import Side
 from tests.helpers import Step, make_collection, random_steps
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import TRITON, kernels_of, load, ops
@@ -48,21 +49,12 @@ def run_step(collection: TableCollection, batch: te.KeyedJaggedTensor, grad: Ten
     return pooled.detach()
 
 
-@contextmanager
-def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Capture what is launched inside; nothing of it runs yet."""
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        yield
-
-
 def warm_up(step: Callable[[], object]) -> None:
     """Run what is about to be captured on a stream of its own, as CUDA graphs want it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    side = Side(torch.device("cuda"))
+    with side.on():
         step()
-    torch.cuda.current_stream().wait_stream(stream)
+    side.join()
 
 
 def hash_kernels() -> None:

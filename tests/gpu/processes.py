@@ -84,12 +84,6 @@ class Outcome:
         first = deaths[-1] if deaths else max(0, len(lines) - LINES)
         return "\n".join(lines[first : first + LINES])
 
-    @property
-    def line(self) -> str:
-        """Of a job that passed, the last line that it printed."""
-        last_line = (self.log.splitlines() or [""])[-1] if self.status == PASSED else ""
-        return f"{self.status:9} {self.seconds:6.1f} s  {self.job.title:42} {last_line}".rstrip()
-
 
 @dataclass
 class _Running:
@@ -193,7 +187,7 @@ def read_record(record: Path, begin: int = 0) -> dict[str, Any]:
     A line that was cut off is left out.
     """
     items: dict[str, Any] = {}
-    for line in record.read_bytes()[begin:].splitlines():
+    for line in record.read_bytes()[begin:].splitlines() if record.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             item, state = json.loads(line)
             items.pop(item, None)
@@ -209,9 +203,8 @@ def append_record(record: Path, states: Mapping[str, Any]) -> None:
 
 def renew_record(record: Path, done: Callable[[str, Any], bool]) -> dict[str, Any]:
     """Keep of a record items that are `done` by their states, which are returned; make one where there is none."""
-    record.parent.mkdir(parents=True, exist_ok=True)
-    record.touch()
     items = {item: state for item, state in read_record(record).items() if done(item, state)}
+    record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text("")
     append_record(record, items)
     return items

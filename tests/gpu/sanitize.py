@@ -19,7 +19,6 @@ from tests.gpu.processes import PASSED, Outcome
 from tests.gpu.suite import Suite
 
 VERDICTS = CLEAN, UNFINISHED, FORBIDDEN, FOUND = "clean", "not finished", "not permitted here", "found errors"
-FOUND_STATUS = 9
 FILE = Path("tests/gpu/test_smoke.py")
 USUAL = "/usr/local/cuda/bin/compute-sanitizer"
 # What it prints where a container, a virtual machine or the driver keeps the device's debug interface from it.
@@ -52,22 +51,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="for all of it")
     options, arguments = parser.parse_known_args()
     if not shutil.which(options.sanitizer):
-        sys.exit(
-            f"compute-sanitizer is not {options.sanitizer}, nor on the PATH: name it with --sanitizer, or SANITIZER="
-        )
+        sys.exit(f"there is no {options.sanitizer}: name compute-sanitizer with --sanitizer, or SANITIZER=")
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     verdicts: dict[str, tuple[str, str]] = {}
     for tool in options.tools:
-        under = [options.sanitizer, "--tool", tool, "--target-processes", "application-only"]
-        under += ["--error-exitcode", str(FOUND_STATUS)]
+        under = [options.sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
         # Torch calls what may fail; what matters it raises.
         under += ["--report-api-errors", "no"] if tool == "memcheck" else []
         limits = {"jobs": 1, "seconds": options.seconds / len(options.tools), "test_seconds": 180, "left": False}
-        suite = Suite(
-            [FILE],
-            argparse.Namespace(out=options.out / tool, examples="fewest", under=under, **limits),
-            ["-m", "triton", "-k", "launches or core", *arguments],
-        )
+        chosen = argparse.Namespace(out=options.out / tool, examples="fewest", under=under, **limits)
+        suite = Suite([FILE], chosen, ["-m", "triton", "-k", "launches or core", *arguments])
         suite.run()
         verdicts[tool] = max(map(verdict, suite.outcomes), key=lambda pair: VERDICTS.index(pair[0]))
         results_file.write_json(options.out / "results.json", verdicts)

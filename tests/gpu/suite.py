@@ -39,8 +39,8 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)  # after -m and -k
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        done = {test for test, outcome in processes.read_record(self.record).items() if outcome != NOT_RUN}
-        items[:] = [item for item in items if item.nodeid not in done]
+        known = processes.read_record(self.record)
+        items[:] = [item for item in items if known.get(item.nodeid, NOT_RUN) == NOT_RUN]
         processes.append_record(self.record, {item.nodeid: NOT_RUN for item in items})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -95,9 +95,7 @@ def find_files() -> list[Path]:
     """Test files that have tests for a GPU, folder by folder, large ones first."""
     files: dict[Path, None] = {}
     for folder in FOLDERS:
-        paths = [
-            path for path in Path(folder).rglob("test_*.py") if re.search(r"mark\.(gpu|triton)\b", path.read_text())
-        ]
+        paths = [p for p in Path(folder).rglob("test_*.py") if re.search(r"mark\.(gpu|triton)\b", p.read_text())]
         files |= dict.fromkeys(sorted(paths, key=lambda path: -path.stat().st_size))
     return list(files)
 
@@ -124,9 +122,8 @@ class Suite:
         command = [*self.options.under, sys.executable, "-m", "pytest", *plugins, "-v", "--tb=short"]
         command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "(triton or gpu) and not slow"]
         command += [f"--junitxml={self.out}/{{title}}.xml", *self.arguments, file]
-        variables = {RECORD: str(record), LIMIT: str(self.options.test_seconds)}
-        variables |= {"HYPOTHESIS_PROFILE": self.options.examples}
-        return Job(record.stem, command, variables=variables, record=record)
+        limits = {LIMIT: str(self.options.test_seconds), "HYPOTHESIS_PROFILE": self.options.examples}
+        return Job(record.stem, command, variables=limits | {RECORD: str(record)}, record=record)
 
     def run(self) -> None:
         jobs = [self.job(file) for file in self.files.values() if file not in self.results]
@@ -144,7 +141,10 @@ class Suite:
         status = FAILED if wrong and outcome.status == PASSED else outcome.status  # an earlier process may have failed
         log = before["log"] if outcome.status == PASSED else outcome.tail
         seconds = before["seconds"] + outcome.seconds
-        self.results[file] = {"status": status, "seconds": seconds, "counts": counts, "wrong": wrong, "log": log}
+        self.results[file] = {
+            "status": status, "seconds": seconds, "counts": counts, "wrong": wrong, "log": log,
+            "skipped": [test.rpartition("::")[2] for test, became in tests.items() if became == SKIPPED],
+        }  # fmt: skip
         lines = outcome.log.splitlines()
         kernels = "".join(f"; {line}" for line in lines if line.startswith(KERNELS))
         print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.title:42} {as_text(counts)}{kernels}", flush=True)
@@ -158,12 +158,7 @@ class Suite:
         tests = sum((Counter(result["counts"]) for result in self.results.values()), Counter[str]())
         left = [file for file, result in self.results.items() if result["status"] in (NOT_RUN, TIMED_OUT)]
         lines = [f"test files: {as_text(files)}; tests: {as_text(tests)} ({self.out}/results.json)"]
-        skipped = {
-            test.rpartition("::")[2]
-            for file in self.results
-            for test, outcome in processes.read_record(self.record_of(file)).items()
-            if outcome == SKIPPED
-        }
+        skipped = {test for result in self.results.values() for test in result["skipped"]}
         lines += [f"not rehearsed, without a GPU: {' '.join(sorted(skipped))}"] if skipped and rehearsing() else []
         lines += [f"time was over; go on with --left: {' '.join(left)}"] if left else []
         return "\n".join(lines)

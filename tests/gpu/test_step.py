@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import tritonemb as te
-from tests.gpu.problems import TABLES, captured, hot_steps, make_gpu_collection, on_gpu, run_step, warm_up
+from tests.gpu.problems import TABLES, hot_steps, make_gpu_collection, on_gpu, run_step, warm_up
 from tests.helpers import assert_same_bits, configurations, contents
 from tritonemb.optim import OPTIMIZERS
 
@@ -85,7 +85,7 @@ def test_a_captured_step_has_the_bits_of_eager_ones(name):
     warm_up(lambda: run_step(twin, batch, grad))
     run_step(collection, batch, grad)
     graph = torch.cuda.CUDAGraph()
-    with captured(graph):
+    with torch.cuda.graph(graph):
         out = run_step(twin, batch, grad)
     for values, gradient in steps:
         batch.values().copy_(values)
@@ -123,7 +123,7 @@ def test_a_whole_model_can_be_captured():
     for _ in range(3):
         warm_up(step)
     graph = torch.cuda.CUDAGraph()
-    with captured(graph):
+    with torch.cuda.graph(graph):
         loss = step()
     losses = []
     for _ in range(50):
@@ -167,7 +167,7 @@ def test_a_captured_step_groups_beside_lookup_and_dense_network(tmp_path):
     warm_up(step)
     graph, dump = torch.cuda.CUDAGraph(), tmp_path / "graph.dot"
     graph.enable_debug_mode()
-    with captured(graph):
+    with torch.cuda.graph(graph):
         step()
     graph.debug_dump(str(dump))
     ends = Counter(re.findall(r'->\s*"(\w+)"', dump.read_text()))
@@ -185,7 +185,7 @@ def test_forward_and_backward_may_be_captured_in_two_graphs():
     for each in (collection, twin):
         warm_up(lambda each=each: run_step(each, batch, grad))
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with captured(forward):
+    with torch.cuda.graph(forward):
         out = twin(batch)
     with torch.cuda.graph(backward, pool=forward.pool()):
         out.backward(grad)

@@ -83,7 +83,7 @@ def test_each_process_ends_in_its_own_way(tmp_path):
     assert {name: outcome.status for name, outcome in ends.items()} == {
         "fine": PASSED, "wrong": FAILED, "dead": CRASHED, "slow": TIMED_OUT
     }  # fmt: skip
-    assert ends["fine"].line.endswith("all is well")
+    assert ends["fine"].log == "all is well"
     assert (tmp_path / "fine.log").read_text() == "all is well\n"
 
 
