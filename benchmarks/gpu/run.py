@@ -259,7 +259,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     seconds = max(0.0, options.seconds - (time.monotonic() - begin))
     command = [sys.executable, __file__, "--serve", "--device", options.device, "--rounds", str(rounds)]
     command += ["--tiny"] * options.tiny
-    measure_groups(chosen, shared, KEPT if whole else folder, seconds, keep, command, options.left)
+    records = (KEPT if whole else folder) / slug(name)  # of one device, which another call goes on with
+    measure_groups(chosen, shared, records, seconds, keep, command, options.left)
     path = results_file.write(slug(name), results, folder)
     if results["rows"]:
         chart.draw_if_possible(roofline.draw, results, path.with_suffix(".png"), report.DRAWS)
