@@ -52,7 +52,7 @@ from tritonemb.layout import (
     partitions_of,
 )
 
-FIND_IDS = 8  # of a program of a warp: 8 bytes of digests per lane; with 16, the addresses of tables spill
+FIND_IDS = tl.constexpr(32)  # of a program of a warp: a lane waits for two loads of 16 bytes of digests at once
 BLOCK = tl.constexpr(256)  # rows that are counted at once
 POSITIONS = 1024  # of a program that only moves numbers
 _NO_KEY = tl.constexpr(NO_KEY)
@@ -64,26 +64,22 @@ _STEP, _LAST, _HALF_LIFE, _RULES = (tl.constexpr(n) for n in range(4))
 
 
 @jit
+def _int32_at(address):
+    return tl.load(address).to(tl.pointer_type(tl.int32))
+
+
+@jit
 def _index_at(indexes, table):
-    """The index of a table, or those of a tile of tables; see `_addresses`."""
+    """The index of a table, or those of a tile of tables; see `_addresses`. Numbers of places fit in 32 bits."""
     at = indexes + table * _FIELDS
     return _Parts(  # type: ignore[call-arg]
-        tl.load(at).to(tl.pointer_type(tl.int64)),
-        tl.load(at).to(tl.pointer_type(tl.int32)) + 2,
+        tl.load(at).to(tl.pointer_type(tl.int64)), _int32_at(at) + 2,
         tl.multiple_of(tl.load(at + 1).to(tl.pointer_type(tl.uint8)), 16),
-        tl.load(at + 2).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 3).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 4).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 5).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 6).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 7).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 8).to(tl.pointer_type(tl.int32)),
-        tl.load(at + 9).to(tl.pointer_type(tl.int64)),
-        tl.load(at + 10),
-        tl.load(at + 11).to(tl.int32),
-        tl.load(at + 12),
-        tl.load(at + 13),
-    )
+        _int32_at(at + 2), _int32_at(at + 3), _int32_at(at + 4), _int32_at(at + 5), _int32_at(at + 6),
+        _int32_at(at + 7), _int32_at(at + 8), tl.load(at + 9).to(tl.pointer_type(tl.int64)),
+        tl.load(at + 10).to(tl.int32), tl.load(at + 11).to(tl.int32), tl.load(at + 12).to(tl.int32),
+        tl.load(at + 13).to(tl.int32),
+    )  # fmt: skip
 
 
 @jit
@@ -97,62 +93,80 @@ def _number_of(mixed, sets):
     mask = sets
     for level in tl.static_range(5):
         mask |= mask >> (1 << level)
-    number = mixed & mask
+    number = mixed.to(tl.int32) & mask
     return tl.where(number < sets, number, number & (mask >> 1))
 
 
 @jit
 def _digest_of(mixed):
-    return tl.maximum((mixed >> _DIGEST_SHIFT) & 255, 1).to(tl.uint8)
+    return tl.maximum((mixed >> _DIGEST_SHIFT).to(tl.int32) & 255, 1)
+
+
+@jit
+def _equal_bytes(words, bytes):
+    """1 in each byte of int32 `words` that equals that of `bytes`, 0 in the others."""
+    different = words ^ bytes
+    return ~(((different & 0x7F7F7F7F) + 0x7F7F7F7F) | different) >> 7 & 0x01010101
+
+
+@jit
+def _lowest_bit(bits):
+    """The number of the lowest of int32 `bits`: the exponent of its float."""
+    return ((bits & -bits).to(tl.uint32).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @jit
 def _look_up(index, ids, valid):
     """Slots and rows of a tile of ids in tables of their own, -1 of those that are unknown; and their partitions."""
-    ways, mixed = tl.arange(0, _WAYS)[None, :], mix(ids)
-    whole = tl.load(index.whole, mask=valid, other=1)
-    partition = (((mixed >> 32) & 0xFFFFFFFF) * whole >> 32) - tl.load(index.whole + 1, mask=valid, other=0)
-    sets = tl.load(index.num_sets + partition, mask=valid, other=1).to(tl.int64)
-    place = _number_of(mixed, sets) * index.partitions + partition
+    mixed, zero, word = mix(ids), ids * 0, tl.arange(0, _WAYS // 4)[None, :]
+    partition = ((mixed >> 32) & 0xFFFFFFFF) * tl.load(index.whole + zero, mask=valid, other=1) >> 32
+    partition = (partition - tl.load(index.whole + 1 + zero, mask=valid, other=0)).to(tl.int32)
+    sets = tl.load(index.num_sets + partition, mask=valid, other=1)
+    place, digest = _number_of(mixed, sets) * index.partitions + partition, _digest_of(mixed) * 0x01010101
     at, left = place, valid.to(tl.int32)  # the set, then overflow slots until all of the partition's are seen
-    slot, row = ids * 0 - 1, ids * 0 - 1
+    slot, row = zero - 1, place * 0 - 1
     while tl.max(left, 0) > 0:
-        slots = at[:, None] * _WAYS + ways
-        digests = tl.load(index.digests[:, None] + slots, mask=left[:, None] > 0, other=0)
-        same = digests == _digest_of(mixed)[:, None]
-        rows = tl.load(index.rows[:, None] + slots, mask=same, other=0)
-        same = same & (tl.load(index.ids[:, None] + 2 * rows.to(tl.int64), mask=same, other=0) == ids[:, None])
-        slot = tl.maximum(slot, tl.max(tl.where(same, slots, -1), 1))
-        row = tl.maximum(row, tl.max(tl.where(same, rows, -1), 1))
-        first, unknown = at == place, (left > 0) & (slot < 0)
+        begin = at.to(tl.int64) * _WAYS
+        words = (index.digests + begin).to(tl.pointer_type(tl.int32))[:, None] + word  # of four digests each
+        words = tl.load(words, mask=left[:, None] > 0, other=0)
+        ways = tl.sum((_equal_bytes(words, digest[:, None]) * 0x10204080 >> 28 & 15) << 4 * word, 1)
+        while tl.max((ways != 0).to(tl.int32), 0) > 0:  # of these, a bit each, two in a turn: few ids have more
+            next_ways = ways & (ways - 1)
+            way, next_way = _lowest_bit(ways), _lowest_bit(next_ways)
+            way_row = tl.load(index.rows + begin + way, mask=ways != 0, other=0)
+            next_row = tl.load(index.rows + begin + next_way, mask=next_ways != 0, other=0)
+            is_way = tl.load(index.ids + 2 * way_row.to(tl.int64), mask=ways != 0, other=~ids) == ids
+            is_next = tl.load(index.ids + 2 * next_row.to(tl.int64), mask=next_ways != 0, other=~ids) == ids
+            row = tl.where(is_way, way_row, tl.where(is_next, next_row, row))
+            slot = tl.where(is_way | is_next, begin + tl.where(is_way, way, next_way), slot)
+            ways = tl.where(row < 0, next_ways & (next_ways - 1), 0)
+        first, unknown = at == place, (left > 0) & (row < 0)
         behind = tl.load(index.overflowed + place, mask=first & unknown, other=0) > 0
         overflow = tl.load(index.num_overflow + partition, mask=behind, other=0)
-        left = tl.where(first, overflow, tl.where(unknown, left - tl.sum((digests != 0).to(tl.int32), 1), 0))
+        held = _WAYS - tl.sum(_equal_bytes(words, 0) * 0x01010101 >> 24, 1)
+        left = tl.where(first, overflow, tl.where(unknown, left - held, 0))
         at = tl.maximum(at + index.partitions, index.num_places + partition)
     return slot, row, partition
 
 
 @jit(varying=["num_keys", "step", "num_ids"])
-def _find_kernel(
-    indexes, bounds, tables, num_keys, ids, rules, step, rows, before, keys, num_ids, USE: tl.constexpr,
-    IDS: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
+def _find_kernel(indexes, bounds, tables, num_keys, ids, rules, step, rows, before, keys, num_ids, USE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * FIND_IDS + tl.arange(0, FIND_IDS)
     valid, key = at < num_ids, last_at_most(bounds, num_keys, at)
     inside = valid & (at >= tl.load(bounds + key)) & (at < tl.load(bounds + key + 1))
     table, id = tl.load(tables + key, mask=inside, other=-1), tl.load(ids + at, mask=valid, other=0)
     inside &= table >= 0
-    table = tl.maximum(table, 0)
+    table = tl.maximum(table, 0).to(tl.int32)
     index = _index_at(indexes, table)
     _, row, partition = _look_up(index, id, inside)
     tl.store(rows + at, tl.where(inside, row, id), mask=valid)
     if USE:
-        known, used = inside & (row >= 0), index.uses + 4 * row
+        known, used = inside & (row >= 0), index.uses + 4 * row.to(tl.int64)
         tl.store(keys + at, tl.where(inside & (row < 0), index.first + partition, _NO_KEY), mask=valid)
         tl.store(before + at, tl.load(used, mask=known, other=0), mask=valid)
         tl.store(used, _rule(rules, table, step, _STEP), mask=known)
-        counts, most = (used + 1).to(tl.pointer_type(tl.uint32)), tl.full((IDS,), _MOST_USES, tl.uint32)
-        count = tl.atomic_add(counts, tl.full((IDS,), 1, tl.uint32), mask=known, sem="relaxed")
+        counts, most = (used + 1).to(tl.pointer_type(tl.uint32)), tl.full((FIND_IDS,), _MOST_USES, tl.uint32)
+        count = tl.atomic_add(counts, tl.full((FIND_IDS,), 1, tl.uint32), mask=known, sem="relaxed")
         tl.atomic_min(counts, most, mask=known & (count >= most), sem="relaxed")  # as often as it is too large
 
 
@@ -193,13 +207,6 @@ def _distinct_kernel(
     tl.store(begins + number_before, at.to(tl.int64), mask=end)
 
 
-@jit
-def _end_of(keys, num_ids, key):
-    """How many of ascending keys are not above one."""
-    last = last_at_most(keys, num_ids, key)
-    return tl.where(tl.load(keys + last) <= key, last + 1, 0)
-
-
 @jit(varying=["step", "num_ids"])
 def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, counts, starts, num_ids):
     """Where a partition's new ids are, and how many find no row; rows are looked at until there is one for each."""
@@ -207,11 +214,12 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
     table = last_at_most(indexes + _FIRST, num_tables, program, _FIELDS)
     index, counts, last = _index_at(indexes, table), counts + table * 5, _rule(rules, table, step, _LAST)
     partition = program - index.first
-    first, end = _end_of(keys, num_ids, program - 1), _end_of(keys, num_ids, program)
-    first_id = tl.load(numbers + first - 1, mask=first > 0, other=0)
-    end_id = tl.load(numbers + end - 1, mask=end > 0, other=0)
-    tl.store(starts + 2 * program, first_id)
-    tl.store(starts + 2 * program + 1, end_id)
+    key, two = program - 1 + tl.arange(0, 2), tl.arange(0, 2)
+    last_key = last_at_most(keys, num_ids, key)
+    ends = tl.where(tl.load(keys + last_key) <= key, last_key + 1, 0)  # of this partition's keys and those before
+    end_ids = tl.load(numbers + ends - 1, mask=ends > 0, other=0)
+    tl.store(starts + 2 * program + two, end_ids)
+    first, end, first_id, end_id = tl.min(ends, 0), tl.max(ends, 0), tl.min(end_ids, 0), tl.max(end_ids, 0)
     if end > first:
         needed = first_id * 0
         for at in range(first_id, end_id, BLOCK):
@@ -225,8 +233,8 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
         made, first_row = tl.load(index.num_made + partition), 0
         while (left > 0) & (first_row < made):
             number = first_row + tl.arange(0, BLOCK)
-            row = number.to(tl.int64) * index.partitions + partition
-            used = tl.load(index.uses + 4 * row, mask=number < made, other=_MOST_USES)
+            row = number * index.partitions + partition
+            used = tl.load(index.uses + 4 * row.to(tl.int64), mask=number < made, other=_MOST_USES)
             left -= tl.sum((used <= last).to(tl.int32), 0)
             first_row += BLOCK
         tl.atomic_add(counts + 3, tl.maximum(left, 0).to(tl.int64), sem="relaxed")
@@ -237,19 +245,19 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
 
 @jit
 def _tags(index, at, sets):
-    """Slots at a place, their digests and rows, the rows' ids, and the number of each id's set."""
-    slots = at * _WAYS + tl.arange(0, _WAYS)
-    digests = tl.load(index.digests + slots)
-    rows = tl.load(index.rows + slots, mask=digests != 0, other=0)
+    """Digests and rows of the slots at a place, the rows' ids, and the number of each id's set."""
+    ways, begin = tl.arange(0, _WAYS), at.to(tl.int64) * _WAYS
+    digests = tl.load(index.digests + begin + ways)
+    rows = tl.load(index.rows + begin + ways, mask=digests != 0, other=0)
     ids = tl.load(index.ids + 2 * rows.to(tl.int64), mask=digests != 0, other=0)
-    return slots, digests, rows, ids, tl.where(digests != 0, _number_of(mix(ids), sets), -1)
+    return digests, rows, ids, tl.where(digests != 0, _number_of(mix(ids), sets), -1)
 
 
 @jit
 def _empty_way(index, at):
     """The first at a place, `WAYS` if there is none."""
     ways = tl.arange(0, _WAYS)
-    return tl.min(tl.where(tl.load(index.digests + at * _WAYS + ways) == 0, ways, _WAYS), 0)
+    return tl.min(tl.where(tl.load(index.digests + at.to(tl.int64) * _WAYS + ways) == 0, ways, _WAYS), 0)
 
 
 @jit
@@ -258,18 +266,18 @@ def _come_home(index, partition, number, sets):
     place, at, ways = number * index.partitions + partition, index.num_places + partition, tl.arange(0, _WAYS)
     left, others = tl.load(index.overflowed + place), tl.load(index.num_overflow + partition)
     others -= left
-    way = _empty_way(index, place)
-    while (left > 0) & (way < _WAYS):
-        slots, digests, rows, _, numbers = _tags(index, at, sets)
-        slot = tl.max(tl.where(numbers == number, slots, -1), 0)
-        if slot >= 0:
-            to = place * _WAYS + way + 0 * ways
-            tl.store(index.digests + to, digests, mask=slots == slot)
-            tl.store(index.rows + to, rows, mask=slots == slot)
-            tl.store(index.digests + slot, 0)
+    empty = _empty_way(index, place)
+    while (left > 0) & (empty < _WAYS):
+        digests, rows, _, numbers = _tags(index, at, sets)
+        way = tl.max(tl.where(numbers == number, ways, -1), 0)
+        if way >= 0:
+            to = place.to(tl.int64) * _WAYS + empty + 0 * ways
+            tl.store(index.digests + to, digests, mask=ways == way)
+            tl.store(index.rows + to, rows, mask=ways == way)
+            tl.store(index.digests + at.to(tl.int64) * _WAYS + way, 0)
             left -= 1
             tl.debug_barrier()
-            way = _empty_way(index, place)
+            empty = _empty_way(index, place)
         else:
             at += index.partitions
     tl.store(index.overflowed + place, left)
@@ -280,14 +288,14 @@ def _come_home(index, partition, number, sets):
 @jit
 def _free(index, partition, slot):
     """Take the row of a slot out of the index."""
-    row, sets = tl.load(index.rows + slot).to(tl.int64), tl.load(index.num_sets + partition).to(tl.int64)
+    row, sets = tl.load(index.rows + slot).to(tl.int64), tl.load(index.num_sets + partition)
     number, made = _number_of(mix(tl.load(index.ids + 2 * row)), sets), tl.load(index.num_made + partition)
     place, held = number * index.partitions + partition, tl.load(index.num_rows + partition)
-    tl.store(index.free + (made - held).to(tl.int64) * index.partitions + partition, row)
+    tl.store(index.free + (made - held) * index.partitions + partition, row)
     tl.store(index.uses + 4 * row, _MOST_USES)  # so that it is never counted as one that may be evicted
     tl.store(index.num_rows + partition, held - 1)
     tl.store(index.digests + slot, 0)
-    if slot // _WAYS != place:
+    if (slot // _WAYS).to(tl.int32) != place:
         tl.store(index.overflowed + place, tl.load(index.overflowed + place) - 1)
         tl.store(index.num_overflow + partition, tl.load(index.num_overflow + partition) - 1)
     tl.debug_barrier()
@@ -297,14 +305,14 @@ def _free(index, partition, slot):
 @jit
 def _victim(index, partition, number, sets, step, last, half_life):
     """The slot of the row that is evicted for an id of a set; -1 if none may be."""
-    victim, most, sets_left = number * 0 - 1, number * 0 + 0x7FFFFFFFFFFFFFFF, sets
+    victim, most, sets_left = tl.full((), -1, tl.int64), tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64), sets
     while (victim < 0) & (sets_left > 0):
         sets_left -= 1
         place = number * index.partitions + partition
         at, left, least, least_id = place, tl.load(index.overflowed + place) + 1, most, most
         while left > 0:
-            slots, _, rows, ids, numbers = _tags(index, at, sets)
-            mine = numbers == number
+            _, rows, ids, numbers = _tags(index, at, sets)
+            mine, ways = numbers == number, tl.arange(0, _WAYS)
             uses = index.uses + 4 * rows.to(tl.int64)
             used, count = tl.load(uses, mask=mine, other=_MOST_USES), tl.load(uses + 1, mask=mine, other=0)
             halvings = tl.minimum((step - used) // tl.maximum(half_life, 1), 31)
@@ -313,7 +321,7 @@ def _victim(index, partition, number, sets, step, last, half_life):
             low = tl.min(key, 0)
             low_id = tl.min(tl.where(key == low, ids, most), 0)
             if (low < least) | ((low == least) & (low < most) & (low_id < least_id)):
-                victim = tl.max(tl.where((key == low) & (ids == low_id), slots, -1), 0)
+                victim = at.to(tl.int64) * _WAYS + tl.max(tl.where((key == low) & (ids == low_id), ways, -1), 0)
                 least, least_id = low, low_id
             left -= tl.where(at == place, 1, tl.sum(mine.to(tl.int32), 0))
             at = tl.maximum(at + index.partitions, index.num_places + partition)
@@ -326,17 +334,17 @@ def _split(index, partition, sets):
     """Give a partition another set, which gets its rows of an older one."""
     old = _number_of(sets, sets)
     place, new = old * index.partitions + partition, sets * index.partitions + partition
-    slots, digests, rows, _, numbers = _tags(index, place, sets + 1)
-    moves = numbers == sets
-    to = new * _WAYS + tl.cumsum(moves.to(tl.int32), 0) - 1
+    digests, rows, _, numbers = _tags(index, place, sets + 1)
+    moves, ways = numbers == sets, tl.arange(0, _WAYS)
+    to = new.to(tl.int64) * _WAYS + tl.cumsum(moves.to(tl.int32), 0) - 1
     tl.store(index.digests + to, digests, mask=moves)
     tl.store(index.rows + to, rows, mask=moves)
-    tl.store(index.digests + slots, tl.zeros((_WAYS,), tl.uint8), mask=moves)
+    tl.store(index.digests + place.to(tl.int64) * _WAYS + ways, tl.zeros((_WAYS,), tl.uint8), mask=moves)
     tl.store(index.num_sets + partition, sets + 1)
     overflowed, of_new, at = tl.load(index.overflowed + place), 0, index.num_places + partition
     left = overflowed
     while left > 0:
-        numbers = _tags(index, at, sets + 1)[4]
+        numbers = _tags(index, at, sets + 1)[3]
         moved = tl.sum((numbers == sets).to(tl.int32), 0)
         of_new += moved
         left -= moved + tl.sum((numbers == old).to(tl.int32), 0)
@@ -358,39 +366,38 @@ def _empty_slot(index, partition, number):
     while way == _WAYS:
         at = tl.maximum(at + index.partitions, index.num_places + partition)
         way = _empty_way(index, at)
-    return at * _WAYS + way
+    return at.to(tl.int64) * _WAYS + way
 
 
 @jit(varying=["step"])
-def _insert_kernel(
-    indexes, num_tables, starts, ids, begins, admitted, rules, step, rows, evicted, order, batch_rows,
-):  # fmt: skip
+def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, step, rows, evicted, order, batch_rows):
     program = tl.program_id(0)
     table = last_at_most(indexes + _FIRST, num_tables, program, _FIELDS)
     index, half_life = _index_at(indexes, table), _rule(rules, table, step, _HALF_LIFE)
     last, step, partition = _rule(rules, table, step, _LAST), _rule(rules, table, step, _STEP), program - index.first
     for at in range(tl.load(starts + 2 * program), tl.load(starts + 2 * program + 1)):
-        row, evicted_row = tl.full((), -1, tl.int64), tl.full((), -1, tl.int64)
+        row, evicted_row = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
         if tl.load(admitted + at):
             id = tl.load(ids + at)
-            mixed, sets = mix(id), tl.load(index.num_sets + partition).to(tl.int64)
+            mixed, sets = mix(id), tl.load(index.num_sets + partition)
             number = _number_of(mixed, sets)
             if tl.load(index.num_rows + partition) == index.most_rows:
                 victim = _victim(index, partition, number, sets, step, last, half_life)
-                evicted_row = tl.load(index.rows + victim).to(tl.int64)
-                tl.store(evicted + 2 * at, tl.load(index.ids + 2 * evicted_row))
+                evicted_row = tl.load(index.rows + victim)
+                tl.store(evicted + 2 * at, tl.load(index.ids + 2 * evicted_row.to(tl.int64)))
                 _free(index, partition, victim)
             held, made = tl.load(index.num_rows + partition), tl.load(index.num_made + partition)
-            row = made.to(tl.int64) * index.partitions + partition
+            row = made * index.partitions + partition
             if held < made:
-                row = tl.load(index.free + (made - held - 1).to(tl.int64) * index.partitions + partition).to(tl.int64)
+                row = tl.load(index.free + (made - held - 1) * index.partitions + partition)
             else:
                 tl.store(index.num_made + partition, made + 1)
             tl.store(index.num_rows + partition, held + 1)
-            tl.store(index.ids + 2 * row, id)
-            tl.store(index.uses + 4 * row, step)
+            entry = 2 * row.to(tl.int64)
+            tl.store(index.ids + entry, id)
+            tl.store(index.uses + 2 * entry, step)
             first_use, last_use = tl.load(begins + at), tl.load(begins + at + 1)
-            tl.store(index.uses + 4 * row + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
+            tl.store(index.uses + 2 * entry + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
             for use in range(first_use, last_use, BLOCK):
                 uses = use + tl.arange(0, BLOCK)
                 positions = tl.load(order + uses, mask=uses < last_use, other=0)
@@ -406,19 +413,18 @@ def _insert_kernel(
 
 
 @jit
-def _remove_kernel(indexes, starts, order, ids, rows):
-    partition, one = tl.program_id(0).to(tl.int64), tl.arange(0, 1)
-    index, tile = _index_at(indexes, 0), _index_at(indexes, one)
+def _remove_kernel(index, starts, order, ids, rows):
+    partition, one = tl.program_id(0), tl.arange(0, 1)
     for i in range(tl.load(starts + partition), tl.load(starts + partition + 1)):
         at = tl.load(order + i) + one
-        slot, row, _ = _look_up(tile, tl.load(ids + at), one == 0)
+        slot, row, _ = _look_up(index, tl.load(ids + at), one == 0)
         tl.store(rows + at, row)
         if tl.max(slot, 0) >= 0:
             _free(index, partition, tl.max(slot, 0))
 
 
 def _addresses(indexes: Sequence[DynamicIndex]) -> Tensor:
-    """int64 `[T, 15]`, a `_Parts` each: addresses, sizes, and its first partition among those of all."""
+    """int64 `[T, 14]`, a `_Parts` each: addresses, sizes, and its first partition among those of all."""
     numbers, first = list[int](), 0
     for index in indexes:
         partitions = index.num_sets.numel()
@@ -442,8 +448,8 @@ def dynamic_find_(
     rows, (before, keys) = torch.empty_like(values), values.new_empty(2, num_ids if steps else 0, dtype=torch.int32)
     rules, step = _rules_on(device, [(step, step, 0) for step in steps or [0]])
     launch(
-        _find_kernel, (cdiv(num_ids, FIND_IDS),), _addresses(indexes), bounds, on_device(tables, device), len(tables),
-        values.contiguous(), rules, step, rows, before, keys, num_ids, USE=bool(steps), IDS=FIND_IDS, num_warps=1,
+        _find_kernel, (cdiv(num_ids, FIND_IDS.value),), _addresses(indexes), bounds, on_device(tables, device),
+        len(tables), values.contiguous(), rules, step, rows, before, keys, num_ids, USE=bool(steps), num_warps=1,
     )  # fmt: skip
     return rows, before, keys
 
@@ -494,9 +500,9 @@ def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     keys, order = torch.sort((partitions_of(ids, index.whole[0]) - index.whole[1]).int(), stable=True)
     edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int32, device=ids.device)
     starts, rows = torch.searchsorted(keys, edges), torch.empty_like(ids)
-    launch(
-        _remove_kernel, index.num_sets.shape, _addresses([index]), starts, order, ids.contiguous(), rows, num_warps=1
-    )
+    sizes = index.num_sets.numel(), 0, index.overflowed.numel(), 0
+    parts = _Parts._make((index.ids, index.uses, *index[1:], *sizes))
+    launch(_remove_kernel, index.num_sets.shape, parts, starts, order, ids.contiguous(), rows, num_warps=1)
     return rows
 
 

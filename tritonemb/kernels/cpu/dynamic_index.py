@@ -39,17 +39,12 @@ def _index_at(places):
     """The index whose addresses and sizes these are, see `_all_places`; nor has it an owner."""
     return _Parts(  # type: ignore[call-arg]
         int64_row(places[0, 0], places[0, 1]).reshape((-1, 2)),
-        int32_row(places[0, 0] + 8, 2 * places[0, 1]).reshape((-1, 4)),
-        uint8_row(places[1, 0], places[1, 1]),
-        int32_row(places[2, 0], places[2, 1]),
-        int32_row(places[3, 0], places[3, 1]),
-        int32_row(places[4, 0], places[4, 1]),
-        int32_row(places[5, 0], places[5, 1]),
-        int32_row(places[6, 0], places[6, 1]),
-        int32_row(places[7, 0], places[7, 1]),
-        int32_row(places[8, 0], places[8, 1]),
-        int64_row(places[9, 0], places[9, 1]),
-    )
+        int32_row(places[0, 0] + 8, 2 * places[0, 1]).reshape((-1, 4)), uint8_row(places[1, 0], places[1, 1]),
+        int32_row(places[2, 0], places[2, 1]), int32_row(places[3, 0], places[3, 1]),
+        int32_row(places[4, 0], places[4, 1]), int32_row(places[5, 0], places[5, 1]),
+        int32_row(places[6, 0], places[6, 1]), int32_row(places[7, 0], places[7, 1]),
+        int32_row(places[8, 0], places[8, 1]), int64_row(places[9, 0], places[9, 1]),
+    )  # fmt: skip
 
 
 @inlined
