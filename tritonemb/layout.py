@@ -175,7 +175,7 @@ def fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any
 
 
 def partition_sizes(capacity: int, most_partitions: int | None = None) -> tuple[int, int, int]:
-    """Partitions of a dynamic table, and of each the most sets, and rows; see `kernels/dynamic_index.py`."""
+    """Partitions of a dynamic table, and of each the most sets, and rows; see `kernels/dynamic_slots.py`."""
     if most_partitions is None:
         most_partitions = min(MOST_PARTITIONS, max(1, capacity // LEAST_ROWS))
     sets, most_sets = -(-capacity * 5 // (4 * WAYS)), 1
