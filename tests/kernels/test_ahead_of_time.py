@@ -163,6 +163,24 @@ def test_a_long_bag_has_eight_float32_vectors_in_flight(target):
             assert [code.in_flight for code in ahead_of_time.compile_all(case, launches, target)] == [most], case
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("name", "kernel", "most"),
+    [
+        ("group-int64", "_segment_kernel", 104),
+        ("dynamic_index-several", "_find_kernel", 64),
+        ("dynamic_index-several", "_insert_kernel", 80),
+        ("dynamic_index-several", "_remove_kernel", 56),
+    ],
+)
+def test_few_registers_are_enough(name, kernel, most):
+    """With 64 of them, as many programs of a warp are resident as a processor takes. ptxas gives them out by 8."""
+    launches = ahead_of_time.record({case.name: case for case in CASES}[name].call)
+    codes = ahead_of_time.compile_all(name, [each for each in launches if each.kernel.__name__ == kernel], "sm_90")
+    assert codes
+    assert [code for code in codes if code.registers > most] == []
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.few(1)
 def test_all_warps_have_read_a_rows_state_before_one_writes_it(target):
