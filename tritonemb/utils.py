@@ -92,10 +92,10 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
-def listed(names: Iterable[str], most: int = 60) -> str:
-    """Names with commas between them, the rest counted."""
+def listed(names: Iterable[str], most: int = 60, between: str = ", ", last: str = " ") -> str:
+    """Names with commas or something else `between` them; the rest, behind `last`, counted."""
     names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return between.join(names[:most]) + (f"{last}and {len(names) - most} more" if len(names) > most else "")
 
 
 def split_evenly(size: int, parts: int) -> list[int]:

@@ -16,12 +16,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tritonemb.comm.group import RankFailed, RankGroup
+from tritonemb.utils import listed
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # processes start at different speeds
 GRACE = 3.0  # seconds that ranks have to report
 STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
-MOST_NAMED = 8
 _RENDEZVOUS_POLL, _REPORT_POLL = 0.01, 0.1  # seconds between two looks at the store
 _ALIVE = "alive"
 _numbers = itertools.count(1)  # of the objects that this process has made
@@ -134,9 +134,7 @@ class FailureReports:
         blamed = failed or {rank: f"rank {rank} is gone, or has not answered at step {step}" for rank in silent}
         if not blamed:
             return RankFailed(f"the ranks have lost contact at step {step}, and each is alive ({first})")
-        named = "; ".join(list(blamed.values())[:MOST_NAMED])
-        more = f"; and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
-        return RankFailed(f"{named}{more} ({first})", tuple(blamed))
+        return RankFailed(f"{listed(blamed.values(), 8, '; ', '; ')} ({first})", tuple(blamed))
 
     def _in_time(self, function: Callable[[], T]) -> T | None:
         """What a call of the store returns; None if it does not answer: its host may be the one that is gone."""
