@@ -386,14 +386,7 @@ def _make_contexts() -> queue.SimpleQueue[IoContext | None]:
 
 
 _free_contexts = _make_contexts()
-
-
-def _forget_contexts() -> None:
-    global _free_contexts
-    _free_contexts = _make_contexts()
-
-
-os.register_at_fork(after_in_child=_forget_contexts)
+os.register_at_fork(after_in_child=lambda: globals().update(_free_contexts=_make_contexts()))
 
 
 @contextmanager
