@@ -6,8 +6,11 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tritonemb.types import checked_number
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import INDEX_BYTES, rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import CODECS, TableConfig
 from tritonemb.utils import amount
 
-Array = NDArray[Any]
 STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "misses", "replicated")
 IDS, GROUPING, LOOKUP, OUTPUTS, UPDATE, MISSES, REPLICATED = range(len(STAGES))
 PLACEMENTS = ("device", "host", "disk", "server")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import (
@@ -32,11 +31,10 @@ from tritonemb.sharding.planner.cost_model import (
     Pieces,
 )
 from tritonemb.sharding.planner.shard_packing import FINE, Problem
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import Placement, TableConfig
 from tritonemb.utils import amount
 
-Array = NDArray[Any]
 CACHE_SHARES = (0.0, 0.03, 0.1, 0.3)  # of a shard's rows that are cached; at least those of prefetched batches
 HOST_SHARES = (0.0, 0.1, 0.4, 0.7)  # of a shard on disk that is cached in host memory
 LARGE = 0.01  # of all device or host memory: tables of more may cache shares between these, too

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from tritonemb.comm.group import RankGroup
@@ -23,11 +22,10 @@ from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, r
 from tritonemb.sharding.planner.shard_packing import Problem
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig, checked_number, checked_size
 from tritonemb.utils import amount, did_you_mean
 
-Array = NDArray[Any]
 _log = logging.getLogger(__name__)
 SAMPLES = 1_024  # of a rank, where nobody says how many
 MOST_RESERVED = 0.5  # of a budget, before nothing fits

@@ -4,21 +4,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import SHOWN, PlanDiff, Shard, ShardingPlan
 from tritonemb.sharding.planner.cost_model import STAGES, CostModel, Prediction
 from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig
 from tritonemb.utils import amount
 
-Array = NDArray[Any]
 DRIFT = 0.1  # of the mean load, by which the slowest rank may be slower than planned
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 

@@ -8,7 +8,6 @@ What is lowered is the excess, and costs beside it. One thread; time is proporti
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonemb.kernels.cpu.jit import compiled, uncounted
 from tritonemb.sharding.planner.shard_packing import (
@@ -25,8 +24,8 @@ from tritonemb.sharding.planner.shard_packing import (
     start,
     take,
 )
+from tritonemb.sharding.table_stats import Array
 
-Array = NDArray[Any]
 WHOLE_TABLE, ANY_TABLE, OF_NODE, SAME_NODE = 0.3, 0.1, 0.2, 0.5  # how often what is taken away is so
 RUINED, MANY, OFTEN = 5, 40, 0.005  # shards that are taken away and placed again, at most; of one node, so often
 LOOKED_AT = 0.5  # of options, a part

@@ -15,15 +15,14 @@ all columns, each of which is cut into shards. A shard costs a fixed part and it
 Loads are seconds here, and shares of a goal in the loops, sizes shares of the budgets. Same problem, same answer.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonemb.sharding.planner.ruin_and_recreate import ruin_and_recreate
 from tritonemb.sharding.planner.shard_packing import FINE, WEIGHT, Problem, place_greedily, usage
+from tritonemb.sharding.table_stats import Array
 
-Array = NDArray[Any]
 INFEASIBLE = 2  # a status of scipy's
 OPTIMAL, CLOSE = 1.003, 1.0299  # of the bound: nothing more is tried; after some rounds
 PRECISION = 5e-4  # of the bound

@@ -5,14 +5,13 @@ The excess is what loads have above 1, and budgets. One thread.
 
 # ruff: noqa: NPY002  Numba knows this generator only; it is its own, and seeded.
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, uncounted
+from tritonemb.sharding.table_stats import Array
 
-Array = NDArray[Any]
 LOAD, HBM, HOST, DISK, SERVER = range(5)
 WEIGHT, STEEP = 2.0, 4.0  # of a budget that is exceeded, in loads; how much more an excess counts, the larger it is
 NOISE = 1024  # numbers

@@ -13,10 +13,9 @@ from torch import nn
 
 from tritonemb.jagged import parts_of
 from tritonemb.layout import mix64
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig
 
-Array = np.ndarray[Any, Any]
 MOST_IDS = 2**18  # of a table that are counted; of these, the hottest quarter whatever their hashes are
 RANGES = 64  # of a table's rows
 MOST_GROUPS = 64
