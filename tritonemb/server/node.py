@@ -5,7 +5,6 @@ its clients, and with `log="disk"` a log of what it was told since. What it was 
 be lost, and no sooner: it is in the log, or the client keeps it until it is in the state.
 """
 
-import fcntl
 import json
 import os
 import queue
@@ -29,7 +28,8 @@ from tritonemb.server.snapshot import SavedPart, parts_of, restore, take_snapsho
 from tritonemb.server.tables import CollectionSpec, ServedTables, warm_up
 from tritonemb.server.transport import Message, Reply, Values
 from tritonemb.storage import StorageError
-from tritonemb.storage.io import sync
+from tritonemb.storage.aio import PageFile
+from tritonemb.storage.io import create_file, sync
 from tritonemb.storage.store import storage_errors
 from tritonemb.types import CacheConfig
 from tritonemb.utils import Closing, on_error, read_sealed, sealed, write_whole
@@ -111,12 +111,14 @@ class EmbeddingServer(Closing):
         self._files: list[str] = []
         self._failure: RuntimeError | None = None
         self._restoring, self._save_due = False, False
-        self._folder_lock: int | None = None
+        self._folder_lock: PageFile | None = None
         if self._folder is not None:
             with torch.no_grad(), storage_errors(f"embedding server {name} cannot use {folder}", "check the disk"):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._lock_folder()
-                self._restore()
+                self._folder_lock = create_file(self._folder / ".lock")
+                if not self._folder_lock.lock():
+                    raise StorageError(f"another embedding server uses {folder}; give it another folder")
+                self._restore(self._folder)
         warm_up()
         self._queue: queue.SimpleQueue[tuple[Message, Reply] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tritonemb-{name}", daemon=True)
@@ -141,7 +143,7 @@ class EmbeddingServer(Closing):
         if self._log is not None:
             self._log.close()
         if self._folder_lock is not None:
-            os.close(self._folder_lock)
+            self._folder_lock.close()
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -164,17 +166,6 @@ class EmbeddingServer(Closing):
         for client in self._clients.values():
             for number, reply in list(client.waiting.items()):
                 reply(({"number": number, "error": encode_error(failure)}, []))
-
-    def _lock_folder(self) -> None:
-        """StorageError if another server uses the folder."""
-        assert self._folder is not None
-        handle = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            raise StorageError(f"another embedding server uses {self._folder}; give it another folder") from error
-        self._folder_lock = handle
 
     def _take(self, items: Iterable[tuple[Message, Reply]]) -> None:
         accepted = []
@@ -297,21 +288,20 @@ class EmbeddingServer(Closing):
             if _OWN_FILE.fullmatch(path.name) and path.name not in (clients, f"log-{version}", *written):
                 path.unlink()
 
-    def _restore(self) -> None:
-        assert self._folder is not None
+    def _restore(self, folder: Path) -> None:
         self._restoring = True
-        if (self._folder / STATE).exists():
-            state = json.loads(read_sealed(self._folder / STATE))
+        if (folder / STATE).exists():
+            state = json.loads(read_sealed(folder / STATE))
             self._version, self._files = state["version"], state["files"]
             found: dict[str, list[Path]] = {}
             for file in self._files:
-                found.setdefault(file.rpartition("-")[0], []).append(self._folder / file)
+                found.setdefault(file.rpartition("-")[0], []).append(folder / file)
             for name, chain in found.items():
                 part = SavedPart.of(chain)
                 served = self.collections[name] = self._make(name, part.spec, part.header["server"])
                 restore(served, [part], numbers=True)
                 served.begin_chain(OWN, part.header["snapshot"])
-            for values, tensors in read_records(self._folder / state["clients"]):
+            for values, tensors in read_records(folder / state["clients"]):
                 client = self._clients.setdefault(values["client"], ClientState())
                 if "expected" in values:
                     client.expected = client.saved = values["expected"]
@@ -324,7 +314,7 @@ class EmbeddingServer(Closing):
                 for message in list(client.undone.values()):
                     self._do(client, message)
         if self.log in ("disk", "fsync"):
-            path = self._folder / f"log-{self._version}"
+            path = folder / f"log-{self._version}"
             if path.exists():
                 self._take([(message, _nobody) for message in read_log(path)])
                 for client in self._clients.values():
