@@ -23,7 +23,7 @@ from tritonemb.server.codec import RowCodecs
 from tritonemb.server.node import TRAINER_SECONDS
 from tritonemb.server.row_cache import CachedPull, TrainerCache
 from tritonemb.server.snapshot import whole_table
-from tritonemb.server.tables import CollectionSpec
+from tritonemb.server.tables import CollectionSpec, cat
 from tritonemb.server.transport import Channel, Message, Transport, Values
 from tritonemb.tables.server_table import Pull, RowService, TableService
 from tritonemb.types import CacheConfig
@@ -320,7 +320,9 @@ class CollectionClient(WholeTables, RowService):
         super().__init__(connections, [(name, spec)])
         self.rank, self._name, self._lock = rank, name, threading.RLock()
         self.codecs = RowCodecs(spec)
-        self._dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()  # by garbage collection, at any moment
+        # Batches that are not trained, put there by garbage collection at any moment: the servers are told before
+        # anything else, and while this trainer waits.
+        self.dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()
         self.restored = 0  # how often; what was pulled before is not pushed any more
         servers, values = range(len(self._connections)), {"spec": asdict(spec)}
         self._owners = [None if len(servers) == 1 else torch.tensor(of_table) for of_table in spec.owners]
@@ -379,19 +381,6 @@ class CollectionClient(WholeTables, RowService):
         """Of each table and server, which of the table's ids that has."""
         return [self._route(table, of_table) for table, of_table in enumerate(ids)]
 
-    def by_table(self, server: int, sizes: list[int], answer: Message) -> tuple[int, dict[int, Any]]:
-        """A server's answer to a trainer with caches: its steps, and by table versions and rows."""
-        values, (versions, *rows) = answer
-        of_tables = zip(versions.split(sizes), self.codecs.rows.unpack(self._has[server], rows), strict=True)
-        return values["steps"], dict(zip(self._has[server], of_tables, strict=True))
-
-    def refused(
-        self, server: int, counts: Tensor, positions: Tensor, asked: Sequence[Tensor], routes: Sequence[Sequence[Any]]
-    ) -> list[tuple[int, Tensor]]:
-        """Tables, and positions of ids that a server has refused, which it was `asked` for, among the batch's ids."""
-        parts = zip(self._has[server], positions.split(counts.tolist()), strict=True)
-        return [(table, asked[table][routes[table][server]][part]) for table, part in parts if part.numel()]
-
     def _route(self, table: int, ids: Tensor) -> list[Any]:
         if (owners := self._owners[table]) is None:
             return [slice(None)]
@@ -411,15 +400,11 @@ class CollectionClient(WholeTables, RowService):
                 self._submit(server, "push", values, [cat(parts), *packed])
             self._pushed += 1
 
-    def drop(self, pulled: "PulledRows") -> None:
-        """Of a batch that is not trained: the servers are told before anything else, and while this trainer waits."""
-        self._dropped.put(pulled)
-
     def push_dropped(self) -> None:
         """Push nothing for each batch that was dropped."""
         with self._lock:
-            while not self._dropped.empty():
-                if (pulled := self._dropped.get()).restored == self.restored:
+            while not self.dropped.empty():
+                if (pulled := self.dropped.get()).restored == self.restored:
                     values = {"batch": pulled.batch, "lr": 0.0, "sizes": None}
                     for server in range(len(self._connections)):
                         self._submit(server, "push", values)
@@ -477,7 +462,7 @@ class PulledRows(Pull):
         self._client, self.batch, self._ids, self._routes = client, batch, ids, routes
         self.restored = client.restored
         self._sizes, self._futures, self._cached, self._training = sizes, pending, cached, training
-        self._refused: list[tuple[int, Tensor]] = []
+        self._refused: list[tuple[int, Tensor]] = []  # tables, and positions among the batch's ids
 
     def rows(self) -> list[Tensor]:
         client = self._client
@@ -487,21 +472,26 @@ class PulledRows(Pull):
         answers = wait(self._futures)
         if self._training and client.spec.refuses:
             asked = [pull.asked for pull in self._cached] or [torch.arange(of_table.numel()) for of_table in self._ids]
-            for server, (_, tensors) in enumerate(answers):
-                self._refused += client.refused(server, tensors[-2], tensors[-1], asked, self._routes)
+            for server, (has, (_, tensors)) in enumerate(zip(client._has, answers, strict=True)):
+                for table, part in zip(has, tensors[-1].split(tensors[-2].tolist()), strict=True):
+                    if part.numel():
+                        self._refused.append((table, asked[table][self._routes[table][server]][part]))
             answers = [(values, tensors[:-2]) for values, tensors in answers]
         if not self._cached:
             found = [tensors for _, tensors in answers]
             if self._training:
                 found = [client.codecs.rows.unpack(*each) for each in zip(client._has, found, strict=True)]
             return [client.rows(table, routes, found) for table, routes in enumerate(self._routes)]
-        of_servers = [client.by_table(n, *each) for n, each in enumerate(zip(self._sizes, answers, strict=True))]
+        of_servers = []
+        for has, sizes, (values, (versions, *rows)) in zip(client._has, self._sizes, answers, strict=True):
+            of_tables = zip(versions.split(sizes), client.codecs.rows.unpack(has, rows), strict=True)
+            of_servers.append((values["steps"], dict(zip(has, of_tables, strict=True))))
         tables = zip(range(len(self._cached)), self._cached, self._routes, strict=True)
         return [client.finish_cached(table, pull, routes, of_servers) for table, pull, routes in tables]
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
         if sums is None:
-            self._client.drop(self)
+            self._client.dropped.put(self)
             return
         if self.restored != self._client.restored:
             raise RuntimeError("these rows were pulled before the tables were restored; look the batch up again")
@@ -521,8 +511,3 @@ def wait(futures: Sequence[Future[Message]]) -> list[Message]:
     if errors := [error for future in futures if (error := future.exception()) is not None]:
         raise errors[0]
     return [future.result() for future in futures]
-
-
-def cat(tensors: Sequence[Tensor]) -> Tensor:
-    """`torch.cat`, also of none."""
-    return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=torch.int64)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import partition_sizes
-from tritonemb.server.client import CollectionClient, Connection, WholeTables, cat, wait
-from tritonemb.server.tables import CollectionSpec
+from tritonemb.server.client import CollectionClient, Connection, WholeTables, wait
+from tritonemb.server.tables import CollectionSpec, cat
 from tritonemb.server.transport import Message, Values
 from tritonemb.tables.cached_server_table import RowStore, SentRows
 from tritonemb.tables.table_set import TableSet

@@ -488,20 +488,14 @@ class ServedTables:
             chain.changed[place][rows[rows >= 0]] = True
 
     def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-        found, pinned, read = list[Tensor](), self._pin(rows), tuple[Tensor, ...]()
-        all_known = not rows or bool((_cat(rows) >= 0).all())
-        if self.tables is not None and pinned is not None:
-            read = self.tables.read(pinned).split([of_table.numel() for of_table in rows])
-        for place, (table, there) in enumerate(zip(self.dynamic, rows, strict=True)):
-            if pinned is None:
-                values = table.weight.detach().index_select(0, there if all_known else there.clamp(min=0))
-            else:
-                values = read[place][:, : table.config.embedding_dim].to(table.weight.dtype)
-            if not all_known and (unknown := there < 0).any():
-                values[unknown] = table.initial_values(ids[place][unknown])
-            found.append(values)
-        if pinned is not None:
-            pinned.release()
+        found, all_known = list[Tensor](), not rows or bool((cat(rows) >= 0).all())
+        with self._memory(dict(enumerate(rows))) as memories:
+            for place, table in enumerate(self.dynamic):
+                memory, there = memories[place]
+                values = memory["weight"].index_select(0, there if all_known else there.clamp(min=0))
+                if not all_known and (unknown := there < 0).any():
+                    values[unknown] = table.initial_values(ids[place][unknown])
+                found.append(values)
         return found
 
     def _pin(self, rows: Sequence[Tensor]) -> Lookup | None:
@@ -591,14 +585,13 @@ class ServedTables:
     def _memory(
         self, rows: Mapping[int, Tensor], dirty: bool = False
     ) -> Iterator[dict[int, tuple[dict[str, Tensor], Tensor]]]:
-        """Of tables, by place, weight and states in memory, and where rows are in these."""
+        """Of tables, by place, weight and states in memory, and where rows are in these; rows of -1 stay so."""
         pinned = self._pin([rows.get(place, NO_ROWS) for place in range(len(self.numbers))])
         found = {}
-        for place, of_table in rows.items():
-            there = of_table
+        for place, there in rows.items():
             if pinned is not None:
-                own, slots = pinned.rows_of(place)
-                there = slots[torch.searchsorted(own, of_table)]
+                (own, slots), known, of_table = pinned.rows_of(place), nonzero(there >= 0), there
+                there = of_table.index_copy(0, known, slots[torch.searchsorted(own, of_table[known])])
             found[place] = Table.tensors(self.dynamic[place]), there
         try:
             yield found
@@ -655,8 +648,9 @@ def warm_up() -> None:
 def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:
     """Of tensors by rank and table: those of each table, in the order of ranks, and their sizes."""
     tables = list(zip(*ranks, strict=True))
-    return [_cat(of_table) for of_table in tables], [[each.shape[0] for each in of_table] for of_table in tables]
+    return [cat(of_table) for of_table in tables], [[each.shape[0] for each in of_table] for of_table in tables]
 
 
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def cat(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, also of none; one alone is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors)) if tensors else NO_ROWS
