@@ -25,8 +25,10 @@ from torch import Tensor
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from tritonemb.optimizers import RowWiseAdagrad
-from tritonemb.storage import DiskRows, TableIdentity, record_of
+from tritonemb.storage import DiskRows
+from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.page_table import PAYLOAD_BYTES, FileLayout
+from tritonemb.storage.store import record_of
 from tritonemb.storage.threads import DEFAULT_THREADS
 
 NUM_BYTES = int(os.environ.get("TRITONEMB_STORAGE_BYTES", 10**9))

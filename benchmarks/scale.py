@@ -22,7 +22,7 @@ from benchmarks.simulate import Span, Stage, period, simulate
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.optimizers import Adagrad, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, ShardingPlan, TablePlacement, uniform_plan
-from tritonemb.sharding.planner import Constraint, CostModel, PlanError, TableStats, Topology, plan
+from tritonemb.sharding.planner import PlanError, Topology, plan
 from tritonemb.sharding.planner.cost_model import (
     DIRECT,
     GROUPING,
@@ -36,7 +36,10 @@ from tritonemb.sharding.planner.cost_model import (
     REPLICATED,
     STAGES,
     UPDATE,
+    CostModel,
 )
+from tritonemb.sharding.planner.options import Constraint
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import TableConfig
 
 Array = np.ndarray[Any, Any]

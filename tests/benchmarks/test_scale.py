@@ -10,7 +10,8 @@ from benchmarks import results_file, scale, scale_page
 from benchmarks.scale import How
 from benchmarks.simulate import Stage, period, simulate
 from tritonemb.layout import INDEX_BYTES
-from tritonemb.sharding.planner import PlanError, TableStats, Topology, plan
+from tritonemb.sharding.planner import PlanError, Topology, plan
+from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import TableConfig
 
 pytestmark = pytest.mark.more

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tritonemb.storage import record_of
+from tritonemb.storage.store import record_of
 from tritonemb.tables import cache
 from tritonemb.tables.cache import RowTransfer
 

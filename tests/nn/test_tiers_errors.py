@@ -14,8 +14,9 @@ import torch
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents
 from tests.nn.tiers import not_interpreted, outputs_of, same, seeded, varied_steps
-from tritonemb.storage import HostRows, StorageError
+from tritonemb.storage import StorageError
 from tritonemb.storage.disk import RowFile
+from tritonemb.storage.memory import HostRows
 from tritonemb.tables.cache import RowTransfer
 from tritonemb.types import CacheConfig
 

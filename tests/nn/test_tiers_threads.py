@@ -17,7 +17,7 @@ from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded,
 from tests.strategies import random_batch
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS
-from tritonemb.storage import CacheDirectory
+from tritonemb.storage.store import CacheDirectory
 from tritonemb.tables.cache_storage import CacheStorage
 from tritonemb.types import CacheConfig
 

@@ -19,7 +19,7 @@ from tests.strategies import random_batch, rows_of
 from tritonemb.kernels.row_cache import set_of
 from tritonemb.layout import NO_ROW
 from tritonemb.nn.collections import TableCollection
-from tritonemb.storage import HostRows
+from tritonemb.storage.memory import HostRows
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import Groups
 from tritonemb.types import CacheConfig, Placement

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.row_cache import set_of
-from tritonemb.storage import DiskRows, Field, IoFuture, Record, TableIdentity, aio, threads
+from tritonemb.storage import DiskRows, IoFuture, aio, threads
+from tritonemb.storage.io import TableIdentity
+from tritonemb.storage.store import Field, Record
 
 ROOT = Path(__file__).parents[2]
 SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three

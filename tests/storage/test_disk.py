@@ -27,7 +27,9 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows, TableIdentity, record_of
+from tritonemb.storage import DiskRows
+from tritonemb.storage.io import TableIdentity
+from tritonemb.storage.store import record_of
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -27,7 +27,9 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam, RowWiseAdagrad
-from tritonemb.storage import DiskRows, StorageError, TableIdentity, aio, io, record_of
+from tritonemb.storage import DiskRows, StorageError, aio, io
+from tritonemb.storage.io import TableIdentity
+from tritonemb.storage.store import record_of
 
 PAGE = 4096
 

@@ -28,8 +28,9 @@ from tests.storage.stores import (
     start_read,
     write,
 )
-from tritonemb.storage import Counts, DiskRows, StorageError
+from tritonemb.storage import DiskRows, StorageError
 from tritonemb.storage.disk import RowFile
+from tritonemb.storage.store import Counts
 
 PAGE = 4096
 

@@ -12,7 +12,9 @@ import torch
 
 from tests.storage.stores import initial, plain_record
 from tritonemb.optimizers import Adam
-from tritonemb.storage import HostRows, StorageError, memory, record_of
+from tritonemb.storage import StorageError, memory
+from tritonemb.storage.memory import HostRows
+from tritonemb.storage.store import record_of
 
 
 def test_initial_values_come_in_parts_and_fields_are_the_table(monkeypatch):

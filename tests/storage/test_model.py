@@ -23,7 +23,8 @@ from tests.storage.stores import (
     use_threads,
     write,
 )
-from tritonemb.storage import Counts, DiskRows, memory, page_table, restore
+from tritonemb.storage import DiskRows, memory, page_table, restore
+from tritonemb.storage.store import Counts
 
 KINDS = ("any", "ends", "stretch", "one set", "more than fit", "always new")
 

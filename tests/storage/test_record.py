@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonemb.optimizers import OPTIMIZERS, StateSpec
-from tritonemb.storage import record_of
+from tritonemb.storage.store import record_of
 from tritonemb.types import TABLE_DTYPES
 
 

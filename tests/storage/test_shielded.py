@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.storage.stores import Model, Stop, disk_rows, identity, initial, no_thread, read, some_records, write
-from tritonemb.storage import DiskRows, SnapshotReader, aio, copy_rows, digest, page_table, restore
+from tritonemb.storage import DiskRows, SnapshotReader, aio, page_table, restore
+from tritonemb.storage.sparse import copy_rows, digest
 from tritonemb.storage.store import OperationQueue, is_cancelled
 from tritonemb.storage.threads import IoThreads, shielded
 

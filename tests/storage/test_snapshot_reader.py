@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.storage.stores import Model, disk_rows, failing, initial, some_records
-from tritonemb.storage import SnapshotReader, StorageError, copy_rows, digest, restore, snapshot_header
-from tritonemb.storage.sparse import DIGEST_BYTES
+from tritonemb.storage import SnapshotReader, StorageError, restore, snapshot_header
+from tritonemb.storage.sparse import DIGEST_BYTES, copy_rows, digest
 
 ROWS = 40_000
 

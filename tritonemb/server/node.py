@@ -27,10 +27,9 @@ from tritonemb.server.records import MessageLog, read_log, read_records, write_r
 from tritonemb.server.snapshot import SavedPart, parts_of, restore, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables, warm_up
 from tritonemb.server.transport import Message, Reply, Values
-from tritonemb.storage import StorageError
 from tritonemb.storage.aio import PageFile
 from tritonemb.storage.io import create_file, sync
-from tritonemb.storage.store import storage_errors
+from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.types import CacheConfig
 from tritonemb.utils import Closing, on_error, read_sealed, sealed, write_whole
 

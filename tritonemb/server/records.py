@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.server.transport import Message
-from tritonemb.storage import StorageError
-from tritonemb.storage.store import storage_errors
+from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import Closing
 
 _HEADER = struct.Struct("<IQI")  # bytes of JSON and of tensors, and the CRC-32 of both

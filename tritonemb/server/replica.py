@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonemb.server.snapshot import read_snapshot
 from tritonemb.server.tables import CollectionSpec, TableSpec
 from tritonemb.server.transport import Values
-from tritonemb.storage import StorageError
+from tritonemb.storage.store import StorageError
 from tritonemb.utils import did_you_mean, listed
 
 Files = list[tuple[Path, Values]]  # of a server, with their headers, in their order

@@ -20,7 +20,7 @@ from tritonemb.layout import nonzero
 from tritonemb.server.records import read_records
 from tritonemb.server.tables import CollectionSpec, SentBatch, ServedTables, TableSpec
 from tritonemb.server.transport import Message, Values
-from tritonemb.storage import StorageError
+from tritonemb.storage.store import StorageError
 
 PIECE_BYTES = 1 << 24  # of rows in a record, about
 

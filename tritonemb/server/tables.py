@@ -40,8 +40,7 @@ from tritonemb.layout import (
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
 from tritonemb.server.transport import Values
-from tritonemb.storage import record_of
-from tritonemb.storage.store import cpu_kernels
+from tritonemb.storage.store import cpu_kernels, record_of
 from tritonemb.tables.dynamic_table import DynamicTable, batch_of, find_all, insert_batch
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
 from tritonemb.tables.table import Table

@@ -9,6 +9,7 @@ from tritonemb.sharding.plan import (
     ColumnWise,
     DataParallel,
     Grid,
+    PlanDiff,
     RowWise,
     Shard,
     Sharding,
@@ -19,8 +20,11 @@ from tritonemb.sharding.plan import (
     TableWise,
     uniform_plan,
 )
-from tritonemb.sharding.planner import Constraint, CostModel, PlanDiff, PlanReport, TableStats
+from tritonemb.sharding.planner.cost_model import CostModel
+from tritonemb.sharding.planner.options import Constraint
+from tritonemb.sharding.planner.report import PlanReport
 from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.sharding.table_stats import TableStats
 
 __all__ = [
     "ColumnWise",

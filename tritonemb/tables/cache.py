@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tritonemb import jagged, ops
 from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, lay_out
-from tritonemb.storage import CacheDirectory, HostRows, IoFuture
+from tritonemb.storage.memory import HostRows
+from tritonemb.storage.store import CacheDirectory, IoFuture
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, synchronize
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
 from tritonemb.tables.dynamic_table import CachedRowsOfIds

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, name_rows
-from tritonemb.storage import CacheDirectory
+from tritonemb.storage.store import CacheDirectory
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 

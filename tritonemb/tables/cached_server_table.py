@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from tritonemb.optimizers import StateSpec
-from tritonemb.storage import Counts
+from tritonemb.storage.store import Counts
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedRowsOfIds, DynamicStatistics
 from tritonemb.tables.lookup import Tables

@@ -14,19 +14,11 @@ from torch._subclasses import FakeTensor
 
 from tritonemb.layout import WAYS
 from tritonemb.optimizers import StateSpec
-from tritonemb.storage import (
-    Counts,
-    DiskRows,
-    Field,
-    HostRows,
-    InitialValues,
-    Record,
-    StorageError,
-    TableIdentity,
-    record_of,
-    restore,
-    snapshot_header,
-)
+from tritonemb.storage.disk import DiskRows
+from tritonemb.storage.io import TableIdentity
+from tritonemb.storage.memory import HostRows
+from tritonemb.storage.snapshot import restore, snapshot_header
+from tritonemb.storage.store import Counts, Field, InitialValues, Record, StorageError, record_of
 from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
