@@ -27,16 +27,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import (
-    INDEX_BYTES,
-    LEAST_ROWS,
-    MOST_PARTITIONS,
-    NO_KEY,
-    NO_ROW,
-    nonzero,
-    partition_sizes,
-    segment_offsets,
-)
+from tritonemb.layout import INDEX_BYTES, LEAST_ROWS, MOST_PARTITIONS, NO_KEY, nonzero, partition_sizes
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
 from tritonemb.server.transport import Values
@@ -450,7 +441,7 @@ class ServedTables:
         """Of a trainer's ids their versions, and the rows whose versions it does not know."""
         assert self.versions is not None
         versions = [
-            torch.where(of_table < 0, NO_ROW, now[of_table.clamp(min=0)])
+            torch.where(of_table < 0, ops.NO_ROW, now[of_table.clamp(min=0)])
             for now, of_table in zip(self.versions, places, strict=True)
         ]
         parts = zip(rows, versions, known, strict=True)
@@ -602,7 +593,7 @@ class ServedTables:
     def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:
         """A value a position of each table, as one sample."""
         assert self.tables is not None
-        offsets = segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
+        offsets = ops.segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
         return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)
 
     @torch.no_grad()

@@ -7,18 +7,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from tritonemb.layout import rows_to_shard
-from tritonemb.sharding.plan import (
-    COLUMNS_ROUNDED_TOGETHER,
-    SHARDINGS,
-    ColumnWise,
-    DataParallel,
-    Grid,
-    RowWise,
-    Sharding,
-    ShardingPlan,
-    TableRowWise,
-    TableWise,
-)
+from tritonemb.sharding.plan import COLUMNS_ROUNDED_TOGETHER, SHARDINGS, RowWise, Sharding, ShardingPlan
 from tritonemb.sharding.planner.cost_model import (
     DIRECT,
     DISK,
@@ -355,10 +344,11 @@ def sharding(
     table: TableConfig, stats: TableStats, option: Option, may: Constraint, units: Array, places: Array, shares: Array
 ) -> tuple[Sharding, Option]:
     """A table's shards as a plan has them, those of a unit in the order of their places; and the option by its name."""
+    kinds: dict[str, Any] = {**SHARDINGS, "server": SHARDINGS["data_parallel"]}
     if len(places) <= 1:
         found, place = named(option, 1, may), places.tolist()
-        kind: Any = SHARDINGS.get(found.kind, DataParallel)
-        return kind(*place) if found.kind not in ("row_wise", "column_wise", "grid") else kind(place), found
+        by_places = found.kind in ("row_wise", "column_wise", "grid")
+        return kinds[found.kind](place) if by_places else kinds[found.kind](*place), found
     order = np.lexsort((places, units))
     at, shares, units = places[order].tolist(), shares[order], units[order]
     if option.kind == "row_wise":
@@ -376,19 +366,18 @@ def sharding(
     step = column_step(table)
     widths = (np.round(shares * (table.embedding_dim // step)).astype(np.int64) * step).tolist()
     widths[-1] += table.embedding_dim - sum(widths)
-    return (Grid if option.kind == "grid" else ColumnWise)(at, widths), option._replace(parts=len(at))
+    return kinds[option.kind](at, widths), option._replace(parts=len(at))
 
 
-_KINDS = {TableWise: ("row_wise", "column_wise"), TableRowWise: ("table_row_wise", "grid")}  # options that become these
+_KINDS = {"table_wise": ("row_wise", "column_wise"), "table_row_wise": ("table_row_wise", "grid")}  # what becomes these
 
 
 def _is_of(plan: ShardingPlan, table: TableConfig, option: Option) -> bool:
     """Whether a plan does with a table what the option says, with any shards and rows cached."""
     if (sharding := plan.tables.get(table.name)) is None:
         return False
-    kind = type(sharding)
-    kinds = _KINDS.get(kind, tuple(name for name, each in SHARDINGS.items() if each is kind))
-    return option.kind in kinds and plan.placement(table.name).placement == option.placement
+    kind = next(name for name, each in SHARDINGS.items() if each is type(sharding))
+    return option.kind in _KINDS.get(kind, (kind,)) and plan.placement(table.name).placement == option.placement
 
 
 def shards_in(
