@@ -21,7 +21,8 @@ from tritonemb.layout import partition_sizes
 from tritonemb.server.client import CollectionClient, Connection, WholeTables, wait
 from tritonemb.server.tables import CollectionSpec, cat
 from tritonemb.server.transport import Message, Values
-from tritonemb.tables.cached_server_table import RowStore, SentRows
+from tritonemb.storage.store import IoFuture
+from tritonemb.tables.cached_server_table import RowStore
 from tritonemb.tables.table_set import TableSet
 
 
@@ -257,10 +258,11 @@ class ShardedRows(WholeTables):
         return found
 
 
-class Transfer(SentRows):
+class Transfer(IoFuture):
     """Rows of a table that are read or written."""
 
     def __init__(self, client: HeldRows, table: int, rows: Tensor, records: Tensor, writes: bool) -> None:
+        super().__init__()
         self._client, self.table, self.rows, self.records, self.writes = client, table, rows, records, writes
         self.sent = False
         self.pieces: list[tuple[Future[Message], int, Any]] = []  # an answer, the tensor there, and which rows it has

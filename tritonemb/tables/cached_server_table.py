@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from tritonemb.optimizers import StateSpec
-from tritonemb.storage.store import Counts
+from tritonemb.storage.store import Counts, IoFuture
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedRowsOfIds, DynamicStatistics
 from tritonemb.tables.lookup import Tables
@@ -19,16 +19,6 @@ from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.types import Device, TableConfig
 
 MOST_ROWS = 1 << 18  # that are cached of a table where its `CacheConfig` has no `rows`
-
-
-class SentRows(Protocol):
-    """Rows that are on their way, as of an `IoFuture`."""
-
-    def done(self) -> bool:
-        """Whether they have arrived."""
-
-    def wait(self) -> None:
-        """Wait until they have; raises what the servers have raised."""
 
 
 class RowStore(TableService, Protocol):
@@ -65,10 +55,10 @@ class RowStore(TableService, Protocol):
         then, no batch can be trained after that.
         """
 
-    def read_records(self, table: str, rows: Tensor, records: Tensor) -> SentRows:
-        """See `DiskRows.read`; row numbers of a static table are its rows."""
+    def read_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
+        """See `DiskRows.read`; row numbers of a static table are its rows. `wait` raises what servers have raised."""
 
-    def write_records(self, table: str, rows: Tensor, records: Tensor) -> SentRows:
+    def write_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
         """See `DiskRows.write`."""
 
 
@@ -110,11 +100,11 @@ class ServerRows:
     def __init__(self, service: RowStore, table: str) -> None:
         self._service, self._table = service, table
 
-    def read(self, rows: Tensor, records: Tensor) -> SentRows:
+    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Fill uint8 `[n, num_bytes]` with the records of the rows, when that is waited for."""
         return self._service.read_records(self._table, rows, records)
 
-    def write(self, rows: Tensor, records: Tensor) -> SentRows:
+    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Write the records of the rows."""
         return self._service.write_records(self._table, rows, records)
 
