@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Protocol, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.table_stats import TableStats
@@ -269,20 +269,6 @@ class PlanDiff:
         return "\n".join(lines)
 
 
-class PlanExplanation(Protocol):
-    """The part of a `te.sharding.PlanReport` that a plan calls."""
-
-    def summary(self) -> str: ...
-
-    def explain(self, name: str) -> str: ...
-
-    def to_html(self) -> str: ...
-
-    def diff(self, before: "ShardingPlan", after: "ShardingPlan") -> PlanDiff: ...
-
-    def check(self, plan: "ShardingPlan", stats: Mapping[str, TableStats]) -> list[str]: ...
-
-
 @dataclass(frozen=True)
 class ShardingPlan(JsonFile):
     """How each table is sharded, for a job of a certain size.
@@ -293,7 +279,7 @@ class ShardingPlan(JsonFile):
         local_world_size: ranks of a node; node `n` has the ranks from `n * local_world_size` on. All if not given.
         placements: the tiers of some tables; others are where their `TableConfig` says.
         copies: of the tables; `world_size` are the ranks of one, so the job has `copies` times as many.
-        report: what `te.plan` knows of it; it is not in the plan's JSON.
+        report: what `te.plan` knows of it, a `te.sharding.PlanReport`; it is not in the plan's JSON.
 
     Raises:
         TypeError, ValueError: for sizes that do not fit, or what is no sharding.
@@ -304,7 +290,7 @@ class ShardingPlan(JsonFile):
     local_world_size: int = 0
     placements: Mapping[str, TablePlacement] = field(default_factory=dict)
     copies: int = 1
-    report: PlanExplanation | None = field(default=None, compare=False, repr=False)
+    report: Any = field(default=None, compare=False, repr=False)  # of a module that imports this one
 
     WHAT, NEEDED = "a sharding plan", ("world_size", "tables")
     MEMBERS: ClassVar[Iterable[str]] = ("world_size", "local_world_size", "copies", "tables")
@@ -353,7 +339,7 @@ class ShardingPlan(JsonFile):
         """Reasons to plan anew, a line each: what these statistics change so far that the plan is out of balance."""
         return self._known().check(self, stats)
 
-    def _known(self) -> PlanExplanation:
+    def _known(self) -> Any:
         if self.report is None:
             raise ValueError("this plan was read or written by hand; te.plan(...) makes plans that explain themselves")
         return self.report
