@@ -18,33 +18,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AdmissionConfig",
-    "AtMost",
-    "CacheConfig",
-    "EvictionConfig",
-    "HybridParallel",
-    "KeyedJaggedTensor",
-    "PlanError",
-    "TableConfig",
-    "Topology",
-    "Trainer",
-    "check_errors",
-    "collect_stats",
-    "compiler",
-    "data",
-    "estimate_offload",
-    "fuse",
-    "gather_parameters",
-    "interop",
-    "nn",
-    "offload",
-    "offloading",
-    "optim",
-    "plan",
-    "server",
-    "sharding",
+    "AdmissionConfig", "AtMost", "CacheConfig", "EvictionConfig", "HybridParallel", "KeyedJaggedTensor", "PlanError",
+    "TableConfig", "Topology", "Trainer", "check_errors", "collect_stats", "compiler", "data", "estimate_offload",
+    "fuse", "gather_parameters", "interop", "nn", "offload", "offloading", "optim", "plan", "server", "sharding",
     "unfuse",
-]
+]  # fmt: skip
 _MODULES = {
     "AdmissionConfig": "types", "AtMost": "server", "CacheConfig": "types", "EvictionConfig": "types",
     "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training",

@@ -17,18 +17,6 @@ from tritonemb.optimizers import (
 )
 
 __all__ = [
-    "FTRL",
-    "LAMB",
-    "LARSSGD",
-    "OPTIMIZERS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "Custom",
-    "ModelOptimizer",
-    "Optimizer",
-    "PartialRowWiseAdam",
-    "PartialRowWiseLAMB",
-    "RowWiseAdagrad",
-    "fused",
-]
+    "FTRL", "LAMB", "LARSSGD", "OPTIMIZERS", "SGD", "Adagrad", "Adam", "Custom", "ModelOptimizer", "Optimizer",
+    "PartialRowWiseAdam", "PartialRowWiseLAMB", "RowWiseAdagrad", "fused",
+]  # fmt: skip

@@ -34,7 +34,7 @@ from tritonemb.kernels.triton_utils import (
     pointer_to,
     pointers_to,
     tl,
-)  # fmt: skip
+)
 from tritonemb.layout import ELEMENTS_PER_COUNTER, nonzero
 
 _MASK32 = 0xFFFFFFFF

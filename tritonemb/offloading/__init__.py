@@ -6,17 +6,7 @@ from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.setup import OffloadReport, close, gather_parameters, offload, report
 
 __all__ = [
-    "Machine",
-    "OffloadEstimate",
-    "OffloadEstimates",
-    "OffloadReport",
-    "OffloadedOptimizer",
-    "close",
-    "estimate_offload",
-    "gather_parameters",
-    "load_checkpoint",
-    "load_safetensors",
-    "offload",
-    "report",
+    "Machine", "OffloadEstimate", "OffloadEstimates", "OffloadReport", "OffloadedOptimizer", "close",
+    "estimate_offload", "gather_parameters", "load_checkpoint", "load_safetensors", "offload", "report",
     "save_checkpoint",
-]
+]  # fmt: skip

@@ -6,15 +6,6 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.on_ray import start_on_ray
 
 __all__ = [
-    "AtMost",
-    "EmbeddingServer",
-    "Follower",
-    "Publisher",
-    "Servers",
-    "attach",
-    "connect",
-    "flush",
-    "look_up",
-    "start",
+    "AtMost", "EmbeddingServer", "Follower", "Publisher", "Servers", "attach", "connect", "flush", "look_up", "start",
     "start_on_ray",
-]
+]  # fmt: skip

@@ -27,27 +27,8 @@ from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.sharding.table_stats import TableStats
 
 __all__ = [
-    "ColumnWise",
-    "Constraint",
-    "CostModel",
-    "DataParallel",
-    "ExchangePrecision",
-    "Grid",
-    "HybridParallel",
-    "PlanDiff",
-    "PlanReport",
-    "RowWise",
-    "Shard",
-    "ShardedEmbeddingBagCollection",
-    "ShardedEmbeddingCollection",
-    "Sharding",
-    "ShardingPlan",
-    "TableColumnWise",
-    "TablePlacement",
-    "TableRowWise",
-    "TableShards",
-    "TableStats",
-    "TableWise",
-    "load_tables",
-    "uniform_plan",
-]
+    "ColumnWise", "Constraint", "CostModel", "DataParallel", "ExchangePrecision", "Grid", "HybridParallel", "PlanDiff",
+    "PlanReport", "RowWise", "Shard", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "Sharding",
+    "ShardingPlan", "TableColumnWise", "TablePlacement", "TableRowWise", "TableShards", "TableStats", "TableWise",
+    "load_tables", "uniform_plan",
+]  # fmt: skip

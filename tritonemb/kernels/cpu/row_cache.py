@@ -136,7 +136,7 @@ def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, now
     sets, servers = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)
     run_tasks(
         num_threads, num_tasks, _find_misses, (num_tasks, tables, num_sets, first_sets, rows, slots, sets, servers)
-    )  # fmt: skip
+    )
     run_tasks(
         num_threads, num_tasks, _allocate,
         (directory, tables, first_sets, rows, sets, servers, now, lfu, slots, evicted),

@@ -23,7 +23,7 @@ from tritonemb.kernels.cpu.row_groups import (
     groups_of_share,
     sort_pairs,
     uses_by_table,
-)  # fmt: skip
+)
 from tritonemb.kernels.cpu.simd import (
     element_size,
     float32_row,
@@ -207,7 +207,7 @@ def _update_rows(
         if units.size:
             rows, starts, order, last = groups_of_share(
                 units[part], begin, end, whole, values, tables[table, FIRST_ROW], pairs
-            )  # fmt: skip
+            )
         else:
             of_table, size = starts[first:last], starts[last] - starts[first]
             last = first + np.searchsorted(of_table, starts[first] + end * size // whole)
@@ -234,7 +234,7 @@ def _update_rows(
         if scaled:
             _find_scales(
                 entries, uses_here, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales
-            )  # fmt: skip
+            )
         for group in range(first, last):
             row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
             row = group if kind == PLACE else row

@@ -168,7 +168,7 @@ def _insert_best(p, s, cost, least_cost, per_shard, order, table, to):
 @compiled
 def ruin_and_recreate(
     p, cost, least_cost, per_shard, order, size, chosen, units, places, shares, evaluations, hot, cold, fit, seed
-):  # fmt: skip
+):
     """Options and shards with no load above 1 and no budget exceeded, or little: the best, and the last.
 
     Ruin and recreate (Schrimpf et al., 2000; Shaw, 1998): shards of a rank or node, and of others, or all shards of
@@ -226,4 +226,4 @@ def ruin_and_recreate(
     return (
         (best_chosen, best_shards[0][:found], best_shards[1][:found], best_shards[2][:found]),
         (s.chosen, trial[0][:last], trial[1][:last], trial[2][:last]),
-    )  # fmt: skip
+    )
