@@ -202,7 +202,7 @@ def test_the_main_thread_moves_nothing_itself(saved, tmp_path, monkeypatch, call
             return real(*arguments)
 
         monkeypatch.setattr(owner, name, note)
-    monkeypatch.setattr("tritonemb.storage.sparse._reflink", lambda *_: False)
+    monkeypatch.setattr("tritonemb.storage.sparse._FICLONE", 0)  # no request, so it copies
     call(saved, tmp_path / "to")
     assert movers
     assert threading.main_thread() not in movers

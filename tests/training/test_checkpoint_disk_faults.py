@@ -177,7 +177,7 @@ class TestFaults:
                 raise OSError(errno.EIO, "Input/output error")
             real(self, view, offset)
 
-        monkeypatch.setattr("tritonemb.storage.sparse._reflink", lambda *_: False)
+        monkeypatch.setattr("tritonemb.storage.sparse._FICLONE", 0)  # no request, so it copies
         with monkeypatch.context() as patch:
             patch.setattr(PageFile, "read", fail)
             with pytest.raises(CheckpointError, match=r"Input/output.*step-1 is whole"):

@@ -30,8 +30,12 @@ _NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.
 def reflink_or_copy(source: PageFile, target: PageFile) -> None:
     """Copy a file, whose size is a multiple of a page's, into an empty one; holes stay holes. OSError and EOFError say
     what could not be read or written; the target is useless then."""
-    if _reflink(source, target):
+    try:
+        fcntl.ioctl(target.handle, _FICLONE, source.handle)
         return
+    except OSError as error:
+        if error.errno not in _NO_REFLINK:
+            raise
     size = source.size()
     target.resize(size)
     _for_each(_parts_to_copy(written_parts(source, size)), lambda piece: _copy(source, target, piece))
@@ -51,16 +55,6 @@ def copy_rows(source: Path, target: Path) -> None:
             new.sync()
 
     shielded(copy)
-
-
-def _reflink(source: PageFile, target: PageFile) -> bool:
-    try:
-        fcntl.ioctl(target.handle, _FICLONE, source.handle)
-    except OSError as error:
-        if error.errno not in _NO_REFLINK:
-            raise
-        return False
-    return True
 
 
 def written_parts(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
