@@ -78,18 +78,13 @@ def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.d
     return values.new_empty(num_rows, layout.width, dtype=dtype)
 
 
-def _dot(
-    grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
-) -> Tensor:
-    derive = kernel("sample_weight_gradient", grad.device, fact(weights, dtypes_of))
-    return derive(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)
-
-
 define(
     "sample_weight_gradient",
     "(Tensor grad, Tensor[] weights, Tensor values, Tensor offsets, Tensor sample_weights, "
     f"{registry.LAYOUT}) -> Tensor",
-    _dot,
+    lambda grad, weights, values, offsets, sample_weights, *layout: kernel(
+        "sample_weight_gradient", grad.device, fact(weights, dtypes_of)
+    )(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype),
     lambda _g, _w, _v, _o, sample_weights, *_: torch.empty_like(sample_weights),
 )
 
