@@ -148,11 +148,14 @@ def _made(
     shardings: dict[str, Sharding] = {}
     placements: dict[str, TablePlacement] = {}
     picked: list[tuple[Option, Option | None, float]] = []
+    units, places, shares = solution.placed[1:]
     for number, (table, of_table, may) in enumerate(zip(model.tables, options, bound, strict=True)):
         first, at = int(problem.table_options[number]), int(solution.placed.chosen[number])
         option, cost = of_table[at - first], solution.cost[first : first + len(of_table)]
         allowed = Constraint() if model.ranks == 1 else may
-        shards = _shards_of(problem, solution.placed, at)
+        unit, last = problem.option_units[at : at + 2]
+        of_option = (units >= unit) & (units < last)
+        shards = units[of_option] - unit, places[of_option], shares[of_option]
         shardings[table.name], found = sharding(table, model.stats[table.name], option, allowed, *shards)
         share, on_host = option.cached or None, option.on_host or None
         placements[table.name] = TablePlacement(option.placement, cache_share=share, host_share=on_host)
@@ -267,13 +270,6 @@ def _other_rows(plan: ShardingPlan, table: TableConfig) -> bool:
     return isinstance(sharding, RowWise) and sharding.rows is not None and sum(sharding.rows) != rows_to_shard(table)
 
 
-def _shards_of(problem: Problem, placed: Placed, option: int) -> tuple[Array, Array, Array]:
-    """Units (from 0 on), places and shares of an option's shards."""
-    first, last = problem.option_units[option : option + 2]
-    mine = (placed.units >= first) & (placed.units < last)
-    return placed.units[mine] - first, placed.places[mine], placed.shares[mine]
-
-
 def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:
     """Which budget is exceeded, and by how much."""
     if solution is not None:
@@ -367,7 +363,6 @@ def plan_job(
             topology = topology.but(host=topology.host or 2e12, disk=topology.disk or 1e15)
         tiers = {table.name: Constraint((table.placement,)) for table in here}
         made = plan(here, topology, batch_size=batch_size or SAMPLES, optimizer=optimizer, constraints=tiers)
-        assert made.report is not None
         _log.info("%s", made.report.summary())
         there = uniform_plan([table for table in tables if table.placement == "server"], ranks, local)
         return replace(made, tables={**made.tables, **there.tables}, placements={})
