@@ -9,18 +9,18 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from tritonemb.flight import TOKEN
 from tritonemb.server.metrics import MetricsServer, scrape
-from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.node import EmbeddingServer, LogMode, OverMemory
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closing, Options, number
 
 STARTED_BY = "TRITONEMB_STARTED_BY"  # set for a server that ends when its standard input does
 SECONDS_TO_START = 600.0  # with many rows to restore
+RESTARTS = 5  # of a server that ends
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class ServerOptions(Options):
     certificate: Path | None = None
     key: Path | None = None
     folder: Path | None = None
-    log: Literal["memory", "disk", "fsync"] | None = None
+    log: LogMode | None = None
     memory: float | None = None
-    over_memory: Literal["refuse", "spill"] = "refuse"
+    over_memory: OverMemory = "refuse"
     threads: int | None = number(None, least=1)
     metrics_port: int | None = number(None, least=0)
 
@@ -76,8 +76,7 @@ def serve(options: ServerOptions) -> None:
         served = stack.enter_context(FlightServer(server, *where))
         server.name = served.address
         if options.metrics_port is not None:
-            text = partial(scrape, server, {"server": server.name})
-            stack.enter_context(MetricsServer(options.metrics_port, text))
+            stack.enter_context(MetricsServer(options.metrics_port, partial(scrape, server, {"server": server.name})))
         print(f"serving at {served.address}", flush=True)
         if not os.environ.get(TOKEN):
             print(f"{TOKEN}={served.token}", flush=True)
@@ -95,23 +94,22 @@ def _end_with_parent() -> None:
 class ServerProcess(Closing):
     """A server in a process of its own, on this machine; `address` and the token are what clients need.
 
-    With a folder and a log it is started again if it ends, so many times; meanwhile `is_starting`.
+    With a folder and a log it is started again if it ends, `RESTARTS` times; meanwhile `is_starting`.
 
     Raises:
         OSError: it did not start, or its folder cannot be used.
     """
 
     def __init__(
-        self, token: str, folder: str | Path | None = None, log: str | None = None, threads: int | None = None,
-        restarts: int = 5,
-    ) -> None:  # fmt: skip
+        self, token: str, folder: str | Path | None = None, log: str | None = None, threads: int | None = None
+    ) -> None:
         self._token, self.address = token, "grpc://127.0.0.1:0"
         options = {"folder": folder, "log": log, "threads": threads}
         self._options = [f"--{name}={value}" for name, value in options.items() if value is not None]
         self._closing, self.is_starting = threading.Event(), False
         self._start()
-        if log is not None and restarts:
-            threading.Thread(target=self._watch, args=(restarts,), daemon=True, name="tritonemb-restart").start()
+        if log is not None:
+            threading.Thread(target=self._watch, daemon=True, name="tritonemb-restart").start()
 
     def _start(self) -> None:
         environment = {**os.environ, TOKEN: self._token, STARTED_BY: str(os.getpid()), "OMP_WAIT_POLICY": "passive"}
@@ -131,8 +129,8 @@ class ServerProcess(Closing):
             raise OSError("an embedding server could not be started on this machine; what it has said is above")
         self.address = line.split()[-1]
 
-    def _watch(self, restarts: int) -> None:
-        for _ in range(restarts):
+    def _watch(self) -> None:
+        for _ in range(RESTARTS):
             self._process.wait()
             if self._closing.is_set():
                 return

@@ -107,17 +107,16 @@ def totals(statistics: Sequence[Values]) -> dict[str, Values]:
 
 
 class MetricsServer(Closing):
-    """Serves a text to Prometheus at `address`, http://HOST:PORT/metrics. Whoever reaches the port can read it.
+    """Serves a text to Prometheus at `address`, http://127.0.0.1:PORT/metrics, which this machine alone reaches.
 
     Args:
         port: 0 takes a free one.
         text: is called for each scrape, by several threads; where it raises, the scrape fails with status 503.
-        host: 127.0.0.1: this machine alone.
 
     OSError if the port is in use.
     """
 
-    def __init__(self, port: int, text: Callable[[], str], host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, text: Callable[[], str]) -> None:
         class Handler(BaseHTTPRequestHandler):
             timeout = SECONDS
 
@@ -138,10 +137,10 @@ class MetricsServer(Closing):
                 """Nothing."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         except OSError as error:
-            raise OSError(f"cannot serve numbers at {host}:{port}: {error.strerror}; take another port") from error
-        self.address = f"http://{host}:{self._server.server_port}/metrics"
+            raise OSError(f"cannot serve numbers at 127.0.0.1:{port}: {error.strerror}; take another port") from error
+        self.address = f"http://127.0.0.1:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 

@@ -23,13 +23,13 @@ import torch
 
 from tritonemb.flight import decode_error, encode_error
 from tritonemb.server.attach import Servers, address_file, transports_to
+from tritonemb.server.launch import RESTARTS
 from tritonemb.server.node import EmbeddingServer, LogMode
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closing, on_error, require, write_whole
 
 PATIENCE = 60.0  # seconds; Ray takes half of them to notice that a machine is gone
 SECONDS_TO_START, SECONDS_TO_END = 300.0, 30.0  # to find room likewise
-RESTARTS = 5
 DRIVE = "from tritonemb.server.on_ray import drive; drive()"
 STARTED = Path("/tmp/ray/ray_current_cluster")  # `ray start` writes it
 LOCAL = {  # of a Ray of our own: nothing listens on the network, and nothing is told to Ray's makers
