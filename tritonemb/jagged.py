@@ -391,14 +391,9 @@ def _flatten_with_keys(kjt: KeyedJaggedTensor) -> tuple[list[tuple[Any, Any]], t
 
 
 pytree.register_pytree_node(
-    KeyedJaggedTensor,
-    _flatten,
-    _unflatten,
-    serialized_type_name="tritonemb.KeyedJaggedTensor",
-    to_dumpable_context=list,
-    from_dumpable_context=tuple,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+    KeyedJaggedTensor, _flatten, _unflatten, serialized_type_name="tritonemb.KeyedJaggedTensor",
+    to_dumpable_context=list, from_dumpable_context=tuple, flatten_with_keys_fn=_flatten_with_keys,
+)  # fmt: skip
 
 
 class Features(Protocol):

@@ -327,13 +327,9 @@ def lay_out(
         torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
         torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
         torch.tensor([0, *accumulate(map(len, uses))], dtype=torch.int64, device=device),
-        lines_of(table_names),
-        lines_of(feature_names),
-        max([len(use) for use in uses], default=0),
-        first_rows[-1],
-        max(ends),
-        pooled,
-    )
+        lines_of(table_names), lines_of(feature_names), max([len(use) for use in uses], default=0), first_rows[-1],
+        max(ends), pooled,
+    )  # fmt: skip
 
 
 def lines_of(names: Iterable[str]) -> str:

@@ -40,8 +40,7 @@ def quantize_pack(
         raise ValueError(f"matrix must be [rows, {packing.width}] as its packing is, got {tuple(matrix.shape)}")
     if rows is not None and rows.shape[0] != matrix.shape[0]:
         raise ValueError(f"rows must have one element a row of the matrix: {matrix.shape[0]}, got {rows.shape[0]}")
-    eagerly = plain_eager(matrix, saturated, scale, rows)
-    call = eager["quantize_pack"] if eagerly else torch.ops.tritonemb.quantize_pack
+    call = eager["quantize_pack"] if plain_eager(matrix, saturated, scale, rows) else torch.ops.tritonemb.quantize_pack
     return call(matrix, saturated, scale, rows, *packing)
 
 
