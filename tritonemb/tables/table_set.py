@@ -327,8 +327,8 @@ class TableSet(OptimizedTables):
             )
         self.update.step(self, grad, lookup, [lookup])
 
-    def look_up_trained(self, lookup: Lookup, read: Callable[[], Tensor] | None = None) -> Tensor:
-        """Read rows, by `read` if given; the backward updates and unpins them, or accumulates their gradient."""
+    def look_up_trained(self, lookup: Lookup, read: Callable[[], Tensor]) -> Tensor:
+        """Read rows, by `read`; the backward updates and unpins them, or accumulates their gradient."""
         handle = self.accumulator.current_handle
 
         def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
@@ -343,7 +343,7 @@ class TableSet(OptimizedTables):
                 batch = lookup.values, lookup.offsets, lookup.sample_weights
                 accumulate_(self.counters["pending"], handle, grad, *batch)
 
-        return ops.fused_lookup(self.tables[0].weight, None, read or partial(self.read, lookup), take_gradient)
+        return ops.fused_lookup(self.tables[0].weight, None, read, take_gradient)
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         """Of a lookup's result."""
@@ -458,9 +458,8 @@ class TableSet(OptimizedTables):
         self.service, before = service, cast(list[ServerTable], self.tables)
         device = self.counters["step"].device
         if service.applies_updates:
-            service = cast(RowService, service)
             for table in before:
-                table.service = service
+                table.service = cast(RowService, service)
                 if table.weight.is_meta:
                     table._apply(partial(torch.empty_like, device=device))
             return
