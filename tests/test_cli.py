@@ -31,8 +31,8 @@ from tritonemb.training import CheckpointError, binary_metrics
 from tritonemb.training.checkpoint import load_tensors
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainConfig, from_plain, load_toml
-from tritonemb.training.job import build_model
 from tritonemb.training.metrics import predict_logits
+from tritonemb.training.run import build_model
 from tritonemb.training.train_state import model_tensors
 
 SMALL = ["--batch-size", "128", "--embedding-dim", "4", "--bottom-mlp", "8", "--top-mlp", "8", "--num-embeddings", "50"]
@@ -295,7 +295,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(kind, log, tmp_path, capsy
 
 def test_scores_that_are_no_numbers_are_refused(trained, log, tmp_path, capsys, monkeypatch):
     nan = torch.full((1,), float("nan"))
-    monkeypatch.setattr("tritonemb.training.job.predict_logits", lambda *_: (nan, nan))
+    monkeypatch.setattr("tritonemb.training.run.logits_of", lambda _, batch, *__: nan.expand(len(batch)))
     assert run("predict", "--checkpoint", trained[0], "--data", log, "--out", tmp_path / "scores.csv") == 2
     assert re.search(
         r"step-\d+ gives 1 rows no score but NaN: it had diverged; use another one", capsys.readouterr().err

@@ -24,6 +24,7 @@ Train recommendation models.
 
   train     train a click model and report its quality on the test rows
   predict   write the click probability of every row of a log
+  evaluate  print the metrics of a run on rows with labels
   vocab     number the categories of a log by how often they occur
   convert   make Parquet files from a log in Criteo's format
   serve     read a log for trainers on other machines
@@ -218,7 +219,8 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 
 # Of each command: the module, its class of options and its function.
 _SIMPLE = {
-    "predict": ("tritonemb.training.job", "PredictOptions", "predict"),
+    "predict": ("tritonemb.training.score", "PredictOptions", "predict"),
+    "evaluate": ("tritonemb.training.score", "EvaluateOptions", "evaluate"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
     "serve": ("tritonemb.data.open", "ServeOptions", "serve"),

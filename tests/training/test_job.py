@@ -26,7 +26,9 @@ from tritonemb.training.config import (
     TrainConfig,
     preset,
 )
-from tritonemb.training.job import PredictOptions, build_model, build_optimizer, predict, train
+from tritonemb.training.job import train
+from tritonemb.training.run import build_model, build_optimizer
+from tritonemb.training.score import PredictOptions, predict
 
 
 def test_every_optimizer_can_be_named():

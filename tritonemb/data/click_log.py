@@ -20,7 +20,7 @@ from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remot
 from tritonemb.data.parquet import ArrowSource, time_mask
 from tritonemb.data.pipeline import FIELDS, Place, batches_of, in_order, permutation
 from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, Position, ReadReport, Shard, Split, Stream
-from tritonemb.data.schema import ALL_ROWS, Kind, LogOptions, SplitRule
+from tritonemb.data.schema import ALL_ROWS, Kind, LogOptions, Schema, SplitRule
 from tritonemb.data.text import TextSource
 
 _log = logging.getLogger(__name__)
@@ -82,8 +82,7 @@ class ClickLog(protocol.Tables):
         self._origin = rule_words, splits, [0] * len(files) if is_text else self._source.sizes()
         self.schema = self._source.schema
         known = numberings(self.schema)
-        vocabulary = self.schema.vocabulary
-        self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
+        self._vocabulary = digest_of_vocabulary(self.schema)
         lists, kinds = self._source.multi_hot, self._source.kinds
         self.features = tuple(
             Feature(name, known[name].num_embeddings, name in lists, self.schema.dynamic, kinds.get(name, ""))
@@ -122,10 +121,7 @@ class ClickLog(protocol.Tables):
     @property
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the schema, and the bytes of the vocabulary file if any."""
-        dense = tuple((name, self.schema.is_logarithmic(name)) for name in self.schema.dense)
-        return protocol.digest(
-            "dynamic log" if self.schema.dynamic else "log", self.schema.label, dense, self.features, self._vocabulary
-        )
+        return encoding_of(self.schema, self.features, self._vocabulary)
 
     @cached_property
     def contents(self) -> dict[str, str]:
@@ -318,6 +314,17 @@ class ClickLog(protocol.Tables):
         if split not in self._parts:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows, only {', '.join(self.splits())}")
         return self._parts[split]
+
+
+def digest_of_vocabulary(schema: Schema) -> str | None:
+    """Of the bytes of a schema's vocabulary file, if it has one."""
+    return None if schema.vocabulary is None else hashlib.sha256(Path(schema.vocabulary).read_bytes()).hexdigest()
+
+
+def encoding_of(schema: Schema, features: tuple[Feature, ...], vocabulary: str | None) -> str:
+    """See `tritonemb.data.protocol.Data.encoding`; `vocabulary`: the digest of its file."""
+    dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
+    return protocol.digest("dynamic log" if schema.dynamic else "log", schema.label, dense, features, vocabulary)
 
 
 def _drawn(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:

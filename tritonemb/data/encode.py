@@ -43,13 +43,13 @@ def feature_seed(name: str) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
-def hash_integers(values: Array, seed: np.uint64) -> Array:
-    """uint64 hashes of integers `[N]`."""
+def hash_integers(values: Array, seed: Any) -> Array:
+    """uint64 hashes of integers `[N]`; the seed is one, or uint64 `[N]`."""
     return mix(values.astype(np.uint64) ^ seed)
 
 
-def hash_strings(data: Array, offsets: Array, seed: np.uint64) -> Array:
-    """uint64 hashes `[N]` of strings: string i is `data[offsets[i] : offsets[i + 1]]`, uint8."""
+def hash_strings(data: Array, offsets: Array, seed: Any) -> Array:
+    """uint64 hashes `[N]` of strings: string i is `data[offsets[i] : offsets[i + 1]]`, uint8. Seeds as for integers."""
     starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
     padded = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
     words = np.ndarray((len(padded) - 7,), dtype="<u8", buffer=padded, strides=(1,))
@@ -74,7 +74,7 @@ def mix(hashes: Array) -> Array:
     return hashes
 
 
-def ids_of(hashes: Array, num_embeddings: int) -> Array:
+def ids_of(hashes: Array, num_embeddings: Any) -> Array:
     """int32 ids from 1 to `num_embeddings - 1`; overwrites the hashes."""
     hashes >>= _32
     hashes *= np.uint64(num_embeddings - 1)
@@ -87,7 +87,7 @@ def ids_of(hashes: Array, num_embeddings: int) -> Array:
 MISSING = -(2**63)  # the id of missing values, where integers are their own ids
 METADATA = b"tritonemb.vocabulary"
 COLUMNS = ("feature", "value", "id", "count")
-_INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
+INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
 _LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
 _TEXT = ("string", "large_string", "binary", "large_binary")
 
@@ -171,7 +171,7 @@ def wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tupl
             infinite = np.isinf(found)
             wrong.append((name, "a finite number or nothing", infinite))
             if not schema.is_logarithmic(name):
-                wrong.append((name, "a number that fits float32", (np.abs(found) >= _INFINITE) & ~infinite))
+                wrong.append((name, "a number that fits float32", (np.abs(found) >= INFINITE) & ~infinite))
         if place >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
             wrong.append((name, "0 or more under log_transform, or clamp_negative", numbers(batch.column(place)) < 0))
     return [entry for entry in wrong if entry[2].any()]

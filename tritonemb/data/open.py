@@ -80,26 +80,34 @@ def from_dataframe(
 
 
 def open_for_scoring(
-    path: str | Path, log: LogOptions, features: Sequence[Feature], kept: tuple[str, ...] = ()
+    data: Any, log: LogOptions, features: Sequence[Feature], kept: tuple[str, ...] = (), labelled: bool = False
 ) -> ClickLog:
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
-    `log` is as in training; its split rule is ignored. Categories are read as the kinds that the features have. The
-    label is not read, and may be missing, as in Criteo's test.txt. Columns to be `kept` are in the batches of
-    `ClickLog.scan`, used by the model or not. ValueError or FileNotFoundError if the log can not be read, or has other
-    features.
+    `log` is as in training; its split rule is ignored. Categories are read as the kinds that the features have. Unless
+    rows are `labelled`, the label is not read, and may be missing, as in Criteo's test.txt. Columns to be `kept` are in
+    the batches of `ClickLog.scan`, used by the model or not.
+
+    Args:
+        data: the path or URI of a log, or a data frame as `from_dataframe` takes it.
+
+    Raises:
+        ValueError, FileNotFoundError: the log can not be read, or has other features.
     """
-    if not exists(path):
-        raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
+    is_frame = hasattr(data, "__arrow_c_stream__")
+    name = "data frame" if is_frame else str(data)
+    if not (is_frame or exists(data)):
+        raise FileNotFoundError(f"{name!r}: no such file or folder to score")
     kinds = dict.fromkeys(log.schema.integers, "integers") | {each.name: each.kind for each in features if each.kind}
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=ALL_ROWS)
-    opened = ClickLog(path, log, labelled=False, kept=kept).read_as({each.name: each.kind for each in features})
+    source: Any = {"train": file_of_frame(data, name)} if is_frame else data
+    opened = ClickLog(source, log, labelled=labelled, kept=kept).read_as({each.name: each.kind for each in features})
     if len(opened.features) != len(features):
-        raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
+        raise ValueError(f"{name}: the log has {len(opened.features)} features, the model {len(features)}")
     for found, expected in zip(opened.features, features, strict=True):
         if found != expected:
-            raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")
+            raise ValueError(f"{name}: the log has {found}, the model was trained with {expected}")
     return opened.all_rows_as("test")
 
 

@@ -1,14 +1,13 @@
-"""What `tritonemb train` and `predict` do: one run, in all processes of torchrun; and scores by a trained model."""
+"""What `tritonemb train` does: one run, in all processes of torchrun."""
 
-import itertools
 import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -20,12 +19,8 @@ from torch import nn
 
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
-from tritonemb.data import ClickLog, cached_as_parquet, open_dataset, open_for_scoring
-from tritonemb.data.arrow import arrow_csv, pa, parquet
-from tritonemb.data.batch import Rows, cut
-from tritonemb.data.protocol import Data, Feature, tables_of
-from tritonemb.nn import DLRM, DCNv2
-from tritonemb.optimizers import OPTIMIZERS, Optimizer
+from tritonemb.data import ClickLog, cached_as_parquet, open_dataset
+from tritonemb.data.protocol import Data
 from tritonemb.server import Servers, connect, start, start_on_ray
 from tritonemb.server.launch import SECONDS_TO_START
 from tritonemb.server.on_ray import PATIENCE
@@ -34,21 +29,17 @@ from tritonemb.storage.checkpoint import read_manifest_text
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
-from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, read_manifest, stored_tensors
-from tritonemb.training.checkpoint.manager import data_changes, load_model
-from tritonemb.training.config import TrainConfig, from_plain, plain, to_toml
+from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.checkpoint.manager import data_changes
+from tritonemb.training.config import TrainConfig, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
-from tritonemb.training.metrics import predict_logits
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
+from tritonemb.training.run import build_model
 from tritonemb.training.trainer import Trainer
-from tritonemb.utils import Options, number, require, write_whole, written_aside
+from tritonemb.utils import require, write_whole
 
 RUNS = Path("runs")
-SUFFIXES = (".parquet", ".csv")  # of scores
-TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
-TRAINING_SECTIONS = "schedule evaluation checkpoint output profile parallel server offload"
-NOT_OF_A_MODEL = (*TRAINING_SECTIONS.split(), "converted")
 
 
 def train(
@@ -82,14 +73,14 @@ def train(
             # The first rank that comes writes; the others wait, in no collective that times out.
             with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
                 data = on_each_rank(group, partial(cached_as_parquet, data, folder.path / "cache", show))
-        kept = {"features": plain(data.features), "num_dense": data.num_dense, "converted": converted}
         torch.manual_seed(config.seed)
         servers = stack.enter_context(_servers(config, folder.path, group))
         trainer = Trainer(
-            _model(config, data, group, device, verbose), data, folder=folder.path, config=plain(config) | kept,
-            verbose=verbose, callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
-            servers=servers, staleness=config.server.bound, server_exchange=config.server.exchange,
-            offload=config.offload, **config.trainer_options(),
+            _model(config, data, group, device, verbose), data, folder=folder.path,
+            config=plain(config) | {"converted": converted}, verbose=verbose,
+            callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks], servers=servers,
+            staleness=config.server.bound, server_exchange=config.server.exchange, offload=config.offload,
+            **config.trainer_options(),
         )  # fmt: skip
         stack.callback(trainer.close)
         if checkpoint is not None:
@@ -213,20 +204,6 @@ def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.devi
     return model
 
 
-def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
-    """The model of a config, with one table for each feature."""
-    tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
-    options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
-    if config.model == "dcnv2":
-        return DCNv2(tables, num_dense, **options)
-    return DLRM(tables, num_dense, bottom_mlp=config.bottom_mlp, **options)
-
-
-def build_optimizer(config: TrainConfig) -> Optimizer:
-    """The tables' fused optimizer."""
-    return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
-
-
 def _run_path(data: Data, resume: str | None) -> Path:
     """The newest folder with a checkpoint of the data set to resume, or a new one."""
     name = Path(data.name).name
@@ -255,86 +232,3 @@ def _callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
     if config.profile.profile_steps:
         found.append(Profiler(folder.trace, config.profile))
     return found
-
-
-@dataclass(frozen=True)
-class PredictOptions(Options):
-    """Write the click probability of every row of a log.
-
-    Example: tritonemb predict --checkpoint runs/mine --data day_23 --out scores.csv
-
-    Args:
-        checkpoint: a checkpoint, or the folder of a run: its best checkpoint, or its newest if none is marked best.
-        data: the log to score: a file or a folder.
-        out: the .parquet or .csv file to write: one row a row of the log, in its order.
-        keep: columns of the log to write before the scores, as they are read.
-        batch_size: rows at a time, at most.
-        device: where to compute.
-    """
-
-    checkpoint: Path
-    data: str
-    out: Path = Path("scores.parquet")
-    keep: tuple[str, ...] = ()
-    batch_size: int = number(8192, least=1)
-    device: str = "cpu"
-
-
-def predict(options: PredictOptions) -> str:
-    """Score a log and write the file, aside and renamed; returns a line that says what was done. ValueError or
-    FileNotFoundError if the checkpoint or the log cannot be used, or the file cannot be written."""
-    if options.out.suffix not in SUFFIXES:
-        raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
-    if len({*options.keep, "score"}) <= len(options.keep):
-        raise ValueError(f"keep must name each column once, and none 'score', got {list(options.keep)}")
-    path = options.checkpoint
-    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
-        path = folder.best() or folder.latest() or path
-    manifest = read_manifest(path)
-    if "features" not in manifest["config"]:
-        raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
-    check_device(options.device)
-    values = {name: value for name, value in manifest["config"].items() if name not in NOT_OF_A_MODEL}
-    values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
-    kinds, num_dense = manifest["run"].get("kinds", {}), values.pop("num_dense")
-    features = tuple(Feature(**each | {"kind": kinds.get(each["name"], "")}) for each in values.pop("features"))
-    config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
-    # A row that is left out would give all later ones another row's score.
-    data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features, options.keep)
-    data = data.read_as(kinds, manifest["run"]["encoding"])
-    if data.encoding != manifest["run"]["encoding"]:
-        raise ValueError(
-            f"{options.data} would be numbered otherwise than in training, so its ids would mean something else: the "
-            "vocabulary file has changed since, or the columns are others"
-        )
-    model = build_model(config, features, num_dense)
-    load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY)
-    keys, size = tuple(feature.name for feature in features), options.batch_size
-
-    def scored(kept: list[Any], rows: Rows) -> Any:
-        batches = (cut(rows, keys, slice(at, min(at + size, len(rows)))) for at in range(0, len(rows), size))
-        logits, _ = predict_logits(model, batches, torch.device(config.device), config.precision)
-        if wrong := int(logits.isnan().sum()):
-            raise ValueError(f"{path} gives {wrong:,} rows no score but NaN: it had diverged; use another one")
-        return pa.table([*kept, torch.sigmoid(logits).numpy()], [*options.keep, "score"])
-
-    with closing(data.scan("test", lambda read: ([*map(read.column, options.keep)], data.encode(read)))) as blocks:
-        num_rows = _write_tables(options.out, (scored(*block.rows) for block in blocks if block.report.rows))
-    return f"{options.out}: {num_rows:,} scores by {path}"
-
-
-def _write_tables(out: Path, tables: Iterator[Any]) -> int:
-    """Write `pyarrow` tables one by one, so that a log of any size fits; returns the number of rows."""
-    num_rows, first = 0, next(tables, None)
-    if first is None:
-        raise ValueError(f"{out} is not written: there are no rows to score")
-    kind = arrow_csv.CSVWriter if out.suffix == ".csv" else parquet.ParquetWriter
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with written_aside(out) as part, kind(part, first.schema) as writer:
-            for table in itertools.chain([first], tables):
-                writer.write_table(table.cast(first.schema))
-                num_rows += table.num_rows
-    except pa.ArrowException as error:
-        raise ValueError(f"{out}: these columns can not be kept in such a file ({error})") from error
-    return num_rows

@@ -1,19 +1,21 @@
 """The quality of click probabilities: metrics of logits, and the evaluation of a split."""
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tritonemb.data.batch import Batch
+from tritonemb.data.batch import Batch, padded
 from tritonemb.data.datasets import exact_auc
 from tritonemb.data.encode import feature_seed, hash_integers
-from tritonemb.data.protocol import Split
+from tritonemb.data.protocol import Batches, ReadReport, Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero
@@ -32,6 +34,11 @@ class Metrics:
         num_samples: rows evaluated.
         samples_per_second: speed of the evaluation, metrics not included; 0 where nothing was timed.
         num_skipped: bad rows that were left out.
+        best_threshold: the probability from which on rows count as clicks for the largest F1, the harmonic mean of
+            precision and recall.
+        best_f1: that F1.
+        calibration: of ten parts of the rows, as many each, by ascending probability: number of rows, mean probability,
+            share of clicks.
     """
 
     auc: float
@@ -40,6 +47,9 @@ class Metrics:
     num_samples: int
     samples_per_second: float = 0.0
     num_skipped: int = 0
+    best_threshold: float = math.nan
+    best_f1: float = math.nan
+    calibration: tuple[tuple[int, float, float], ...] = ()
 
 
 def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None) -> Metrics:
@@ -58,23 +68,81 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
     auc = exact_auc(logits, labels)
-    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), labels.numel() / seconds if seconds else 0.0)
+    speed = labels.numel() / seconds if seconds else 0.0
+    return Metrics(
+        auc, log_loss, log_loss / base_loss, labels.numel(), speed, 0, *best_threshold(logits, labels),
+        calibration_of(logits, labels),
+    )  # fmt: skip
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """float32 `[N]` of logits, by NumPy: torch computes what is left of a vector's width in another way."""
+    with np.errstate(over="ignore"):
+        return torch.from_numpy((1.0 / (1.0 + np.exp(-logits.detach().double().numpy()))).astype(np.float32))
+
+
+def best_threshold(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The probability from which on rows `[N]` count as clicks for the largest F1, and that F1; of several the largest
+    probability."""
+    ordered, order = logits.sort(descending=True)
+    clicks = labels[order].cumsum(0)
+    f1 = 2 * clicks / (torch.arange(1, len(clicks) + 1) + clicks[-1])
+    f1[:-1][ordered[:-1] == ordered[1:]] = 0.0  # between equal scores there is no threshold
+    best = int(f1.argmax())
+    return float(ordered[best].sigmoid()), float(f1[best])
+
+
+def calibration_of(logits: Tensor, labels: Tensor, parts: int = 10) -> tuple[tuple[int, float, float], ...]:
+    """Number of rows, mean probability and share of clicks of parts of the rows `[N]`, by ascending probability."""
+    ordered, order = logits.sort(stable=True)
+    pairs = zip(ordered.sigmoid().tensor_split(parts), labels[order].tensor_split(parts), strict=True)
+    return tuple((len(scores), float(scores.mean()), float(clicks.mean())) for scores, clicks in pairs if len(scores))
 
 
 def evaluate(state: TrainState, split: Split) -> Metrics:
     """See `Trainer.evaluate`."""
-    start, ranks, step = time.perf_counter(), state.ranks, state.step
-    with ranks.watched():
-        state.settle()  # its collectives and those of the evaluation must not mix
-        with state.open(split) as stream, state.steps(stream) as steps:
-            batches = (batch for each in steps for batch in take(each))
-            logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
-            skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
-        if (wrong := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
-            raise ValueError(f"{wrong:.0f} logits of the {split} rows are NaN: {cause}")
-        logits, labels = ranks.to_first(logits), ranks.to_first(labels)
-        metrics = on_rank_zero(ranks.control, lambda: binary_metrics(logits, labels, time.perf_counter() - start))
+    start = time.perf_counter()
+    with state.ranks.watched():
+        logits, labels, skipped = score(state, split)
+        metrics = on_rank_zero(state.ranks.control, lambda: binary_metrics(logits, labels, time.perf_counter() - start))
     return replace(metrics, num_skipped=skipped)
+
+
+def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
+    """Logits and labels `[N]` of a split, of all ranks' rows on the first one, and the number of bad rows left out."""
+    ranks, step = state.ranks, state.step
+    state.settle()  # its collectives and those of the evaluation must not mix
+    with state.open(split) as stream, state.steps(PaddedBatches(stream)) as steps:
+        batches = (batch for each in steps for batch in take(each))
+        logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
+        skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
+    if (wrong := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
+        raise ValueError(f"{wrong:.0f} logits of the {split} rows are NaN: {cause}")
+    return ranks.to_first(logits), ranks.to_first(labels), skipped
+
+
+class PaddedBatches(Batches):
+    """Batches of a stream, whose samples are padded so that a sample's logit does not depend on what is beside it."""
+
+    def __init__(self, stream: Batches) -> None:
+        self._stream = stream
+
+    @property
+    def position(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """Of the stream."""
+        return self._stream.position
+
+    @property
+    def report(self) -> ReadReport:  # type: ignore[override]
+        """Of the stream."""
+        return self._stream.report
+
+    def __next__(self) -> Batch:
+        return padded(next(self._stream))
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._stream.close()
 
 
 def warn_of_repeated_rows(state: TrainState, most: int = 1_000, among: int = 100_000) -> str:
@@ -114,7 +182,8 @@ def predict_logits(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, precision: Precision = "fp32",
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
+    """Logits and labels `[N]` of all samples that are not padding, on the CPU, by the model (or `forward`, compiled) in
+    evaluation mode."""
     modes = {module: module.training for module in model.modules()}  # of frozen ones another than the model's
     model.eval()
     # One tensor that grows: a small one kept from every batch would lie between the large ones that come and go, and
@@ -132,5 +201,6 @@ def predict_logits(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    logits, labels = found[:, :size].cpu()
+    found = found[:, :size].cpu()
+    logits, labels = found[:, ~found[1].isnan()]
     return logits, labels

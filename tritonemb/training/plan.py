@@ -15,7 +15,8 @@ from tritonemb.sharding.planner.calibrate import calibrate, describe
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.config import TrainConfig, load_toml, read_toml
-from tritonemb.training.job import build_model, joined, open_data
+from tritonemb.training.job import joined, open_data
+from tritonemb.training.run import build_model
 from tritonemb.types import TableConfig
 from tritonemb.utils import Options, did_you_mean, number, write_whole
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
@@ -25,7 +25,7 @@ from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import OffloadOptions, TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
-from tritonemb.training.metrics import Metrics, evaluate
+from tritonemb.training.metrics import Metrics, evaluate, probabilities, score
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
@@ -176,6 +176,15 @@ class Trainer(TrainerOptions):
     def evaluate(self, split: Split = "test") -> Metrics:
         """Metrics on the test rows, or on another split; ValueError if there are none, or a logit is NaN."""
         return evaluate(self.state, split)
+
+    def predict(self, split: Split = "test") -> Tensor:
+        """Click probabilities float32 `[N]` of a split's rows in their order; on several ranks those of all ranks' shards,
+        on the first rank. ValueError if there are none, or a logit is NaN."""
+        with self.state.ranks.watched():
+            logits = score(self.state, split)[0]
+        if wrong := int(logits.isnan().sum()):
+            raise ValueError(f"{wrong:,} logits of the {split} rows are NaN: training has diverged")
+        return probabilities(logits)
 
     def save(self) -> CheckpointSaved:
         """Write a checkpoint; ValueError if there is no folder, CheckpointError if it cannot be written."""

@@ -304,6 +304,7 @@ class CheckpointManager:
             "rng": generators[0],
             **({"rng_of_ranks": generators} if len(generators) > 1 else {}),
             "config": plain(state.config),
+            "reading": self._reading(),
         }
 
     def restore(self, checkpoint: str | Path) -> Path | None:
@@ -367,6 +368,15 @@ class CheckpointManager:
         marked = best is not None and best.name == f"best-{step}"
         if progress.best is not None and not marked and checkpoints.path(step).is_dir():
             checkpoints.mark_best(step)
+
+    def _reading(self) -> dict[str, Any]:
+        """What a model's rows are, and how those of a log are read; for `tritonemb.load_run`."""
+        state, data = self._state, self._state.data
+        found = {"features": data.features, "num_dense": data.num_dense, "precision": state.options.precision}
+        if isinstance(data, ClickLog):
+            from_text = data.text_schema() is not None or bool(state.config.get("converted"))
+            found |= {"read": replace(data.options, schema=data.schema), "from_text": from_text}
+        return dict(plain(found))
 
     def _run(self, data: Data) -> dict[str, Any]:
         state = self._state

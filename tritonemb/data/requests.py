@@ -1,0 +1,161 @@
+"""Raw values of a few rows, as a service has them, to what a model takes: the same numbers and ids as of a log's rows.
+
+A log is encoded column by column, which takes longer per column than per row; here all columns are hashed at once.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tritonemb.data.arrow import pa
+from tritonemb.data.batch import Array, Column, Rows, offsets_of
+from tritonemb.data.encode import (
+    INFINITE,
+    MISSING,
+    Numbering,
+    feature_seed,
+    hash_integers,
+    hash_strings,
+    ids_of,
+    scaled,
+)
+from tritonemb.data.protocol import Feature
+from tritonemb.data.schema import CATEGORIES, Schema, shown
+from tritonemb.utils import did_you_mean, listed
+
+_DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,8}")
+
+
+class RequestEncoder:
+    """Rows as dictionaries of raw values to `Rows`, as `ClickLog.encode` makes them of a log.
+
+    A value is a number, a string, None or NaN where it is missing, or of a multi-hot feature a list. Where a model was
+    trained with integers, decimal strings count as such. Other columns than the model's are ignored.
+
+    Args:
+        schema: with all columns filled in.
+        features: of the model.
+        numberings: of the features, by name.
+        from_text: whether the model was trained on text: an empty string is missing then, and Criteo's categories are
+            hexadecimal digits.
+    """
+
+    def __init__(
+        self, schema: Schema, features: Sequence[Feature], numberings: Mapping[str, Numbering], from_text: bool = False
+    ) -> None:
+        self.schema, self.features, self._numberings, self._from_text = schema, tuple(features), numberings, from_text
+        self._seeds = np.array([feature_seed(feature.name) for feature in features], dtype=np.uint64)
+        self._sizes = np.array([feature.num_embeddings for feature in features])
+        self._logarithmic = np.array([schema.is_logarithmic(name) for name in schema.dense], dtype=bool)
+        self._clamped = np.array([schema.clamps(name) for name in schema.dense], dtype=bool)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Rows:
+        """The rows, with labels of 0. ValueError names row, column and value that cannot be encoded."""
+        dense = torch.from_numpy(self._dense(rows))
+        # Values of all features side by side, by feature, then row.
+        values, places, counts = list[Any](), list[int](), list[list[int]]()
+        for place, feature in enumerate(self.features):
+            of_rows = [self._items(row, number, feature) for number, row in enumerate(rows)]
+            values += [value for items in of_rows for value in items]
+            counts.append([len(items) for items in of_rows])
+            places += [place] * sum(counts[-1])
+        ids = self._ids(values, np.array(places, dtype=np.int64))
+        ends = np.cumsum([0, *(sum(of_rows) for of_rows in counts)])
+        columns = []
+        for place, feature in enumerate(self.features):
+            offsets = torch.from_numpy(offsets_of(np.array(counts[place]))) if feature.multi_hot else None
+            columns.append(Column(torch.from_numpy(ids[ends[place] : ends[place + 1]]), offsets))
+        return Rows(dense, tuple(columns), torch.zeros(len(rows)))
+
+    def _dense(self, rows: Sequence[Mapping[str, Any]]) -> Array:
+        names = self.schema.dense
+        numbers = np.zeros((len(rows), len(names)))
+        for number, row in enumerate(rows):
+            for place, name in enumerate(names):
+                value = self._value(row, number, name)
+                if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+                    if value is not None:
+                        raise self._error(number, name, value, "a number or nothing")
+                elif not math.isnan(value := float(value)):
+                    numbers[number, place] = value
+        wrong = {
+            "a finite number or nothing": np.isinf(numbers),
+            "a number that fits float32": ~self._logarithmic & (np.abs(numbers) >= INFINITE),
+            "0 or more under log_transform, or clamp_negative": self._logarithmic & ~self._clamped & (numbers < 0),
+        }
+        for what, bad in wrong.items():
+            if bad.any():
+                number, place = np.argwhere(bad)[0].tolist()
+                raise self._error(number, names[place], numbers[number, place], what)
+        found: Array = scaled(numbers, False)
+        found[:, self._logarithmic] = scaled(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
+        return found
+
+    def _items(self, row: Mapping[str, Any], number: int, feature: Feature) -> Sequence[Any]:
+        """The values of a row: strings as bytes, integers, None where they are missing."""
+        value = self._value(row, number, feature.name)
+        if not feature.multi_hot:
+            return (self._item(value, number, feature),)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return ()
+        if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
+            raise self._error(number, feature.name, value, "a list of values, or nothing")
+        return [self._item(item, number, feature) for item in value]
+
+    def _item(self, value: Any, number: int, feature: Feature) -> Any:
+        if value is None or (isinstance(value, float) and math.isnan(value)) or (self._from_text and value == ""):
+            return None
+        if isinstance(value, str | bytes):
+            text = value.decode(errors="surrogateescape") if isinstance(value, bytes) else value
+            if feature.kind != "integers":
+                return text.encode(errors="surrogateescape")
+            if self._from_text and feature.name in CATEGORIES and self.schema.sparse == CATEGORIES:
+                if _HEXADECIMAL.fullmatch(text):
+                    return int(text, 16)
+                raise self._error(number, feature.name, value, "up to 8 hexadecimal digits or nothing")
+            if _DECIMAL.fullmatch(text) and -(1 << 63) <= int(text) < 1 << 63:
+                return int(text)
+            raise self._error(number, feature.name, value, "an integer or nothing, as in training")
+        try:
+            integer = operator.index(value)
+        except TypeError:
+            raise self._error(number, feature.name, value, "an integer, a string or nothing") from None
+        if feature.kind == "strings":
+            raise self._error(number, feature.name, value, "a string or nothing, as in training")
+        return integer
+
+    def _ids(self, values: Sequence[Any], places: Array) -> Array:
+        dynamic = self.schema.dynamic
+        hashes, present = np.zeros(len(values), np.uint64), np.array([value is not None for value in values], bool)
+        is_text = np.array([isinstance(value, bytes) for value in values], dtype=bool)
+        texts, at = [value for value in values if isinstance(value, bytes)], np.flatnonzero(is_text)
+        if texts:
+            offsets = offsets_of(np.array([len(text) for text in texts]))
+            hashes[at] = hash_strings(np.frombuffer(b"".join(texts), np.uint8), offsets, self._seeds[places[at]])
+        if len(at := np.flatnonzero(present & ~is_text)):
+            numbers = np.array([values[place] & 0xFFFFFFFFFFFFFFFF for place in at.tolist()], dtype=np.uint64)
+            hashes[at] = numbers if dynamic else hash_integers(numbers, self._seeds[places[at]])
+        if dynamic:
+            return np.where(present, hashes.view(np.int64), MISSING)
+        ids = np.where(present, ids_of(hashes, self._sizes[places]), np.int32(0))
+        for place, feature in enumerate(self.features) if self.schema.vocabulary is not None else ():
+            begin, end = np.searchsorted(places, [place, place + 1])
+            array = pa.array(values[begin:end], pa.string() if is_text[begin:end].any() else pa.int64())
+            ids[begin:end] = self._numberings[feature.name].ids(array, feature.kind)
+        return ids
+
+    def _value(self, row: Mapping[str, Any], number: int, name: str) -> Any:
+        if name not in row:
+            raise ValueError(
+                f"row {number}: column {name!r} is not there; columns: {listed(row)}{did_you_mean(name, row)}; give "
+                "None where a value is missing"
+            )
+        return row[name]
+
+    def _error(self, number: int, name: str, value: Any, expected: str) -> ValueError:
+        return ValueError(f"row {number}: column {name!r} is {shown(value)}, expected {expected}")

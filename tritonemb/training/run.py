@@ -1,0 +1,270 @@
+"""A run as an object: its model, how it reads rows, scores and metrics of any rows, rows of its tables."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tritonemb.data import open_dataset, open_for_scoring
+from tritonemb.data.batch import BATCH_MULTIPLE, LARGE_BATCH, Batch, Column, Rows, cut, padded
+from tritonemb.data.click_log import ClickLog, digest_of_vocabulary, encoding_of
+from tritonemb.data.encode import numberings
+from tritonemb.data.protocol import Data, Feature, tables_of
+from tritonemb.data.requests import RequestEncoder
+from tritonemb.data.schema import CRITEO, LogOptions
+from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.nn import DLRM, DCNv2
+from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.registry import check_errors
+from tritonemb.optimizers import OPTIMIZERS, Optimizer
+from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.manager import load_model
+from tritonemb.training.config import TrainConfig, from_plain
+from tritonemb.training.doctor import check_device
+from tritonemb.training.metrics import Metrics, binary_metrics, probabilities
+from tritonemb.training.step import logits_of
+from tritonemb.types import TableConfig
+
+TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
+TRAINING_SECTIONS = "schedule evaluation checkpoint output profile parallel server offload"
+READING = "features", "num_dense", "read", "precision"
+DATASETS = "movielens-100k", "synthetic", "adult"  # rows of which are encoded as a whole
+NOT_OF_A_MODEL = (*TRAINING_SECTIONS.split(), "converted", "features", "num_dense")
+MakeModel = Callable[[], nn.Module]
+
+
+def load_run(path: str | Path, *, model: nn.Module | MakeModel | None = None, device: str = "cpu") -> "Run":
+    """Load what a run has trained: its best checkpoint, or its newest if none is marked best.
+
+    Tables on embedding servers are read from the checkpoint into memory.
+
+    Args:
+        path: the folder of a run of `tritonemb train` or of a `te.Trainer`, or a checkpoint.
+        model: of a `te.Trainer`'s run: a model as it was made for training, or a function that makes it.
+        device: where to compute.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no checkpoint, it is damaged, or it does not fit the model.
+    """
+    path = Path(path)
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
+        path = folder.best() or folder.latest() or path
+    manifest = read_manifest(path)
+    config, options, target = manifest["config"], None, check_device(device)
+    reading = manifest.get("reading") or {name: config[name] for name in READING if name in config}
+    if "embedding_dim" in config:
+        values = {name: value for name, value in config.items() if name not in NOT_OF_A_MODEL}
+        values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
+        options = replace(from_plain(values, TrainConfig(), str(path)), device=device)
+    kinds = manifest["run"].get("kinds", {})
+    features = tuple(Feature(**each | {"kind": kinds.get(each["name"], "")}) for each in reading.get("features", ()))
+    if model is None and (options is None or not features):
+        raise ValueError(
+            f"{path} was not written by tritonemb train, so nothing says how to build its model: load_run(path, "
+            "model=...) takes the model, or a function that makes it; a command takes --model MODULE:FUNCTION"
+        )
+    if model is None:
+        assert options is not None
+        model = build_model(options, features, reading["num_dense"])
+    model = model if isinstance(model, nn.Module) else model()
+    load_model(path, model.to(target), {}, stored_tensors(path), TRAINING_ONLY)
+    return Run(path, model.eval(), manifest, reading, features, options, target)
+
+
+def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
+    """The model of a config, with one table for each feature."""
+    tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
+    options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
+    if config.model == "dcnv2":
+        return DCNv2(tables, num_dense, **options)
+    return DLRM(tables, num_dense, bottom_mlp=config.bottom_mlp, **options)
+
+
+def build_optimizer(config: TrainConfig) -> Optimizer:
+    """The tables' fused optimizer."""
+    return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
+
+
+class Run:
+    """A trained model and how its rows are read; see `load_run`.
+
+    Attributes:
+        path: of the checkpoint.
+        model: in evaluation mode.
+        features: its categorical features.
+        schema: which columns of a row are what; None where the model was not trained on a log.
+        options: of `tritonemb train`; None for a run of a `te.Trainer`.
+        metrics: on the test rows of the run, by name, as far as they were evaluated.
+    """
+
+    def __init__(
+        self, path: Path, model: nn.Module, manifest: Mapping[str, Any], reading: Mapping[str, Any],
+        features: tuple[Feature, ...], options: TrainConfig | None, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.path, self.model, self.features, self.options, self._device = path, model, features, options, device
+        self._precision = reading.get("precision", "fp32")
+        self._encoding, self._kinds = manifest["run"].get("encoding", ""), manifest["run"].get("kinds", {})
+        is_log = reading.get("read") and (options is None or options.data not in DATASETS)
+        self._read = from_plain(reading["read"], LogOptions(), str(path)) if is_log else None
+        self._from_text, self._num_dense = reading.get("from_text", False), reading.get("num_dense", 0)
+        schema = None if self._read is None else self._read.schema
+        if schema is not None and not schema.label:
+            schema = replace(schema, label=CRITEO.label, dense=CRITEO.dense, sparse=CRITEO.sparse)
+        self.schema = schema
+
+    def predict(self, rows: Any, *, batch_size: int = 8192) -> Any:
+        """Click probabilities, a float for one row, else float32 `[N]`, NumPy's. A row has the same bits whatever is
+        beside it, on a CPU.
+
+        Args:
+            rows: a dictionary of raw values by column, or a list of such; a data frame; or the path or URI of a log.
+            batch_size: rows at a time, at most.
+
+        Raises:
+            ValueError, FileNotFoundError: the rows cannot be read; names column, row and value.
+        """
+        if isinstance(rows, Mapping):
+            return float(self._scores(self._encode([rows]), batch_size)[0])
+        if isinstance(rows, list | tuple):
+            return self._scores(self._encode(rows), batch_size).numpy()
+        return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
+
+    def score_log(
+        self, data: Any, kept: Sequence[str] = (), batch_size: int = 8192
+    ) -> Iterator[tuple[list[Any], Tensor]]:
+        """Blocks of a log's rows, in their order: the `pyarrow` columns to be `kept`, and scores `[n]`."""
+        log = self.open_log(data, tuple(kept))
+        with closing(log.scan("test", lambda read: ([*map(read.column, kept)], log.encode(read)))) as blocks:
+            for block in blocks:
+                if block.report.rows:
+                    columns, rows = block.rows
+                    yield columns, self._scores(rows, batch_size)
+
+    def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
+        """Metrics of rows with labels: of a log or a data frame, or by default of the run's own test rows."""
+        if data is None:
+            if self.options is None:
+                raise ValueError(f"{self.path} was not written by tritonemb train: give evaluate the rows")
+            options = self.options
+            own: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
+            own = own.read_as(self._kinds, self._encoding) if isinstance(own, ClickLog) else own
+            with own.open("test", batch_size) as stream:
+                logits, labels = self._logits(stream)
+            return binary_metrics(logits, labels)
+        log = self.open_log(data, labelled=True)
+        with closing(log.scan("test", log.encode)) as blocks:
+            batches = (batch for block in blocks if block.report.rows for batch in self._cut(block.rows, batch_size))
+            logits, labels = self._logits(batches)
+        return binary_metrics(logits, labels)
+
+    @cached_property
+    def tables(self) -> dict[str, "RunTable"]:
+        """The model's tables by name."""
+        collections = (module for module in self.model.modules() if isinstance(module, TableCollection))
+        return {config.name: RunTable(each, config, self._device) for each in collections for config in each.configs}
+
+    def open_log(self, data: Any, kept: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
+        """See `open_for_scoring`; ValueError if a row would become other ids than in training."""
+        if self._read is None:
+            raise self._no_schema()
+        # A row that is left out would give all later ones another row's score.
+        log = open_for_scoring(data, replace(self._read, on_bad_row="raise"), self.features, kept, labelled)
+        log = log.read_as(self._kinds, self._encoding)
+        self._check_encoding(log.encoding, log.name)
+        return log
+
+    def _no_schema(self) -> ValueError:
+        return ValueError(
+            f"{self.path} was trained on rows that were encoded already, so raw rows cannot be scored; call "
+            "run.model(dense, sparse), or evaluate() its test rows"
+        )
+
+    def _check_encoding(self, encoding: str, name: str) -> None:
+        if encoding != self._encoding:
+            raise ValueError(
+                f"{name} would be numbered otherwise than in training, so its ids would mean something else: the "
+                "vocabulary file has changed since, or the columns are others"
+            )
+
+    @cached_property
+    def _encode(self) -> RequestEncoder:
+        if self.schema is None:
+            raise self._no_schema()
+        schema, vocabulary = self.schema, digest_of_vocabulary(self.schema)
+        if schema.log_transform is None and encoding_of(schema, self.features, vocabulary) != self._encoding:
+            schema = replace(schema, log_transform=True, clamp_negative=True)  # once the default
+        self._check_encoding(encoding_of(schema, self.features, vocabulary), "a row")
+        return RequestEncoder(schema, self.features, numberings(schema), self._from_text)
+
+    @cached_property
+    def _request_size(self) -> int:
+        """The least number of samples among which one's logit has the bits that it has among many; found by trying."""
+        generator = torch.Generator().manual_seed(0)
+        columns = tuple(
+            Column(
+                torch.randint(feature.num_embeddings, (LARGE_BATCH,), generator=generator),
+                torch.arange(LARGE_BATCH + 1),
+            )
+            if feature.multi_hot
+            else Column(torch.randint(feature.num_embeddings, (LARGE_BATCH,), generator=generator))
+            for feature in self.features
+        )
+        rows = Rows(torch.randn(LARGE_BATCH, self._num_dense, generator=generator), columns, torch.zeros(LARGE_BATCH))
+        expected = self._logits(self._cut(rows, LARGE_BATCH))[0]
+        sizes = [1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, LARGE_BATCH.bit_length())]
+        tries = (torch.equal(self._logits(self._cut(rows.slice(0, n), n), n)[0], expected[:n]) for n in sizes)
+        return next(size for size, is_equal in zip(sizes, tries, strict=True) if is_equal or size == LARGE_BATCH)
+
+    def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
+        keys = tuple(feature.name for feature in self.features)
+        return (cut(rows, keys, slice(at, min(at + batch_size, len(rows)))) for at in range(0, len(rows), batch_size))
+
+    def _scores(self, rows: Rows, batch_size: int) -> Tensor:
+        logits = self._logits(
+            self._cut(rows, batch_size), self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
+        )[0]
+        if wrong := int(logits.isnan().sum()):
+            raise ValueError(f"{self.path} gives {wrong:,} rows no score but NaN: it had diverged; use another one")
+        return probabilities(logits)
+
+    @torch.no_grad()
+    def _logits(self, batches: Iterable[Batch], least: int = LARGE_BATCH) -> tuple[Tensor, Tensor]:
+        """Logits and labels `[N]`, on the CPU; batches are padded to `least` samples."""
+        logits, labels = [torch.empty(0)], [torch.empty(0)]
+        for batch in batches:
+            whole = padded(batch, least).to(self._device)
+            logits.append(logits_of(self.model, whole, self._precision, self._device)[: len(batch)].cpu())
+            labels.append(batch.labels)
+        check_errors(self._device)
+        return torch.cat(logits), torch.cat(labels)
+
+
+class RunTable:
+    """A table of a model, to be read by id.
+
+    Attributes:
+        config: of the table.
+    """
+
+    def __init__(self, collection: TableCollection, config: TableConfig, device: torch.device) -> None:
+        self.config, self._collection, self._device = config, collection, device
+
+    @torch.no_grad()
+    def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
+        """`[N, embedding_dim]`: rows of ids, wherever the table is; of a dynamic table initial values of ids without a
+        row. ValueError names an id that is out of range."""
+        ids = torch.as_tensor(ids, dtype=torch.int64, device=self._device)
+        keys, (feature, *_) = self._collection.feature_names, self.config.feature_names
+        lengths = torch.zeros(len(keys), len(ids), dtype=torch.int64, device=self._device)
+        lengths[keys.index(feature)] = 1
+        result = self._collection(KeyedJaggedTensor(list(keys), ids, lengths=lengths))
+        if isinstance(result, Tensor):
+            names = [name for config in self._collection.configs for name in config.feature_names]
+            return result.split(self._collection.embedding_dims, dim=1)[names.index(feature)]
+        return result[feature].values()
