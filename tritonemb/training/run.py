@@ -205,21 +205,15 @@ class Run:
     @cached_property
     def _request_size(self) -> int:
         """The least number of samples among which one's logit has the bits that it has among many; found by trying."""
-        generator = torch.Generator().manual_seed(0)
-        columns = tuple(
-            Column(
-                torch.randint(feature.num_embeddings, (LARGE_BATCH,), generator=generator),
-                torch.arange(LARGE_BATCH + 1),
-            )
-            if feature.multi_hot
-            else Column(torch.randint(feature.num_embeddings, (LARGE_BATCH,), generator=generator))
-            for feature in self.features
-        )
-        rows = Rows(torch.randn(LARGE_BATCH, self._num_dense, generator=generator), columns, torch.zeros(LARGE_BATCH))
-        expected = self._logits(self._cut(rows, LARGE_BATCH))[0]
-        sizes = [1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, LARGE_BATCH.bit_length())]
+        size, generator, columns = LARGE_BATCH, torch.Generator().manual_seed(0), list[Column]()
+        for feature in self.features:
+            ids = torch.randint(feature.num_embeddings, (size,), generator=generator)
+            columns.append(Column(ids, torch.arange(size + 1) if feature.multi_hot else None))
+        rows = Rows(torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size))
+        expected = self._logits(self._cut(rows, size))[0]
+        sizes = [1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length())]
         tries = (torch.equal(self._logits(self._cut(rows.slice(0, n), n), n)[0], expected[:n]) for n in sizes)
-        return next(size for size, is_equal in zip(sizes, tries, strict=True) if is_equal or size == LARGE_BATCH)
+        return next(least for least, is_equal in zip(sizes, tries, strict=True) if is_equal or least == size)
 
     def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys = tuple(feature.name for feature in self.features)

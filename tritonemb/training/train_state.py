@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from tritonemb.data.batch import LARGE_BATCH, Batch, BatchLayout
+from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
@@ -115,10 +115,8 @@ class TrainState:
     def open(self, split: Split, training: bool = False) -> Batches:
         """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
         options, progress = self.options, self.progress
-        # An evaluation takes several batches at once where these are small, see `PaddedBatches`.
-        batch_size = options.batch_size * (1 if training else -(-LARGE_BATCH // options.batch_size))
         return open_shards(
-            self.data, split, batch_size, self.ranks.rank, self.ranks.size,
+            self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
             positions=progress.position if training else None, pin_memory=self.device.type == "cuda",
             workers=self._workers, seed=options.seed, epoch=progress.epoch, shuffle=training,
         )  # fmt: skip

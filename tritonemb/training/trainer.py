@@ -178,8 +178,8 @@ class Trainer(TrainerOptions):
         return evaluate(self.state, split)
 
     def predict(self, split: Split = "test") -> Tensor:
-        """Click probabilities float32 `[N]` of a split's rows in their order; on several ranks those of all ranks' shards,
-        on the first rank. ValueError if there are none, or a logit is NaN."""
+        """Click probabilities float32 `[N]` of a split's rows in their order; on several ranks those of all shards, on
+        the first rank. ValueError if there are none, or a logit is NaN."""
         with self.state.ranks.watched():
             logits = score(self.state, split)[0]
         if wrong := int(logits.isnan().sum()):

@@ -1,0 +1,222 @@
+"""A run that is loaded: scores, metrics and rows of tables, the same from every kind of rows."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tests.helpers import fewer
+from tritonemb.cli import main
+from tritonemb.data import LogOptions, Schema, from_dataframe
+from tritonemb.data.arrow import pa, parquet
+from tritonemb.data.batch import Rows
+from tritonemb.data.encode import numberings
+from tritonemb.data.protocol import Feature
+from tritonemb.data.requests import RequestEncoder
+from tritonemb.training.callbacks.jsonl import read_run_log
+from tritonemb.training.metrics import best_threshold, calibration_of
+from tritonemb.training.score import PredictOptions, predict
+
+pytestmark = pytest.mark.public
+
+COLUMNS = ("--label", "click", "--dense", "price", "age", "--sparse", "user", "item", "tags")
+SMALL = (
+    "--embedding-dim", 8, "--bottom-mlp", 16, "--top-mlp", 16, "--batch-size", 64, "--embedding-lr", 0.2,
+    "--list-separator", "|", "--lists", "tags", "--integers", "item", "--epochs", 1,
+)  # fmt: skip
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict[str, object]]:
+    """Rows with missing values of every kind, whose label depends on the user."""
+    chance, rows = random.Random(seed), list[dict[str, object]]()
+    for _ in range(count):
+        user = chance.randrange(40)
+        rows.append({
+            "click": int(chance.random() < 0.15 + 0.7 * (user % 2)),
+            "price": round(chance.random() * 50, 2) if chance.random() > 0.1 else None,
+            "age": chance.randrange(80),
+            "user": f"ü{user}" if chance.random() > 0.05 else None,
+            "item": chance.randrange(-5, 30) if chance.random() > 0.05 else None,
+            "tags": [chance.choice("abc") for _ in range(chance.randrange(4))],
+        })  # fmt: skip
+    return rows
+
+
+def write_csv(path: Path, rows: list[dict[str, object]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**row, "tags": "|".join(row["tags"])})  # type: ignore[arg-type]
+    return path
+
+
+def frame_of(rows: list[dict[str, object]]) -> object:
+    return pa.Table.from_pylist([{**row, "tags": row["tags"] or None} for row in rows])
+
+
+KINDS = {
+    "static": (),
+    "dynamic": ("--dynamic", "--num-embeddings", 500),
+    "host": ("--placement", "host", "--placed-rows", 0, "--cache-rows", 60),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, tmp_path_factory) -> tuple[Path, list[dict[str, object]]]:
+    folder, rows = tmp_path_factory.mktemp("run"), make_rows(600)
+    data = write_csv(folder / "clicks.csv", rows)
+    options = (*COLUMNS, *SMALL, *KINDS[request.param])
+    assert run("train", "--data", data, "--out", folder / "run", *options) == 0
+    return folder, rows
+
+
+def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
+    folder, rows = trained
+    held = te.load_run(folder / "run")
+    scores = held.predict(folder / "clicks.csv")
+    assert scores.dtype == np.float32
+    assert len(np.unique(scores)) > 100
+    asked = [{name: value for name, value in row.items() if name != "click"} for row in rows]
+    assert np.array_equal(held.predict(asked), scores)
+    assert np.array_equal(held.predict(frame_of(rows)), scores)
+    parquet.write_table(frame_of(rows), tmp_path / "clicks.parquet")
+    assert np.array_equal(held.predict(str(tmp_path / "clicks.parquet"), batch_size=37), scores)
+    assert [held.predict(row) for row in asked[:40]] == scores[:40].tolist()
+    out = tmp_path / "scores.parquet"
+    predict(PredictOptions(checkpoint=folder / "run", data=str(folder / "clicks.csv"), out=out))
+    assert parquet.read_table(out)["score"].to_pylist() == scores.tolist()
+
+
+def test_metrics_are_those_that_the_run_has_reported(trained):
+    folder, rows = trained
+    held = te.load_run(folder / "run")
+    assert held.evaluate() == held.evaluate(frame_of(rows[-100:]))
+    reported = read_run_log(folder / "run" / "log.jsonl")[-1]["test"]
+    metrics = held.evaluate()
+    for name in ("auc", "log_loss", "normalized_entropy", "num_samples", "best_threshold", "best_f1"):
+        assert getattr(metrics, name) == reported[name]
+    assert metrics.auc > 0.7
+
+
+def test_rows_of_tables_are_read_by_id(trained):
+    folder, _ = trained
+    held = te.load_run(folder / "run")
+    ids = torch.tensor([3, 1, 3])
+    rows = held.tables["user"].lookup(ids)
+    assert rows.shape == (3, 8)
+    assert torch.equal(rows[0], rows[2])
+    table = held.model.embeddings["user"]
+    if held.tables["user"].config.is_dynamic:
+        known = table.ids()[:5]
+        assert torch.equal(held.tables["user"].lookup(known), table.lookup(known))
+    elif held.tables["user"].config.placement == "device":
+        assert torch.equal(rows, table.weight[ids])
+        with pytest.raises(ValueError, match="user"):
+            held.tables["user"].lookup([10**6])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"price": "cheap"}, r"row 1: column 'price' is 'cheap', expected a number or nothing"),
+        ({"price": float("inf")}, r"row 1: column 'price' is 'inf', expected a finite number or nothing"),
+        ({"user": 5}, r"row 1: column 'user' is '5', expected a string or nothing, as in training"),
+        ({"item": "x"}, r"row 1: column 'item' is 'x', expected an integer or nothing, as in training"),
+        ({"item": 1.5}, r"row 1: column 'item' is '1.5', expected an integer, a string or nothing"),
+        ({"tags": "a"}, r"row 1: column 'tags' is 'a', expected a list of values, or nothing"),
+    ],
+)
+def test_what_cannot_be_encoded_is_named(trained, change, message):
+    row = {"price": 1.0, "age": 3, "user": "ü1", "item": 2, "tags": ["a"]}
+    held = te.load_run(trained[0] / "run")
+    with pytest.raises(ValueError, match=message):
+        held.predict([row, row | change])
+    with pytest.raises(ValueError, match=r"row 0: column 'user' is not there; .* give None where a value is missing"):
+        held.predict({name: value for name, value in row.items() if name != "user"})
+    assert held.predict(row | {"item": "2", "other": object()}) == held.predict(row)
+
+
+def test_a_run_of_a_trainer_is_loaded_with_its_model(tmp_path):
+    schema = Schema("click", ("price", "age"), ("user", "item", "tags"), num_embeddings=100)
+    data = from_dataframe(frame_of(make_rows(400)), LogOptions(schema=schema))
+
+    def make_model() -> torch.nn.Module:
+        return te.nn.DLRM(data.tables(8), 2, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
+
+    trainer = te.Trainer(make_model(), data, folder=tmp_path / "run", batch_size=50, verbose=False)
+    trainer.fit()
+    with pytest.raises(ValueError, match=r"was not written by tritonemb train.*model=\.\.\."):
+        te.load_run(tmp_path / "run")
+    held = te.load_run(tmp_path / "run", model=make_model)
+    test_rows = frame_of(make_rows(400)).slice(400 - len(trainer.predict()))
+    assert np.array_equal(held.predict(test_rows), trainer.predict("test").numpy())
+    assert held.evaluate(test_rows).auc == trainer.evaluate().auc
+
+
+values = st.one_of(st.none(), st.text(max_size=20), st.integers(-(2**63), 2**63 - 1))
+
+
+@settings(max_examples=fewer(60, 15))
+@given(
+    texts=st.lists(st.one_of(st.none(), st.text(max_size=20)), min_size=1, max_size=5),
+    integers=st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), min_size=5, max_size=5),
+    lists=st.lists(st.one_of(st.none(), st.lists(st.text(max_size=9), max_size=3)), min_size=5, max_size=5),
+    numbers=st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6, width=32)), min_size=5, max_size=5),
+    dynamic=st.booleans(),
+    logarithmic=st.booleans(),
+)
+def test_requests_are_encoded_as_rows_of_a_log(texts, integers, lists, numbers, dynamic, logarithmic):
+    schema = Schema("y", ("n",), ("s", "i", "l"), logarithmic, 1_000, dynamic=dynamic, clamp_negative=True)
+    columns = {"n": numbers, "s": texts, "i": integers, "l": lists}
+    rows = [dict(zip(columns, row, strict=False)) for row in zip(*columns.values(), strict=False)]
+    kinds = {"n": pa.float64(), "s": pa.string(), "i": pa.int64(), "l": pa.list_(pa.string())}
+    table = pa.table({name: pa.array([row[name] for row in rows], kind) for name, kind in kinds.items()})
+    features = tuple(Feature(n, 1_000, n == "l", dynamic, "integers" if n == "i" else "strings") for n in "sil")
+    log = te.data.open_for_scoring(table, LogOptions(schema=schema), features)
+    (block,) = log.scan("test", log.encode)
+    encoded = RequestEncoder(schema, features, numberings(schema))(rows)
+    assert_equal(encoded, block.rows)
+
+
+def assert_equal(one: Rows, other: Rows) -> None:
+    assert torch.equal(one.dense, other.dense)
+    for left, right in zip(one.columns, other.columns, strict=True):
+        assert torch.equal(left.values, right.values)
+        assert (left.offsets is None) == (right.offsets is None)
+        assert left.offsets is None or torch.equal(left.offsets, right.offsets)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
+def test_the_best_threshold_has_the_largest_f1_of_all(pairs):
+    logits = torch.tensor([float(logit) for logit, _ in pairs], dtype=torch.float64)
+    labels = torch.tensor([float(label) for _, label in pairs], dtype=torch.float64)
+    threshold, f1 = best_threshold(logits, labels)
+
+    def f1_at(chosen: torch.Tensor) -> float:
+        total = float(chosen.sum() + labels.sum())
+        return 2 * float(labels[chosen].sum()) / total if total else 0.0
+
+    assert f1 == pytest.approx(max(f1_at(logits >= logit) for logit in logits.unique()), rel=1e-12)  # sums of float64
+    assert f1_at(logits.sigmoid() >= threshold) == pytest.approx(f1, rel=1e-12)
+
+
+def test_a_calibration_curve_has_ten_parts_of_all_rows():
+    logits, labels = torch.arange(25.0, dtype=torch.float64) / 5, (torch.arange(25) % 2).double()
+    parts = calibration_of(logits, labels)
+    assert [size for size, _, _ in parts] == [3] * 5 + [2] * 5
+    assert [rate for _, _, rate in parts][:2] == [pytest.approx(1 / 3), pytest.approx(2 / 3)]
+    assert [score for _, score, _ in parts] == sorted(score for _, score, _ in parts)
+    assert parts[0][1] == pytest.approx(float(logits[:3].sigmoid().mean()))
