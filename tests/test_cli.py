@@ -479,7 +479,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["tain"], "unknown command 'tain'; did you mean 'train'?"),
         (
             ["xyz"],
-            "unknown command 'xyz'; there are train, predict, evaluate, vocab, convert, serve, server, plan, cal",
+            "unknown command 'xyz'; there are train, predict, evaluate, vocab, convert, serve, server, plan, ca",
         ),
         (["train", "--data", "nowhere.txt"], "'nowhere.txt' is neither a file or folder nor one of the data sets"),
         (["train", "--data", "criteo-kaggle"], "data set 'criteo-kaggle' needs a path"),
