@@ -15,7 +15,7 @@ from torch import nn
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
 from tritonemb.flight import ROOTS, TOKEN, full_address
-from tritonemb.server.client import CollectionClient, Connection, WholeTables
+from tritonemb.server.client import CollectionClient, Connection, ReadingClient, WholeTables
 from tritonemb.server.held_rows import HeldRows, ShardedRows
 from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer, LogMode
@@ -24,7 +24,7 @@ from tritonemb.server.transport import FlightTransport, LocalTransport, Transpor
 from tritonemb.tables.cached_server_table import ParallelModel, ShardedServerTables
 from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
-from tritonemb.utils import Closing, on_error
+from tritonemb.utils import Closing, listed, on_error
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,32 @@ def attach(
             tables.attach(client)
     if group.size > 1:
         group.all_gather_object(None)  # nobody pulls before all are there
+
+
+def attach_for_reading(model: nn.Module, servers: Servers) -> None:
+    """Let a model read rows of its tables from the servers of a run, as they are now; it cannot be trained.
+
+    Rows that trainers hold, as without staleness, are on servers after a checkpoint or a `flush`.
+
+    Raises:
+        ValueError: the model has no tables on servers, or these servers do not have them, or in another order.
+    """
+    if not (collections := collections_on_servers(model)):
+        raise ValueError("the model has no tables on embedding servers, so leave servers out")
+    for name, tables in collections.items():
+        answers = [connection.ask("spec", collection=name) for connection in servers.connections]
+        shapes = [(config.name, config.num_embeddings, config.embedding_dim) for config in tables.configs]
+        spec = CollectionSpec.from_json(answers[0]["spec"]) if "spec" in answers[0] else None
+        if (
+            spec is None
+            or [answer.get("server") for answer in answers] != list(range(len(spec.owners[0])))
+            or [(table.name, table.num_embeddings, table.embedding_dim) for table in spec.tables] != shapes
+        ):
+            raise ValueError(
+                f"these {len(servers)} embedding servers are not those that have tables {listed(s[0] for s in shapes)} "
+                f"of {name!r}, in the order in which the trainer was given them; without servers= a checkpoint is read"
+            )
+        tables.attach(ReadingClient(servers.connections, name, spec, 0, [None] * len(spec.tables)))
 
 
 def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedServerTables]:

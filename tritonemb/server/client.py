@@ -324,15 +324,20 @@ class CollectionClient(WholeTables, RowService):
         # anything else, and while this trainer waits.
         self.dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()
         self.restored = 0  # how often; what was pulled before is not pushed any more
-        servers, values = range(len(self._connections)), {"spec": asdict(spec)}
+        servers = range(len(self._connections))
         self._owners = [None if len(servers) == 1 else torch.tensor(of_table) for of_table in spec.owners]
         self._has = [spec.numbers_on(server) for server in servers]
+        self._register()
+        self.caches = [TrainerCache(*each) for each in zip(spec.tables, caches, strict=True)] if any(caches) else []
+
+    def _register(self) -> None:
+        """Become a trainer of the collection, which servers create if they do not have it."""
         for connection in self._connections:
-            connection.register(name, rank)
+            connection.register(self._name, self.rank)
+        values, servers = {"spec": asdict(self.spec)}, range(len(self._connections))
         made = [found for found, _ in wait([self._submit(n, "create", {**values, "server": n}) for n in servers])]
         self._complete = all(found["complete"] for found in made) and len({found["pulls"] for found in made}) == 1
         self._batch = self._pushed = made[0]["pulls"]  # of an earlier run
-        self.caches = [TrainerCache(*each) for each in zip(spec.tables, caches, strict=True)] if any(caches) else []
 
     def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         return self._connections[server].submit(op, {"collection": self._name, "rank": self.rank, **values}, tensors)
@@ -450,6 +455,23 @@ class CollectionClient(WholeTables, RowService):
     def flush(self) -> None:
         self.push_dropped()
         self._ask_all("flush", {"steps": self.steps}, rank=self.rank)
+
+
+class ReadingClient(CollectionClient):
+    """The rows of a collection's tables as they are on servers now, for a process that does not train."""
+
+    def _register(self) -> None:
+        self._batch = self._pushed = 0
+
+    def check_complete(self) -> None:
+        """ValueError: rows are read only."""
+        raise ValueError(f"tables of {self._name!r} are read from embedding servers, and cannot be trained here")
+
+    def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
+        # A question, which servers do not log, and which needs no trainer's rank.
+        future: Future[Message] = Future()
+        future.set_result(self._connections[server].question(op, {"collection": self._name, **values}, tensors))
+        return future
 
 
 class PulledRows(Pull):

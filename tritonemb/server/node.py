@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -171,7 +172,7 @@ class EmbeddingServer(Closing):
         for message, reply in items:
             values = message[0]
             if (number := values.get("number")) is None:
-                self._answer(reply, values)
+                self._answer(reply, *message)
                 continue
             client = self._clients.setdefault(values["client"], ClientState())
             if not (self._restoring or client.failure) and values["op"] in _OF_TRAINERS:
@@ -234,12 +235,16 @@ class EmbeddingServer(Closing):
                 raise  # nobody would be told, or something is half done
             answer(error)
 
-    def _answer(self, reply: Reply, question: Values) -> None:
+    def _answer(self, reply: Reply, question: Values, tensors: Sequence[Tensor]) -> None:
+        rows: list[Tensor] = []
         try:
-            answer = getattr(self, f"_ask_{question['op']}")(question)
+            if question["op"] == "look_up":
+                answer, rows = self._look_up(question, tensors)
+            else:
+                answer = getattr(self, f"_ask_{question['op']}")(question)
         except Exception as error:
             answer = {"error": encode_error(error)}
-        reply(({**answer, "ask": question["ask"]}, []))
+        reply(({**answer, "ask": question["ask"]}, rows))
 
     # The state.
 
@@ -351,6 +356,17 @@ class EmbeddingServer(Closing):
             self._clients[before] = ClientState(PermissionError(f"another {trainer} has taken the place of this one"))
             self._trainers[trainer] = client
         return {"refused": None}
+
+    def _ask_spec(self, question: Values) -> Values:
+        """The collection, and this server's number among its servers; neither if it is not here."""
+        served = self.collections.get(question["collection"])
+        return {} if served is None else {"spec": asdict(served.spec), "server": served.server}
+
+    def _look_up(self, question: Values, tensors: Sequence[Tensor]) -> Message:
+        """Rows as they are now, for a client that does not train."""
+        served = self.collections[question["collection"]]
+        (ids,) = served.columns(question["sizes"], tensors)
+        return {"steps": served.next_push}, served.read(ids)
 
     def _ask_stats(self, question: Values) -> Values:
         return {"stats": self.statistics()}

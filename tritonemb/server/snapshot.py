@@ -221,11 +221,14 @@ def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[
 
 
 def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
-    """What `state_dict` has of all tables of a collection, from the snapshots of all its servers."""
+    """What `state_dict` has of all tables of a collection, from the snapshots of all its servers, with the updates that
+    were on their way, as after a `flush`."""
     spec = SavedPart.of(chains[0]).spec
     number = len(spec.tables)
     served = ServedTables(replace(spec, owners=((0,),) * number, parts=(None,) * number), 0)
     restore(served, parts_of(served, chains))
+    for rank in range(spec.trainers):
+        served.flush(rank, served.next_pull // spec.batches, lambda error: None)
     tables = zip(spec.tables, served.dynamic, strict=True)
     return {of.name: whole_table(of, [table.saved()]) for of, table in tables}
 

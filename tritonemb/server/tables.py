@@ -319,9 +319,13 @@ class ServedTables:
         due = 0 if self.spec.staleness is None else after - self.spec.staleness
 
         def read(error: Exception | None) -> None:
-            answer(self._read(ids, find_all(self.dynamic, ids)) if error is None else error)
+            answer(self.read(ids) if error is None else error)
 
         self.when(lambda: self.next_push >= due, read)
+
+    def read(self, ids: list[Tensor]) -> list[Tensor]:
+        """Rows of each table's ids, as they are now; initial values of ids without a row."""
+        return self._read(ids, find_all(self.dynamic, ids))
 
     def flush(self, rank: int, steps: int, answer: Action) -> None:
         """A trainer wants the pushes of so many steps to be applied before it pulls again; so must the others."""

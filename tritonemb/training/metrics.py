@@ -2,20 +2,19 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tritonemb.data.batch import Batch, padded
+from tritonemb.data.batch import Batch
 from tritonemb.data.datasets import exact_auc
 from tritonemb.data.encode import feature_seed, hash_integers
-from tritonemb.data.protocol import Batches, ReadReport, Split
+from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero
@@ -112,37 +111,13 @@ def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
     """Logits and labels `[N]` of a split, of all ranks' rows on the first one, and the number of bad rows left out."""
     ranks, step = state.ranks, state.step
     state.settle()  # its collectives and those of the evaluation must not mix
-    with state.open(split) as stream, state.steps(PaddedBatches(stream)) as steps:
+    with state.open(split) as stream, state.steps(stream) as steps:
         batches = (batch for each in steps for batch in take(each))
         logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
         skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
     if (wrong := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
         raise ValueError(f"{wrong:.0f} logits of the {split} rows are NaN: {cause}")
     return ranks.to_first(logits), ranks.to_first(labels), skipped
-
-
-class PaddedBatches(Batches):
-    """Batches of a stream, whose samples are padded so that a sample's logit does not depend on what is beside it."""
-
-    def __init__(self, stream: Batches) -> None:
-        self._stream = stream
-
-    @property
-    def position(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """Of the stream."""
-        return self._stream.position
-
-    @property
-    def report(self) -> ReadReport:  # type: ignore[override]
-        """Of the stream."""
-        return self._stream.report
-
-    def __next__(self) -> Batch:
-        return padded(next(self._stream))
-
-    def close(self) -> None:
-        """Close the stream."""
-        self._stream.close()
 
 
 def warn_of_repeated_rows(state: TrainState, most: int = 1_000, among: int = 100_000) -> str:

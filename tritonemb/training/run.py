@@ -21,14 +21,13 @@ from tritonemb.data.schema import CRITEO, LogOptions
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.nn.collections import TableCollection
-from tritonemb.ops.registry import check_errors
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
+from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.config import TrainConfig, from_plain
 from tritonemb.training.doctor import check_device
-from tritonemb.training.metrics import Metrics, binary_metrics, probabilities
-from tritonemb.training.step import logits_of
+from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
 from tritonemb.types import TableConfig
 
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
@@ -39,15 +38,17 @@ NOT_OF_A_MODEL = (*TRAINING_SECTIONS.split(), "converted", "features", "num_dens
 MakeModel = Callable[[], nn.Module]
 
 
-def load_run(path: str | Path, *, model: nn.Module | MakeModel | None = None, device: str = "cpu") -> "Run":
+def load_run(
+    path: str | Path, *, model: nn.Module | MakeModel | None = None, device: str = "cpu", servers: Servers | None = None
+) -> "Run":
     """Load what a run has trained: its best checkpoint, or its newest if none is marked best.
-
-    Tables on embedding servers are read from the checkpoint into memory.
 
     Args:
         path: the folder of a run of `tritonemb train` or of a `te.Trainer`, or a checkpoint.
         model: of a `te.Trainer`'s run: a model as it was made for training, or a function that makes it.
         device: where to compute.
+        servers: embedding servers of the run, see `te.server.connect`: rows are read there, as they are at that moment.
+            By default rows that were on servers are read from the checkpoint into memory.
 
     Raises:
         FileNotFoundError, ValueError: there is no checkpoint, it is damaged, or it does not fit the model.
@@ -59,7 +60,8 @@ def load_run(path: str | Path, *, model: nn.Module | MakeModel | None = None, de
     config, options, target = manifest["config"], None, check_device(device)
     reading = manifest.get("reading") or {name: config[name] for name in READING if name in config}
     if "embedding_dim" in config:
-        values = {name: value for name, value in config.items() if name not in NOT_OF_A_MODEL}
+        unused = [name for name in NOT_OF_A_MODEL if servers is None or name != "server"]
+        values = {name: value for name, value in config.items() if name not in unused}
         values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
         options = replace(from_plain(values, TrainConfig(), str(path)), device=device)
     kinds = manifest["run"].get("kinds", {})
@@ -73,7 +75,14 @@ def load_run(path: str | Path, *, model: nn.Module | MakeModel | None = None, de
         assert options is not None
         model = build_model(options, features, reading["num_dense"])
     model = model if isinstance(model, nn.Module) else model()
-    load_model(path, model.to(target), {}, stored_tensors(path), TRAINING_ONLY)
+    model, is_live = model.to(target), servers is not None
+    if servers is not None:
+        attach_for_reading(model, servers)
+    elif collections_on_servers(model):
+        attach(model, start(1), None)  # a thread of this process has the rows of the checkpoint
+    load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY, servers=not is_live)
+    if not is_live:
+        flush(model)  # as at the end of training
     return Run(path, model.eval(), manifest, reading, features, options, target)
 
 
@@ -148,20 +157,9 @@ class Run:
 
     def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
         """Metrics of rows with labels: of a log or a data frame, or by default of the run's own test rows."""
-        if data is None:
-            if self.options is None:
-                raise ValueError(f"{self.path} was not written by tritonemb train: give evaluate the rows")
-            options = self.options
-            own: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
-            own = own.read_as(self._kinds, self._encoding) if isinstance(own, ClickLog) else own
-            with own.open("test", batch_size) as stream:
-                logits, labels = self._logits(stream)
-            return binary_metrics(logits, labels)
-        log = self.open_log(data, labelled=True)
-        with closing(log.scan("test", log.encode)) as blocks:
-            batches = (batch for block in blocks if block.report.rows for batch in self._cut(block.rows, batch_size))
-            logits, labels = self._logits(batches)
-        return binary_metrics(logits, labels)
+        rows = self._test_rows() if data is None else self.open_log(data, labelled=True)
+        with rows.open("test", batch_size) as batches:
+            return binary_metrics(*self._logits(batches))
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
@@ -178,6 +176,12 @@ class Run:
         log = log.read_as(self._kinds, self._encoding)
         self._check_encoding(log.encoding, log.name)
         return log
+
+    def _test_rows(self) -> Data:
+        if (options := self.options) is None:
+            raise ValueError(f"{self.path} was not written by tritonemb train: give evaluate the rows")
+        rows: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
+        return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
 
     def _no_schema(self) -> ValueError:
         return ValueError(
@@ -227,16 +231,9 @@ class Run:
             raise ValueError(f"{self.path} gives {wrong:,} rows no score but NaN: it had diverged; use another one")
         return probabilities(logits)
 
-    @torch.no_grad()
     def _logits(self, batches: Iterable[Batch], least: int = LARGE_BATCH) -> tuple[Tensor, Tensor]:
         """Logits and labels `[N]`, on the CPU; batches are padded to `least` samples."""
-        logits, labels = [torch.empty(0)], [torch.empty(0)]
-        for batch in batches:
-            whole = padded(batch, least).to(self._device)
-            logits.append(logits_of(self.model, whole, self._precision, self._device)[: len(batch)].cpu())
-            labels.append(batch.labels)
-        check_errors(self._device)
-        return torch.cat(logits), torch.cat(labels)
+        return predict_logits(self.model, (padded(b, least) for b in batches), self._device, self._precision)
 
 
 class RunTable:

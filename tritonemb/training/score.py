@@ -18,7 +18,7 @@ from tritonemb.utils import Options, number, written_aside
 SUFFIXES = (".parquet", ".csv")  # of scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictOptions(Options):
     """Write the click probability of every row of a log.
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from tritonemb.comm.control import describe, lost_contact
 from tritonemb.comm.group import Round
-from tritonemb.data.batch import Batch
+from tritonemb.data.batch import Batch, padded
 from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
 from tritonemb.offloading import OffloadedOptimizer, offload
@@ -72,7 +72,7 @@ PreparedStep = tuple[tuple[Batch, ...], StepInfo]
 def prepare(
     stream: Batches, ranks: Ranks, device: torch.device, empty: Callable[[], Batch], *,
     accumulate: int = 1, prefetch: Prefetch | None = None, counted: Callable[[], Counter[str]] | None = None,
-    signal: Callable[[], int] = lambda: 0, clock: Callable[[], int] = lambda: 0,
+    signal: Callable[[], int] = lambda: 0, clock: Callable[[], int] = lambda: 0, pad: bool = False,
 ) -> Generator[PreparedStep, None, None]:  # fmt: skip
     """The steps of an epoch, or of an evaluation: batches on the device; collective where there are several ranks.
 
@@ -82,6 +82,7 @@ def prepare(
         prefetch: a batch's features for the model, whose ids are exchanged and whose rows are on the device.
         counted: what the caches of rows that `prefetch` moves have counted.
         signal: that asks this rank to stop, 0 for none.
+        pad: batches, so that a sample's logit does not depend on the samples beside it; see `padded`.
 
     Raises:
         RankFailed: the data of another rank has failed.
@@ -103,6 +104,7 @@ def prepare(
         rows = sum(agreed.rows)
         weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
         began = time.perf_counter()
+        batches = [padded(batch) for batch in batches] if pad else batches
         with nullcontext() if copies is None else torch.cuda.stream(copies):
             there = tuple(batch.to(device, non_blocking=True) for batch in batches)
             if prefetch is not None:

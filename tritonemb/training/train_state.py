@@ -141,7 +141,7 @@ class TrainState:
         cached = needs_prefetch(self.model) or bool(placements - {"device"})
         steps = prepare(
             stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
-            accumulate=options.accumulate if training else 1,
+            accumulate=options.accumulate if training else 1, pad=not training,
             counted=partial(count, caches) if caches and prefetch and training else None, **signals,
         )  # fmt: skip
         depth = options.prefetch_depth if cached and options.prefetch_depth is not None else max(DEPTH, self.staleness)

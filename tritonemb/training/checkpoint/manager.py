@@ -111,11 +111,14 @@ def _finish(save: weakref.ref[AsyncSave]) -> None:
 
 def load_model(
     path: str | Path, model: nn.Module, others: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata],
-    ignore: tuple[str, ...], group: RankGroup | None = None,
+    ignore: tuple[str, ...], group: RankGroup | None = None, servers: bool = True,
 ) -> None:  # fmt: skip
-    """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`."""
+    """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`. Without
+    `servers` tables on these stay as they are."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    here, there = collections_on_servers(model), on_each_rank(group, lambda: reader.saved_on_servers(Path(path)))
+    here, there = dict[str, TableSet | ShardedServerTables](), dict[str, list[list[Path]]]()
+    if servers:
+        here, there = collections_on_servers(model), on_each_rank(group, lambda: reader.saved_on_servers(Path(path)))
     servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[str, Tensor]()
     for name, chains in there.items():
         if name not in here:
