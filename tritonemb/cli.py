@@ -25,6 +25,7 @@ Train recommendation models.
   train     train a click model and report its quality on the test rows
   predict   write the click probability of every row of a log
   evaluate  print the metrics of a run on rows with labels
+  compare   show options that differ, metrics and curves of runs
   vocab     number the categories of a log by how often they occur
   convert   make Parquet files from a log in Criteo's format
   serve     read a log for trainers on other machines
@@ -163,6 +164,8 @@ def _run(name: str, arguments: list[str]) -> int:
     module_name, kind_name, function = _SIMPLE[name]
     module = importlib.import_module(module_name)
     kind = getattr(module, kind_name)
+    if hasattr(kind, "POSITIONAL") and arguments and not arguments[0].startswith("-"):
+        arguments = [f"--{kind.POSITIONAL}", *arguments]
     if {"-h", "--help"} & set(arguments):
         # The docstring, its fields as flags; how a log is read stays for --help-all.
         text = inspect.cleandoc(kind.__doc__).replace("Args:", "Options; --help-all shows all, with their defaults:")
@@ -221,6 +224,7 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 _SIMPLE = {
     "predict": ("tritonemb.training.score", "PredictOptions", "predict"),
     "evaluate": ("tritonemb.training.score", "EvaluateOptions", "evaluate"),
+    "compare": ("tritonemb.training.compare", "CompareOptions", "compare"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
     "serve": ("tritonemb.data.open", "ServeOptions", "serve"),

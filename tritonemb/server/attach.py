@@ -210,6 +210,7 @@ def attach_for_reading(model: nn.Module, servers: Servers) -> None:
                 f"these {len(servers)} embedding servers are not those that have tables {listed(s[0] for s in shapes)} "
                 f"of {name!r}, in the order in which the trainer was given them; without servers= a checkpoint is read"
             )
+        assert isinstance(tables, TableSet)  # of a model that was not sharded
         tables.attach(ReadingClient(servers.connections, name, spec, 0, [None] * len(spec.tables)))
 
 

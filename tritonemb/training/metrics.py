@@ -159,8 +159,8 @@ def predict_logits(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Logits and labels `[N]` of all samples that are not padding, on the CPU, by the model (or `forward`, compiled) in
     evaluation mode."""
-    modes = {module: module.training for module in model.modules()}  # of frozen ones another than the model's
-    model.eval()
+    if training := [module for module in model.modules() if module.training]:  # frozen ones are not
+        model.eval()
     # One tensor that grows: a small one kept from every batch would lie between the large ones that come and go, and
     # keep the allocator from using their room again: 160 bytes a sample, measured.
     found, size = torch.empty(2, 1 << 16, device=device), 0
@@ -174,8 +174,8 @@ def predict_logits(
             size += len(batch)
         check_errors(device)
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for module in training:
+            module.training = True
     found = found[:, :size].cpu()
     logits, labels = found[:, ~found[1].isnan()]
     return logits, labels

@@ -80,7 +80,7 @@ def check_svg(svg: ElementTree.Element) -> None:
 
 def check_chart(drawn: dict) -> None:
     """Every place of a chart is within the picture."""
-    places = [place for line in drawn["lines"] for place in line] + drawn["dots"]
+    places = [at for curve in drawn["curves"] for line in (*curve["lines"], curve["dots"]) for at in line]
     places += [(0, y) for y, _ in drawn["y_ticks"]] + [(x, 0) for x, _ in drawn["x_ticks"] + drawn["resumed"]]
     places += [] if drawn["level"] is None else [(0, drawn["level"][0])]
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
@@ -176,7 +176,7 @@ def test_a_run_of_hardly_a_step_has_a_report(tmp_path, logs):
     assert ("Nothing was logged." in words(page)) == (logs == 0)
     if logs:
         assert not list(page.iter("polyline"))
-        assert next(page.iter("svg")).find("circle") is not None
+        assert next(page.iter("svg")).find(".//circle") is not None
 
 
 def test_an_empty_log_has_a_report(tmp_path):
@@ -240,7 +240,7 @@ def test_a_metric_that_is_nan_is_not_the_best(tmp_path):
 
 
 def test_values_apart_by_rounding_only_can_be_drawn():
-    check_chart(chart([(1, 0.3), (2, 0.1 + 0.2)], PLAIN, 2))
+    check_chart(chart([[(1, 0.3), (2, 0.1 + 0.2)]], PLAIN, 2))
 
 
 def test_ten_thousand_logs_make_a_small_page(tmp_path):
@@ -305,11 +305,11 @@ def test_every_range_can_be_drawn(seed):
     assert found[-1] >= high - slack
     assert 2 <= len(found) <= 9
     for unit in (PLAIN, COUNT, SHARE, RATE):
-        check_chart(chart(points, unit, 40, level=high, resumed=[3, 50]))
+        check_chart(chart([points, points[::2]], unit, 40, level=high, resumed=[3, 50]))
 
 
 def test_tick_labels_have_the_digits_that_they_need():
-    drawn = [label for _, label in chart([(1, 0.0), (2, 0.01)], PLAIN, 2)["y_ticks"]]
+    drawn = [label for _, label in chart([[(1, 0.0), (2, 0.01)]], PLAIN, 2)["y_ticks"]]
     assert drawn == ["0", "0.0025", "0.005", "0.0075", "0.01"]
     assert [PLAIN[1](value) for value in (0.25, 0.1 + 0.2, 2e-9)] == ["0.25", "0.3", "2e-09"]
     assert [COUNT[1](value) for value in (500, 1500, 2e6)] == ["500", "1.5k", "2M"]

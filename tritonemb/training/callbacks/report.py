@@ -1,6 +1,7 @@
 """The report of a run: one page with its numbers, curves, configuration and checkpoints, made from the run log.
 
-This file computes what `report.html.jinja` shows. The page needs nothing but itself: no script, no font, no network.
+This file computes what `report.html.jinja` shows, and charts for other pages. A page needs nothing but itself: no
+script, no font, no network.
 """
 
 import math
@@ -27,7 +28,7 @@ LARGEST = 1e300  # beyond it differences overflow
 PARTS = ("sent", "cache", "dynamic", "servers")  # of a log, which not every run has: the last ones are shown
 
 Event = Mapping[str, Any]
-Point = tuple[int, float]
+Curve = Sequence[tuple[float, float]]
 Unit = tuple[Callable[[float], str], Callable[[float], str]]  # formats a value; a tick
 
 
@@ -60,16 +61,25 @@ def render(events: Sequence[Event]) -> str:
     last_step = max((event["step"] for event in events if "step" in event), default=0)
     resumed = sorted({event["first_step"] for event in kinds["start"] if event["first_step"]})
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
-    formats = {"count": "{:,.0f}", "metric": "{:.4f}", "percent": "{:.1f} %"}
-    environment.filters |= {name: text.format for name, text in formats.items()} | {"size": size, "took": took}
-    return environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8")).render(
-        GEOMETRY, title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end, config=config,
-        resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None), last_step=last_step,
+    return page_of(
+        "report.html.jinja", title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end,
+        config=config, resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None),
+        last_step=last_step,
         latest={**(kinds["log"][-1] if kinds["log"] else {}), **end},
-        charts=list(_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step)),
+        charts=[*_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step), *_calibration(end)],
         **{part: next((log[part] for log in reversed(kinds["log"]) if log.get(part)), None) for part in PARTS},
     )  # fmt: skip
+
+
+def page_of(template: str, **values: Any) -> str:
+    """The page that a template makes of values."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        finalize=_visible,
+    )  # fmt: skip
+    formats = {"count": "{:,.0f}", "metric": "{:.4f}", "percent": "{:.1f} %"}
+    environment.filters |= {name: text.format for name, text in formats.items()} | {"size": size, "took": took}
+    return environment.get_template(template).render(GEOMETRY, **values)
 
 
 def _visible(value: Any) -> Any:
@@ -102,21 +112,36 @@ def _charts(
     ):
         if points := [(event["step"], float(event[key])) for event in events if event[key] is not None]:
             level = best if key == "auc" else None
-            drawn = chart(points, unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
+            drawn = chart([points], unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
             yield {"title": title, "name": title[0].lower() + title[1:], "colour": colour, **drawn}
 
 
+def _calibration(end: Event) -> Iterator[dict[str, Any]]:
+    """The chart of a calibration curve on the test rows, beside that of a perfect model."""
+    if parts := (end.get("test") or {}).get("calibration"):
+        curve = [(score, rate) for _, score, rate in parts]
+        drawn = chart([curve, [(0.0, 0.0), (1.0, 1.0)]], PLAIN, 1, from_zero=True, x="mean score")
+        yield {
+            "title": "Share of clicks",
+            "name": "share of clicks",
+            "colour": "quality",
+            **drawn,
+            "last": "calibration",
+        }
+
+
 def chart(
-    points: Sequence[Point], unit: Unit, last_step: int, *, from_zero: bool = False, level: float | None = None,
-    resumed: Sequence[int] = (),
+    curves: Sequence[Curve], unit: Unit, last_step: int, *, from_zero: bool = False, level: float | None = None,
+    resumed: Sequence[int] = (), x: str = "step",
 ) -> dict[str, Any]:  # fmt: skip
-    """The places of a curve over the steps up to `last_step`, for the template; values that are not finite are gaps."""
+    """The places of curves over `x`, steps up to `last_step`, for the template; values that are not finite are gaps."""
     show, show_tick = unit
-    last, points = points[-1][1], thin(points)
-    if not (finite := [point for point in points if is_finite(point[1])]):
+    last, curves = curves[-1][-1][1], [thin(points) for points in curves]
+    values = [y for points in curves for _, y in points if is_finite(y)]
+    if not values:
         return {"last": str(last)}
     level = level if level is not None and is_finite(level) else None
-    values = [y for _, y in finite] + ([] if level is None else [level]) + ([0.0] if from_zero else [])
+    values += ([] if level is None else [level]) + ([0.0] if from_zero else [])
     y_ticks, last_step = ticks(min(values), max(values), outside=True), max(1, last_step)
 
     def x_of(step: float) -> float:
@@ -125,25 +150,29 @@ def chart(
     def y_of(value: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
 
-    parts = groupby(points, lambda point: is_finite(point[1]))
-    lines = [[(x_of(x), y_of(y)) for x, y in part] for has_place, part in parts if has_place]
+    def drawn(points: Curve) -> dict[str, Any]:
+        parts = groupby(points, lambda point: is_finite(point[1]))
+        lines = [[(x_of(x), y_of(y)) for x, y in part] for has_place, part in parts if has_place]
+        dots = [dot for line in lines if len(points) <= MAX_DOTS or len(line) == 1 for dot in line]
+        return {"lines": [line for line in lines if len(line) > 1], "dots": dots}
+
     return {
+        "x": x,
         "last": show(last) if is_finite(last) else str(last),
         "y_ticks": [(y_of(value), show_tick(value)) for value in y_ticks],
-        "x_ticks": [(x_of(step), compact(step)) for step in ticks(0, last_step) if step == int(step)],
+        "x_ticks": [(x_of(at), compact(at)) for at in ticks(0, last_step) if x != "step" or at == int(at)],
         "resumed": [(x_of(step), step) for step in resumed],
         "level": None if level is None else (y_of(level), show(level)),
-        "lines": [line for line in lines if len(line) > 1],
-        "dots": [dot for line in lines if len(points) <= MAX_DOTS or len(line) == 1 for dot in line],
+        "curves": [drawn(points) for points in curves],
     }
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
+def thin(points: Curve) -> Curve:
     """At most `MAX_POINTS` that look like all of them: of each bucket the smallest, the largest and the first gap."""
     if len(points) <= MAX_POINTS:
-        return list(points)
+        return points
     width = math.ceil(len(points) / (MAX_POINTS // 3))
-    kept: list[Point] = []
+    kept: list[tuple[float, float]] = []
     for start in range(0, len(points), width):
         bucket = points[start : start + width]
         finite = [point for point in bucket if is_finite(point[1])]

@@ -1,0 +1,117 @@
+"""Runs side by side, from their logs: options that differ, metrics, curves."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tritonemb.training.callbacks.console import printable, took
+from tritonemb.training.callbacks.jsonl import read_run_log
+from tritonemb.training.callbacks.report import PLAIN, Event, chart, page_of
+from tritonemb.training.checkpoint import RunFolder
+from tritonemb.utils import Options, write_whole
+
+WHERE = ("path", "output.out")  # options that name a place, which every run has another of
+WIDTH = 60  # of a value in the terminal
+METRICS = {
+    "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy",
+    "best_threshold": "best threshold", "best_f1": "F1 at the best threshold",
+}  # fmt: skip
+Table = dict[str, list[str]]
+"""Texts by run, in the order of runs, by the name of a row."""
+
+
+@dataclass(frozen=True)
+class CompareOptions(Options):
+    """Compare runs: options that differ, metrics, and one page with their curves.
+
+    Example: tritonemb compare runs/first runs/second
+
+    Args:
+        runs: folders of runs, two or more; also without the flag, before others.
+        out: the HTML page to write.
+    """
+
+    POSITIONAL: ClassVar[str] = "runs"
+    runs: tuple[Path, ...]
+    out: Path = Path("compare.html")
+
+
+def compare(options: CompareOptions) -> str:
+    """Write the page; returns the tables as text. ValueError or FileNotFoundError if a run has no log, or a damaged
+    one."""
+    if len(options.runs) < 2:
+        raise ValueError(f"compare needs two runs or more, got {len(options.runs)}")
+    logs = [read_run_log(RunFolder(path).log) for path in options.runs]
+    names, (changed, metrics) = list(map(str, options.runs)), tables_of(logs)
+    page = page_of(
+        "compare.html.jinja", names=names, charts=list(_charts(logs)), tables={"Options": changed, "Metrics": metrics}
+    )
+    write_whole(options.out, page)
+    lines = aligned(["", *names], changed | metrics)
+    return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])
+
+
+def tables_of(logs: Sequence[Sequence[Event]]) -> tuple[Table, Table]:
+    """The options that differ between runs, and their metrics; "-" where a run has none."""
+    configs = [dict(flat(_last(log, "start").get("config") or {})) for log in logs]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in WHERE)
+    options = {key: [_text(config.get(key)) for config in configs] for key in keys}
+    columns = [dict(_metrics(log)) for log in logs]
+    metrics = {name: [column[name] for column in columns] for name in columns[0]}
+    return {key: texts for key, texts in options.items() if len(set(texts)) > 1}, metrics
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values by their path: `read.schema.label`."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def aligned(head: Sequence[str], rows: Table) -> list[str]:
+    """A line for each row; columns are two blanks apart."""
+    lines = [head, *([name, *(text[:WIDTH] for text in texts)] for name, texts in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pairs = (zip(line, widths, strict=True) for line in lines)
+    return [printable("  ".join(text.ljust(width) for text, width in line).rstrip(), "utf-8") for line in pairs]
+
+
+def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    end = _last(log, "end")
+    latest, test = {**_last(log, "log"), **end}, end.get("test") or {}
+    for key, name in METRICS.items():
+        yield f"test {name}", _text(test.get(key))
+    evaluations = [(float(event["metrics"]["auc"]), event["step"]) for event in log if event["event"] == "evaluation"]
+    yield "best AUC while training", "{:.6g} at step {:,}".format(*max(evaluations)) if evaluations else "-"
+    yield "last training loss", _text(latest.get("loss"))
+    yield "samples/s", _text(latest.get("samples_per_second"), "{:,.0f}")
+    yield "training time", took(latest["seconds"]) if "seconds" in latest else "-"
+    yield "steps", _text(latest.get("step"), "{:,}")
+    yield "ended by", end.get("reason", "not ended")
+
+
+def _charts(logs: Sequence[Sequence[Event]]) -> Iterator[dict[str, Any]]:
+    for title, kind, key in (
+        ("Validation AUC", "evaluation", "auc"), ("Validation log loss", "evaluation", "log_loss"),
+        ("Training loss", "log", "loss"),
+    ):  # fmt: skip
+        events = [[event for event in log if event["event"] == kind] for log in logs]
+        curves = [[(event["step"], float({**event, **event.get("metrics", {})}[key])) for event in e] for e in events]
+        if any(curves):
+            last_step = max(step for curve in curves for step, _ in curve)
+            drawn = chart([curve or [(0, math.nan)] for curve in curves], PLAIN, last_step)
+            yield {"title": title, "name": title.lower(), "colour": "quality", **drawn, "last": ""}
+
+
+def _last(log: Sequence[Event], kind: str) -> Event:
+    return next((event for event in reversed(log) if event["event"] == kind), {})
+
+
+def _text(value: Any, form: str = "{:.6g}") -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "-" if value is None else form.format(value) if isinstance(value, float | int) else str(value)
