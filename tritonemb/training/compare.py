@@ -1,7 +1,7 @@
 """Runs side by side, from their logs: options that differ, metrics, curves."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from tritonemb.training.callbacks.console import printable, took
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.callbacks.report import PLAIN, Event, chart, page_of
 from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.config import flat
 from tritonemb.utils import Options, write_whole
 
 WHERE = ("path", "output.out")  # options that name a place, which every run has another of
@@ -63,15 +64,6 @@ def tables_of(logs: Sequence[Sequence[Event]]) -> tuple[Table, Table]:
     return {key: texts for key, texts in options.items() if len(set(texts)) > 1}, metrics
 
 
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by their path: `read.schema.label`."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from flat(item, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
-
-
 def aligned(head: Sequence[str], rows: Table) -> list[str]:
     """A line for each row; columns are two blanks apart."""
     lines = [head, *([name, *(text[:WIDTH] for text in texts)] for name, texts in rows.items())]
@@ -111,7 +103,9 @@ def _last(log: Sequence[Event], kind: str) -> Event:
     return next((event for event in reversed(log) if event["event"] == kind), {})
 
 
-def _text(value: Any, form: str = "{:.6g}") -> str:
+def _text(value: Any, form: str | None = None) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return "-" if value is None else form.format(value) if isinstance(value, float | int) else str(value)
+    return form.format(value) if form else f"{value:.6g}" if isinstance(value, float) else str(value)

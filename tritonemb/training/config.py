@@ -2,7 +2,7 @@
 
 import tomllib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
@@ -453,6 +453,15 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested plain values by their path: `read.schema.label`."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
 
 
 def from_plain(values: dict[str, Any], base: Config, where: str, section: str = "") -> Config:

@@ -1,6 +1,5 @@
 """The quality of click probabilities: metrics of logits, and the evaluation of a split."""
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -46,8 +45,8 @@ class Metrics:
     num_samples: int
     samples_per_second: float = 0.0
     num_skipped: int = 0
-    best_threshold: float = math.nan
-    best_f1: float = math.nan
+    best_threshold: float = 0.0
+    best_f1: float = 0.0
     calibration: tuple[tuple[int, float, float], ...] = ()
 
 
