@@ -33,6 +33,7 @@ NEEDS = {
     "docs/from-torchrec.md": "torchrec",
     "docs/lightning.md": "lightning",
     "docs/offload.md": "safetensors",
+    "docs/tracking.md": "wandb mlflow optuna",
     "docs/transformers.md": "transformers",
 }
 # Options of other commands than ours.
@@ -78,7 +79,7 @@ def test_the_readmes_blocks_of_ranks_do_what_they_show(open_page):
 @pytest.mark.parametrize("path", OTHERS, ids=name_of)
 def test_the_blocks_of_a_page_do_what_they_show(path, open_page):
     """They build on each other, so the first that fails ends the test."""
-    if needed := NEEDS.get(name_of(path)):
+    for needed in NEEDS.get(name_of(path), "").split():
         pytest.importorskip(needed, reason=f"{needed} is not installed")
     page = open_page(path)
     for block in page.blocks:

@@ -77,7 +77,10 @@ class WandB(Tracker):
     def start(self, run_id: str | None, start: FitStart) -> str:
         folder = {} if start.folder is None else {"name": start.folder.name, "dir": str(start.folder)}
         options = {**folder, "id": run_id, "resume": "allow", "config": dict(start.config), **self._options}
-        self._run = self._wandb.init(**options)
+        try:
+            self._run = self._wandb.init(**options)
+        except self._wandb.Error as error:  # an OSError is reported, and training goes on
+            raise OSError(f"Weights & Biases: {error}") from error
         return str(self._run.id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -101,10 +104,11 @@ class MLflow(Tracker):
 
     def __init__(self, experiment: str = "tritonemb", tracking_uri: str | None = None, name: str | None = None) -> None:
         self._mlflow, self._entities = require("mlflow", "mlflow"), require("mlflow.entities", "mlflow")
-        self._client = self._mlflow.MlflowClient(tracking_uri)
-        self._experiment, self._name, self._id = experiment, name, ""
+        self._address, self._client, self._id = tracking_uri, None, ""
+        self._experiment, self._name = experiment, name
 
     def start(self, run_id: str | None, start: FitStart) -> str:
+        self._client = self._mlflow.MlflowClient(self._address)
         if run_id is None:
             experiment = self._call("get_experiment_by_name", self._experiment)
             place = experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
@@ -119,17 +123,19 @@ class MLflow(Tracker):
     def write(self, values: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
         names = ((re.sub(r"[^\w\-. :/]", "_", name), float(value)) for name, value in values.items())
-        self._call("log_batch", self._id, [self._entities.Metric(*pair, now, step) for pair in names])
+        if self._id:
+            self._call("log_batch", self._id, [self._entities.Metric(*pair, now, step) for pair in names])
 
     def on_end(self, end: FitEnd | None) -> None:
         super().on_end(end)
         status = "FAILED" if end is None else "KILLED" if end.reason.startswith("SIG") else "FINISHED"
-        self._call("set_terminated", self._id, status)
+        if self._id:
+            self._call("set_terminated", self._id, status)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         try:
             return getattr(self._client, method)(*args, **options)
-        except self._mlflow.MlflowException as error:  # an OSError is reported, and training goes on
+        except self._mlflow.MlflowException as error:  # likewise
             raise OSError(f"MLflow: {error}") from error
 
 
