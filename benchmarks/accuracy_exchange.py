@@ -43,7 +43,7 @@ from tritonemb.sharding import (
     TableWise,
 )
 from tritonemb.training.config import TrainConfig, preset
-from tritonemb.training.job import build_model
+from tritonemb.training.run import build_model
 from tritonemb.training.metrics import binary_metrics
 
 WORLD = 4

@@ -50,7 +50,7 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import Channel, LocalTransport, Message, Reply, Transport
 from tritonemb.training.callbacks import Callback, Evaluation, Log
 from tritonemb.training.config import TrainConfig, preset
-from tritonemb.training.job import build_optimizer
+from tritonemb.training.run import build_optimizer
 from tritonemb.training.metrics import binary_metrics
 from tritonemb.types import TableConfig
 

@@ -23,7 +23,7 @@ from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.callbacks import Callback, Log
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.config import PRESETS
-from tritonemb.training.job import build_model
+from tritonemb.training.run import build_model
 from tritonemb.training.step import dense_parameters
 
 WARMUP_ROUNDS = 2

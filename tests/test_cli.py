@@ -295,7 +295,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(kind, log, tmp_path, capsy
 
 def test_scores_that_are_no_numbers_are_refused(trained, log, tmp_path, capsys, monkeypatch):
     nan = torch.full((1,), float("nan"))
-    monkeypatch.setattr("tritonemb.training.run.logits_of", lambda _, batch, *__: nan.expand(len(batch)))
+    monkeypatch.setattr("tritonemb.training.metrics.logits_of", lambda _, batch, *__: nan.expand(len(batch)))
     assert run("predict", "--checkpoint", trained[0], "--data", log, "--out", tmp_path / "scores.csv") == 2
     assert re.search(
         r"step-\d+ gives [\d,]+ rows no score but NaN: it had diverged; use another one", capsys.readouterr().err
@@ -444,7 +444,7 @@ def test_help_fits_a_screen_and_has_an_example(command, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 5
     assert sum(-(-len(line) // 80) for line in lines) <= 30
-    assert any(re.search(r"tritonemb \w+ --\w+", line) and "usage" not in line for line in lines)
+    assert any(re.search(r"tritonemb \w+ (--\w+|runs/)", line) and "usage" not in line for line in lines)
 
 
 def test_the_columns_of_a_log_come_first_in_the_help_of_train():
@@ -479,7 +479,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["tain"], "unknown command 'tain'; did you mean 'train'?"),
         (
             ["xyz"],
-            "unknown command 'xyz'; there are train, predict, evaluate, vocab, convert, serve, server, plan, ca",
+            "unknown command 'xyz'; there are train, predict, evaluate, compare, vocab, convert, serve, server, pl",
         ),
         (["train", "--data", "nowhere.txt"], "'nowhere.txt' is neither a file or folder nor one of the data sets"),
         (["train", "--data", "criteo-kaggle"], "data set 'criteo-kaggle' needs a path"),

@@ -15,9 +15,9 @@ from tritonemb.training.metrics import Metrics
 pytestmark = pytest.mark.public
 
 
-def write_run(path: Path, lr: float, aucs: list[float], ended: bool = True, **options: object) -> Path:
+def write_run(path: Path, lr: float, aucs: list[float], ended: bool = True, rows: int = 100, **options: object) -> Path:
     config = {"data": "clicks", "embedding_lr": lr, "output": {"out": str(path)}, "mlp": [8], **options}
-    log, test = RunLog(path / "log.jsonl"), Metrics(aucs[-1], 0.5, 0.9, 100, best_threshold=0.25, best_f1=0.75)
+    log, test = RunLog(path / "log.jsonl"), Metrics(aucs[-1], 0.5, 0.9, rows, best_threshold=0.25, best_f1=0.75)
     log.on_start(FitStart(config=config))
     for step, auc in enumerate(aucs, 1):
         log.on_log(Log(step, 0, 8 * step, 0.5 + lr, None, lr, 1234.5, 0.0, 1000, 0.5))
@@ -45,7 +45,9 @@ def test_runs_are_compared_in_the_terminal_and_on_a_page(tmp_path, capsys, monke
         "test normalized entropy": ["0.9", "-"],
         "test best threshold": ["0.25", "-"],
         "test F1 at the best threshold": ["0.75", "-"],
-        "best AUC while training": ["0.75 at step 2", "0.5 at step 1"],
+        "test rows": ["100", "-"],
+        "tested at step": ["3", "-"],
+        "best validation AUC": ["0.75 at step 2", "0.5 at step 1"],
         "last training loss": ["0.6", "0.7"],
         "samples/s": ["1,234", "1,234"],
         "training time": ["1:30", "0.5 s"],
@@ -53,6 +55,7 @@ def test_runs_are_compared_in_the_terminal_and_on_a_page(tmp_path, capsys, monke
         "ended by": ["finished", "not ended"],
     }
     assert lines[-1] == "curves: page.html"
+    assert not any("note:" in line for line in lines)
     text = Path("page.html").read_text(encoding="utf-8")
     page = ElementTree.fromstring(text.replace("<!DOCTYPE html>", "", 1))
     labels = [svg.get("aria-label") for svg in page.iter("svg")]
@@ -73,5 +76,8 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):
     assert "compare needs two runs or more, got 1" in capsys.readouterr().err
     assert main(["compare", run, str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
+    other = write_run(tmp_path / "b", 0.1, [0.6], rows=50)
+    assert main(["compare", run, str(other), "--out", str(tmp_path / "page.html")]) == 0
+    assert "note: the test rows are not the same" in capsys.readouterr().out
     assert main(["compare", run, run, "--out", str(tmp_path / "page.html")]) == 0
     assert "all options are the same" in capsys.readouterr().out

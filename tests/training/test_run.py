@@ -150,12 +150,12 @@ def test_rows_of_tables_are_read_by_id(trained):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"price": "cheap"}, r"row 1: column 'price' is 'cheap', expected a number or nothing"),
-        ({"price": float("inf")}, r"row 1: column 'price' is 'inf', expected a finite number or nothing"),
-        ({"user": 5}, r"row 1: column 'user' is '5', expected a string or nothing, as in training"),
-        ({"item": "x"}, r"row 1: column 'item' is 'x', expected an integer or nothing, as in training"),
-        ({"item": 1.5}, r"row 1: column 'item' is '1.5', expected an integer, a string or nothing"),
-        ({"tags": "a"}, r"row 1: column 'tags' is 'a', expected a list of values, or nothing"),
+        ({"price": "cheap"}, r"row 2: column 'price' is 'cheap', expected a number or nothing"),
+        ({"price": float("inf")}, r"row 2: column 'price' is 'inf', expected a finite number or nothing"),
+        ({"user": 5}, r"row 2: column 'user' is '5', expected a string or nothing, as in training"),
+        ({"item": "x"}, r"row 2: column 'item' is 'x', expected an integer or nothing, as in training"),
+        ({"item": 1.5}, r"row 2: column 'item' is '1.5', expected an integer, a string or nothing"),
+        ({"tags": "a"}, r"row 2: column 'tags' is 'a', expected a list of values, or nothing"),
     ],
 )
 def test_what_cannot_be_encoded_is_named(trained, change, message):
@@ -163,9 +163,37 @@ def test_what_cannot_be_encoded_is_named(trained, change, message):
     held = te.load_run(trained[0] / "run")
     with pytest.raises(ValueError, match=message):
         held.predict([row, row | change])
-    with pytest.raises(ValueError, match=r"row 0: column 'user' is not there; .* give None where a value is missing"):
-        held.predict({name: value for name, value in row.items() if name != "user"})
+    with pytest.raises(
+        ValueError, match=r"row 1: columns are missing: age, user; there are .* give None where a value"
+    ):
+        held.predict({name: value for name, value in row.items() if name not in ("user", "age")})
     assert held.predict(row | {"item": "2", "other": object()}) == held.predict(row)
+    assert held.predict(row | {"age": "3", "price": "1e0"}) == held.predict(row)  # as CSV has them
+    assert held.predict(row | {"age": ""}) == held.predict(row | {"age": None})
+    for wrong in (3, None, np.zeros(2), [row, None]):
+        with pytest.raises(TypeError, match=r"expected the path of a log or a data frame, or .* a dictionary"):
+            held.predict(wrong)
+    with pytest.raises(FileNotFoundError, match="no such folder; expected that of a run"):
+        te.load_run(trained[0] / "none")
+
+
+def test_a_row_of_pandas_is_scored_as_a_dictionary(trained):
+    pandas = pytest.importorskip("pandas")
+    folder, rows = trained
+    run = te.load_run(folder / "run")
+    row = {name: value for name, value in rows[0].items() if name != "click"}
+    assert run.predict(pandas.Series(row)) == run.predict(row)
+
+
+def test_raw_values_lead_to_rows_of_tables(trained):
+    run = te.load_run(trained[0] / "run")
+    ids = run.ids("user", ["ü3", None, "ü4"])
+    assert run.tables["user"].lookup(ids).shape == (3, 8)
+    encoded = run._encode([{"price": 1, "age": 1, "user": "ü4", "item": 1, "tags": []}])
+    assert ids[2] == encoded.columns[0].values[0]
+    with pytest.raises(ValueError, match=r"there is no feature 'usr'; .*did you mean 'user'\?"):
+        run.ids("usr", ["a"])
+    assert repr(run).startswith("Run(")
 
 
 def test_a_run_of_a_trainer_is_loaded_with_its_model(tmp_path):

@@ -28,6 +28,7 @@ from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import CATEGORIES, Schema, shown
 from tritonemb.utils import did_you_mean, listed
 
+_NUMBER = re.compile(r"([-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?)?")
 _DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,8}")
 
 
@@ -35,7 +36,8 @@ class RequestEncoder:
     """Rows as dictionaries of raw values to `Rows`, as `ClickLog.encode` makes them of a log.
 
     A value is a number, a string, None or NaN where it is missing, or of a multi-hot feature a list. Where a model was
-    trained with integers, decimal strings count as such. Other columns than the model's are ignored.
+    trained with integers, decimal strings count as such, and where it was trained on text, so do numbers in strings.
+    Other columns than the model's are ignored.
 
     Args:
         schema: with all columns filled in.
@@ -72,12 +74,25 @@ class RequestEncoder:
             columns.append(Column(torch.from_numpy(ids[ends[place] : ends[place + 1]]), offsets))
         return Rows(dense, tuple(columns), torch.zeros(len(rows)))
 
+    def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
+        """Ids int64 `[N]` of values of a feature; ValueError names one that cannot be encoded."""
+        names = [feature.name for feature in self.features]
+        if feature not in names:
+            raise ValueError(
+                f"there is no feature {feature!r}; features: {listed(names)}{did_you_mean(feature, names)}"
+            )
+        place = names.index(feature)
+        items = [self._item(value, number, self.features[place]) for number, value in enumerate(values)]
+        return torch.from_numpy(self._ids(items, np.full(len(items), place)).astype(np.int64))
+
     def _dense(self, rows: Sequence[Mapping[str, Any]]) -> Array:
         names = self.schema.dense
         numbers = np.zeros((len(rows), len(names)))
         for number, row in enumerate(rows):
             for place, name in enumerate(names):
                 value = self._value(row, number, name)
+                if self._from_text and isinstance(value, str) and _NUMBER.fullmatch(value):
+                    value = float(value) if value else None
                 if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
                     if value is not None:
                         raise self._error(number, name, value, "a number or nothing")
@@ -151,11 +166,12 @@ class RequestEncoder:
 
     def _value(self, row: Mapping[str, Any], number: int, name: str) -> Any:
         if name not in row:
+            missing = [n for n in (*self.schema.dense, *(f.name for f in self.features)) if n not in row]
             raise ValueError(
-                f"row {number}: column {name!r} is not there; columns: {listed(row)}{did_you_mean(name, row)}; give "
-                "None where a value is missing"
+                f"row {number + 1}: columns are missing: {listed(missing)}; there are {listed(row) or 'none'}"
+                f"{did_you_mean(name, row)}; give None where a value is missing"
             )
         return row[name]
 
     def _error(self, number: int, name: str, value: Any, expected: str) -> ValueError:
-        return ValueError(f"row {number}: column {name!r} is {shown(value)}, expected {expected}")
+        return ValueError(f"row {number + 1}: column {name!r} is {shown(value)}, expected {expected}")

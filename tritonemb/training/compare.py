@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 from tritonemb.training.callbacks.console import printable, took
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.callbacks.report import PLAIN, Event, chart, page_of
+from tritonemb.training.callbacks.report import PLAIN, Event, chart, page_of, test_of
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.config import flat
-from tritonemb.utils import Options, write_whole
+from tritonemb.utils import Options, listed, write_whole
 
 WHERE = ("path", "output.out")  # options that name a place, which every run has another of
 WIDTH = 60  # of a value in the terminal
 METRICS = {
     "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy",
-    "best_threshold": "best threshold", "best_f1": "F1 at the best threshold",
+    "best_threshold": "best threshold", "best_f1": "F1 at the best threshold", "num_samples": "rows",
 }  # fmt: skip
 Table = dict[str, list[str]]
 """Texts by run, in the order of runs, by the name of a row."""
@@ -44,6 +44,8 @@ def compare(options: CompareOptions) -> str:
     one."""
     if len(options.runs) < 2:
         raise ValueError(f"compare needs two runs or more, got {len(options.runs)}")
+    if missing := [str(path) for path in options.runs if not RunFolder(path).log.exists()]:
+        raise FileNotFoundError(f"no folder of a run with a log: {listed(missing)}")
     logs = [read_run_log(RunFolder(path).log) for path in options.runs]
     names, (changed, metrics) = list(map(str, options.runs)), tables_of(logs)
     page = page_of(
@@ -51,6 +53,8 @@ def compare(options: CompareOptions) -> str:
     )
     write_whole(options.out, page)
     lines = aligned(["", *names], changed | metrics)
+    if len({*metrics["test rows"]} - {"-"}) > 1:
+        lines.append("note: the test rows are not the same, so test metrics cannot be compared")
     return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])
 
 
@@ -73,12 +77,13 @@ def aligned(head: Sequence[str], rows: Table) -> list[str]:
 
 
 def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    end = _last(log, "end")
-    latest, test = {**_last(log, "log"), **end}, end.get("test") or {}
+    end, test = _last(log, "end"), test_of(log)
+    latest = {**_last(log, "log"), **end}
     for key, name in METRICS.items():
-        yield f"test {name}", _text(test.get(key))
-    evaluations = [(float(event["metrics"]["auc"]), event["step"]) for event in log if event["event"] == "evaluation"]
-    yield "best AUC while training", "{:.6g} at step {:,}".format(*max(evaluations)) if evaluations else "-"
+        yield f"test {name}", _text(test["metrics"].get(key))
+    yield "tested at step", _text(test["step"], "{:,}" + ", the best" * bool(test.get("best")))
+    aucs = [(float(event["metrics"]["auc"]), event["step"]) for event in log if event.get("split") == "validation"]
+    yield "best validation AUC", "{:.6g} at step {:,}".format(*max(aucs)) if aucs else "-"
     yield "last training loss", _text(latest.get("loss"))
     yield "samples/s", _text(latest.get("samples_per_second"), "{:,.0f}")
     yield "training time", took(latest["seconds"]) if "seconds" in latest else "-"
@@ -91,7 +96,7 @@ def _charts(logs: Sequence[Sequence[Event]]) -> Iterator[dict[str, Any]]:
         ("Validation AUC", "evaluation", "auc"), ("Validation log loss", "evaluation", "log_loss"),
         ("Training loss", "log", "loss"),
     ):  # fmt: skip
-        events = [[event for event in log if event["event"] == kind] for log in logs]
+        events = [[e for e in log if e["event"] == kind and e.get("split") in (None, "validation")] for log in logs]
         curves = [[(event["step"], float({**event, **event.get("metrics", {})}[key])) for event in e] for e in events]
         if any(curves):
             last_step = max(step for curve in curves for step, _ in curve)

@@ -28,6 +28,8 @@ from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.storage.checkpoint import read_manifest_text
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
+from tritonemb.training.callbacks.jsonl import add_evaluation
+from tritonemb.training.callbacks.report import write_report
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import data_changes
@@ -91,8 +93,11 @@ def train(
             progress = trainer.progress
             found = Evaluation(progress.step, progress.epoch, "test", trainer.evaluate("test"), best=True)
             result = replace(result, best=found.metrics)
-            if verbose and group.rank == 0:
-                Lines(sys.stdout).on_evaluation(found)
+            if group.rank == 0:
+                if verbose:
+                    Lines(sys.stdout).on_evaluation(found)
+                add_evaluation(folder.log, found)
+                write_report(folder.report, folder.log)
         return result
 
 

@@ -29,6 +29,7 @@ from tritonemb.training.config import TrainConfig, from_plain
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
 from tritonemb.types import TableConfig
+from tritonemb.utils import listed
 
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
 TRAINING_SECTIONS = "schedule evaluation checkpoint output profile parallel server offload"
@@ -54,6 +55,8 @@ def load_run(
         FileNotFoundError, ValueError: there is no checkpoint, it is damaged, or it does not fit the model.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such folder; expected that of a run, or a checkpoint")
     for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
         path = folder.best() or folder.latest() or path
     manifest = read_manifest(path)
@@ -109,7 +112,6 @@ class Run:
         features: its categorical features.
         schema: which columns of a row are what; None where the model was not trained on a log.
         options: of `tritonemb train`; None for a run of a `te.Trainer`.
-        metrics: on the test rows of the run, by name, as far as they were evaluated.
     """
 
     def __init__(
@@ -138,9 +140,11 @@ class Run:
         Raises:
             ValueError, FileNotFoundError: the rows cannot be read; names column, row and value.
         """
+        if hasattr(rows, "to_dict") and hasattr(rows, "to_frame"):  # a row of a pandas data frame
+            rows = rows.to_dict()
         if isinstance(rows, Mapping):
             return float(self._scores(self._encode([rows]), batch_size)[0])
-        if isinstance(rows, list | tuple):
+        if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
             return self._scores(self._encode(rows), batch_size).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
@@ -167,10 +171,23 @@ class Run:
         collections = (module for module in self.model.modules() if isinstance(module, TableCollection))
         return {config.name: RunTable(each, config, self._device) for each in collections for config in each.configs}
 
+    def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
+        """Ids int64 `[N]` of raw values of a feature, for `tables[...].lookup`; those of training for unknown values.
+        ValueError if there is no such feature, or a value cannot be encoded."""
+        return self._encode.ids(feature, values)
+
     def open_log(self, data: Any, kept: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
-        """See `open_for_scoring`; ValueError if a row would become other ids than in training."""
+        """A log or a data frame as it was read in training, all of it test rows; its label only if it is `labelled`.
+
+        TypeError if it is neither; ValueError if a row would become other ids than in training.
+        """
         if self._read is None:
             raise self._no_schema()
+        if not (isinstance(data, str | Path) or hasattr(data, "__arrow_c_stream__")) or hasattr(data, "to_frame"):
+            raise TypeError(
+                f"expected the path of a log or a data frame, or to predict a dictionary or a list of them, got a "
+                f"{type(data).__name__}"
+            )
         # A row that is left out would give all later ones another row's score.
         log = open_for_scoring(data, replace(self._read, on_bad_row="raise"), self.features, kept, labelled)
         log = log.read_as(self._kinds, self._encoding)
@@ -195,6 +212,9 @@ class Run:
                 f"{name} would be numbered otherwise than in training, so its ids would mean something else: the "
                 "vocabulary file has changed since, or the columns are others"
             )
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {type(self.model).__name__}, tables: {listed(self.tables)})"
 
     @cached_property
     def _encode(self) -> RequestEncoder:
@@ -245,6 +265,9 @@ class RunTable:
 
     def __init__(self, collection: TableCollection, config: TableConfig, device: torch.device) -> None:
         self.config, self._collection, self._device = config, collection, device
+
+    def __repr__(self) -> str:
+        return f"RunTable({self.config})"
 
     @torch.no_grad()
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ class PredictOptions(Options):
         device: where to compute.
     """
 
+    POSITIONAL: ClassVar[str] = "checkpoint"
     checkpoint: Path
     data: str
     out: Path = Path("scores.parquet")
@@ -104,6 +105,7 @@ class EvaluateOptions(Options):
         device: where to compute.
     """
 
+    POSITIONAL: ClassVar[str] = "checkpoint"
     checkpoint: Path
     data: str | None = None
     model: str | None = None

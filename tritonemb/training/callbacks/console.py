@@ -156,7 +156,8 @@ def summary(end: FitEnd) -> str:
     lines = [f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})"]
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
-        hint = "  (above 1: worse than always predicting the base rate; try lower learning rates, or fewer epochs)"
+        hint = "  (above 1: worse than always predicting the base rate; try lower learning rates, fewer epochs, or "
+        hint += "--log-transform True where dense columns have large numbers)"
         lines[:0] = [
             f"test AUC            {end.test.auc:.4f}{best}",
             f"log loss            {end.test.log_loss:.4f}",

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.training.callbacks import Callback, FitEnd, FitStart, StepEnd
+from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, StepEnd
 from tritonemb.training.config import plain
 from tritonemb.utils import write_whole
 
@@ -97,6 +97,14 @@ class RunLog(Callback):
                 self._file.truncate(size)  # no half lines: this one is written again with the next event
                 raise
             del self._unwritten[0]
+
+
+def add_evaluation(path: Path | str, evaluation: Evaluation) -> None:
+    """Log an evaluation of a run that has ended, before its `end`; raises as `read_run_log`."""
+    events = _events(Path(path))
+    at = len(events) - (events[-1]["event"] == "end")
+    lines = map(_line, [*events[:at], {"event": "evaluation", **asdict(evaluation)}, *events[at:]])
+    write_whole(Path(path), "".join(lines))
 
 
 def read_run_log(path: Path | str) -> list[dict[str, Any]]:

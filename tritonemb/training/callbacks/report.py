@@ -60,15 +60,26 @@ def render(events: Sequence[Event]) -> str:
     validations = [event for event in kinds["evaluation"] if event.get("split") == "validation"]
     last_step = max((event["step"] for event in events if "step" in event), default=0)
     resumed = sorted({event["first_step"] for event in kinds["start"] if event["first_step"]})
+    tested = test_of(events)
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
     return page_of(
         "report.html.jinja", title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end,
         config=config, resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None),
-        last_step=last_step,
+        last_step=last_step, tested=tested,
         latest={**(kinds["log"][-1] if kinds["log"] else {}), **end},
-        charts=[*_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step), *_calibration(end)],
+        charts=[
+            *_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step),
+            *_calibration(tested["metrics"]),
+        ],
         **{part: next((log[part] for log in reversed(kinds["log"]) if log.get(part)), None) for part in PARTS},
     )  # fmt: skip
+
+
+def test_of(events: Sequence[Event]) -> Event:
+    """The `step` and `metrics` of the evaluation on the test rows, of the best checkpoint where there is one."""
+    end = next((event for event in reversed(events) if event["event"] == "end"), {})
+    tests = (event for event in reversed(events) if event["event"] == "evaluation" and event["split"] == "test")
+    return next(tests, {"step": end.get("step"), "metrics": end.get("test") or {}})
 
 
 def page_of(template: str, **values: Any) -> str:
@@ -116,9 +127,9 @@ def _charts(
             yield {"title": title, "name": title[0].lower() + title[1:], "colour": colour, **drawn}
 
 
-def _calibration(end: Event) -> Iterator[dict[str, Any]]:
+def _calibration(metrics: Event) -> Iterator[dict[str, Any]]:
     """The chart of a calibration curve on the test rows, beside that of a perfect model."""
-    if parts := (end.get("test") or {}).get("calibration"):
+    if parts := metrics.get("calibration"):
         curve = [(score, rate) for _, score, rate in parts]
         drawn = chart([curve, [(0.0, 0.0), (1.0, 1.0)]], PLAIN, 1, from_zero=True, x="mean score")
         yield {
