@@ -28,8 +28,8 @@ from benchmarks.plain import PlainDLRM, PlainRowWiseAdagrad
 from tritonemb.data import ClickLog, Dataset, LogOptions, Rows, Schema, build_vocabulary, open_dataset
 from tritonemb.data.batch import concat
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig, preset
-from tritonemb.training.run import build_model, build_optimizer
 from tritonemb.training.metrics import binary_metrics
+from tritonemb.training.run import build_model, build_optimizer
 
 TOLERANCE = 0.003
 MIN_COUNT = 10

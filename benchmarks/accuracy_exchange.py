@@ -43,8 +43,8 @@ from tritonemb.sharding import (
     TableWise,
 )
 from tritonemb.training.config import TrainConfig, preset
-from tritonemb.training.run import build_model
 from tritonemb.training.metrics import binary_metrics
+from tritonemb.training.run import build_model
 
 WORLD = 4
 EXACT = ExchangePrecision("fp32", "fp32")

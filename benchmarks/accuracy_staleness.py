@@ -50,8 +50,8 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import Channel, LocalTransport, Message, Reply, Transport
 from tritonemb.training.callbacks import Callback, Evaluation, Log
 from tritonemb.training.config import TrainConfig, preset
-from tritonemb.training.run import build_optimizer
 from tritonemb.training.metrics import binary_metrics
+from tritonemb.training.run import build_optimizer
 from tritonemb.types import TableConfig
 
 PICTURE, DRAWS = Path(__file__).parents[1] / "docs/staleness.png", "python -m benchmarks.accuracy_staleness --draw"

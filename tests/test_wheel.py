@@ -46,7 +46,11 @@ def steps_of_readme() -> list[tuple[str, str]]:
         if block.language == "python" and not block.title:
             steps.append(("python", block.text))
         lines = block.text.replace("\\\n", " ").splitlines() if block.language == "console" else []
-        steps += [("console", json.dumps(shlex.split(line[2:], comments=True))) for line in lines if line.startswith("$ tritonemb ")]
+        steps += [
+            ("console", json.dumps(shlex.split(line[2:], comments=True)))
+            for line in lines
+            if line.startswith("$ tritonemb ")
+        ]
     return steps
 
 
