@@ -20,14 +20,13 @@ __version__ = "0.1.0"
 __all__ = [
     "AdmissionConfig", "AtMost", "CacheConfig", "EvictionConfig", "HybridParallel", "KeyedJaggedTensor", "PlanError",
     "TableConfig", "Topology", "Trainer", "check_errors", "collect_stats", "compiler", "data", "estimate_offload",
-    "fuse", "gather_parameters", "interop", "load_run", "nn", "offload", "offloading", "optim", "plan", "server", "sharding",
-    "unfuse",
+    "fuse", "gather_parameters", "interop", "load_run", "nn", "offload", "offloading", "optim", "plan", "server",
+    "sharding", "unfuse",
 ]  # fmt: skip
 _MODULES = {
     "AdmissionConfig": "types", "AtMost": "server", "CacheConfig": "types", "EvictionConfig": "types",
     "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training",
-    "load_run": "training",
-    "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
+    "load_run": "training", "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
     "collect_stats": "sharding.planner", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
     "estimate_offload": "offloading", "gather_parameters": "offloading", "offload": "offloading",
 }  # fmt: skip
