@@ -59,7 +59,7 @@ def test_runs_are_compared_in_the_terminal_and_on_a_page(tmp_path, capsys, monke
     text = Path("page.html").read_text(encoding="utf-8")
     page = ElementTree.fromstring(text.replace("<!DOCTYPE html>", "", 1))
     labels = [svg.get("aria-label") for svg in page.iter("svg")]
-    assert labels == ["validation auc over steps", "validation log loss over steps", "training loss over steps"]
+    assert labels == ["validation AUC over steps", "validation log loss over steps", "training loss over steps"]
     for svg in page.iter("svg"):
         curves = {group.get("class"): list(group) for group in svg.iter("g") if "run" in group.get("class", "")}
         assert {name: [part.tag for part in parts] for name, parts in curves.items()} == {

@@ -12,18 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tritonemb.data import encode
 from tritonemb.data.arrow import pa
 from tritonemb.data.batch import Array, Column, Rows, offsets_of
-from tritonemb.data.encode import (
-    INFINITE,
-    MISSING,
-    Numbering,
-    feature_seed,
-    hash_integers,
-    hash_strings,
-    ids_of,
-    scaled,
-)
+from tritonemb.data.encode import Numbering
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import CATEGORIES, Schema, shown
 from tritonemb.utils import did_you_mean, listed
@@ -51,7 +43,7 @@ class RequestEncoder:
         self, schema: Schema, features: Sequence[Feature], numberings: Mapping[str, Numbering], from_text: bool = False
     ) -> None:
         self.schema, self.features, self._numberings, self._from_text = schema, tuple(features), numberings, from_text
-        self._seeds = np.array([feature_seed(feature.name) for feature in features], dtype=np.uint64)
+        self._seeds = np.array([encode.feature_seed(feature.name) for feature in features], dtype=np.uint64)
         self._sizes = np.array([feature.num_embeddings for feature in features])
         self._logarithmic = np.array([schema.is_logarithmic(name) for name in schema.dense], dtype=bool)
         self._clamped = np.array([schema.clamps(name) for name in schema.dense], dtype=bool)
@@ -59,20 +51,17 @@ class RequestEncoder:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Rows:
         """The rows, with labels of 0. ValueError names row, column and value that cannot be encoded."""
         dense = torch.from_numpy(self._dense(rows))
+        bags = [[self._items(row, number, feature) for number, row in enumerate(rows)] for feature in self.features]
+        lengths = np.array([[len(bag) for bag in of_rows] for of_rows in bags], dtype=np.int64)
         # Values of all features side by side, by feature, then row.
-        values, places, counts = list[Any](), list[int](), list[list[int]]()
-        for place, feature in enumerate(self.features):
-            of_rows = [self._items(row, number, feature) for number, row in enumerate(rows)]
-            values += [value for items in of_rows for value in items]
-            counts.append([len(items) for items in of_rows])
-            places += [place] * sum(counts[-1])
-        ids = self._ids(values, np.array(places, dtype=np.int64))
-        ends = np.cumsum([0, *(sum(of_rows) for of_rows in counts)])
-        columns = []
-        for place, feature in enumerate(self.features):
-            offsets = torch.from_numpy(offsets_of(np.array(counts[place]))) if feature.multi_hot else None
-            columns.append(Column(torch.from_numpy(ids[ends[place] : ends[place + 1]]), offsets))
-        return Rows(dense, tuple(columns), torch.zeros(len(rows)))
+        values = [value for of_rows in bags for bag in of_rows for value in bag]
+        sizes = lengths.sum(axis=1)
+        ids = torch.from_numpy(self._ids(values, np.repeat(np.arange(len(sizes)), sizes))).split(sizes.tolist())
+        offsets = [
+            torch.from_numpy(offsets_of(n)) if f.multi_hot else None
+            for f, n in zip(self.features, lengths, strict=True)
+        ]
+        return Rows(dense, tuple(map(Column, ids, offsets)), torch.zeros(len(rows)))
 
     def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
         """Ids int64 `[N]` of values of a feature; ValueError names one that cannot be encoded."""
@@ -100,16 +89,16 @@ class RequestEncoder:
                     numbers[number, place] = value
         wrong = {
             "a finite number or nothing": np.isinf(numbers),
-            "a number that fits float32": ~self._logarithmic & (np.abs(numbers) >= INFINITE),
+            "a number that fits float32": ~self._logarithmic & (np.abs(numbers) >= encode.INFINITE),
             "0 or more under log_transform, or clamp_negative": self._logarithmic & ~self._clamped & (numbers < 0),
         }
         for what, bad in wrong.items():
             if bad.any():
                 number, place = np.argwhere(bad)[0].tolist()
                 raise self._error(number, names[place], numbers[number, place], what)
-        found: Array = scaled(numbers, False)
-        found[:, self._logarithmic] = scaled(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
-        return found
+        dense: Array = encode.scaled(numbers, False)
+        dense[:, self._logarithmic] = encode.scaled(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
+        return dense
 
     def _items(self, row: Mapping[str, Any], number: int, feature: Feature) -> Sequence[Any]:
         """The values of a row: strings as bytes, integers, None where they are missing."""
@@ -151,13 +140,13 @@ class RequestEncoder:
         texts, at = [value for value in values if isinstance(value, bytes)], np.flatnonzero(is_text)
         if texts:
             offsets = offsets_of(np.array([len(text) for text in texts]))
-            hashes[at] = hash_strings(np.frombuffer(b"".join(texts), np.uint8), offsets, self._seeds[places[at]])
+            hashes[at] = encode.hash_strings(np.frombuffer(b"".join(texts), np.uint8), offsets, self._seeds[places[at]])
         if len(at := np.flatnonzero(present & ~is_text)):
             numbers = np.array([values[place] & 0xFFFFFFFFFFFFFFFF for place in at.tolist()], dtype=np.uint64)
-            hashes[at] = numbers if dynamic else hash_integers(numbers, self._seeds[places[at]])
+            hashes[at] = numbers if dynamic else encode.hash_integers(numbers, self._seeds[places[at]])
         if dynamic:
-            return np.where(present, hashes.view(np.int64), MISSING)
-        ids = np.where(present, ids_of(hashes, self._sizes[places]), np.int32(0))
+            return np.where(present, hashes.view(np.int64), encode.MISSING)
+        ids = np.where(present, encode.ids_of(hashes, self._sizes[places]), np.int32(0))
         for place, feature in enumerate(self.features) if self.schema.vocabulary is not None else ():
             begin, end = np.searchsorted(places, [place, place + 1])
             array = pa.array(values[begin:end], pa.string() if is_text[begin:end].any() else pa.int64())

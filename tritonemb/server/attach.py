@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -197,15 +198,12 @@ def attach_for_reading(model: nn.Module, servers: Servers) -> None:
     """
     if not (collections := collections_on_servers(model)):
         raise ValueError("the model has no tables on embedding servers, so leave servers out")
+    shape = attrgetter("name", "num_embeddings", "embedding_dim")
     for name, tables in collections.items():
         answers = [connection.ask("spec", collection=name) for connection in servers.connections]
-        shapes = [(config.name, config.num_embeddings, config.embedding_dim) for config in tables.configs]
+        numbers, shapes = [answer.get("server") for answer in answers], [*map(shape, tables.configs)]
         spec = CollectionSpec.from_json(answers[0]["spec"]) if "spec" in answers[0] else None
-        if (
-            spec is None
-            or [answer.get("server") for answer in answers] != list(range(len(spec.owners[0])))
-            or [(table.name, table.num_embeddings, table.embedding_dim) for table in spec.tables] != shapes
-        ):
+        if spec is None or numbers != [*range(len(spec.owners[0]))] or [*map(shape, spec.tables)] != shapes:
             raise ValueError(
                 f"these {len(servers)} embedding servers are not those that have tables {listed(s[0] for s in shapes)} "
                 f"of {name!r}, in the order in which the trainer was given them; without servers= a checkpoint is read"

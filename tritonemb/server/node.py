@@ -236,14 +236,11 @@ class EmbeddingServer(Closing):
             answer(error)
 
     def _answer(self, reply: Reply, question: Values, tensors: Sequence[Tensor]) -> None:
-        rows: list[Tensor] = []
         try:
-            if question["op"] == "look_up":
-                answer, rows = self._look_up(question, tensors)
-            else:
-                answer = getattr(self, f"_ask_{question['op']}")(question)
+            answer = getattr(self, f"_ask_{question['op']}")({**question, "tensors": tensors})
         except Exception as error:
             answer = {"error": encode_error(error)}
+        rows = answer.pop("rows", [])
         reply(({**answer, "ask": question["ask"]}, rows))
 
     # The state.
@@ -362,11 +359,11 @@ class EmbeddingServer(Closing):
         served = self.collections.get(question["collection"])
         return {} if served is None else {"spec": asdict(served.spec), "server": served.server}
 
-    def _look_up(self, question: Values, tensors: Sequence[Tensor]) -> Message:
+    def _ask_look_up(self, question: Values) -> Values:
         """Rows as they are now, for a client that does not train."""
         served = self.collections[question["collection"]]
-        (ids,) = served.columns(question["sizes"], tensors)
-        return {"steps": served.next_push}, served.read(ids)
+        (ids,) = served.columns(question["sizes"], question["tensors"])
+        return {"steps": served.next_push, "rows": served.read(ids)}
 
     def _ask_stats(self, question: Values) -> Values:
         return {"stats": self.statistics()}

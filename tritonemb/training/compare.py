@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from tritonemb.training.callbacks.console import printable, took
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.callbacks.report import PLAIN, Event, chart, page_of, test_of
+from tritonemb.training.callbacks.report import PLAIN, Event, chart, last_of, page_of, test_of
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.config import flat
 from tritonemb.utils import Options, listed, write_whole
@@ -60,7 +60,7 @@ def compare(options: CompareOptions) -> str:
 
 def tables_of(logs: Sequence[Sequence[Event]]) -> tuple[Table, Table]:
     """The options that differ between runs, and their metrics; "-" where a run has none."""
-    configs = [dict(flat(_last(log, "start").get("config") or {})) for log in logs]
+    configs = [dict(flat(last_of(log, "start").get("config") or {})) for log in logs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in WHERE)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
     columns = [dict(_metrics(log)) for log in logs]
@@ -77,8 +77,8 @@ def aligned(head: Sequence[str], rows: Table) -> list[str]:
 
 
 def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    end, test = _last(log, "end"), test_of(log)
-    latest = {**_last(log, "log"), **end}
+    end, test = last_of(log, "end"), test_of(log)
+    latest = {**last_of(log, "log"), **end}
     for key, name in METRICS.items():
         yield f"test {name}", _text(test["metrics"].get(key))
     yield "tested at step", _text(test["step"], "{:,}" + ", the best" * bool(test.get("best")))
@@ -97,15 +97,11 @@ def _charts(logs: Sequence[Sequence[Event]]) -> Iterator[dict[str, Any]]:
         ("Training loss", "log", "loss"),
     ):  # fmt: skip
         events = [[e for e in log if e["event"] == kind and e.get("split") in (None, "validation")] for log in logs]
-        curves = [[(event["step"], float({**event, **event.get("metrics", {})}[key])) for event in e] for e in events]
+        curves = [[(e["step"], float({**e, **e.get("metrics", {})}[key])) for e in of_log] for of_log in events]
         if any(curves):
             last_step = max(step for curve in curves for step, _ in curve)
             drawn = chart([curve or [(0, math.nan)] for curve in curves], PLAIN, last_step)
-            yield {"title": title, "name": title.lower(), "colour": "quality", **drawn, "last": ""}
-
-
-def _last(log: Sequence[Event], kind: str) -> Event:
-    return next((event for event in reversed(log) if event["event"] == kind), {})
+            yield {"title": title, "colour": "quality", **drawn, "last": ""}
 
 
 def _text(value: Any, form: str | None = None) -> str:

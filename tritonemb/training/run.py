@@ -32,10 +32,9 @@ from tritonemb.types import TableConfig
 from tritonemb.utils import listed
 
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
-TRAINING_SECTIONS = "schedule evaluation checkpoint output profile parallel server offload"
 READING = "features", "num_dense", "read", "precision"
 DATASETS = "movielens-100k", "synthetic", "adult"  # rows of which are encoded as a whole
-NOT_OF_A_MODEL = (*TRAINING_SECTIONS.split(), "converted", "features", "num_dense")
+NOT_OF_A_MODEL = "schedule evaluation checkpoint output profile parallel server offload converted features num_dense"
 MakeModel = Callable[[], nn.Module]
 
 
@@ -63,28 +62,26 @@ def load_run(
     config, options, target = manifest["config"], None, check_device(device)
     reading = manifest.get("reading") or {name: config[name] for name in READING if name in config}
     if "embedding_dim" in config:
-        unused = [name for name in NOT_OF_A_MODEL if servers is None or name != "server"]
+        unused = [name for name in NOT_OF_A_MODEL.split() if servers is None or name != "server"]
         values = {name: value for name, value in config.items() if name not in unused}
         values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
         options = replace(from_plain(values, TrainConfig(), str(path)), device=device)
     kinds = manifest["run"].get("kinds", {})
-    features = tuple(Feature(**each | {"kind": kinds.get(each["name"], "")}) for each in reading.get("features", ()))
-    if model is None and (options is None or not features):
-        raise ValueError(
-            f"{path} was not written by tritonemb train, so nothing says how to build its model: load_run(path, "
-            "model=...) takes the model, or a function that makes it; a command takes --model MODULE:FUNCTION"
-        )
+    features = tuple(Feature(**f | {"kind": kinds.get(f["name"], "")}) for f in reading.get("features", ()))
     if model is None:
-        assert options is not None
+        if options is None or not features:
+            raise ValueError(
+                f"{path} was not written by tritonemb train, so nothing says how to build its model: load_run(path, "
+                "model=...) takes the model, or a function that makes it; a command takes --model MODULE:FUNCTION"
+            )
         model = build_model(options, features, reading["num_dense"])
-    model = model if isinstance(model, nn.Module) else model()
-    model, is_live = model.to(target), servers is not None
+    model = (model if isinstance(model, nn.Module) else model()).to(target)
     if servers is not None:
         attach_for_reading(model, servers)
     elif collections_on_servers(model):
         attach(model, start(1), None)  # a thread of this process has the rows of the checkpoint
-    load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY, servers=not is_live)
-    if not is_live:
+    load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY, servers=servers is None)
+    if servers is None:
         flush(model)  # as at the end of training
     return Run(path, model.eval(), manifest, reading, features, options, target)
 
@@ -149,11 +146,11 @@ class Run:
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
     def score_log(
-        self, data: Any, kept: Sequence[str] = (), batch_size: int = 8192
+        self, data: Any, names: Sequence[str] = (), batch_size: int = 8192
     ) -> Iterator[tuple[list[Any], Tensor]]:
-        """Blocks of a log's rows, in their order: the `pyarrow` columns to be `kept`, and scores `[n]`."""
-        log = self.open_log(data, tuple(kept))
-        with closing(log.scan("test", lambda read: ([*map(read.column, kept)], log.encode(read)))) as blocks:
+        """Blocks of a log's rows, in their order: the `pyarrow` columns of these names, and scores `[n]`."""
+        log = self.open_log(data, tuple(names))
+        with closing(log.scan("test", lambda read: ([*map(read.column, names)], log.encode(read)))) as blocks:
             for block in blocks:
                 if block.report.rows:
                     columns, rows = block.rows
@@ -161,15 +158,15 @@ class Run:
 
     def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
         """Metrics of rows with labels: of a log or a data frame, or by default of the run's own test rows."""
-        rows = self._test_rows() if data is None else self.open_log(data, labelled=True)
+        rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
         with rows.open("test", batch_size) as batches:
             return binary_metrics(*self._logits(batches))
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
         """The model's tables by name."""
-        collections = (module for module in self.model.modules() if isinstance(module, TableCollection))
-        return {config.name: RunTable(each, config, self._device) for each in collections for config in each.configs}
+        collections = [module for module in self.model.modules() if isinstance(module, TableCollection)]
+        return {config.name: RunTable(c, config, self._device) for c in collections for config in c.configs}
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
         """Ids int64 `[N]` of raw values of a feature, for `tables[...].lookup`; those of training for unknown values.
@@ -235,18 +232,18 @@ class Run:
             columns.append(Column(ids, torch.arange(size + 1) if feature.multi_hot else None))
         rows = Rows(torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size))
         expected = self._logits(self._cut(rows, size))[0]
-        sizes = [1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length())]
-        tries = (torch.equal(self._logits(self._cut(rows.slice(0, n), n), n)[0], expected[:n]) for n in sizes)
-        return next(least for least, is_equal in zip(sizes, tries, strict=True) if is_equal or least == size)
+        sizes = (1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length() - 1))
+        return next(
+            (n for n in sizes if torch.equal(self._logits(self._cut(rows.slice(0, n), n), n)[0], expected[:n])), size
+        )
 
     def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys = tuple(feature.name for feature in self.features)
         return (cut(rows, keys, slice(at, min(at + batch_size, len(rows)))) for at in range(0, len(rows), batch_size))
 
     def _scores(self, rows: Rows, batch_size: int) -> Tensor:
-        logits = self._logits(
-            self._cut(rows, batch_size), self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
-        )[0]
+        least = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
+        logits = self._logits(self._cut(rows, batch_size), least)[0]
         if wrong := int(logits.isnan().sum()):
             raise ValueError(f"{self.path} gives {wrong:,} rows no score but NaN: it had diverged; use another one")
         return probabilities(logits)

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from tritonemb.data.arrow import arrow_csv, pa, parquet
 from tritonemb.training.metrics import Metrics
 from tritonemb.training.run import Run, load_run
@@ -53,30 +51,25 @@ def predict(options: PredictOptions) -> str:
         raise ValueError(f"keep must name each column once, and none 'score', got {list(options.keep)}")
     run = open_run(options.checkpoint, options.model, options.device)
     blocks = run.score_log(options.data, options.keep, options.batch_size)
-    num_rows = _write_tables(options.out, (_as_table(options.keep, *block) for block in blocks))
+    names = [*options.keep, "score"]
+    num_rows = _write(options.out, (pa.table([*columns, scores.numpy()], names) for columns, scores in blocks))
     return f"{options.out}: {num_rows:,} scores by {run.path}"
 
 
 def open_run(path: Path, model: str | None, device: str) -> Run:
     """`load_run`, of a model that MODULE:FUNCTION makes; ValueError if there is no such function."""
-    if model is None:
-        return load_run(path, device=device)
-    module, _, function = model.partition(":")
+    module, _, function = (model or "").partition(":")
     try:
-        make = getattr(importlib.import_module(module), function)
+        make = None if model is None else getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model must be MODULE:FUNCTION, which makes a model, got {model!r} ({error})") from error
     return load_run(path, model=make, device=device)
 
 
-def _as_table(names: tuple[str, ...], columns: list[Any], scores: Tensor) -> Any:
-    return pa.table([*columns, scores.numpy()], [*names, "score"])
-
-
-def _write_tables(out: Path, tables: Iterator[Any]) -> int:
+def _write(out: Path, tables: Iterator[Any]) -> int:
     """Write `pyarrow` tables one by one, so that a log of any size fits; returns the number of rows."""
-    num_rows, first = 0, next(tables, None)
-    if first is None:
+    num_rows = 0
+    if (first := next(tables, None)) is None:
         raise ValueError(f"{out} is not written: there are no rows to score")
     kind = arrow_csv.CSVWriter if out.suffix == ".csv" else parquet.ParquetWriter
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +115,7 @@ def evaluate(options: EvaluateOptions) -> str:
 
 
 def describe(metrics: Metrics) -> str:
-    """Metrics as lines of text: a number a line, then the calibration curve."""
+    """Metrics as lines of text: one per number, then the calibration curve."""
     lines = [
         f"samples              {metrics.num_samples:,}",
         f"AUC                  {metrics.auc:.4f}",
@@ -130,7 +123,6 @@ def describe(metrics: Metrics) -> str:
         f"normalized entropy   {metrics.normalized_entropy:.4f}",
         f"best threshold       {metrics.best_threshold:.4f} (F1 {metrics.best_f1:.4f})",
         "calibration: samples, mean score, share of clicks",
+        *(f"  {size:>10,}  {score:.4f}  {rate:.4f}" for size, score, rate in metrics.calibration),
     ]
-    return "\n".join(
-        [*lines, *(f"  {size:>10,}  {score:.4f}  {rate:.4f}" for size, score, rate in metrics.calibration)]
-    )
+    return "\n".join(lines)

@@ -54,7 +54,7 @@ def render(events: Sequence[Event]) -> str:
     kinds: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         kinds[event["event"]].append(event)
-    start: Event = kinds["start"][-1] if kinds["start"] else {}
+    start = last_of(events, "start")
     end: Event = events[-1] if events and events[-1]["event"] == "end" else {}
     config = start.get("config") or {}
     validations = [event for event in kinds["evaluation"] if event.get("split") == "validation"]
@@ -66,7 +66,7 @@ def render(events: Sequence[Event]) -> str:
         "report.html.jinja", title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end,
         config=config, resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None),
         last_step=last_step, tested=tested,
-        latest={**(kinds["log"][-1] if kinds["log"] else {}), **end},
+        latest={**last_of(events, "log"), **end},
         charts=[
             *_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step),
             *_calibration(tested["metrics"]),
@@ -75,9 +75,14 @@ def render(events: Sequence[Event]) -> str:
     )  # fmt: skip
 
 
+def last_of(events: Sequence[Event], kind: str) -> Event:
+    """The last event of a kind; {} if there is none."""
+    return next((event for event in reversed(events) if event["event"] == kind), {})
+
+
 def test_of(events: Sequence[Event]) -> Event:
     """The `step` and `metrics` of the evaluation on the test rows, of the best checkpoint where there is one."""
-    end = next((event for event in reversed(events) if event["event"] == "end"), {})
+    end = last_of(events, "end")
     tests = (event for event in reversed(events) if event["event"] == "evaluation" and event["split"] == "test")
     return next(tests, {"step": end.get("step"), "metrics": end.get("test") or {}})
 
@@ -124,7 +129,7 @@ def _charts(
         if points := [(event["step"], float(event[key])) for event in events if event[key] is not None]:
             level = best if key == "auc" else None
             drawn = chart([points], unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
-            yield {"title": title, "name": title[0].lower() + title[1:], "colour": colour, **drawn}
+            yield {"title": title, "colour": colour, **drawn}
 
 
 def _calibration(metrics: Event) -> Iterator[dict[str, Any]]:
@@ -132,13 +137,7 @@ def _calibration(metrics: Event) -> Iterator[dict[str, Any]]:
     if parts := metrics.get("calibration"):
         curve = [(score, rate) for _, score, rate in parts]
         drawn = chart([curve, [(0.0, 0.0), (1.0, 1.0)]], PLAIN, 1, from_zero=True, x="mean score")
-        yield {
-            "title": "Share of clicks",
-            "name": "share of clicks",
-            "colour": "quality",
-            **drawn,
-            "last": "calibration",
-        }
+        yield {"title": "Share of clicks", "colour": "quality", **drawn, "last": "calibration"}
 
 
 def chart(

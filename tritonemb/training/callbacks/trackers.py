@@ -37,14 +37,12 @@ class Scalars(Callback):
         self.write({name: value for name, value in pairs if value is not None}, log.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._write_metrics(evaluation.split, evaluation.metrics, evaluation.step)
+        values = {f"{evaluation.split}/{name}": getattr(evaluation.metrics, name) for name in METRICS}
+        self.write(values, evaluation.step)
 
     def on_end(self, end: FitEnd | None) -> None:
         if end is not None and end.test is not None:
-            self._write_metrics("test", end.test, end.step)
-
-    def _write_metrics(self, split: str, metrics: Any, step: int) -> None:
-        self.write({f"{split}/{name}": getattr(metrics, name) for name in METRICS}, step)
+            Scalars.on_evaluation(self, Evaluation(end.step, 0, "test", end.test, best=False))
 
 
 class Tracker(Scalars):
@@ -56,8 +54,8 @@ class Tracker(Scalars):
 
     def on_start(self, start: FitStart) -> None:
         path = None if start.folder is None else Path(start.folder) / f"{type(self).__name__.lower()}-run"
-        known = path.read_text() if path is not None and start.first_step and path.exists() else None
-        run_id = self.start(known, start)
+        run_id = path.read_text() if path is not None and start.first_step and path.exists() else None
+        run_id = self.start(run_id, start)
         if path is not None:
             path.write_text(run_id)
 
@@ -111,9 +109,11 @@ class MLflow(Tracker):
         self._client = self._mlflow.MlflowClient(self._address)
         if run_id is None:
             experiment = self._call("get_experiment_by_name", self._experiment)
-            place = experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
+            experiment_id = (
+                experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
+            )
             name = self._name or (start.folder and start.folder.name)
-            run_id = self._call("create_run", place, run_name=name).info.run_id
+            run_id = self._call("create_run", experiment_id, run_name=name).info.run_id
             params = [self._entities.Param(key, str(value)[:MAX_PARAM]) for key, value in flat(start.config)]
             for at in range(0, len(params), MAX_PARAMS):
                 self._call("log_batch", run_id, params=params[at : at + MAX_PARAMS])
@@ -135,7 +135,7 @@ class MLflow(Tracker):
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         try:
             return getattr(self._client, method)(*args, **options)
-        except self._mlflow.MlflowException as error:  # likewise
+        except self._mlflow.MlflowException as error:  # as of Weights & Biases
             raise OSError(f"MLflow: {error}") from error
 
 
