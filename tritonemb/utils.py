@@ -16,7 +16,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -96,6 +96,12 @@ def listed(names: Iterable[str], most: int = 60, between: str = ", ", last: str 
     """Names with commas or something else `between` them; the rest, behind `last`, counted."""
     names = list(names)
     return between.join(names[:most]) + (f"{last}and {len(names) - most} more" if len(names) > most else "")
+
+
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of rows of cells: columns are as wide as their cells, and two blanks apart."""
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def split_evenly(size: int, parts: int) -> list[int]:

@@ -294,7 +294,7 @@ def test_lines_are_read_alone_as_among_others(quoted, text):
     """So neither rows nor their numbers depend on where chunks end."""
     text += "\n"
     schema = Schema("click", sparse=("user",))
-    form = CsvFormat(("click", "user"), LogOptions(schema, delimiter=",", quoted_newlines=quoted))
+    form = CsvFormat(("click", "user"), LogOptions(schema, delimiter=",", quoted_newlines=quoted), True, ())
     lines = list(iter(partial(read_line, io.BytesIO(text.encode()), quoted), b""))
     whole, alone = parse(form, text.encode()), [parse(form, line) for line in lines]
     assert whole.batch.to_pylist() == [row for each in alone for row in each.batch.to_pylist()]
@@ -311,7 +311,7 @@ def test_a_carriage_return_in_quotes_may_stand_anywhere(monkeypatch, block_bytes
     """pyarrow loses the line feed behind one that ends a block."""
     monkeypatch.setattr(delimited, "BLOCK_BYTES", block_bytes)
     schema = Schema("click", sparse=("user",))
-    form = CsvFormat(("click", "user"), LogOptions(schema, delimiter=",", quoted_newlines=True))
+    form = CsvFormat(("click", "user"), LogOptions(schema, delimiter=",", quoted_newlines=True), True, ())
     users = [f"{'u' * number}\r\n{number}" for number in range(9)]
     parsed = parse(form, "".join(f'1,"{user}"\r\n' for user in users).encode())
     assert parsed.batch["user"].to_pylist() == users

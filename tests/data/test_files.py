@@ -186,7 +186,7 @@ def test_parquet_of_the_same_size_with_fewer_rows_is_refused(tmp_path):
     path = convert_to(write(tmp_path, random_lines(50)), tmp_path / "log.parquet")
     file = find(path)[0]
     with pytest.raises(ValueError, match=r"log.parquet has changed .*: it had at least 60 rows and now has 50; "):
-        list(ArrowSource((file,), LogOptions(CRITEO)).chunks(Part(0, 0, 60), 0, 1000, 0, 0))
+        list(ArrowSource((file,), LogOptions(CRITEO), True, ()).chunks(Part(0, 0, 60), 0, 1000, 0, 0))
 
 
 def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
@@ -194,4 +194,4 @@ def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"log.txt.gz has changed .*: its text ends at byte \d+ and had at least 90000"
     ):
-        list(TextSource(find(path), LogOptions()).chunks(Part(0, 0, 90_000), 0, 1000, 0, 0))
+        list(TextSource(find(path), LogOptions(), True, ()).chunks(Part(0, 0, 90_000), 0, 1000, 0, 0))

@@ -17,7 +17,7 @@ from tritonemb.data import ClickLog, LogOptions
 from tritonemb.data.delimited import CriteoFormat, parse
 from tritonemb.data.schema import FIELDS
 
-CRITEO = CriteoFormat(FIELDS, LogOptions(COLUMNS))
+CRITEO = CriteoFormat(FIELDS, LogOptions(COLUMNS), True, ())
 LINES = random_lines(40)
 RULES = [rb"[01]", *[rb"(-?[0-9]{1,18})?"] * 13, *[rb"[0-9a-fA-F]{0,8}"] * 26]
 RULE = re.compile(rb"\t".join(RULES))

@@ -236,7 +236,7 @@ class ClickLog(protocol.Tables):
         """The same log, read from Parquet files with its splits' good rows; `left_out` reports the bad ones."""
         found = {split: (file,) for split, file in files.items() if file is not None}
         parts, stored = parts_of_files(found), tuple(file for split in SPLITS for file in found.get(split, ()))
-        source = ArrowSource(stored, replace(self.options, schema=self.schema, split=ALL_ROWS))
+        source = ArrowSource(stored, replace(self.options, schema=self.schema, split=ALL_ROWS), True, ())
         return self._with(
             "files", {split: parts[split] for split in files}, _source=source, _left_out=left_out,
             files=tuple(file.path for file in stored), options=replace(self.options, on_bad_row="raise"),

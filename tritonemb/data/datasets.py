@@ -131,25 +131,23 @@ class Dataset(protocol.Tables):
         (index, count), rows = options.shard, self.rows(split)
         order_of = ((options.seed, options.epoch) if options.shuffle else ()) + (options.shard if count > 1 else ())
         belongs_to = protocol.fingerprint(self.name, len(rows), split, batch_size, *order_of)
-        num_rows, first = len(range(index, len(rows), count)), 0
+        num_rows, row = len(range(index, len(rows), count)), 0
         if options.position is not None:
             protocol.check_position(options.position, ("row",), belongs_to, self.name)
-            first = options.position["row"]
-            if first > num_rows or (first % batch_size and first != num_rows):
-                raise ValueError(
-                    f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
-                )
+            row = options.position["row"]
+            if row > num_rows or (row % batch_size and row != num_rows):
+                raise ValueError(f"data set {self.name!r}: no batch of {batch_size} begins at row {row} of {num_rows}")
         order = permutation(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
         order = order[index::count].copy() if count > 1 else order  # a view would keep all of it in memory
         keys = tuple(feature.name for feature in self.features)
 
         def batches() -> Iterator[PositionedBatch]:
-            for start in range(first, num_rows, batch_size):
+            for start in range(row, num_rows, batch_size):
                 stop = min(start + batch_size, num_rows)
                 batch = cut(rows, keys, order[start:stop], options.pin_memory)
                 yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
 
-        return Stream(batches(), {"of": belongs_to, "row": first}, ReadReport(rows=first))
+        return Stream(batches(), {"of": belongs_to, "row": row}, ReadReport(rows=row))
 
 
 def load_adult(folder: str | Path) -> Dataset:

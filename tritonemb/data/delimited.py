@@ -55,9 +55,7 @@ class CsvFormat:
 
     quote = True
 
-    def __init__(
-        self, columns: tuple[str, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, columns: tuple[str, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
         schema, rule, self.columns, self.labelled = options.schema, options.split, columns, labelled
         self.schema, self.quoted, self._delimiter = schema, options.quoted_newlines, options.delimiter
         self.time, self._separator = rule.time_column, options.list_separator
@@ -177,9 +175,7 @@ class CriteoFormat(CsvFormat):
 
     quote = False
 
-    def __init__(
-        self, columns: tuple[str, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, columns: tuple[str, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
         super().__init__(columns, replace(options, delimiter="\t"), labelled, kept)
         self.multi_hot, self.kinds = (), dict.fromkeys(self.schema.sparse, "integers")
         self._rules = (_RULES[not labelled], *_RULES[1:])[-len(columns) :]

@@ -105,9 +105,9 @@ def open_for_scoring(
     opened = ClickLog(source, log, labelled=labelled, kept=kept).read_as({each.name: each.kind for each in features})
     if len(opened.features) != len(features):
         raise ValueError(f"{name}: the log has {len(opened.features)} features, the model {len(features)}")
-    for found, expected in zip(opened.features, features, strict=True):
-        if found != expected:
-            raise ValueError(f"{name}: the log has {found}, the model was trained with {expected}")
+    for feature, expected in zip(opened.features, features, strict=True):
+        if feature != expected:
+            raise ValueError(f"{name}: the log has {feature}, the model was trained with {expected}")
     return opened.all_rows_as("test")
 
 

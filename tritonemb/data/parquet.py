@@ -75,9 +75,7 @@ class ArrowSource:
 
     numbering: int | None = None  # of text
 
-    def __init__(
-        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
         schema, self._files, self._rule, self._labelled = options.schema, files, options.split, labelled
         self._groups: list[list[int]] = []  # rows of the row groups of each file
         self.multi_hot: tuple[str, ...] = ()

@@ -31,9 +31,7 @@ class TextSource:
     """Text files of Criteo's format, or CSV with the same header; its methods are those of `ArrowSource`. ValueError if
     the schema has other columns, or a file's first line is bad, unless bad rows are skipped."""
 
-    def __init__(
-        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
         name, where = files[0].name.lower(), str(files[0].path)
         delimiter = options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", name) else "")
         if not delimiter:  # Criteo's format

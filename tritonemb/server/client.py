@@ -334,10 +334,10 @@ class CollectionClient(WholeTables, RowService):
         """Become a trainer of the collection, which servers create if they do not have it."""
         for connection in self._connections:
             connection.register(self._name, self.rank)
-        values, servers = {"spec": asdict(self.spec)}, range(len(self._connections))
-        made = [found for found, _ in wait([self._submit(n, "create", {**values, "server": n}) for n in servers])]
-        self._complete = all(found["complete"] for found in made) and len({found["pulls"] for found in made}) == 1
-        self._batch = self._pushed = made[0]["pulls"]  # of an earlier run
+        spec, servers = asdict(self.spec), range(len(self._connections))
+        answers, _ = zip(*wait([self._submit(n, "create", {"spec": spec, "server": n}) for n in servers]), strict=True)
+        self._complete = all(of["complete"] for of in answers) and len({of["pulls"] for of in answers}) == 1
+        self._batch = self._pushed = answers[0]["pulls"]  # of an earlier run
 
     def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         return self._connections[server].submit(op, {"collection": self._name, "rank": self.rank, **values}, tensors)

@@ -11,7 +11,7 @@ from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.callbacks.report import PLAIN, Event, chart, last_of, page_of, test_of
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.config import flat
-from tritonemb.utils import Options, listed, write_whole
+from tritonemb.utils import Options, columns, listed, write_whole
 
 WHERE = ("path", "output.out")  # options that name a place, which every run has another of
 WIDTH = 60  # of a value in the terminal
@@ -47,33 +47,24 @@ def compare(options: CompareOptions) -> str:
     if missing := [str(path) for path in options.runs if not RunFolder(path).log.exists()]:
         raise FileNotFoundError(f"no folder of a run with a log: {listed(missing)}")
     logs = [read_run_log(RunFolder(path).log) for path in options.runs]
-    names, (changed, metrics) = list(map(str, options.runs)), tables_of(logs)
-    page = page_of(
-        "compare.html.jinja", names=names, charts=list(_charts(logs)), tables={"Options": changed, "Metrics": metrics}
-    )
-    write_whole(options.out, page)
-    lines = aligned(["", *names], changed | metrics)
+    names, tables = list(map(str, options.runs)), tables_of(logs)
+    write_whole(options.out, page_of("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables))
+    changed, metrics = tables.values()
+    rows = [["", *names], *([key, *(text[:WIDTH] for text in texts)] for key, texts in (changed | metrics).items())]
+    lines = [printable(line, "utf-8") for line in columns(rows)]
     if len({*metrics["test rows"]} - {"-"}) > 1:
         lines.append("note: the test rows are not the same, so test metrics cannot be compared")
     return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])
 
 
-def tables_of(logs: Sequence[Sequence[Event]]) -> tuple[Table, Table]:
+def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, Table]:
     """The options that differ between runs, and their metrics; "-" where a run has none."""
     configs = [dict(flat(last_of(log, "start").get("config") or {})) for log in logs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in WHERE)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
-    columns = [dict(_metrics(log)) for log in logs]
-    metrics = {name: [column[name] for column in columns] for name in columns[0]}
-    return {key: texts for key, texts in options.items() if len(set(texts)) > 1}, metrics
-
-
-def aligned(head: Sequence[str], rows: Table) -> list[str]:
-    """A line for each row; columns are two blanks apart."""
-    lines = [head, *([name, *(text[:WIDTH] for text in texts)] for name, texts in rows.items())]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    pairs = (zip(line, widths, strict=True) for line in lines)
-    return [printable("  ".join(text.ljust(width) for text, width in line).rstrip(), "utf-8") for line in pairs]
+    changed = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
+    metrics = [dict(_metrics(log)) for log in logs]
+    return {"Options": changed, "Metrics": {name: [of_run[name] for of_run in metrics] for name in metrics[0]}}
 
 
 def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.server.attach import connect
 from tritonemb.training.callbacks.console import size
 from tritonemb.types import TableConfig
-from tritonemb.utils import kernel_folder, processor
+from tritonemb.utils import columns, kernel_folder, processor
 
 # Sums of at most 8 products of numbers of about 1: a few units in the last place.
 TOLERANCE = 1e-5
@@ -29,7 +29,7 @@ def examine(device: str | None = None) -> tuple[str, bool]:
     """The text, of one device or of the CPU and every GPU, and whether all is well; ValueError for no such device."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
-    lines = ["versions", *_columns(list(versions().items()))]
+    lines = ["versions", *columns(("", *item) for item in versions().items())]
     healthy = True
     for each in devices:
         details = versions(each)
@@ -43,7 +43,7 @@ def examine(device: str | None = None) -> tuple[str, bool]:
             good, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
         healthy &= good
         lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
-        lines += [*_columns([(op, *why(op, each)) for op in ops()]), f"  {verdict}"]
+        lines += [*columns(("", op, *why(op, each)) for op in ops()), f"  {verdict}"]
     kept = sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc"))
     lines += ["", f"compiled kernels: {size(kept)} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:
@@ -69,7 +69,7 @@ def examine_servers(addresses: Sequence[str]) -> tuple[str, bool]:
         for name, served in found["collections"].items():
             lines.append(f"  {name}: {served['steps']:,} steps, staleness {served['staleness']}")
             tables = served["tables"].items()
-            lines += _columns([(table, f"{of['rows']:,} rows", size(of["num_bytes"])) for table, of in tables])
+            lines += columns(("", table, f"{of['rows']:,} rows", size(of["num_bytes"])) for table, of in tables)
     return "\n".join([*lines, "", "all is well" if healthy else "something is wrong: see above"]), healthy
 
 
@@ -78,11 +78,6 @@ def clear_kernels() -> str:
     for version in kernel_folder().iterdir():
         shutil.rmtree(version)
     return f"{kernel_folder()} is empty now; kernels are compiled anew when they are needed"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
 def check_step(device: torch.device) -> float:

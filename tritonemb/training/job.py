@@ -91,12 +91,12 @@ def train(
         if best is not None and result.test is not None and trainer.progress.best_step != result.steps:
             trainer.resume(best)
             progress = trainer.progress
-            found = Evaluation(progress.step, progress.epoch, "test", trainer.evaluate("test"), best=True)
-            result = replace(result, best=found.metrics)
+            evaluation = Evaluation(progress.step, progress.epoch, "test", trainer.evaluate("test"), best=True)
+            result = replace(result, best=evaluation.metrics)
             if group.rank == 0:
                 if verbose:
-                    Lines(sys.stdout).on_evaluation(found)
-                add_evaluation(folder.log, found)
+                    Lines(sys.stdout).on_evaluation(evaluation)
+                add_evaluation(folder.log, evaluation)
                 write_report(folder.report, folder.log)
         return result
 
@@ -231,9 +231,6 @@ class SavedConfig(Callback):
 
 
 def _callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
-    found: list[Callback] = [SavedConfig(folder.config, config)]
-    if config.output.tensorboard:
-        found.append(TensorBoard(folder.tensorboard))
-    if config.profile.profile_steps:
-        found.append(Profiler(folder.trace, config.profile))
-    return found
+    tensorboard = [TensorBoard(folder.tensorboard)] if config.output.tensorboard else []
+    profiler = [Profiler(folder.trace, config.profile)] if config.profile.profile_steps else []
+    return [SavedConfig(folder.config, config), *tensorboard, *profiler]

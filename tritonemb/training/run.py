@@ -17,7 +17,7 @@ from tritonemb.data.click_log import ClickLog, digest_of_vocabulary, encoding_of
 from tritonemb.data.encode import numberings
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.data.requests import RequestEncoder
-from tritonemb.data.schema import CRITEO, LogOptions
+from tritonemb.data.schema import FIELDS, LogOptions
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.nn.collections import TableCollection
@@ -122,9 +122,7 @@ class Run:
         self._read = from_plain(reading["read"], LogOptions(), str(path)) if is_log else None
         self._from_text, self._num_dense = reading.get("from_text", False), reading.get("num_dense", 0)
         schema = None if self._read is None else self._read.schema
-        if schema is not None and not schema.label:
-            schema = replace(schema, label=CRITEO.label, dense=CRITEO.dense, sparse=CRITEO.sparse)
-        self.schema = schema
+        self.schema = schema if schema is None or schema.label else schema.of(FIELDS, str(path))
 
     def predict(self, rows: Any, *, batch_size: int = 8192) -> Any:
         """Click probabilities, a float for one row, else float32 `[N]`, NumPy's. A row has the same bits whatever is
@@ -145,9 +143,7 @@ class Run:
             return self._scores(self._encode(rows), batch_size).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
-    def score_log(
-        self, data: Any, names: Sequence[str] = (), batch_size: int = 8192
-    ) -> Iterator[tuple[list[Any], Tensor]]:
+    def score_log(self, data: Any, names: Sequence[str] = (), batch_size: int = 8192) -> Iterator[tuple[Any, Tensor]]:
         """Blocks of a log's rows, in their order: the `pyarrow` columns of these names, and scores `[n]`."""
         log = self.open_log(data, tuple(names))
         with closing(log.scan("test", lambda read: ([*map(read.column, names)], log.encode(read)))) as blocks:

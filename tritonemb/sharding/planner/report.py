@@ -14,7 +14,7 @@ from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig
-from tritonemb.utils import amount
+from tritonemb.utils import amount, columns
 
 DRIFT = 0.1  # of the mean load, by which the slowest rank may be slower than planned
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
@@ -107,7 +107,7 @@ class PlanReport:
 
     def _table(self) -> list[str]:
         """The tables that cost most, a line each, below the names of the columns."""
-        columns: list[tuple[str, Callable[[TableReport], str]]] = [
+        parts: list[tuple[str, Callable[[TableReport], str]]] = [
             ("table", lambda each: each.table.name),
             ("rows", lambda each: f"{each.table.num_embeddings or each.table.capacity:,}"),
             ("dim", lambda each: str(each.table.embedding_dim)),
@@ -119,9 +119,7 @@ class PlanReport:
             ("next best", lambda each: f"{_on(each.runner_up)}, {duration(each.extra, '+')}" if each.runner_up else ""),
         ]
         shown = sorted(self.tables, key=lambda each: -each.seconds)[:SHOWN]
-        cells = [[name, *map(cell, shown)] for name, cell in columns]
-        padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in cells]
-        return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+        return columns([[name for name, _ in parts], *([cell(each) for _, cell in parts] for each in shown)])
 
     def explain(self, name: str) -> str:
         """Of a table: where it is, what that costs by stage, and what the next best option would cost."""

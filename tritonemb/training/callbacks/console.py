@@ -37,7 +37,7 @@ _NOTES = _Notes(logging.INFO)
 class Lines(Callback):
     """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end."""
 
-    essential = False
+    essential, eta = False, True
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -51,7 +51,7 @@ class Lines(Callback):
         logger.setLevel(logging.INFO)
 
     def on_log(self, log: Log) -> None:
-        self._print(log_line(log, self._start, eta=True))
+        self._print(log_line(log, self._start, self.eta))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         found = evaluation.metrics
@@ -79,6 +79,8 @@ class Lines(Callback):
 class LiveView(Lines):
     """The same lines on a terminal, above a progress bar, drawn by the thread that trains: none competes with it."""
 
+    eta = False  # the bar shows it
+
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(stream)
         console = require("rich.console").Console
@@ -104,9 +106,6 @@ class LiveView(Lines):
         if (now := self._clock()) - self._drawn >= REFRESH_SECONDS:
             self._drawn = now
             self._progress.refresh()
-
-    def on_log(self, log: Log) -> None:
-        self._print(log_line(log, self._start))
 
     def on_end(self, end: FitEnd | None) -> None:
         self._progress.live.transient = end is not None  # after a failure the last state stays visible

@@ -67,10 +67,7 @@ def render(events: Sequence[Event]) -> str:
         config=config, resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None),
         last_step=last_step, tested=tested,
         latest={**last_of(events, "log"), **end},
-        charts=[
-            *_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step),
-            *_calibration(tested["metrics"]),
-        ],
+        charts=list(_charts(kinds["log"], validations, tested["metrics"], end, resumed, last_step)),
         **{part: next((log[part] for log in reversed(kinds["log"]) if log.get(part)), None) for part in PARTS},
     )  # fmt: skip
 
@@ -111,7 +108,7 @@ def _auc(validation: Event) -> float:
 
 
 def _charts(
-    logs: Sequence[Event], validations: Sequence[Event], best: float | None, resumed: Sequence[int], last_step: int
+    logs: Sequence[Event], validations: Sequence[Event], test: Event, end: Event, resumed: Sequence[int], last_step: int
 ) -> Iterator[dict[str, Any]]:
     metrics = [{"step": event["step"], **event["metrics"]} for event in validations]
     sent = [{"step": log["step"], "sent": sum(log["sent"].values())} for log in logs if log.get("sent")]
@@ -127,14 +124,10 @@ def _charts(
         ("Learning rate, tables", "rates", logs, "table_lr", RATE),
     ):
         if points := [(event["step"], float(event[key])) for event in events if event[key] is not None]:
-            level = best if key == "auc" else None
+            level = end.get("best_auc") if key == "auc" else None
             drawn = chart([points], unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
             yield {"title": title, "colour": colour, **drawn}
-
-
-def _calibration(metrics: Event) -> Iterator[dict[str, Any]]:
-    """The chart of a calibration curve on the test rows, beside that of a perfect model."""
-    if parts := metrics.get("calibration"):
+    if parts := test.get("calibration"):  # beside the curve of a perfect model
         curve = [(score, rate) for _, score, rate in parts]
         drawn = chart([curve, [(0.0, 0.0), (1.0, 1.0)]], PLAIN, 1, from_zero=True, x="mean score")
         yield {"title": "Share of clicks", "colour": "quality", **drawn, "last": "calibration"}

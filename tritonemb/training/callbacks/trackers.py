@@ -109,11 +109,9 @@ class MLflow(Tracker):
         self._client = self._mlflow.MlflowClient(self._address)
         if run_id is None:
             experiment = self._call("get_experiment_by_name", self._experiment)
-            experiment_id = (
-                experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
-            )
+            number = experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
             name = self._name or (start.folder and start.folder.name)
-            run_id = self._call("create_run", experiment_id, run_name=name).info.run_id
+            run_id = self._call("create_run", number, run_name=name).info.run_id
             params = [self._entities.Param(key, str(value)[:MAX_PARAM]) for key, value in flat(start.config)]
             for at in range(0, len(params), MAX_PARAMS):
                 self._call("log_batch", run_id, params=params[at : at + MAX_PARAMS])

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.api import CheckpointException
@@ -117,8 +116,7 @@ class CheckpointFolder:
             for path, (size, _) in ((aside / name, entry) for name, entry in written.files.items()):
                 if (found := files.size_of(path)) != size:
                     raise OSError(f"{path} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?")
-            tables: dict[str, Any] = {"tables": written.tables} if written.tables else {}
-            tables |= {"servers": written.servers} if written.servers else {}
+            tables = {name: part for name in ("tables", "servers") if (part := getattr(written, name))}
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
             write_whole(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))

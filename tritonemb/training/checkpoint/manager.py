@@ -116,9 +116,8 @@ def load_model(
     """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`. Without
     `servers` tables on these stay as they are."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    here, there = dict[str, TableSet | ShardedServerTables](), dict[str, list[list[Path]]]()
-    if servers:
-        here, there = collections_on_servers(model), on_each_rank(group, lambda: reader.saved_on_servers(Path(path)))
+    here = collections_on_servers(model) if servers else {}
+    there = on_each_rank(group, lambda: reader.saved_on_servers(Path(path))) if servers else {}
     servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[str, Tensor]()
     for name, chains in there.items():
         if name not in here:
@@ -375,11 +374,11 @@ class CheckpointManager:
     def _reading(self) -> dict[str, Any]:
         """What a model's rows are, and how those of a log are read; for `tritonemb.load_run`."""
         state, data = self._state, self._state.data
-        found = {"features": data.features, "num_dense": data.num_dense, "precision": state.options.precision}
+        reading = {"features": data.features, "num_dense": data.num_dense, "precision": state.options.precision}
         if isinstance(data, ClickLog):
             from_text = data.text_schema() is not None or bool(state.config.get("converted"))
-            found |= {"read": replace(data.options, schema=data.schema), "from_text": from_text}
-        return dict(plain(found))
+            reading |= {"read": replace(data.options, schema=data.schema), "from_text": from_text}
+        return dict(plain(reading))
 
     def _run(self, data: Data) -> dict[str, Any]:
         state = self._state
