@@ -169,8 +169,9 @@ class Run:
         ValueError if there is no such feature, or a value cannot be encoded."""
         return self._encode.ids(feature, values)
 
-    def open_log(self, data: Any, kept: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
-        """A log or a data frame as it was read in training, all of it test rows; its label only if it is `labelled`.
+    def open_log(self, data: Any, names: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
+        """A log or a data frame as it was read in training, all of it test rows, with its columns of these `names`
+        besides; its label only if it is `labelled`.
 
         TypeError if it is neither; ValueError if a row would become other ids than in training.
         """
@@ -182,7 +183,7 @@ class Run:
                 f"{type(data).__name__}"
             )
         # A row that is left out would give all later ones another row's score.
-        log = open_for_scoring(data, replace(self._read, on_bad_row="raise"), self.features, kept, labelled)
+        log = open_for_scoring(data, replace(self._read, on_bad_row="raise"), self.features, names, labelled)
         log = log.read_as(self._kinds, self._encoding)
         self._check_encoding(log.encoding, log.name)
         return log

@@ -28,11 +28,9 @@ from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import TableShards
-from tritonemb.tables.cached_server_table import ShardedServerTables
 from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import TableService
-from tritonemb.tables.table_set import TableSet
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import reader
@@ -118,16 +116,19 @@ def load_model(
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
     here = collections_on_servers(model) if servers else {}
     there = on_each_rank(group, lambda: reader.saved_on_servers(Path(path))) if servers else {}
-    servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[str, Tensor]()
+    services = services_of(model) if servers else {}
+    assert services.keys() == here.keys(), "attach the servers first"
+    servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[tuple[str, str], dict[str, Tensor]]()
     for name, chains in there.items():
         if name not in here:
             for of_servers, saved in on_each_rank(group, partial(read_tables, chains)).items():
                 servers_to_tables |= {f"{_prefix(name)}{of_servers}.{field}": value for field, value in saved.items()}
     tensors = {name: value for name, value in tensors.items() if name.removeprefix("model.") not in servers_to_tables}
-    for name in here.keys() - there.keys():
-        of_tables = tuple(f"model.{_prefix(name)}{config.name}." for config in here[name].configs)
-        tables_to_servers |= {key: _room_for(stored[key]) for key in stored if key.startswith(of_tables)}
-    tensors |= tables_to_servers
+    for name, table_name in [(n, config.name) for n in here if n not in there for config in here[n].configs]:
+        prefix = f"model.{_prefix(name)}{table_name}."
+        fields = {key.removeprefix(prefix): _room_for(stored[key]) for key in stored if key.startswith(prefix)}
+        tables_to_servers[name, table_name] = fields
+        tensors |= {prefix + field: value for field, value in fields.items()}
     on_disk = on_each_rank(group, lambda: reader.saved_tables(Path(path)))
     for name, table in _dynamic_tables(model):
         prefix = f"model.{name}."
@@ -151,36 +152,23 @@ def load_model(
         table.adopt(_by_id(saved, path))
     if servers_to_tables:
         model.load_state_dict(servers_to_tables, strict=False)
-    on_rank_zero(group, lambda: _load_servers(here, there, tables_to_servers))
-    for name, collection in here.items():  # the ranks go on from the same step
-        if name in there:
-            _service(collection).restore([], steps_of_snapshot(there[name][0][-1]))
+    steps = {name: steps_of_snapshot(chains[0][-1]) for name, chains in there.items() if name in here}
+
+    def load_servers() -> None:
+        for name in steps:
+            services[name].restore(there[name], steps[name])
+        for (name, table_name), fields in tables_to_servers.items():
+            services[name].load(table_name, fields)
+
+    on_rank_zero(group, load_servers)
+    for name, service in services.items():  # the ranks go on from the same step
+        if name in steps:
+            service.restore([], steps[name])
         else:
-            _service(collection).forget_rows()
+            service.forget_rows()
     for cached in model.modules():
         if isinstance(cached, CachedTable) and cached.config.placement == "host":
             cached.reload_cached_rows()
-
-
-def _load_servers(
-    here: Mapping[str, TableSet | ShardedServerTables],
-    there: Mapping[str, list[list[Path]]],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Let embedding servers become what a checkpoint has of collections: by servers of then, or as tensors."""
-    for name, tables in here.items():
-        if name in there:
-            _service(tables).restore(there[name], steps_of_snapshot(there[name][0][-1]))
-            continue
-        for config in tables.configs:
-            prefix = f"model.{_prefix(name)}{config.name}."
-            fields = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            _service(tables).load(config.name, fields)
-
-
-def _service(tables: TableSet | ShardedServerTables) -> TableService:
-    assert tables.service is not None
-    return tables.service
 
 
 def _prefix(collection: str) -> str:
