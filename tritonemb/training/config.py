@@ -151,11 +151,6 @@ class ServersOptions(Options):
             raise ValueError("server_certificate and server_key are for servers on Ray: give servers, too, as ray:4")
 
     @property
-    def exchange(self) -> ExchangePrecision:
-        """As a `Trainer` takes it."""
-        return ExchangePrecision(self.server_exchange, self.server_exchange_gradients)
-
-    @property
     def on_ray(self) -> bool:
         """Whether Ray starts the servers."""
         return (self.servers or "").partition(":")[0] == "ray"
@@ -166,12 +161,11 @@ class ServersOptions(Options):
         text = (self.servers or "").removeprefix("ray:")
         return int(text) if text.isdecimal() else None
 
-    @property
-    def bound(self) -> int | AtMost | None:
-        """As a `Trainer` takes it."""
-        if self.staleness_mode == "unbounded":
-            return None
-        return self.staleness if self.staleness_mode == "exact" else AtMost(self.staleness)
+    def trainer_options(self) -> dict[str, Any]:
+        """The keyword arguments of a `Trainer`."""
+        staleness = {"exact": self.staleness, "at-most": AtMost(self.staleness), "unbounded": None}[self.staleness_mode]
+        exchange = ExchangePrecision(self.server_exchange, self.server_exchange_gradients)
+        return {"staleness": staleness, "server_exchange": exchange}
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
         """These tables, on servers if there are any."""
@@ -392,8 +386,8 @@ class TrainConfig(RunOptions):
         """The keyword arguments of a `Trainer`, each from the section that has it."""
         sections = (self, self.schedule, self.evaluation)
         names = [each.name for each in fields(TrainerOptions)]
-        given = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
-        return given | {"checkpoints": self.checkpoint}
+        options = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
+        return options | {"checkpoints": self.checkpoint, "offload": self.offload, **self.server.trainer_options()}
 
 
 PRESETS = {

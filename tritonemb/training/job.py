@@ -81,7 +81,6 @@ def train(
             _model(config, data, group, device, verbose), data, folder=folder.path,
             config=plain(config) | {"converted": converted}, verbose=verbose,
             callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks], servers=servers,
-            staleness=config.server.bound, server_exchange=config.server.exchange, offload=config.offload,
             **config.trainer_options(),
         )  # fmt: skip
         stack.callback(trainer.close)

@@ -3,10 +3,9 @@
 import importlib
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tritonemb.data.arrow import arrow_csv, pa, parquet
 from tritonemb.training.metrics import Metrics
@@ -50,9 +49,20 @@ def predict(options: PredictOptions) -> str:
     if len({*options.keep, "score"}) <= len(options.keep):
         raise ValueError(f"keep must name each column once, and none 'score', got {list(options.keep)}")
     run = open_run(options.checkpoint, options.model, options.device)
-    blocks = run.score_log(options.data, options.keep, options.batch_size)
-    names = [*options.keep, "score"]
-    num_rows = _write(options.out, (pa.table([*columns, scores.numpy()], names) for columns, scores in blocks))
+    blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, "score"]
+    tables = (pa.table([*columns, scores.numpy()], names) for columns, scores in blocks)
+    num_rows = 0
+    if (first := next(tables, None)) is None:
+        raise ValueError(f"{options.out} is not written: there are no rows to score")
+    kind = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    try:  # table by table, so that a log of any size fits
+        with written_aside(options.out) as part, kind(part, first.schema) as writer:
+            for table in itertools.chain([first], tables):
+                writer.write_table(table.cast(first.schema))
+                num_rows += table.num_rows
+    except pa.ArrowException as error:
+        raise ValueError(f"{options.out}: these columns can not be kept in such a file ({error})") from error
     return f"{options.out}: {num_rows:,} scores by {run.path}"
 
 
@@ -64,23 +74,6 @@ def open_run(path: Path, model: str | None, device: str) -> Run:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model must be MODULE:FUNCTION, which makes a model, got {model!r} ({error})") from error
     return load_run(path, model=make, device=device)
-
-
-def _write(out: Path, tables: Iterator[Any]) -> int:
-    """Write `pyarrow` tables one by one, so that a log of any size fits; returns the number of rows."""
-    num_rows = 0
-    if (first := next(tables, None)) is None:
-        raise ValueError(f"{out} is not written: there are no rows to score")
-    kind = arrow_csv.CSVWriter if out.suffix == ".csv" else parquet.ParquetWriter
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with written_aside(out) as part, kind(part, first.schema) as writer:
-            for table in itertools.chain([first], tables):
-                writer.write_table(table.cast(first.schema))
-                num_rows += table.num_rows
-    except pa.ArrowException as error:
-        raise ValueError(f"{out}: these columns can not be kept in such a file ({error})") from error
-    return num_rows
 
 
 @dataclass(frozen=True)
