@@ -21,7 +21,7 @@ from tests.helpers import fewer
 from tritonemb.cli import main
 from tritonemb.data import LogOptions, Schema, from_dataframe
 from tritonemb.data.arrow import pa, parquet
-from tritonemb.data.batch import Rows
+from tritonemb.data.batch import Batch, cut, padded
 from tritonemb.data.encode import numberings
 from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
@@ -190,7 +190,7 @@ def test_raw_values_lead_to_rows_of_tables(trained):
     ids = run.ids("user", ["ü3", None, "ü4"])
     assert run.tables["user"].lookup(ids).shape == (3, 8)
     encoded = run._encode([{"price": 1, "age": 1, "user": "ü4", "item": 1, "tags": []}])
-    assert ids[2] == encoded.columns[0].values[0]
+    assert ids[2] == encoded.sparse["user"].values()[0]
     with pytest.raises(ValueError, match=r"there is no feature 'usr'; .*did you mean 'user'\?"):
         run.ids("usr", ["a"])
     assert repr(run).startswith("Run(")
@@ -268,19 +268,31 @@ def test_requests_are_encoded_as_rows_of_a_log(texts, integers, lists, numbers, 
     log = te.data.open_for_scoring(table, LogOptions(schema=schema), features)
     (block,) = log.scan("test", log.encode)
     encoded = RequestEncoder(schema, features, numberings(schema))(rows)
-    assert_equal(encoded, block.rows)
+    expected = cut(block.rows, ("s", "i", "l"), slice(0, len(rows)))
+    assert torch.equal(encoded.dense, expected.dense)
+    assert encoded.sparse.keys() == expected.sparse.keys()
+    assert torch.equal(encoded.sparse.values(), expected.sparse.values())
+    assert torch.equal(encoded.sparse.offsets(), expected.sparse.offsets())
 
 
-def assert_equal(one: Rows, other: Rows) -> None:
-    assert torch.equal(one.dense, other.dense)
-    for left, right in zip(one.columns, other.columns, strict=True):
-        assert torch.equal(left.values, right.values)
-        assert (left.offsets is None) == (right.offsets is None)
-        assert left.offsets is None or torch.equal(left.offsets, right.offsets)
+@pytest.mark.parametrize("size", [1, 5, 16, 17])
+def test_padding_repeats_the_first_sample_without_its_label(size):
+    lengths = torch.arange(2 * size) % 3
+    sparse = te.KeyedJaggedTensor(["a", "b"], torch.arange(int(lengths.sum())), lengths=lengths)
+    batch = Batch(torch.randn(size, 2), sparse, torch.arange(float(size)))
+    whole = padded(batch, 16)
+    assert len(whole) == (16 if size <= 16 else 32)
+    assert torch.equal(whole.labels[:size], batch.labels)
+    assert whole.labels[size:].isnan().all()
+    assert torch.equal(whole.dense, torch.cat([batch.dense, batch.dense[:1].expand(len(whole) - size, -1)]))
+    for key in ("a", "b"):
+        bags = sparse.to_lists()[key]
+        assert whole.sparse.to_lists()[key] == bags + bags[:1] * (len(whole) - size)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
 def test_the_best_threshold_has_the_largest_f1_of_all(pairs):
+    pairs = sorted(pairs, key=lambda pair: pair[0])
     logits = torch.tensor([float(logit) for logit, _ in pairs], dtype=torch.float64)
     labels = torch.tensor([float(label) for _, label in pairs], dtype=torch.float64)
     threshold, f1 = best_threshold(logits, labels)

@@ -230,17 +230,18 @@ def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bo
 
 def padded(batch: Batch, least: int = LARGE_BATCH) -> Batch:
     """A batch on the CPU with copies of its first sample behind it, whose labels are NaN, up to a multiple of
-    `BATCH_MULTIPLE` samples and at least so many."""
+    `BATCH_MULTIPLE` samples and at least `least`."""
     size, keys = len(batch), batch.sparse.keys()
     if size == 0 or (missing := max(least, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
         return batch
-    order = np.concatenate([np.arange(size), np.zeros(missing, dtype=np.int64)])
+    order = np.zeros(size + missing, dtype=np.int64)
+    order[:size] = np.arange(size)
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()
     places, lengths = _places(batch.sparse.offsets().numpy(), bags)
-    values = batch.sparse.values()[torch.from_numpy(places)]
-    sparse = KeyedJaggedTensor(keys, values, lengths=torch.from_numpy(lengths))
-    dense = batch.dense[torch.from_numpy(order)]
-    return Batch(dense, sparse, torch.nn.functional.pad(batch.labels, (0, missing), value=torch.nan))
+    values = torch.from_numpy(batch.sparse.values().numpy()[places])
+    sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(offsets_of(lengths)))
+    labels = np.append(batch.labels.numpy(), np.full(missing, np.nan, dtype=np.float32))
+    return Batch(torch.from_numpy(batch.dense.numpy()[order]), sparse, torch.from_numpy(labels))
 
 
 def _copy(source: Array, chosen: Array | slice, target: Array) -> None:

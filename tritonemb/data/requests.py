@@ -14,10 +14,11 @@ import torch
 
 from tritonemb.data import encode
 from tritonemb.data.arrow import pa
-from tritonemb.data.batch import Array, Column, Rows, offsets_of
+from tritonemb.data.batch import Array, Batch, offsets_of
 from tritonemb.data.encode import Numbering
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import CATEGORIES, Schema, shown
+from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.utils import did_you_mean, listed
 
 _NUMBER = re.compile(r"([-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?)?")
@@ -25,7 +26,7 @@ _DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,
 
 
 class RequestEncoder:
-    """Rows as dictionaries of raw values to `Rows`, as `ClickLog.encode` makes them of a log.
+    """Batches of rows as dictionaries of raw values, as `ClickLog` makes them of a log.
 
     A value is a number, a string, None or NaN where it is missing, or of a multi-hot feature a list. Where a model was
     trained with integers, decimal strings count as such, and where it was trained on text, so do numbers in strings.
@@ -43,30 +44,29 @@ class RequestEncoder:
         self, schema: Schema, features: Sequence[Feature], numberings: Mapping[str, Numbering], from_text: bool = False
     ) -> None:
         self.schema, self.features, self._numberings, self._from_text = schema, tuple(features), numberings, from_text
+        self._keys = tuple(feature.name for feature in features)
         self._seeds = np.array([encode.feature_seed(feature.name) for feature in features], dtype=np.uint64)
         self._sizes = np.array([feature.num_embeddings for feature in features])
         self._logarithmic = np.array([schema.is_logarithmic(name) for name in schema.dense], dtype=bool)
         self._clamped = np.array([schema.clamps(name) for name in schema.dense], dtype=bool)
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Rows:
-        """The rows, with labels of 0. ValueError names row, column and value that cannot be encoded."""
-        dense = torch.from_numpy(self._dense(rows))
-        bags = [[self._items(row, number, feature) for number, row in enumerate(rows)] for feature in self.features]
-        lengths = np.array([[len(bag) for bag in of_rows] for of_rows in bags], dtype=np.int64)
-        # Values of all features side by side, by feature, then row.
-        values = [value for of_rows in bags for bag in of_rows for value in bag]
-        sizes = lengths.sum(axis=1)
-        ids = torch.from_numpy(self._ids(values, np.repeat(np.arange(len(sizes)), sizes))).split(sizes.tolist())
-        offsets = [
-            torch.from_numpy(offsets_of(n)) if f.multi_hot else None
-            for f, n in zip(self.features, lengths, strict=True)
+    def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Batch:
+        """The rows, with labels of 0; ValueError names row, counted from `first`, column and value that cannot be
+        encoded."""
+        dense = torch.from_numpy(self._dense(rows, first))
+        # Values and lengths of bags by feature, then row.
+        bags = [
+            self._items(row, number, feature) for feature in self.features for number, row in enumerate(rows, first)
         ]
-        return Rows(dense, tuple(map(Column, ids, offsets)), torch.zeros(len(rows)))
+        lengths = np.array([len(bag) for bag in bags], dtype=np.int64)
+        places = np.repeat(np.arange(len(bags)) // max(1, len(rows)), lengths)
+        ids = torch.from_numpy(self._ids([value for bag in bags for value in bag], places))
+        sparse = KeyedJaggedTensor.unchecked(self._keys, ids, None, torch.from_numpy(offsets_of(lengths)))
+        return Batch(dense, sparse, torch.zeros(len(rows)))
 
     def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
         """Ids int64 `[N]` of values of a feature; ValueError names one that cannot be encoded."""
-        names = [feature.name for feature in self.features]
-        if feature not in names:
+        if feature not in (names := self._keys):
             raise ValueError(
                 f"there is no feature {feature!r}; features: {listed(names)}{did_you_mean(feature, names)}"
             )
@@ -74,17 +74,17 @@ class RequestEncoder:
         items = [self._item(value, number, self.features[place]) for number, value in enumerate(values)]
         return torch.from_numpy(self._ids(items, np.full(len(items), place)).astype(np.int64))
 
-    def _dense(self, rows: Sequence[Mapping[str, Any]]) -> Array:
+    def _dense(self, rows: Sequence[Mapping[str, Any]], first: int) -> Array:
         names = self.schema.dense
         numbers = np.zeros((len(rows), len(names)))
         for number, row in enumerate(rows):
             for place, name in enumerate(names):
-                value = self._value(row, number, name)
+                value = self._value(row, first + number, name)
                 if self._from_text and isinstance(value, str) and _NUMBER.fullmatch(value):
                     value = float(value) if value else None
                 if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
                     if value is not None:
-                        raise self._error(number, name, value, "a number or nothing")
+                        raise self._error(first + number, name, value, "a number or nothing")
                 elif not math.isnan(value := float(value)):
                     numbers[number, place] = value
         wrong = {
@@ -95,7 +95,7 @@ class RequestEncoder:
         for what, bad in wrong.items():
             if bad.any():
                 number, place = np.argwhere(bad)[0].tolist()
-                raise self._error(number, names[place], numbers[number, place], what)
+                raise self._error(first + number, names[place], numbers[number, place], what)
         dense: Array = encode.scaled(numbers, False)
         dense[:, self._logarithmic] = encode.scaled(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
         return dense

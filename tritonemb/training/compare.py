@@ -19,8 +19,6 @@ METRICS = {
     "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy",
     "best_threshold": "best threshold", "best_f1": "F1 at the best threshold", "num_samples": "rows",
 }  # fmt: skip
-Table = dict[str, list[str]]
-"""Texts by run, in the order of runs, by the name of a row."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ def compare(options: CompareOptions) -> str:
     return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])
 
 
-def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, Table]:
-    """The options that differ between runs, and their metrics; "-" where a run has none."""
+def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]]:
+    """The options that differ between runs, and their metrics, a text per run; "-" where a run has none."""
     configs = [dict(flat(last_of(log, "start").get("config") or {})) for log in logs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in WHERE)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}

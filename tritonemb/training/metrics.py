@@ -67,10 +67,9 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
     auc = exact_auc(logits, labels)
     speed = labels.numel() / seconds if seconds else 0.0
-    return Metrics(
-        auc, log_loss, log_loss / base_loss, labels.numel(), speed, 0, *best_threshold(logits, labels),
-        calibration_of(logits, labels),
-    )  # fmt: skip
+    logits, order = logits.sort(stable=True)
+    curves = *best_threshold(logits, labels[order]), calibration_of(logits, labels[order])
+    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed, 0, *curves)
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -80,20 +79,18 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def best_threshold(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """The probability from which on rows `[N]` count as clicks for the largest F1, and that F1; of several the largest
-    probability."""
-    ordered, order = logits.sort(descending=True)
-    clicks = labels[order].cumsum(0)
+    """The probability from which on rows `[N]`, by ascending logit, count as clicks for the largest F1, and that F1; of
+    several the largest probability."""
+    logits, clicks = logits.flip(0), labels.flip(0).cumsum(0)
     f1 = 2 * clicks / (torch.arange(1, len(clicks) + 1) + clicks[-1])
-    f1[:-1][ordered[:-1] == ordered[1:]] = 0.0  # between equal scores there is no threshold
+    f1[:-1][logits[:-1] == logits[1:]] = 0.0  # between equal scores there is no threshold
     best = int(f1.argmax())
-    return float(ordered[best].sigmoid()), float(f1[best])
+    return float(logits[best].sigmoid()), float(f1[best])
 
 
 def calibration_of(logits: Tensor, labels: Tensor, parts: int = 10) -> tuple[tuple[int, float, float], ...]:
-    """Number of rows, mean probability and share of clicks of parts of the rows `[N]`, by ascending probability."""
-    ordered, order = logits.sort(stable=True)
-    pairs = zip(ordered.sigmoid().tensor_split(parts), labels[order].tensor_split(parts), strict=True)
+    """Number of rows, mean probability and share of clicks of parts of the rows `[N]`, by ascending logit."""
+    pairs = zip(logits.sigmoid().tensor_split(parts), labels.tensor_split(parts), strict=True)
     return tuple((len(scores), float(scores.mean()), float(clicks.mean())) for scores, clicks in pairs if len(scores))
 
 

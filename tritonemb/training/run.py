@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -138,9 +138,11 @@ class Run:
         if hasattr(rows, "to_dict") and hasattr(rows, "to_frame"):  # a row of a pandas data frame
             rows = rows.to_dict()
         if isinstance(rows, Mapping):
-            return float(self._scores(self._encode([rows]), batch_size)[0])
+            return float(self.predict([rows])[0])
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
-            return self._scores(self._encode(rows), batch_size).numpy()
+            least = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
+            batches = (self._encode(rows[at : at + batch_size], at) for at in range(0, len(rows), batch_size))
+            return self._scores(padded(batch, least) for batch in batches).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
     def score_log(self, data: Any, names: Sequence[str] = (), batch_size: int = 8192) -> Iterator[tuple[Any, Tensor]]:
@@ -150,19 +152,19 @@ class Run:
             for block in blocks:
                 if block.report.rows:
                     columns, rows = block.rows
-                    yield columns, self._scores(rows, batch_size)
+                    yield columns, self._scores(map(padded, self._cut(rows, batch_size)))
 
     def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
         """Metrics of rows with labels: of a log or a data frame, or by default of the run's own test rows."""
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
         with rows.open("test", batch_size) as batches:
-            return binary_metrics(*self._logits(batches))
+            return binary_metrics(*predict_logits(self.model, map(padded, batches), self._device, self._precision))
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
         """The model's tables by name."""
         collections = [module for module in self.model.modules() if isinstance(module, TableCollection)]
-        return {config.name: RunTable(c, config, self._device) for c in collections for config in c.configs}
+        return {config.name: RunTable(config, c, self._device) for c in collections for config in c.configs}
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
         """Ids int64 `[N]` of raw values of a feature, for `tables[...].lookup`; those of training for unknown values.
@@ -175,15 +177,13 @@ class Run:
 
         TypeError if it is neither; ValueError if a row would become other ids than in training.
         """
-        if self._read is None:
-            raise self._no_schema()
         if not (isinstance(data, str | Path) or hasattr(data, "__arrow_c_stream__")) or hasattr(data, "to_frame"):
             raise TypeError(
                 f"expected the path of a log or a data frame, or to predict a dictionary or a list of them, got a "
                 f"{type(data).__name__}"
             )
         # A row that is left out would give all later ones another row's score.
-        log = open_for_scoring(data, replace(self._read, on_bad_row="raise"), self.features, names, labelled)
+        log = open_for_scoring(data, replace(self._reading, on_bad_row="raise"), self.features, names, labelled)
         log = log.read_as(self._kinds, self._encoding)
         self._check_encoding(log.encoding, log.name)
         return log
@@ -194,11 +194,14 @@ class Run:
         rows: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
         return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
 
-    def _no_schema(self) -> ValueError:
-        return ValueError(
-            f"{self.path} was trained on rows that were encoded already, so raw rows cannot be scored; call "
-            "run.model(dense, sparse), or evaluate() its test rows"
-        )
+    @property
+    def _reading(self) -> LogOptions:
+        if self._read is None:
+            raise ValueError(
+                f"{self.path} was trained on rows that were encoded already, so raw rows cannot be scored; call "
+                "run.model(dense, sparse), or evaluate() its test rows"
+            )
+        return self._read
 
     def _check_encoding(self, encoding: str, name: str) -> None:
         if encoding != self._encoding:
@@ -212,9 +215,8 @@ class Run:
 
     @cached_property
     def _encode(self) -> RequestEncoder:
-        if self.schema is None:
-            raise self._no_schema()
-        schema, vocabulary = self.schema, digest_of_vocabulary(self.schema)
+        schema = self.schema or self._reading.schema
+        vocabulary = digest_of_vocabulary(schema)
         if schema.log_transform is None and encoding_of(schema, self.features, vocabulary) != self._encoding:
             schema = replace(schema, log_transform=True, clamp_negative=True)  # once the default
         self._check_encoding(encoding_of(schema, self.features, vocabulary), "a row")
@@ -228,37 +230,30 @@ class Run:
             ids = torch.randint(feature.num_embeddings, (size,), generator=generator)
             columns.append(Column(ids, torch.arange(size + 1) if feature.multi_hot else None))
         rows = Rows(torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size))
-        expected = self._logits(self._cut(rows, size))[0]
+        expected = self._logits(self._cut(rows, size))
         sizes = (1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length() - 1))
-        return next(
-            (n for n in sizes if torch.equal(self._logits(self._cut(rows.slice(0, n), n), n)[0], expected[:n])), size
-        )
+        return next((n for n in sizes if torch.equal(self._logits(self._cut(rows.slice(0, n), n)), expected[:n])), size)
 
     def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys = tuple(feature.name for feature in self.features)
         return (cut(rows, keys, slice(at, min(at + batch_size, len(rows)))) for at in range(0, len(rows), batch_size))
 
-    def _scores(self, rows: Rows, batch_size: int) -> Tensor:
-        least = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
-        logits = self._logits(self._cut(rows, batch_size), least)[0]
+    def _scores(self, batches: Iterable[Batch]) -> Tensor:
+        logits = self._logits(batches)
         if wrong := int(logits.isnan().sum()):
             raise ValueError(f"{self.path} gives {wrong:,} rows no score but NaN: it had diverged; use another one")
         return probabilities(logits)
 
-    def _logits(self, batches: Iterable[Batch], least: int = LARGE_BATCH) -> tuple[Tensor, Tensor]:
-        """Logits and labels `[N]`, on the CPU; batches are padded to `least` samples."""
-        return predict_logits(self.model, (padded(b, least) for b in batches), self._device, self._precision)
+    def _logits(self, batches: Iterable[Batch]) -> Tensor:
+        return predict_logits(self.model, batches, self._device, self._precision)[0]
 
 
-class RunTable:
-    """A table of a model, to be read by id.
+class RunTable(NamedTuple):
+    """A table of a model, to be read by id."""
 
-    Attributes:
-        config: of the table.
-    """
-
-    def __init__(self, collection: TableCollection, config: TableConfig, device: torch.device) -> None:
-        self.config, self._collection, self._device = config, collection, device
+    config: TableConfig
+    collection: TableCollection
+    device: torch.device
 
     def __repr__(self) -> str:
         return f"RunTable({self.config})"
@@ -267,12 +262,12 @@ class RunTable:
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
         """`[N, embedding_dim]`: rows of ids, wherever the table is; of a dynamic table initial values of ids without a
         row. ValueError names an id that is out of range."""
-        ids = torch.as_tensor(ids, dtype=torch.int64, device=self._device)
-        keys, (feature, *_) = self._collection.feature_names, self.config.feature_names
-        lengths = torch.zeros(len(keys), len(ids), dtype=torch.int64, device=self._device)
+        ids = torch.as_tensor(ids, dtype=torch.int64, device=self.device)
+        keys, (feature, *_) = self.collection.feature_names, self.config.feature_names
+        lengths = torch.zeros(len(keys), len(ids), dtype=torch.int64, device=self.device)
         lengths[keys.index(feature)] = 1
-        result = self._collection(KeyedJaggedTensor(list(keys), ids, lengths=lengths))
+        result = self.collection(KeyedJaggedTensor(list(keys), ids, lengths=lengths))
         if isinstance(result, Tensor):
-            names = [name for config in self._collection.configs for name in config.feature_names]
-            return result.split(self._collection.embedding_dims, dim=1)[names.index(feature)]
+            names = [name for config in self.collection.configs for name in config.feature_names]
+            return result.split(self.collection.embedding_dims, dim=1)[names.index(feature)]
         return result[feature].values()

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from tritonemb.data.arrow import arrow_csv, pa, parquet
+from tritonemb.training.compare import METRICS
 from tritonemb.training.metrics import Metrics
 from tritonemb.training.run import Run, load_run
-from tritonemb.utils import Options, number, written_aside
+from tritonemb.utils import Options, columns, number, written_aside
 
 SUFFIXES = (".parquet", ".csv")  # of scores
 
@@ -50,7 +51,7 @@ def predict(options: PredictOptions) -> str:
         raise ValueError(f"keep must name each column once, and none 'score', got {list(options.keep)}")
     run = open_run(options.checkpoint, options.model, options.device)
     blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, "score"]
-    tables = (pa.table([*columns, scores.numpy()], names) for columns, scores in blocks)
+    tables = (pa.table([*arrays, scores.numpy()], names) for arrays, scores in blocks)
     num_rows = 0
     if (first := next(tables, None)) is None:
         raise ValueError(f"{options.out} is not written: there are no rows to score")
@@ -109,13 +110,6 @@ def evaluate(options: EvaluateOptions) -> str:
 
 def describe(metrics: Metrics) -> str:
     """Metrics as lines of text: one per number, then the calibration curve."""
-    lines = [
-        f"samples              {metrics.num_samples:,}",
-        f"AUC                  {metrics.auc:.4f}",
-        f"log loss             {metrics.log_loss:.4f}",
-        f"normalized entropy   {metrics.normalized_entropy:.4f}",
-        f"best threshold       {metrics.best_threshold:.4f} (F1 {metrics.best_f1:.4f})",
-        "calibration: samples, mean score, share of clicks",
-        *(f"  {size:>10,}  {score:.4f}  {rate:.4f}" for size, score, rate in metrics.calibration),
-    ]
-    return "\n".join(lines)
+    numbers = [(name, f"{getattr(metrics, key):.{0 if key == 'num_samples' else 4}f}") for key, name in METRICS.items()]
+    curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]
+    return "\n".join([*columns(numbers), *columns([("rows", "mean score", "share of clicks"), *curve])])
