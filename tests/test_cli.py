@@ -493,7 +493,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["train", "--config", "nowhere.toml"], "nowhere.toml: no such file; expected a configuration in TOML"),
         (["train", "--data", "synthetic", "--patience", "2"], "patience needs validation rows"),
         (["train", "--data", "synthetic", "--resume", "nowhere/a/b"], "nowhere/a/b is not a checkpoint"),
-        (["predict", "--checkpoint", "nowhere", "--data", "x"], "nowhere is not a checkpoint: it has no trainer.json"),
+        (["predict", "--checkpoint", "nowhere", "--data", "x"], "nowhere: no such folder; expected that of a run"),
         (["convert", "--data", "nowhere", "--out", "x"], "nowhere: no such file"),
         (["vocab", "--data", "nowhere"], "nowhere: no such file"),
         (["train", "--data", "synthetic", "--device", "nonsense"], "device 'nonsense' cannot be used"),

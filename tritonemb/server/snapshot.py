@@ -221,8 +221,8 @@ def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[
 
 
 def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
-    """What `state_dict` has of all tables of a collection, from the snapshots of all its servers, with the updates that
-    were on their way, as after a `flush`."""
+    """What `state_dict` has of all tables of a collection, from the snapshots of all its servers, with pending
+    updates applied, as after a `flush`."""
     spec = SavedPart.of(chains[0]).spec
     number = len(spec.tables)
     served = ServedTables(replace(spec, owners=((0,),) * number, parts=(None,) * number), 0)

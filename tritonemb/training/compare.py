@@ -56,7 +56,7 @@ def compare(options: CompareOptions) -> str:
 
 
 def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]]:
-    """The options that differ between runs, and their metrics, a text per run; "-" where a run has none."""
+    """The options that differ between runs, and their metrics, one text per run; "-" where a run has none."""
     configs = [dict(flat(last_of(log, "start").get("config") or {})) for log in logs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in WHERE)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}

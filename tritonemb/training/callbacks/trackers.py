@@ -49,7 +49,7 @@ class Tracker(Scalars):
     """A tracker that gives a run an id, kept in the run's folder, so that a run that is resumed goes on there."""
 
     def start(self, run_id: str | None, start: FitStart) -> str:
-        """Begin a run, or go on with that of an id; its id."""
+        """Begin a run, or continue that of an id; its id."""
         raise NotImplementedError
 
     def on_start(self, start: FitStart) -> None:
