@@ -14,8 +14,8 @@ from tritonemb.jagged import KeyedJaggedTensor, _unflatten
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
-# Matrix products of at least LARGE_BATCH rows, and of a multiple of BATCH_MULTIPLE, round each row alike; others may not
-# (MKL and oneDNN, layers up to 1,200 wide: measured).
+# Matrix products of at least LARGE_BATCH rows, and of a multiple of BATCH_MULTIPLE, round each row alike; others may
+# not (MKL and oneDNN, layers up to 1,200 wide: measured).
 LARGE_BATCH, BATCH_MULTIPLE = 512, 16
 
 

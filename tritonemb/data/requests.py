@@ -45,24 +45,34 @@ class RequestEncoder:
     ) -> None:
         self.schema, self.features, self._numberings, self._from_text = schema, tuple(features), numberings, from_text
         self._keys = tuple(feature.name for feature in features)
-        self._seeds = np.array([encode.feature_seed(feature.name) for feature in features], dtype=np.uint64)
+        self._seeds = np.array([encode.feature_seed(name) for name in self._keys], dtype=np.uint64)
         self._sizes = np.array([feature.num_embeddings for feature in features])
         self._logarithmic = np.array([schema.is_logarithmic(name) for name in schema.dense], dtype=bool)
-        self._clamped = np.array([schema.clamps(name) for name in schema.dense], dtype=bool)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Batch:
         """The rows, with labels of 0; ValueError names row, counted from `first`, column and value that cannot be
         encoded."""
-        dense = torch.from_numpy(self._dense(rows, first))
+        names, bags = self.schema.dense, list[list[Sequence[Any]]]()
+        numbers = np.zeros((len(rows), len(names)))
+        for at, row in enumerate(rows):
+            try:
+                if missing := [name for name in (*names, *self._keys) if name not in row]:
+                    near = did_you_mean(missing[0], row)
+                    columns = f"columns are missing: {listed(missing)}; there are {listed(row) or 'none'}{near}"
+                    raise ValueError(f"{columns}; give None where a value is missing")
+                numbers[at] = [self._number(row[name], name) for name in names]
+                bags.append([self._items(row[feature.name], feature) for feature in self.features])
+            except ValueError as error:
+                raise ValueError(f"row {first + at + 1}: {error}") from None
+        dense = encode.scaled(numbers, False)
+        dense[:, self._logarithmic] = encode.scaled(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
         # Values and lengths of bags by feature, then row.
-        bags = [
-            self._items(row, number, feature) for feature in self.features for number, row in enumerate(rows, first)
-        ]
-        lengths = np.array([len(bag) for bag in bags], dtype=np.int64)
-        places = np.repeat(np.arange(len(bags)) // max(1, len(rows)), lengths)
-        ids = torch.from_numpy(self._ids([value for bag in bags for value in bag], places))
+        by_feature = [bag for bags_of_feature in zip(*bags, strict=True) for bag in bags_of_feature]
+        lengths = np.array([len(bag) for bag in by_feature], dtype=np.int64)
+        places = np.repeat(np.arange(len(lengths)) // max(1, len(rows)), lengths)
+        ids = torch.from_numpy(self._ids([value for bag in by_feature for value in bag], places))
         sparse = KeyedJaggedTensor.unchecked(self._keys, ids, None, torch.from_numpy(offsets_of(lengths)))
-        return Batch(dense, sparse, torch.zeros(len(rows)))
+        return Batch(torch.from_numpy(dense), sparse, torch.zeros(len(rows)))
 
     def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
         """Ids int64 `[N]` of values of a feature; ValueError names one that cannot be encoded."""
@@ -71,47 +81,39 @@ class RequestEncoder:
                 f"there is no feature {feature!r}; features: {listed(names)}{did_you_mean(feature, names)}"
             )
         place = names.index(feature)
-        items = [self._item(value, number, self.features[place]) for number, value in enumerate(values)]
+        items = [self._item(value, self.features[place]) for value in values]
         return torch.from_numpy(self._ids(items, np.full(len(items), place)).astype(np.int64))
 
-    def _dense(self, rows: Sequence[Mapping[str, Any]], first: int) -> Array:
-        names = self.schema.dense
-        numbers = np.zeros((len(rows), len(names)))
-        for number, row in enumerate(rows):
-            for place, name in enumerate(names):
-                value = self._value(row, first + number, name)
-                if self._from_text and isinstance(value, str) and _NUMBER.fullmatch(value):
-                    value = float(value) if value else None
-                if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-                    if value is not None:
-                        raise self._error(first + number, name, value, "a number or nothing")
-                elif not math.isnan(value := float(value)):
-                    numbers[number, place] = value
-        wrong = {
-            "a finite number or nothing": np.isinf(numbers),
-            "a number that fits float32": ~self._logarithmic & (np.abs(numbers) >= encode.INFINITE),
-            "0 or more under log_transform, or clamp_negative": self._logarithmic & ~self._clamped & (numbers < 0),
-        }
-        for what, bad in wrong.items():
-            if bad.any():
-                number, place = np.argwhere(bad)[0].tolist()
-                raise self._error(first + number, names[place], numbers[number, place], what)
-        dense: Array = encode.scaled(numbers, False)
-        dense[:, self._logarithmic] = encode.scaled(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
-        return dense
+    def _number(self, value: Any, name: str) -> float:
+        """The number of a dense column, 0 where it is missing."""
+        if self._from_text and isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = float(value) if value else None
+        if value is None:
+            return 0.0
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise _wrong(name, value, "a number or nothing")
+        if math.isnan(number := float(value)):
+            return 0.0
+        if math.isinf(number):
+            raise _wrong(name, number, "a finite number or nothing")
+        if self.schema.is_logarithmic(name):
+            if number < 0 and not self.schema.clamps(name):
+                raise _wrong(name, number, "0 or more under log_transform, or clamp_negative")
+        elif abs(number) >= encode.INFINITE:
+            raise _wrong(name, number, "a number that fits float32")
+        return number
 
-    def _items(self, row: Mapping[str, Any], number: int, feature: Feature) -> Sequence[Any]:
+    def _items(self, value: Any, feature: Feature) -> Sequence[Any]:
         """The values of a row: strings as bytes, integers, None where they are missing."""
-        value = self._value(row, number, feature.name)
         if not feature.multi_hot:
-            return (self._item(value, number, feature),)
+            return (self._item(value, feature),)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return ()
         if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
-            raise self._error(number, feature.name, value, "a list of values, or nothing")
-        return [self._item(item, number, feature) for item in value]
+            raise _wrong(feature.name, value, "a list of values, or nothing")
+        return [self._item(item, feature) for item in value]
 
-    def _item(self, value: Any, number: int, feature: Feature) -> Any:
+    def _item(self, value: Any, feature: Feature) -> Any:
         if value is None or (isinstance(value, float) and math.isnan(value)) or (self._from_text and value == ""):
             return None
         if isinstance(value, str | bytes):
@@ -121,16 +123,16 @@ class RequestEncoder:
             if self._from_text and feature.name in CATEGORIES and self.schema.sparse == CATEGORIES:
                 if _HEXADECIMAL.fullmatch(text):
                     return int(text, 16)
-                raise self._error(number, feature.name, value, "up to 8 hexadecimal digits or nothing")
+                raise _wrong(feature.name, value, "up to 8 hexadecimal digits or nothing")
             if _DECIMAL.fullmatch(text) and -(1 << 63) <= int(text) < 1 << 63:
                 return int(text)
-            raise self._error(number, feature.name, value, "an integer or nothing, as in training")
+            raise _wrong(feature.name, value, "an integer or nothing, as in training")
         try:
             integer = operator.index(value)
         except TypeError:
-            raise self._error(number, feature.name, value, "an integer, a string or nothing") from None
+            raise _wrong(feature.name, value, "an integer, a string or nothing") from None
         if feature.kind == "strings":
-            raise self._error(number, feature.name, value, "a string or nothing, as in training")
+            raise _wrong(feature.name, value, "a string or nothing, as in training")
         return integer
 
     def _ids(self, values: Sequence[Any], places: Array) -> Array:
@@ -153,14 +155,6 @@ class RequestEncoder:
             ids[begin:end] = self._numberings[feature.name].ids(array, feature.kind)
         return ids
 
-    def _value(self, row: Mapping[str, Any], number: int, name: str) -> Any:
-        if name not in row:
-            missing = [n for n in (*self.schema.dense, *(f.name for f in self.features)) if n not in row]
-            raise ValueError(
-                f"row {number + 1}: columns are missing: {listed(missing)}; there are {listed(row) or 'none'}"
-                f"{did_you_mean(name, row)}; give None where a value is missing"
-            )
-        return row[name]
 
-    def _error(self, number: int, name: str, value: Any, expected: str) -> ValueError:
-        return ValueError(f"row {number + 1}: column {name!r} is {shown(value)}, expected {expected}")
+def _wrong(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"column {name!r} is {shown(value)}, expected {expected}")

@@ -1,10 +1,10 @@
 """What `tritonemb predict`, `evaluate` and `compare` do with runs."""
 
-import importlib
 import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import ClassVar
 
 from tritonemb.data.arrow import arrow_csv, pa, parquet
@@ -69,9 +69,8 @@ def predict(options: PredictOptions) -> str:
 
 def open_run(path: Path, model: str | None, device: str) -> Run:
     """`load_run`, of a model that MODULE:FUNCTION makes; ValueError if there is no such function."""
-    module, _, function = (model or "").partition(":")
     try:
-        make = None if model is None else getattr(importlib.import_module(module), function)
+        make = None if model is None else resolve_name(model)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model must be MODULE:FUNCTION, which makes a model, got {model!r} ({error})") from error
     return load_run(path, model=make, device=device)
