@@ -159,19 +159,19 @@ def predict_logits(
         model.eval()
     # One tensor that grows: a small one kept from every batch would lie between the large ones that come and go, and
     # keep the allocator from using their room again: 160 bytes a sample, measured.
-    found, size = torch.empty(2, 1 << 16, device=device), 0
+    pairs, size = torch.empty(2, 1 << 16, device=device), 0
     try:
         for batch in batches:
-            there = batch.to(device, non_blocking=True)
-            logits = logits_of(model if forward is None else forward, there, precision, device)
-            if size + len(batch) > found.shape[1]:
-                found = F.pad(found, (0, max(len(batch), found.shape[1])))
-            found[:, size : size + len(batch)] = torch.stack([logits, there.labels])
+            moved = batch.to(device, non_blocking=True)
+            logits = logits_of(model if forward is None else forward, moved, precision, device)
+            if size + len(batch) > pairs.shape[1]:
+                pairs = F.pad(pairs, (0, max(len(batch), pairs.shape[1])))
+            pairs[:, size : size + len(batch)] = torch.stack([logits, moved.labels])
             size += len(batch)
         check_errors(device)
     finally:
         for module in training:
             module.training = True
-    found = found[:, :size].cpu()
-    logits, labels = found[:, ~found[1].isnan()]
+    pairs = pairs[:, :size].cpu()
+    logits, labels = pairs[:, ~pairs[1].isnan()]
     return logits, labels
