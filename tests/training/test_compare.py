@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
 from tritonemb.cli import main
 from tritonemb.training.callbacks import Evaluation, FitEnd, FitStart, Log
 from tritonemb.training.callbacks.jsonl import RunLog
 from tritonemb.training.metrics import Metrics
-
-pytestmark = pytest.mark.public
 
 
 def write_run(path: Path, lr: float, aucs: list[float], ended: bool = True, rows: int = 100, **options: object) -> Path:

@@ -29,8 +29,6 @@ from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.metrics import best_threshold, calibration_of
 from tritonemb.training.score import PredictOptions, predict
 
-pytestmark = pytest.mark.public
-
 COLUMNS = ("--label", "click", "--dense", "price", "age", "--sparse", "user", "item", "tags")
 SMALL = (
     "--embedding-dim", 8, "--bottom-mlp", 16, "--top-mlp", 16, "--batch-size", 64, "--embedding-lr", 0.2,

@@ -15,7 +15,6 @@ from tritonemb.training.callbacks import Callback
 from tritonemb.training.callbacks.trackers import MLflow, OptunaPruning, WandB
 from tritonemb.utils import MissingExtraError
 
-pytestmark = pytest.mark.public
 CONFIG = {"model": "dlrm", "read": {"schema": {"label": "click"}}, "top_mlp": [16, 8]}
 
 
