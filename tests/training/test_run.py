@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gc
 import os
 import random
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -219,7 +221,7 @@ def test_rows_are_read_from_the_servers_of_a_run(tmp_path):
         tables = [replace(table, placement="server") for table in data.tables(8)]
         return te.nn.DLRM(tables, 2, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
 
-    frame = frame_of(make_rows(100, seed=1))
+    frame, before = frame_of(make_rows(100, seed=1)), set(threading.enumerate())
     with te.server.start(2) as servers:
         trainer = te.Trainer(
             make_model(), data, folder=tmp_path / "run", batch_size=50, verbose=False, servers=servers, staleness=1
@@ -242,6 +244,11 @@ def test_rows_are_read_from_the_servers_of_a_run(tmp_path):
             live.model.train()(batch.dense, batch.sparse)
         with te.server.start(2) as others, pytest.raises(ValueError, match="2 embedding servers are not those that"):
             te.load_run(tmp_path / "run", model=make_model, servers=others)
+    # Nothing goes on behind a run that is no more, not even where it had the checkpoint's rows in a thread.
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), thread
 
 
 values = st.one_of(st.none(), st.text(max_size=20), st.integers(-(2**63), 2**63 - 1))

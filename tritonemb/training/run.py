@@ -1,5 +1,6 @@
 """A run as an object: its model, how it reads rows, scores and metrics of any rows, rows of its tables."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -76,14 +77,17 @@ def load_run(
             )
         model = build_model(options, features, reading["num_dense"])
     model = (model if isinstance(model, nn.Module) else model()).to(target)
+    run = Run(path, model.eval(), manifest, reading, features, options, target)
     if servers is not None:
         attach_for_reading(model, servers)
     elif collections_on_servers(model):
-        attach(model, start(1), None)  # a thread of this process has the rows of the checkpoint
+        rows = start(1)  # a thread of this process has the rows of the checkpoint, as long as there is the run
+        weakref.finalize(run, rows.close)
+        attach(model, rows, None)
     load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY, servers=servers is None)
     if servers is None:
         flush(model)  # as at the end of training
-    return Run(path, model.eval(), manifest, reading, features, options, target)
+    return run
 
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:

@@ -97,21 +97,18 @@ class MLflow(Tracker):
     Args:
         experiment: its name; it is made if it does not exist.
         tracking_uri: a server, or sqlite:///FILE; that of MLflow if not given.
-        name: of the run; that of its folder if not given.
     """
 
-    def __init__(self, experiment: str = "tritonemb", tracking_uri: str | None = None, name: str | None = None) -> None:
+    def __init__(self, experiment: str = "tritonemb", tracking_uri: str | None = None) -> None:
         self._mlflow, self._entities = require("mlflow", "mlflow"), require("mlflow.entities", "mlflow")
-        self._address, self._client, self._id = tracking_uri, None, ""
-        self._experiment, self._name = experiment, name
+        self._experiment, self._address, self._client, self._id = experiment, tracking_uri, None, ""
 
     def start(self, run_id: str | None, start: FitStart) -> str:
         self._client = self._mlflow.MlflowClient(self._address)
         if run_id is None:
             experiment = self._call("get_experiment_by_name", self._experiment)
             number = experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
-            name = self._name or (start.folder and start.folder.name)
-            run_id = self._call("create_run", number, run_name=name).info.run_id
+            run_id = self._call("create_run", number, run_name=start.folder and start.folder.name).info.run_id
             params = [self._entities.Param(key, str(value)[:MAX_PARAM]) for key, value in flat(start.config)]
             for at in range(0, len(params), MAX_PARAMS):
                 self._call("log_batch", run_id, params=params[at : at + MAX_PARAMS])
