@@ -54,8 +54,7 @@ class Tracker(Scalars):
 
     def on_start(self, start: FitStart) -> None:
         path = None if start.folder is None else Path(start.folder) / f"{type(self).__name__.lower()}-run"
-        run_id = path.read_text() if path is not None and start.first_step and path.exists() else None
-        run_id = self.start(run_id, start)
+        run_id = self.start(path.read_text() if path and start.first_step and path.exists() else None, start)
         if path is not None:
             path.write_text(run_id)
 
@@ -123,8 +122,8 @@ class MLflow(Tracker):
 
     def on_end(self, end: FitEnd | None) -> None:
         super().on_end(end)
-        status = "FAILED" if end is None else "KILLED" if end.reason.startswith("SIG") else "FINISHED"
         if self._id:
+            status = "FAILED" if end is None else "KILLED" if end.reason.startswith("SIG") else "FINISHED"
             self._call("set_terminated", self._id, status)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
