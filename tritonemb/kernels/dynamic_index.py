@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.dynamic_slots import FIELDS, Parts, Rows, add, free, index_at, look_up, victim_of
+from tritonemb.kernels.dynamic_slots import FIELDS, IndexRows, Parts, add, free, index_at, look_up, victim_of
 from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, pointers_to, tl
 from tritonemb.layout import MOST_USES, NO_KEY, DynamicIndex, NewIds, Rule, nonzero, partitions_of
 
@@ -277,7 +277,7 @@ def dynamic_find_reference_(
     """
     rows, ends = values.clone(), bounds.tolist()
     before, keys = torch.zeros_like(values, dtype=torch.int32), torch.full_like(values, NO_KEY, dtype=torch.int32)
-    known = [Rows(index).by_id for index in indexes]
+    known = [IndexRows(index).by_id for index in indexes]
     for begin, end, table in zip(ends, ends[1:], tables, strict=False):
         for position in range(begin, end) if table >= 0 else ():
             index, row = indexes[table], known[table].get(int(values[position]), -1)
@@ -320,7 +320,7 @@ def dynamic_room_reference(
     need a row, those for which there is none, and the rows that are evicted for the others.
     """
     for table, (index, (_, last, _)) in enumerate(zip(indexes, rules, strict=True)):
-        of_table, content = new.tables == table, Rows(index)
+        of_table, content = new.tables == table, IndexRows(index)
         wanted = new.ids[of_table & new.admitted].tolist()
         missing, evicted = content.missing(wanted, last), content.missing(wanted, -(2**63))
         positions, distinct = int(new.begins.diff()[of_table].sum()), int(of_table.sum())
@@ -343,7 +343,7 @@ def dynamic_insert_reference_(
     """
     rows, evicted = torch.full_like(new.ids, -1), new.ids.new_full((new.ids.numel(), 2), -1)
     pairs = zip(new.ids.tolist(), new.begins.diff().tolist(), new.tables.tolist(), strict=True)
-    contents = [*map(Rows, indexes)]
+    contents = [*map(IndexRows, indexes)]
     for number, (id, count, table) in enumerate(pairs):
         if new.admitted[number]:
             for pair in contents[table].insert(id, count, *rules[table]):
@@ -357,7 +357,7 @@ def dynamic_insert_reference_(
 
 def dynamic_remove_reference_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """Remove distinct ids int64 `[N]`. Rows int64 `[N]` that they had, -1 of those that are unknown."""
-    rows = Rows(index)
+    rows = IndexRows(index)
     removed = [rows.remove(id) if id in rows.by_id else -1 for id in ids.tolist()]
     rows.store(index)
     return torch.tensor(removed, dtype=torch.int64, device=ids.device)

@@ -245,7 +245,7 @@ def add(index, partition, mixed, sets, row, num_rows):
         _split(index, partition, sets)
 
 
-class Rows:
+class IndexRows:
     """The rows of an index: by id; and each partition's sets, free rows, and rows so far."""
 
     def __init__(self, index: DynamicIndex) -> None:

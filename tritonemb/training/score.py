@@ -1,4 +1,4 @@
-"""What `tritonemb predict`, `evaluate` and `compare` do with runs."""
+"""Commands that score rows with a run: `tritonemb predict` and `evaluate`."""
 
 import itertools
 import json

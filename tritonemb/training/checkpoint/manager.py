@@ -360,7 +360,7 @@ class CheckpointManager:
             checkpoints.mark_best(step)
 
     def _reading(self) -> dict[str, Any]:
-        """What a model's rows are, and how those of a log are read; for `tritonemb.load_run`."""
+        """Features of a model's rows, and options by which a log is read; for `tritonemb.load_run`."""
         state, data = self._state, self._state.data
         reading = {"features": data.features, "num_dense": data.num_dense, "precision": state.options.precision}
         if isinstance(data, ClickLog):
