@@ -20,7 +20,12 @@ import tritonemb as te
 from benchmarks.cases import OURS, Case, contenders, copy_contender, equal
 from benchmarks.clock import Clock, Contender, Timing
 from benchmarks.record import timing_rows
-from tritonemb.kernels.cpu.dynamic_index import dynamic_find_, dynamic_insert_, dynamic_new_ids, dynamic_room
+from tritonemb.kernels.cpu.dynamic_index import (
+    dynamic_begin_insert,
+    dynamic_commit_insert_,
+    dynamic_find_,
+    dynamic_room,
+)
 from tritonemb.layout import WAYS, DynamicIndex, dynamic_rows, make_index
 
 DIM, BATCH = 64, 50_000
@@ -46,9 +51,9 @@ def filled(capacity: int, rows: int) -> DynamicIndex:
         count = min(missing, max(1, capacity // 16))
         ids, rule = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator), [(number, number - 2, 0)]
         into, _, keys = dynamic_find_([index], ids, torch.tensor([0, count]), [0], [number])
-        new = dynamic_new_ids([index], ids, keys)
+        new = dynamic_begin_insert([index], ids, keys)
         starts = dynamic_room([index], new, rule, torch.zeros(1, 5, dtype=torch.int64))
-        dynamic_insert_([index], new, starts, rule, into)
+        dynamic_commit_insert_([index], new, starts, rule, into)
     return index
 
 

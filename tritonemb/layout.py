@@ -112,7 +112,7 @@ class DynamicIndex(NamedTuple):
         return self.uses[:, 1]
 
 
-class NewIds(NamedTuple):
+class PendingInsert(NamedTuple):
     """The ids of a batch without rows, by table, then in the order in which they are inserted.
 
     `N` is at least the number of their `M` positions, and of the `U` distinct ones; what is behind these is undefined.

@@ -224,13 +224,13 @@ def several_indexes(
     """A batch of tables, whose keys have equally many ids; of those of the last step not all are admitted."""
     bounds, num_tables = torch.arange(len(of_key) + 1, device=_device) * (len(values) // len(of_key)), len(indexes)
     rows, _, keys = load("dynamic_find_", _kernels)(indexes, values, bounds, of_key, [step] * num_tables)
-    new = load("dynamic_new_ids", _kernels)(indexes, values, keys)
+    new = load("dynamic_begin_insert", _kernels)(indexes, values, keys)
     if step == 4:
         new.admitted[:] = new.ids % 4 > 0
     rules = [(step, step - 1, half_life * (number == 0)) for number in range(num_tables)]
     counts = torch.zeros(num_tables, 5, dtype=torch.int64, device=_device)
     starts = load("dynamic_room", _kernels)(indexes, new, rules, counts)
-    inserted = load("dynamic_insert_", _kernels)(indexes, new, starts, rules, rows)[0]
+    inserted = load("dynamic_commit_insert_", _kernels)(indexes, new, starts, rules, rows)[0]
     size = int(counts[:, DISTINCT].sum())
     new = new._replace(ids=new.ids[:size], tables=new.tables[:size])
     shapes = [(index.ids.numel(), dim) for index, dim in zip(indexes, (7, 5), strict=False)]

@@ -22,7 +22,7 @@ from tritonemb.layout import (
     MOST_USES,
     NO_KEY,
     DynamicIndex,
-    NewIds,
+    PendingInsert,
     dynamic_rows,
     make_index,
     partitions_of,
@@ -200,10 +200,10 @@ def mark(kernels: str, index: DynamicIndex, ids: torch.Tensor, step: int) -> tup
     return rows, before
 
 
-def new_of(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> NewIds:
+def new_of(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> PendingInsert:
     """Of distinct, unknown ids."""
     keys = partitions_of(ids, index.whole[0]) - index.whole[1] if kernels == "triton" else torch.zeros_like(ids)
-    return served(kernels, "dynamic_new_ids")([index], ids, keys.int())
+    return served(kernels, "dynamic_begin_insert")([index], ids, keys.int())
 
 
 def missing_rows(kernels: str, index: DynamicIndex, ids: torch.Tensor, last: int) -> int:
@@ -223,7 +223,7 @@ def add(kernels: str, index: DynamicIndex, ids: torch.Tensor, occurrences: torch
     starts = served(kernels, "dynamic_room")([index], new, [rule], counts)
     if kernels != "triton":  # whose kernel finds positions by them
         new = new._replace(begins=torch.cat([ids.new_zeros(1), occurrences[new.order].cumsum(0)]))
-    done, evicted = served(kernels, "dynamic_insert_")([index], new, starts, [rule], rows)
+    done, evicted = served(kernels, "dynamic_commit_insert_")([index], new, starts, [rule], rows)
     if kernels == "triton":
         index.counts[done] = occurrences[new.order].clamp(max=MOST_USES).int()
     assert torch.equal(rows[new.order], done)
@@ -448,7 +448,7 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         known = torch.tensor(
             [key == NO_KEY for key in keys.tolist()], device=device
         )  # which partition or table it is, kernels decide for themselves
-        new = served(kernels, "dynamic_new_ids")(indexes, values.to(device), keys)
+        new = served(kernels, "dynamic_begin_insert")(indexes, values.to(device), keys)
         size = int(new.numbers[-1]) if new.numbers.numel() else 0
         # Each has an order of its own.
         _, place = torch.sort(new.ids[:size].cpu(), stable=True)
@@ -462,7 +462,7 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         assert not before[30:40].any()
         assert counts[:, 3].tolist() == [0, 0, 0]
         new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
-        done = served(kernels, "dynamic_insert_")(indexes, new, starts, rules, rows)
+        done = served(kernels, "dynamic_commit_insert_")(indexes, new, starts, rules, rows)
         of_ids = new.ids, new.begins.diff(), new.tables, done[0], done[1][:, 1]
         results += [part.cpu()[place].tolist() for part in of_ids] + [rows.tolist()]
         found = served(kernels, "dynamic_find_")(indexes, values.to(device), bounds.to(device), of_key)[0]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tritonemb.kernels.dynamic_slots import FIELDS, IndexRows, Parts, add, free, index_at, look_up, victim_of
 from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, pointers_to, tl
-from tritonemb.layout import MOST_USES, NO_KEY, DynamicIndex, NewIds, Rule, nonzero, partitions_of
+from tritonemb.layout import MOST_USES, NO_KEY, DynamicIndex, PendingInsert, Rule, nonzero, partitions_of
 
 FIND_IDS = tl.constexpr(32)  # of a program of a warp: a lane waits for two loads of 16 bytes of digests at once
 BLOCK = tl.constexpr(256)  # rows that are counted at once
@@ -207,7 +207,7 @@ def dynamic_find_(
     return rows, before, keys
 
 
-def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
+def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
     """Two launches behind two sorts and a cumulated sum, over all positions. As the reference."""
     values, num_ids, grid = values.contiguous(), values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
     by_id = values.sort(stable=True)[1]
@@ -221,10 +221,10 @@ def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tenso
         _distinct_kernel, grid, _addresses(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables,
         admitted, num_ids, POSITIONS=POSITIONS,
     )  # fmt: skip
-    return NewIds(order, keys, numbers, ids, begins, tables, admitted)
+    return PendingInsert(order, keys, numbers, ids, begins, tables, admitted)
 
 
-def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor) -> Tensor:
+def dynamic_room(indexes: Sequence[DynamicIndex], new: PendingInsert, rules: Sequence[Rule], counts: Tensor) -> Tensor:
     """One launch. As the reference."""
     num_programs, (by_table, step) = sum(index.num_sets.numel() for index in indexes), _rules_on(counts.device, rules)
     starts = torch.empty(num_programs, 2, dtype=torch.int32, device=counts.device)
@@ -235,8 +235,8 @@ def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[R
     return starts
 
 
-def dynamic_insert_(
-    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+def dynamic_commit_insert_(
+    indexes: Sequence[DynamicIndex], new: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One launch. As the reference."""
     rows, evicted = torch.empty_like(new.ids), new.ids.new_empty(new.ids.numel(), 2)
@@ -273,7 +273,7 @@ def dynamic_find_reference_(
     Returns:
         int64 `[N]`: rows, -1 of unknown ids, and values of no dynamic table as they are. With `steps`, int32 `[N]` for
         `undo_use`: of one occurrence of each id the step in which it was used before, of the others that one or
-        its table's; and int32 `[N]`: keys, see `NewIds`.
+        its table's; and int32 `[N]`: keys, see `PendingInsert`.
     """
     rows, ends = values.clone(), bounds.tolist()
     before, keys = torch.zeros_like(values, dtype=torch.int32), torch.full_like(values, NO_KEY, dtype=torch.int32)
@@ -290,13 +290,13 @@ def dynamic_find_reference_(
     return rows, before, keys
 
 
-def dynamic_new_ids_reference(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
+def dynamic_begin_insert_reference(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
     """The distinct ones of ids int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; there is nothing behind them."""
-    return new_ids_by_torch(values, keys)
+    return begin_insert_by_torch(values, keys)
 
 
-def new_ids_by_torch(values: Tensor, keys: Tensor) -> NewIds:
-    """`dynamic_new_ids` by PyTorch, whose sizes the host waits for."""
+def begin_insert_by_torch(values: Tensor, keys: Tensor) -> PendingInsert:
+    """`dynamic_begin_insert` by PyTorch, whose sizes the host waits for."""
     order = nonzero(keys != NO_KEY)
     ids, keys = values[order], keys[order]
     ascend = (keys[1:] > keys[:-1]) | ((keys[1:] == keys[:-1]) & (ids[1:] >= ids[:-1]))
@@ -308,13 +308,13 @@ def new_ids_by_torch(values: Tensor, keys: Tensor) -> NewIds:
     heads[1:] = (ids[1:] != ids[:-1]) | (keys[1:] != keys[:-1])
     firsts, numbers = nonzero(heads), heads.cumsum(0, dtype=torch.int32)
     begins = torch.cat([firsts, firsts.new_tensor([ids.numel()])])
-    return NewIds(order, keys, numbers, ids[firsts], begins, keys[firsts], torch.ones_like(heads[firsts]))
+    return PendingInsert(order, keys, numbers, ids[firsts], begins, keys[firsts], torch.ones_like(heads[firsts]))
 
 
 def dynamic_room_reference(
-    indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor
+    indexes: Sequence[DynamicIndex], new: PendingInsert, rules: Sequence[Rule], counts: Tensor
 ) -> Tensor:
-    """Count what the new ids of a batch that are admitted need; `dynamic_insert_` takes the result.
+    """Count what the new ids of a batch that are admitted need; `dynamic_commit_insert_` takes the result.
 
     `counts`, int64 `[T, 5]` of zeros: for each table the positions of new ids, the distinct ones, those of these that
     need a row, those for which there is none, and the rows that are evicted for the others.
@@ -328,8 +328,8 @@ def dynamic_room_reference(
     return new.begins
 
 
-def dynamic_insert_reference_(
-    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+def dynamic_commit_insert_reference_(
+    indexes: Sequence[DynamicIndex], new: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Give rows to new ids that are admitted, for which there is room.
 

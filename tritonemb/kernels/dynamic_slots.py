@@ -130,7 +130,7 @@ def _empty_way(index, at):
 
 
 @jit
-def _come_home(index, partition, number, sets):
+def _return_from_overflow(index, partition, number, sets):
     """Move rows of a set from overflow slots to its empty ways."""
     place, at, ways = number * index.partitions + partition, index.num_places + partition, tl.arange(0, _WAYS)
     left, others = tl.load(index.overflowed + place), tl.load(index.num_overflow + partition)
@@ -168,7 +168,7 @@ def free(index, partition, slot):
         tl.store(index.overflowed + place, tl.load(index.overflowed + place) - 1)
         tl.store(index.num_overflow + partition, tl.load(index.num_overflow + partition) - 1)
     tl.debug_barrier()
-    _come_home(index, partition, number, sets)
+    _return_from_overflow(index, partition, number, sets)
 
 
 @jit
@@ -222,8 +222,8 @@ def _split(index, partition, sets):
     tl.store(index.overflowed + place, overflowed - of_new)
     tl.store(index.overflowed + new, of_new)
     tl.debug_barrier()
-    _come_home(index, partition, old, sets + 1)
-    _come_home(index, partition, sets, sets + 1)
+    _return_from_overflow(index, partition, old, sets + 1)
+    _return_from_overflow(index, partition, sets, sets + 1)
 
 
 @jit

@@ -32,7 +32,9 @@ _FILES = {  # op -> file
         "row_update": ("row_update_", "row_gradients_"),
         "random": ("initialize_rows_",),
         "row_cache": ("row_cache_look_up_", "row_cache_allocate_", "row_cache_translate", "move_rows_"),
-        "dynamic_index": tuple(f"dynamic_{name}" for name in ("find_", "new_ids", "room", "insert_", "remove_")),
+        "dynamic_index": tuple(
+            f"dynamic_{name}" for name in ("find_", "begin_insert", "room", "commit_insert_", "remove_")
+        ),
         "interaction": ("interaction", "interaction_gradient"),
         "cross": ("cross", "cross_gradient"),
         "jagged": ("jagged_permute", "block_bucketize", "drop_padding"),

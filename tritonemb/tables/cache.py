@@ -24,7 +24,7 @@ from tritonemb.storage.memory import HostRows
 from tritonemb.storage.store import CacheDirectory, IoFuture
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, synchronize
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.tables.dynamic_table import CachedRowsOfIds
+from tritonemb.tables.dynamic_table import CachedHashTable
 from tritonemb.tables.lookup import Lookup, sequence_number
 from tritonemb.tables.table import Table
 
@@ -229,14 +229,14 @@ class RowCache:
             slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
         parts, to_read = zip(rows[missing].split(misses), slots[missing].split(misses), strict=True), list[TableRows]()
         for index, (some, into) in enumerate(parts):
-            if isinstance(table := self.tables[index], CachedRowsOfIds):
+            if isinstance(table := self.tables[index], CachedHashTable):
                 known = ~table.is_new(some)
                 some, into = some[known], into[known]
             if some.numel():
                 to_read.append(self._part(READ, index, some, into))
         self._transfer.read(to_read)
         for index, table in enumerate(self.tables):
-            if isinstance(table, CachedRowsOfIds):
+            if isinstance(table, CachedHashTable):
                 mine = tables == index
                 new = table.initialize_slots(rows[mine], slots[mine])
                 directory.dirty.index_fill_(0, new + directory.starts[index], True)

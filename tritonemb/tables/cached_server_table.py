@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage.store import Counts, IoFuture
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.dynamic_table import CachedRowsOfIds, DynamicStatistics
+from tritonemb.tables.dynamic_table import CachedHashTable, DynamicStatistics
 from tritonemb.tables.lookup import Tables
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.tables.server_table import ServerTable, TableService
@@ -140,7 +140,7 @@ class CachedServerTable(ServerTable, CachedTable):
     _apply = CachedTable._apply
 
 
-class CachedServerTableOfIds(CachedServerTable, CachedRowsOfIds):
+class CachedServerHashTable(CachedServerTable, CachedHashTable):
     """A dynamic one, whose index is on servers.
 
     Attributes:
@@ -148,7 +148,7 @@ class CachedServerTableOfIds(CachedServerTable, CachedRowsOfIds):
     """
 
     clock = 0
-    _allocate = CachedRowsOfIds._allocate
+    _allocate = CachedHashTable._allocate
 
     @property
     def row_config(self) -> TableConfig:

@@ -24,7 +24,7 @@ from tritonemb.layout import (
     POSITION,
     SET_BYTES,
     DynamicIndex,
-    NewIds,
+    PendingInsert,
     Rule,
     dynamic_rows,
     make_index,
@@ -136,7 +136,7 @@ def insert_batch(
     counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
     steps = [step for step, _, _ in rules]
     rows, before, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
-    new: NewIds = kernel("dynamic_new_ids", device)(indexes, values, keys)
+    new: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys)
     if new.keys.numel():
         if is_step:
             _admit(tables, new)
@@ -154,14 +154,14 @@ def insert_batch(
     ends_of_tables = [*accumulate((of_table[DISTINCT] for of_table in by_table), initial=0)]
     if size := ends_of_tables[-1]:
         new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
-        new_rows, evicted = kernel("dynamic_insert_", device)(indexes, new, starts, rules, rows)
+        new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, new, starts, rules, rows)
         for table, of_table, (begin, end) in zip(tables, by_table, pairwise(ends_of_tables), strict=True):
             table.count(inserts=of_table[NEEDED], evictions=of_table[EVICTED])
             if table.removed is not None and of_table[EVICTED]:
                 table.removed.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:
                 table.note_inserted(new.ids[begin:end], new_rows[begin:end], new.begins[begin : end + 1])
-        if is_step and not all(isinstance(table, CachedRowsOfIds) for table in tables):
+        if is_step and not all(isinstance(table, CachedHashTable) for table in tables):
             initialize(tables, tables[0].state_names, new.ids, new_rows, new.tables)
     if is_step:
         for number, (table, of_table) in enumerate(zip(tables, by_table, strict=True)):
@@ -189,7 +189,7 @@ def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
     return index.ids[rows][index.used[rows] <= last].sort().values  # a freed row counts as used
 
 
-def _admit(tables: Sequence["DynamicTable"], new: NewIds) -> None:
+def _admit(tables: Sequence["DynamicTable"], new: PendingInsert) -> None:
     """Say which new ids are admitted, where not all are."""
     if all(table.config.admission == AdmissionConfig() for table in tables):
         return
@@ -359,7 +359,7 @@ class DynamicTable(Table):
         return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
 
     def note_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
-        """Note new ids of a step, and the rows they got, -1 if refused; `begins` as of `NewIds`."""
+        """Note new ids of a step, and the rows they got, -1 if refused; `begins` as of `PendingInsert`."""
         if self.config.admission != AdmissionConfig():
             if self.sketch is not None:
                 self.sketch.add(ids, begins.diff())
@@ -658,7 +658,7 @@ class DynamicTable(Table):
         return moved
 
 
-class CachedRowsOfIds(CachedTable):
+class CachedHashTable(CachedTable):
     """A table whose rows belong to ids that get them in the course of time; a cache on the device has some.
 
     A record has its row's id, too: which random numbers round a row of 16 bits depends on that. The first values of a
@@ -697,11 +697,11 @@ class CachedRowsOfIds(CachedTable):
         return into
 
 
-class CachedDynamicTable(DynamicTable, CachedRowsOfIds):
+class CachedDynamicTable(DynamicTable, CachedHashTable):
     """A dynamic table in host memory or on disk, of whose rows a cache on the device has some."""
 
-    _allocate = CachedRowsOfIds._allocate
-    row_ids = CachedRowsOfIds.row_ids
+    _allocate = CachedHashTable._allocate
+    row_ids = CachedHashTable.row_ids
 
     def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""

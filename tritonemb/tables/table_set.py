@@ -18,7 +18,7 @@ from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.cached_server_table import CachedServerTable, CachedServerTableOfIds, RowStore
+from tritonemb.tables.cached_server_table import CachedServerHashTable, CachedServerTable, RowStore
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable, Lock
 from tritonemb.tables.lookup import (
@@ -147,7 +147,7 @@ class TableSet(OptimizedTables):
         """These tables, one for each config."""
         self.by_name.update(zip(self._names, tables, strict=True))
         self.cache = _make_cache(tables)
-        kinds = DynamicTable | CachedServerTableOfIds
+        kinds = DynamicTable | CachedServerHashTable
         self.dynamic = {number: each for number, each in enumerate(tables) if isinstance(each, kinds)}
         self.on_servers = isinstance(tables[0], ServerTable) and self.cache is None
         lock = Lock(tables[0].weight.device)
@@ -464,7 +464,7 @@ class TableSet(OptimizedTables):
                     table._apply(partial(torch.empty_like, device=device))
             return
         assert self.optimizer is not None
-        service, kinds = cast(RowStore, service), (CachedServerTable, CachedServerTableOfIds)
+        service, kinds = cast(RowStore, service), (CachedServerTable, CachedServerHashTable)
         made = [kinds[c.is_dynamic](c, self.optimizer.states, device, service) for c in self.configs]
         for table, one_before in zip(made, before, strict=True):
             table.weight.requires_grad_(one_before.weight.requires_grad)

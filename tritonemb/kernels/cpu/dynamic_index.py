@@ -22,8 +22,8 @@ from tritonemb.kernels.cpu.simd import (
     prefetch,
     uint8_row,
 )
-from tritonemb.kernels.dynamic_index import new_ids_by_torch
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, NewIds, Rule
+from tritonemb.kernels.dynamic_index import begin_insert_by_torch
+from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
 
 _Parts: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:]))  # type: ignore[misc]
 
@@ -189,7 +189,7 @@ def _victim(index, place, step, last, half_life):
 
 
 @inlined
-def _come_home(index, partition, place, to):
+def _return_from_overflow(index, partition, place, to):
     """Move a row of a set from its overflow slot to a way."""
     at = index.overflowed.size + partition
     while True:
@@ -217,7 +217,7 @@ def _free(index, slot):
         index.overflowed[place] -= 1
         index.num_overflow[partition] -= 1
     elif index.overflowed[place] > 0:
-        _come_home(index, partition, place, slot)
+        _return_from_overflow(index, partition, place, slot)
 
 
 @called
@@ -246,7 +246,7 @@ def _split(index, partition):
     for place in (old, new):
         empty = _ways_with(index, place, 0)
         while empty != 0 and index.overflowed[place] > 0:
-            _come_home(index, partition, place, place * WAYS + lowest_bit(empty))
+            _return_from_overflow(index, partition, place, place * WAYS + lowest_bit(empty))
             empty &= empty - 1
 
 
@@ -376,26 +376,26 @@ def dynamic_find_(
     return torch.from_numpy(rows), torch.from_numpy(before), torch.from_numpy(keys)
 
 
-def dynamic_new_ids(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> NewIds:
+def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
     """By PyTorch's operators, of the few positions that have no row. See `kernels/dynamic_index.py`."""
     if keys.numpy().min(initial=NO_KEY) == NO_KEY:  # by NumPy: PyTorch wakes threads for it
         return _NO_NEW
     unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))
-    new = new_ids_by_torch(values[unknown], keys[unknown])
+    new = begin_insert_by_torch(values[unknown], keys[unknown])
     return new._replace(order=unknown[new.order])
 
 
-_NO_NEW = new_ids_by_torch(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+_NO_NEW = begin_insert_by_torch(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
-def dynamic_room(indexes: Sequence[DynamicIndex], new: NewIds, rules: Sequence[Rule], counts: Tensor) -> Tensor:
+def dynamic_room(indexes: Sequence[DynamicIndex], new: PendingInsert, rules: Sequence[Rule], counts: Tensor) -> Tensor:
     """See `kernels/dynamic_index.py`."""
     _room_for(_all_places(indexes), *_of_ids(new), np.array(rules), counts.numpy())
     return new.begins
 
 
-def dynamic_insert_(
-    indexes: Sequence[DynamicIndex], new: NewIds, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+def dynamic_commit_insert_(
+    indexes: Sequence[DynamicIndex], new: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
     num_tasks, rows = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1)
@@ -408,7 +408,7 @@ def dynamic_insert_(
     return rows, evicted
 
 
-def _of_ids(new: NewIds) -> list[np.ndarray]:
+def _of_ids(new: PendingInsert) -> list[np.ndarray]:
     return [part.numpy() for part in (new.tables, new.ids, new.begins, new.admitted)]
 
 
