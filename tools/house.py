@@ -7,14 +7,19 @@ its ceiling; if none is, it lowers the ceilings that are above their figures, ex
 - arguments: functions with 8 or more arguments, methods and nested functions included. Positional and keyword arguments
   count; `self`, `cls`, `*args` and `**kwargs` do not. `arguments.kernels` has all functions of `kernels/`, where a
   pointer, a size and a stride are an argument each.
-- files, lines: of each package; `root` has the modules outside packages, `kernels` is without `kernels.cpu`, and
-  `sharding` without `sharding.planner`.
+- docstring_openings: docstrings whose first word is one of `openings` in `tools/words.toml`.
+- files, lines: of each package, lines without blank and comment lines; `root` has the modules outside packages,
+  `kernels` is without `kernels.cpu`, and `sharding` without `sharding.planner`.
 - fmt_comments: `# fmt: skip` and `# fmt: off`.
 - import_cycles: modules that are in a cycle. Imports in functions and under TYPE_CHECKING count. An edge goes to the
   module that is named, be it a package's `__init__`, but not to the packages above it.
-- long_classes, long_files: over 300 lines, over 450 lines.
-- phrases: of `tools/words.txt`, in names and text of the library, of `tools/*.py`, and of `docs/` and `README.md`.
-- vague_names: variables, attributes and parameters that match `VAGUE_NAME`, per 1,000 of all; each occurrence counts.
+- large_classes, long_classes, long_files: over 200 lines, over 300 lines, over 450 lines, blank lines and comments
+  included.
+- phrases: `phrases` of `tools/words.toml` in names and text of the library, of `tools/*.py`, and of `docs/` and
+  `README.md`.
+- statements: all, docstrings included.
+- vague_names: variables, attributes and parameters that are `names` of `tools/words.toml`, leading underscores aside,
+  per 1,000 of all; each occurrence counts.
 """
 
 from __future__ import annotations
@@ -34,11 +39,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tritonemb"
-CEILINGS, WORDS = "tools/ceilings.toml", "tools/words.txt"
+CEILINGS, WORDS = "tools/ceilings.toml", "tools/words.toml"
 SUBPACKAGES = ("kernels/cpu", "sharding/planner")  # with figures of their own
-MAX_ARGUMENTS, MAX_CLASS_LINES, MAX_FILE_LINES = 7, 300, 450
-VAGUE_NAME = re.compile("_*(found|each|own|mine|there|here|given|kept|held|made|taken|some|others|rest|after|before)")
+MAX_ARGUMENTS, MAX_FILE_LINES = 7, 450
+MAX_CLASS_LINES = {"large_classes": 200, "long_classes": 300}
 FMT_COMMENT = re.compile(r"#\s*fmt:\s*(skip|off)")
+
+
+@dataclass(frozen=True)
+class Words:
+    """Contents of `tools/words.toml`, which says what they are."""
+
+    names: list[str]
+    openings: list[str]
+    phrases: list[str]
+    allowed_phrases: list[str]
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,11 @@ class Source:
     @property
     def num_lines(self) -> int:
         return self.text.count("\n")
+
+    @cached_property
+    def num_code_lines(self) -> int:
+        """Number of lines that are neither blank nor comments; a docstring's lines count."""
+        return sum(not line.lstrip().startswith("#") for line in self.text.splitlines() if line.strip())
 
     @property
     def module(self) -> str:
@@ -90,21 +110,25 @@ def measure(root: Path) -> Figures:
     sources = [Source(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
     kernels = [source for source in sources if source.package.startswith("kernels")]
     library = [source for source in sources if source not in kernels]
-    figures = size_figures(sources) | phrase_figures(root)
+    words = Words(**tomllib.loads((root / WORDS).read_text()))
+    figures = size_figures(sources) | phrase_figures(root, phrase_pattern(words))
     figures["arguments.kernels"] = count(long_signatures(kernels))
     figures["arguments.library"] = count(long_signatures(library))
     figures["fmt_comments"] = count(fmt_comments(sources))
     figures["import_cycles"] = count(import_cycles(import_graph(sources)))
-    figures["long_classes"] = count(long_classes(sources))
+    figures["docstring_openings"] = count(docstring_openings(sources, words))
+    figures["statements"] = count(statements(sources))
+    for name, limit in MAX_CLASS_LINES.items():
+        figures[name] = count(long_classes(sources, limit))
     figures["long_files"] = count(f"{s.path}: {s.num_lines} lines" for s in sources if s.num_lines > MAX_FILE_LINES)
-    figures["vague_names"] = vague_names(sources)
+    figures["vague_names"] = vague_names(sources, words)
     return dict(sorted(figures.items()))
 
 
 def size_figures(sources: Iterable[Source]) -> Figures:
     lines: dict[str, dict[str, int]] = defaultdict(dict)
     for source in sources:
-        lines[source.package][source.path] = lines["total"][source.path] = source.num_lines
+        lines[source.package][source.path] = lines["total"][source.path] = source.num_code_lines
     figures = {f"files.{package}": count(sizes) for package, sizes in lines.items()}
     for package, sizes in lines.items():
         longest_first = sorted(sizes, key=lambda path: -sizes[path])
@@ -124,10 +148,23 @@ def num_arguments(arguments: ast.arguments) -> int:
     return len(positional) + len(arguments.kwonlyargs) - (positional[:1] in (["self"], ["cls"]))
 
 
-def long_classes(sources: Iterable[Source]) -> Iterator[str]:
+def statements(sources: Iterable[Source]) -> Iterator[str]:
+    return (f"{source.path}:{node.lineno}" for source in sources for node in source.nodes if isinstance(node, ast.stmt))
+
+
+def docstring_openings(sources: Iterable[Source], words: Words) -> Iterator[str]:
     for source in sources:
         for node in source.nodes:
-            if isinstance(node, ast.ClassDef) and (num_lines := node.end_lineno - node.lineno + 1) > MAX_CLASS_LINES:
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                opening = re.match(r"\w*", ast.get_docstring(node) or "")
+                if opening and opening[0] in words.openings:
+                    yield f"{source.path}:{node.body[0].lineno} {opening[0]}"
+
+
+def long_classes(sources: Iterable[Source], limit: int) -> Iterator[str]:
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef) and (num_lines := node.end_lineno - node.lineno + 1) > limit:
                 yield f"{source.path}:{node.lineno} {node.name}: {num_lines} lines"
 
 
@@ -175,9 +212,9 @@ def reachable_modules(graph: dict[str, set[str]], start: str) -> set[str]:
     return visited
 
 
-def vague_names(sources: Iterable[Source]) -> Figure:
+def vague_names(sources: Iterable[Source], words: Words) -> Figure:
     occurrences = [(source.path, line, name) for source in sources for line, name in names(source)]
-    places = [f"{path}:{line} {name}" for path, line, name in occurrences if VAGUE_NAME.fullmatch(name)]
+    places = [f"{path}:{line} {name}" for path, line, name in occurrences if name.lstrip("_") in words.names]
     return Figure(round(1000 * len(places) / max(len(occurrences), 1), 1), places)
 
 
@@ -192,8 +229,7 @@ def names(source: Source) -> Iterator[tuple[int, str]]:
             yield node.end_lineno or node.lineno, node.attr
 
 
-def phrase_figures(root: Path) -> Figures:
-    pattern = phrase_pattern((root / WORDS).read_text())
+def phrase_figures(root: Path, pattern: re.Pattern[str]) -> Figures:
     paths = {
         "docs": [root / "README.md", *(root / "docs").rglob("*.md")],
         "library": (root / PACKAGE).rglob("*.py"),
@@ -205,15 +241,14 @@ def phrase_figures(root: Path) -> Figures:
     }
 
 
-def phrase_pattern(words: str) -> re.Pattern[str]:
+def phrase_pattern(words: Words) -> re.Pattern[str]:
     """A pattern of lower-case text, whose first group is a phrase that counts; allowed uses match without it.
 
     Only letters continue a word, so `row_holder_id` has `holder`. A space may be the end of a line of a comment.
     """
-    lines = [line for line in words.lower().splitlines() if line and not line.startswith("#")]
     allowed, avoided = (
-        "|".join(re.escape(line.strip("! ")).replace(r"\ ", r"\s+(?:#\s*)?") for line in lines if line[0] in marks)
-        for marks in ("!", "abcdefghijklmnopqrstuvwxyz")
+        "|".join(re.escape(phrase).replace(r"\ ", r"\s+(?:#\s*)?") for phrase in group)
+        for group in (words.allowed_phrases, words.phrases)
     )
     return re.compile(rf"(?<![a-z])(?:(?:{allowed or '(?!)'})|({avoided}))(?![a-z])")
 
