@@ -16,10 +16,10 @@ from torch import nn
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
 from tritonemb.flight import ROOTS, TOKEN, full_address
-from tritonemb.server.client import CollectionClient, Connection, ReadingClient, WholeTables
-from tritonemb.server.held_rows import HeldRows, ShardedRows
+from tritonemb.server.client import CollectionClient, Connection, ReadOnlyClient, TableClient
 from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer, LogMode
+from tritonemb.server.row_leases import LeaseClient, ShardedLeases
 from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
 from tritonemb.tables.cached_server_table import ParallelModel, ShardedServerTables
@@ -39,10 +39,10 @@ class AtMost:
     steps: int
 
     def __post_init__(self) -> None:
-        steps_of(self)
+        staleness_bound(self)
 
 
-def steps_of(staleness: "int | AtMost | None") -> int | None:
+def staleness_bound(staleness: "int | AtMost | None") -> int | None:
     """The most steps; None for any number. ValueError for a negative one."""
     steps = staleness.steps if isinstance(staleness, AtMost) else staleness
     if steps is not None and steps < 0:
@@ -60,7 +60,7 @@ class Servers(Closing):
         self, transports: Sequence[Transport], own: Sequence[Closing] = (), patience: float = 20.0, token: str = ""
     ) -> None:
         self._own, self.token = list(own), token
-        self.clients: list[WholeTables] = []
+        self.clients: list[TableClient] = []
         self.connections = [Connection(transport, patience) for transport in transports]
 
     @property
@@ -209,7 +209,7 @@ def attach_for_reading(model: nn.Module, servers: Servers) -> None:
                 f"of {name!r}, in the order in which the trainer was given them; without servers= a checkpoint is read"
             )
         assert isinstance(tables, TableSet)  # of a model that was not sharded
-        tables.attach(ReadingClient(servers.connections, name, spec, 0, [None] * len(spec.tables)))
+        tables.attach(ReadOnlyClient(servers.connections, name, spec, 0, [None] * len(spec.tables)))
 
 
 def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedServerTables]:
@@ -226,7 +226,7 @@ def _client(
     tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str,
     exchange: ExchangePrecision,
 ) -> CollectionClient:  # fmt: skip
-    steps, exact = steps_of(staleness), isinstance(staleness, int)
+    steps, exact = staleness_bound(staleness), isinstance(staleness, int)
     if steps is not None:
         most = (steps + 1) * accumulate * (1 if exact else group.size) - 1
         for config in tables.configs:
@@ -239,20 +239,20 @@ def _client(
     spec = _spec(tables, seeds, servers, group, trainers=group.size, staleness=steps, exact=exact, batches=accumulate)
     spec = replace(spec, rows_in=exchange.forward, gradients_in=exchange.backward)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
-    kind = HeldRows if spec.held_by_trainer else CollectionClient
+    kind = LeaseClient if spec.leases_rows else CollectionClient
     return kind(servers.connections, name, spec, group.rank, caches)
 
 
 def _attach_shards(
     tables: ShardedServerTables, servers: Servers, accumulate: int, group: RankGroup, name: str
-) -> ShardedRows:
+) -> ShardedLeases:
     """Of each rank's shards, a collection on the servers."""
     ranges = tables.server_rows()
     spec = _spec(tables, tables.server_seeds, servers, group, trainers=1, staleness=0, exact=True, batches=accumulate)
     parts = [(f"{name}@{group.rank}.{n}", _of_shards(spec, rows, len(servers))) for n, rows in enumerate(ranges)]
-    own = [HeldRows(servers.connections, *part, 0, [None] * len(spec.tables)) for part in parts]
+    own = [LeaseClient(servers.connections, *part, 0, [None] * len(spec.tables)) for part in parts]
     every = [part for of_rank in group.all_gather_object(parts) for part in of_rank]
-    made = ShardedRows(servers.connections, every, own, group)
+    made = ShardedLeases(servers.connections, every, own, group)
     tables.attach(made, own)
     return made
 

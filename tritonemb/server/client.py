@@ -21,7 +21,7 @@ from tritonemb.flight import decode_error
 from tritonemb.layout import partitions_of
 from tritonemb.server.codec import RowCodecs
 from tritonemb.server.node import TRAINER_SECONDS
-from tritonemb.server.row_cache import CachedPull, TrainerCache
+from tritonemb.server.row_cache import CachedPull, WorkerCache
 from tritonemb.server.snapshot import whole_table
 from tritonemb.server.tables import CollectionSpec, cat
 from tritonemb.server.transport import Channel, Message, Transport, Values
@@ -243,7 +243,7 @@ def _size(message: Message) -> int:
     return sum(tensor.nbytes for tensor in message[1])
 
 
-class WholeTables(TableService):
+class TableClient(TableService):
     """The tables of a collection, which servers have under one name, or a part under a name for each trainer.
 
     Args:
@@ -273,10 +273,10 @@ class WholeTables(TableService):
     def end(self) -> None:
         """Nothing more is trained: tell servers what they have not been told."""
 
-    def return_rows(self) -> None:
+    def return_leases(self) -> None:
         """Trainers hold none."""
 
-    forget_rows = return_rows
+    discard_leases = return_leases
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         """See `TableService.snapshot`; the changes since the last snapshot of this chain."""
@@ -308,7 +308,7 @@ class WholeTables(TableService):
         self._ask_all("load", {"table": table, "names": names}, everything, number)
 
 
-class CollectionClient(WholeTables, RowService):
+class CollectionClient(TableClient, RowService):
     """The rows of a collection's tables, for one trainer."""
 
     applies_updates = True
@@ -328,7 +328,7 @@ class CollectionClient(WholeTables, RowService):
         self._owners = [None if len(servers) == 1 else torch.tensor(of_table) for of_table in spec.owners]
         self._has = [spec.numbers_on(server) for server in servers]
         self._register()
-        self.caches = [TrainerCache(*each) for each in zip(spec.tables, caches, strict=True)] if any(caches) else []
+        self.caches = [WorkerCache(*each) for each in zip(spec.tables, caches, strict=True)] if any(caches) else []
 
     def _register(self) -> None:
         """Become a trainer of the collection, which servers create if they do not have it."""
@@ -457,7 +457,7 @@ class CollectionClient(WholeTables, RowService):
         self._ask_all("flush", {"steps": self.steps}, rank=self.rank)
 
 
-class ReadingClient(CollectionClient):
+class ReadOnlyClient(CollectionClient):
     """The rows of a collection's tables as they are on servers now, for a process that does not train."""
 
     def _register(self) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from tritonemb.flight import encode_error
 from tritonemb.server.codec import RowCodecs
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
-from tritonemb.server.snapshot import SavedPart, parts_of, restore, take_snapshot
+from tritonemb.server.snapshot import SavedShard, restore, saved_shards, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables, warm_up
 from tritonemb.server.transport import Message, Reply, Values
 from tritonemb.storage.aio import PageFile
@@ -46,7 +46,7 @@ MOST_EARLY = 4_096  # messages of a client that wait for earlier ones; more are 
 TRAINER_SECONDS = 10.0  # a trainer that was heard of since then is not replaced
 
 
-class ClientState:
+class ClientSession:
     """What a server knows of one of its clients.
 
     Attributes:
@@ -104,7 +104,7 @@ class EmbeddingServer(Closing):
         self.collections: dict[str, ServedTables] = {}
         self._row_codecs: dict[str, RowCodecs] = {}
         self._folder = None if folder is None else Path(folder)
-        self._clients: dict[str, ClientState] = {}
+        self._clients: dict[str, ClientSession] = {}
         self._log: MessageLog | None = None
         self._log_bytes = self._version = 0
         self._most_log_bytes = LOG_BYTES
@@ -174,7 +174,7 @@ class EmbeddingServer(Closing):
             if (number := values.get("number")) is None:
                 self._answer(reply, *message)
                 continue
-            client = self._clients.setdefault(values["client"], ClientState())
+            client = self._clients.setdefault(values["client"], ClientSession())
             if not (self._restoring or client.failure) and values["op"] in _OF_TRAINERS:
                 trainer = _trainer_of(values)
                 if self._trainers.setdefault(trainer, values["client"]) != values["client"]:  # a restart forgets them
@@ -215,7 +215,7 @@ class EmbeddingServer(Closing):
                 print(f"warning: {error}", file=sys.stderr)
                 self._most_log_bytes += LOG_BYTES
 
-    def _do(self, client: ClientState, message: Message) -> None:
+    def _do(self, client: ClientSession, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
 
         def answer(result: Message | Exception) -> None:
@@ -298,12 +298,12 @@ class EmbeddingServer(Closing):
             for file in self._files:
                 found.setdefault(file.rpartition("-")[0], []).append(folder / file)
             for name, chain in found.items():
-                part = SavedPart.of(chain)
+                part = SavedShard.of(chain)
                 served = self.collections[name] = self._make(name, part.spec, part.header["server"])
                 restore(served, [part], numbers=True)
                 served.begin_chain(OWN, part.header["snapshot"])
             for values, tensors in read_records(folder / state["clients"]):
-                client = self._clients.setdefault(values["client"], ClientState())
+                client = self._clients.setdefault(values["client"], ClientSession())
                 if "expected" in values:
                     client.expected = client.saved = values["expected"]
                 elif "answered" in values:
@@ -329,7 +329,7 @@ class EmbeddingServer(Closing):
     # Questions.
 
     def _ask_hello(self, question: Values) -> Values:
-        client = self._clients.get(question["client"], ClientState())
+        client = self._clients.get(question["client"], ClientSession())
         if client.failure is not None:
             raise client.failure
         return {"expected": client.expected}
@@ -350,7 +350,7 @@ class EmbeddingServer(Closing):
                     "seconds; end that run first, or start other servers for this one"
                 )
                 return {"refused": reason}
-            self._clients[before] = ClientState(PermissionError(f"another {trainer} has taken the place of this one"))
+            self._clients[before] = ClientSession(PermissionError(f"another {trainer} has taken the place of this one"))
             self._trainers[trainer] = client
         return {"refused": None}
 
@@ -527,7 +527,7 @@ class EmbeddingServer(Closing):
     def _do_restore(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
         """Become what the files of all servers at a step say: of each server, a chain."""
         served = self.collections[values["collection"]]
-        parts = parts_of(served, [[*map(Path, chain)] for chain in values["chains"]])
+        parts = saved_shards(served, [[*map(Path, chain)] for chain in values["chains"]])
         for part in parts:
             part.check()
         served.is_broken = True

@@ -34,7 +34,7 @@ class CachedPull:
     versions: Tensor
 
 
-class TrainerCache:
+class WorkerCache:
     """The cache of one table: rows, their versions, and how many steps' updates they have. Without a config, none.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb.layout import nonzero
 from tritonemb.server.records import read_records
-from tritonemb.server.tables import CollectionSpec, SentBatch, ServedTables, TableSpec
+from tritonemb.server.tables import CollectionSpec, PendingBatch, ServedTables, TableSpec
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError
 
@@ -55,7 +55,7 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
         step = max(1, PIECE_BYTES // served.spec.tables[number].row_bytes)
         for some in range(0, ids.numel(), step):
             found = table.saved_rows(ids[some : some + step], rows[some : some + step])
-            if served.spec.held_by_trainer:  # which knows the rows' numbers, also when the server is started again
+            if served.spec.leases_rows:  # which knows the rows' numbers, also when the server is started again
                 found["row"] = rows[some : some + step] + table.row_config.row_origin
             yield {"table": number, "kind": "rows", "names": list(found)}, list(found.values())
     for batch, there in sorted(served.pushes.items()):
@@ -81,7 +81,7 @@ def read_snapshot(path: Path) -> Iterator[Message]:
 
 
 @dataclass
-class SavedPart:
+class SavedShard:
     """What one server's files have of a collection, but for rows: a snapshot, and those of changes that follow it.
 
     Attributes:
@@ -93,7 +93,7 @@ class SavedPart:
     files: list[Path]
     header: Values
     others: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    pushes: dict[int, SentBatch] = field(default_factory=dict)
+    pushes: dict[int, PendingBatch] = field(default_factory=dict)
 
     @property
     def spec(self) -> CollectionSpec:
@@ -101,7 +101,7 @@ class SavedPart:
         return CollectionSpec.from_json(self.header["spec"])
 
     @classmethod
-    def of(cls, chain: Sequence[Path]) -> "SavedPart":
+    def of(cls, chain: Sequence[Path]) -> "SavedShard":
         """StorageError if a file is no snapshot, or does not follow the one before it."""
         part = cls([], {})
         for path in chain:
@@ -129,7 +129,7 @@ class SavedPart:
             self.pushes = {}
             for values, tensors in records:
                 if "push" in values:
-                    there = self.pushes.setdefault(values["push"], SentBatch(lr=values["lr"]))
+                    there = self.pushes.setdefault(values["push"], PendingBatch(lr=values["lr"]))
                     rank, count = values["rank"], values["ids"]
                     there.ids[rank], there.others[rank] = tensors[:count], tensors[count:]
                     continue
@@ -153,9 +153,9 @@ class SavedPart:
                     table.put(found)
 
 
-def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[SavedPart]:
+def saved_shards(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[SavedShard]:
     """Of all servers' files. StorageError if they are not of one step, or of other tables."""
-    parts = sorted(map(SavedPart.of, chains), key=lambda part: part.header["server"])
+    parts = sorted(map(SavedShard.of, chains), key=lambda part: part.header["server"])
     if len(steps := {(part.header["pulls"], part.header["steps"]) for part in parts}) > 1:
         raise StorageError(f"these snapshots are of several steps: {sorted(steps)}")
     if any(_kind(part.spec) != _kind(served.spec) for part in parts):
@@ -163,10 +163,10 @@ def parts_of(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[Sav
     return parts
 
 
-def restore(served: ServedTables, parts: Sequence[SavedPart], numbers: bool = False) -> None:
+def restore(served: ServedTables, parts: Sequence[SavedShard], numbers: bool = False) -> None:
     """Become what all servers' snapshots of one step were, as far as it is in this server's partitions.
 
-    `numbers`: rows keep theirs. StorageError if a file is damaged, perhaps when half is done: `SavedPart.check` comes
+    `numbers`: rows keep theirs. StorageError if a file is damaged, perhaps when half is done: `SavedShard.check` comes
     first where that matters.
     """
     for table in served.dynamic:
@@ -178,7 +178,7 @@ def restore(served: ServedTables, parts: Sequence[SavedPart], numbers: bool = Fa
         having.sort(key=lambda part: part.spec.partitions(number, part.header["server"])[0])
         table.adopt_others(_joined([part.others[number] for part in having]))
         table.settle()
-    served.take_back()
+    served.cancel_pending()
     served.held = numbers and any(part.header["held"] for part in parts)
     served.next_pull, served.next_push = parts[0].header["pulls"], parts[0].header["steps"]
     counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})
@@ -186,7 +186,7 @@ def restore(served: ServedTables, parts: Sequence[SavedPart], numbers: bool = Fa
         served.tables.counters["step"].copy_(counters["step"])
         served.tables.set_learning_rate(float(counters["learning_rate"]))
     for batch in sorted({batch for part in parts for batch in part.pushes}):
-        there = served.pushes[batch] = SentBatch(lr=max(part.pushes[batch].lr for part in parts))
+        there = served.pushes[batch] = PendingBatch(lr=max(part.pushes[batch].lr for part in parts))
         for rank in sorted({rank for part in parts for rank in part.pushes[batch].ids}):
             there.ids[rank], there.others[rank] = _own_part(served, parts, batch, rank)
 
@@ -223,10 +223,10 @@ def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[
 def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
     """What `state_dict` has of all tables of a collection, from the snapshots of all its servers, with pending
     updates applied, as after a `flush`."""
-    spec = SavedPart.of(chains[0]).spec
+    spec = SavedShard.of(chains[0]).spec
     number = len(spec.tables)
     served = ServedTables(replace(spec, owners=((0,),) * number, parts=(None,) * number), 0)
-    restore(served, parts_of(served, chains))
+    restore(served, saved_shards(served, chains))
     for rank in range(spec.trainers):
         served.flush(rank, served.next_pull // spec.batches, lambda error: None)
     tables = zip(spec.tables, served.dynamic, strict=True)
@@ -240,7 +240,7 @@ def steps_of_snapshot(path: Path) -> int:
 
 
 def _own_part(
-    served: ServedTables, parts: Sequence[SavedPart], batch: int, rank: int
+    served: ServedTables, parts: Sequence[SavedShard], batch: int, rank: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What this server would have been sent of a push."""
     ids, sums = list[Tensor](), list[Tensor]()

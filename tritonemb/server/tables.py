@@ -157,7 +157,7 @@ class CollectionSpec:
         return {spec.name: number for number, spec in enumerate(self.tables)}
 
     @property
-    def held_by_trainer(self) -> bool:
+    def leases_rows(self) -> bool:
         """Whether a trainer has rows with their states while it uses them, and applies the optimizer."""
         return self.exact and self.staleness == 0 and self.trainers == 1
 
@@ -197,7 +197,7 @@ class CollectionSpec:
 
 
 @dataclass
-class SentBatch:
+class PendingBatch:
     """What trainers have sent of one batch: by rank, ids with occurrences, or with gradients."""
 
     ids: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -244,8 +244,8 @@ class ServedTables:
         for number, table in zip(self.numbers, self.dynamic, strict=True):
             table.reset_parameters(spec.tables[number].seed)
         self.next_pull = self.next_push = 0
-        self.pulls: dict[int, SentBatch] = {}
-        self.pushes: dict[int, SentBatch] = {}  # by batch
+        self.pulls: dict[int, PendingBatch] = {}
+        self.pushes: dict[int, PendingBatch] = {}  # by batch
         self.waiting: list[tuple[Callable[[], bool], Action]] = []
         self.flushes: dict[int, int] = {}
         self.staleness: Counter[int] = Counter()
@@ -297,7 +297,7 @@ class ServedTables:
         refused, and all their positions among the table's ids. With `versions`, those of rows that the trainer has, it
         gets int64 of each id's version first, and of each table only the rows whose versions are others.
         """
-        there = self.pulls.setdefault(batch, SentBatch())
+        there = self.pulls.setdefault(batch, PendingBatch())
         if versions is not None:
             there.versions[rank] = versions
             if self.versions is None:
@@ -310,7 +310,7 @@ class ServedTables:
         """The gradients of a trainer's batch; none of one that was not trained."""
         if batch < self.next_push * self.spec.batches:
             return  # of a run that was taken back
-        there = self.pushes.setdefault(batch, SentBatch())
+        there = self.pushes.setdefault(batch, PendingBatch())
         there.ids[rank], there.others[rank], there.lr = ids, sums, max(lr, there.lr)
         self.advance()
 
@@ -376,7 +376,7 @@ class ServedTables:
             action(None)
         self.is_broken = False
 
-    def take_back(self) -> None:
+    def cancel_pending(self) -> None:
         """Forget what was pulled and pushed and has not been done: another state is restored."""
         error = RuntimeError("this was taken back: the tables were restored from a checkpoint meanwhile")
         pulls, self.pulls, waiting, self.waiting = self.pulls, {}, self.waiting, []
@@ -416,7 +416,7 @@ class ServedTables:
                 return True
         return False
 
-    def _pull(self, batch: int, there: SentBatch) -> None:
+    def _pull(self, batch: int, there: PendingBatch) -> None:
         ranks = sorted(there.ids)
         self.staleness[batch // self.spec.batches - self.next_push] += len(ranks)
         ids, sizes = _by_table([there.ids[rank] for rank in ranks])
@@ -601,7 +601,7 @@ class ServedTables:
         return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)
 
     @torch.no_grad()
-    def _apply(self, batches: Sequence[SentBatch]) -> None:
+    def _apply(self, batches: Sequence[PendingBatch]) -> None:
         """One step of the optimizer on the sums of the gradients of each row, in the order of batches and trainers."""
         if self.tables is None:
             return

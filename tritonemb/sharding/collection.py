@@ -399,7 +399,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
             except ValueError as error:
                 problems.append(str(error))
         problems = self.groups.world.all_gather_object(problems)[0]
-        service.forget_rows()
+        service.discard_leases()
         return problems
 
     def dynamic_tables(self) -> list[tuple[PlacedShard, DynamicTable]]:

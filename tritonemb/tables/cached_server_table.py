@@ -40,13 +40,13 @@ class RowStore(TableService, Protocol):
     def statistics(self, table: str) -> dict[str, int]:
         """Those of a dynamic table, of all servers together."""
 
-    def hold_rows(self, holder: Tables) -> None:
+    def register_lessee(self, holder: Tables) -> None:
         """Who has rows, and is asked to write them back where servers must have them all."""
 
     def begin_training(self) -> None:
         """A batch is prefetched to be trained. ValueError if rows are missing that an earlier run has not returned."""
 
-    def assign(
+    def allocate_rows(
         self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool
     ) -> list[tuple[Tensor, Tensor]]:
         """Of each dynamic table the row numbers of distinct ids, ascending, -1 without a row; and which ids are new.

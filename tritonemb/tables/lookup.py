@@ -353,7 +353,7 @@ def _rows_on_servers(tables: Tables, batch: KeyedJaggedTensor, occurrences: Tens
             count = torch.zeros_like(found).index_add_(0, inverse, occurrences[at].long())
         parts.append((found, inverse, count))
     distinct, counts = ([part[n].cpu() for part in parts] for n in (0, 2))
-    answers, rows = tables.service.assign(distinct, counts, training), values.clone()
+    answers, rows = tables.service.allocate_rows(distinct, counts, training), values.clone()
     for (number, at), (ids, inverse, _), answer in zip(positions.items(), parts, answers, strict=True):
         places, new = (each.to(ids.device) for each in answer)
         if training:

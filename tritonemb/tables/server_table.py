@@ -54,10 +54,10 @@ class TableService(Protocol):
     def flush(self) -> None:
         """Wait until servers have all that was trained, on all trainers. They all call this, after the same step."""
 
-    def return_rows(self) -> None:
+    def return_leases(self) -> None:
         """Let servers have the rows that trainers hold; all trainers call this, before one calls `snapshot`."""
 
-    def forget_rows(self) -> None:
+    def discard_leases(self) -> None:
         """Another trainer has let servers load others."""
 
     def snapshot(self, path: Path, changes_only: bool = False) -> list[dict[str, Any]]:

@@ -472,7 +472,7 @@ class TableSet(OptimizedTables):
         self.forget_layouts()
         self.rows_changed()
         self.counters["step"].fill_(service.updates)
-        service.hold_rows(self)
+        service.register_lessee(self)
         for view in self._views:
             view.refresh()
 

@@ -16,7 +16,7 @@ from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Data, Split
 from tritonemb.offloading import close
 from tritonemb.ops.registry import check_errors
-from tritonemb.server.attach import AtMost, Servers, attach, steps_of
+from tritonemb.server.attach import AtMost, Servers, attach, staleness_bound
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog
@@ -113,7 +113,7 @@ class Trainer(TrainerOptions):
         )
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
-        bound = steps_of(self.staleness)
+        bound = staleness_bound(self.staleness)
         if bound is None:
             bound = DEPTH if self.prefetch_depth is None else self.prefetch_depth
         state.servers, state.staleness = self.servers, bound

@@ -165,7 +165,7 @@ def load_model(
         if name in steps:
             service.restore([], steps[name])
         else:
-            service.forget_rows()
+            service.discard_leases()
     for cached in model.modules():
         if isinstance(cached, CachedTable) and cached.config.placement == "host":
             cached.reload_cached_rows()
@@ -270,7 +270,7 @@ class CheckpointManager:
         if train_state.caches_of(state.model):
             state.settle()  # prefetched rows are written back, or not, whenever this is done
         for service in services_of(state.model).values():
-            service.return_rows()
+            service.return_leases()
         return {
             **train_state.model_tensors(state.model),
             **train_state.optimizer_state(state.model, state.step.dense_optimizer)[0],

@@ -124,7 +124,7 @@ def test_a_batch_that_finds_no_room_changes_nothing(servers):
             train(model, 1)
 
 
-def test_a_model_with_held_rows_is_one_graph(dynamo):
+def test_a_model_with_leased_rows_is_one_graph(dynamo):
     with local_servers(2) as servers:
         models = [make(servers), make(None)]
         compiled = [torch.compile(models[0], fullgraph=True, backend="aot_eager"), models[1]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import partition_sizes
-from tritonemb.server.client import CollectionClient, Connection, WholeTables, wait
+from tritonemb.server.client import CollectionClient, Connection, TableClient, wait
 from tritonemb.server.tables import CollectionSpec, cat
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import IoFuture
@@ -26,7 +26,7 @@ from tritonemb.tables.cached_server_table import RowStore
 from tritonemb.tables.table_set import TableSet
 
 
-class HeldRows(CollectionClient, RowStore):
+class LeaseClient(CollectionClient, RowStore):
     """The rows of a collection's tables, for the one trainer that they belong to."""
 
     applies_updates = False
@@ -72,7 +72,7 @@ class HeldRows(CollectionClient, RowStore):
     def _ask_facts(self) -> list[Values]:
         return [values for values, _ in wait([self._submit(n, "facts", {}) for n in range(len(self._connections))])]
 
-    def hold_rows(self, holder: TableSet) -> None:
+    def register_lessee(self, holder: TableSet) -> None:
         self._holder = weakref.ref(holder)
 
     def begin_training(self) -> None:
@@ -81,7 +81,7 @@ class HeldRows(CollectionClient, RowStore):
             self._told = True
             wait([self._submit(server, "hold", {}) for server in range(len(self._connections))])
 
-    def assign(
+    def allocate_rows(
         self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool
     ) -> list[tuple[Tensor, Tensor]]:
         if self._refusal is not None:
@@ -179,9 +179,9 @@ class HeldRows(CollectionClient, RowStore):
             values = {"steps": step, "returned": {"steps": step, "lr": float(holder.counters["learning_rate"])}}
         self._ask_all("flush", values)
 
-    return_rows = flush
+    return_leases = flush
 
-    def forget_rows(self) -> None:
+    def discard_leases(self) -> None:
         with self._replacing():
             pass
 
@@ -194,7 +194,7 @@ class HeldRows(CollectionClient, RowStore):
             self._facts, self._refusal, self._told = self._ask_facts(), None, False
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
-        self.return_rows()
+        self.return_leases()
         return super().snapshot(path, changes_only, chain)
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
@@ -212,7 +212,7 @@ class HeldRows(CollectionClient, RowStore):
             super().load(table, tensors)
 
 
-class ShardedRows(WholeTables):
+class ShardedLeases(TableClient):
     """Tables of which each trainer holds rows of its own.
 
     Args:
@@ -223,36 +223,36 @@ class ShardedRows(WholeTables):
     applies_updates = False
 
     def __init__(
-        self, connections: Sequence[Connection], parts: Sequence[tuple[str, CollectionSpec]], own: Sequence[HeldRows],
-        group: Any,
+        self, connections: Sequence[Connection], shards: Sequence[tuple[str, CollectionSpec]],
+        local_clients: Sequence[LeaseClient], group: Any,
     ) -> None:  # fmt: skip
-        super().__init__(connections, parts)
-        self._own, self._group = list(own), group
+        super().__init__(connections, shards)
+        self._local_clients, self._group = list(local_clients), group
 
     @property
     def steps(self) -> int:
         """How many have been trained, when rows were last returned."""
-        return max((client.steps for client in self._own), default=0)
+        return max((client.steps for client in self._local_clients), default=0)
 
-    def return_rows(self) -> None:
-        for client in self._own:
-            client.return_rows()
+    def return_leases(self) -> None:
+        for client in self._local_clients:
+            client.return_leases()
         self._group.all_gather_object(None)  # when all have done so
 
-    flush = return_rows
+    flush = return_leases
 
-    def forget_rows(self) -> None:
-        for client in self._own:
-            client.forget_rows()
+    def discard_leases(self) -> None:
+        for client in self._local_clients:
+            client.discard_leases()
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
         super().restore(chains, steps)
-        for client in self._own if not chains else ():
+        for client in self._local_clients if not chains else ():
             client.restore([], steps)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
         """What `state_dict` has of a table; all trainers call this."""
-        self.return_rows()
+        self.return_leases()
         found = super().tensors(table)
         self._group.all_gather_object(None)  # before anybody goes on
         return found
@@ -261,7 +261,7 @@ class ShardedRows(WholeTables):
 class Transfer(IoFuture):
     """Rows of a table that are read or written."""
 
-    def __init__(self, client: HeldRows, table: int, rows: Tensor, records: Tensor, writes: bool) -> None:
+    def __init__(self, client: LeaseClient, table: int, rows: Tensor, records: Tensor, writes: bool) -> None:
         super().__init__()
         self._client, self.table, self.rows, self.records, self.writes = client, table, rows, records, writes
         self.sent = False
