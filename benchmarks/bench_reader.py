@@ -94,7 +94,7 @@ def read_batches(log: ClickLog) -> int:
 
 def bench_reader(log_file: File, benchmark: Any, record: Callable[..., None], rounds: int, threads: int) -> None:
     whole = SplitRule(split_by="end", test_share=0.0)
-    log = ClickLog(log_file.path, LogOptions(split=whole, workers=threads))
+    log = ClickLog(log_file.path, LogOptions(split=whole, parser_threads=threads))
     readers: dict[str, Callable[[], int]] = {
         "tritonemb": lambda: read_batches(log),
         "tritonemb, rows only": lambda: read_rows(log),

@@ -177,7 +177,7 @@ def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
     }
     data, table = tmp_path / f"log.{kind}", arrow.table(columns)
     pytest.importorskip("pyarrow.csv").write_csv(table, data) if kind == "csv" else parquet.write_table(table, data)
-    reading = ("--chunk-bytes", 3_000, "--workers", 3, "--split-by", "random", "--on-bad-row", "skip")
+    reading = ("--chunk-bytes", 3_000, "--parser-threads", 3, "--split-by", "random", "--on-bad-row", "skip")
     schema = ("--label", "click", "--dense", "price", "--sparse", "item", "user", "--integers", "user")
     assert run("train", "--data", data, *schema, *reading, "--max-steps", 2, "--out", tmp_path / "run", *SMALL) == 0
     config = tmp_path / "run" / "config.toml"
@@ -444,7 +444,7 @@ def test_help_fits_a_screen_and_has_an_example(command, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 5
     assert sum(-(-len(line) // 80) for line in lines) <= 30
-    assert any(re.search(r"tritonemb \w+ (--\w+|runs/)", line) and "usage" not in line for line in lines)
+    assert any(re.search(r"tritonemb [\w-]+ (--\w+|runs/)", line) and "usage" not in line for line in lines)
 
 
 def test_the_columns_of_a_log_come_first_in_the_help_of_train():
@@ -479,8 +479,12 @@ def test_defaults_follow_the_data_set(capsys):
         (["tain"], "unknown command 'tain'; did you mean 'train'?"),
         (
             ["xyz"],
-            "unknown command 'xyz'; there are train, predict, evaluate, compare, vocab, convert, serve, server, pl",
+            "unknown command 'xyz'; there are train, predict, evaluate, compare, vocab, convert, reader, embedding-se",
         ),
+        (["serve", "--data", "x.csv"], "unknown command 'serve'; it is now 'reader'"),
+        (["server", "--folder", "x"], "unknown command 'server'; it is now 'embedding-server'"),
+        (["train", "--data", "x.csv", "--workers", "3"], "unknown option --workers; it is now --parser-threads"),
+        (["convert", "--data", "x.csv", "--workers=3"], "unknown option --workers; it is now --parser-threads"),
         (["train", "--data", "nowhere.txt"], "'nowhere.txt' is neither a file or folder nor one of the data sets"),
         (["train", "--data", "criteo-kaggle"], "data set 'criteo-kaggle' needs a path"),
         (["train", "--data", "adult", "--path", "nowhere"], "adult.data: no such file"),

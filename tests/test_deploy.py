@@ -40,9 +40,6 @@ DOCUMENTS = {
     for path in sorted(DEPLOY.rglob("*.yaml"))
     for document in yaml.safe_load_all(path.read_text())
 }
-# Options that the command does not have before it has embedding servers.
-HAS_SERVERS = "server" in cli.COMMANDS
-COMING = () if HAS_SERVERS else ("--servers", "--staleness")
 
 # The fields of ray.io/v1 in KubeRay 1.5 and newer; pod templates are checked as Kubernetes' own.
 GROUP = dict.fromkeys(("replicas", "minReplicas", "maxReplicas", "groupName", "rayStartParams", "template", "suspend"))
@@ -295,7 +292,7 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     module, _, function = {"train": ("tritonemb.training.job", None, "train"), **cli._SIMPLE}[name]
     found = []
     monkeypatch.setattr(f"{module}.{function}", lambda options, *_: found.append(options))
-    assert cli.main([name, *(word for word in arguments if word.partition("=")[0] not in COMING)]) == 0
+    assert cli.main([name, *arguments]) == 0
     return found[0]
 
 
@@ -307,7 +304,6 @@ def test_trainers_have_options_that_there_are(monkeypatch):
     assert {f"/{Path(path).parts[1]}" for path in (config.data, config.output.out)} <= set(mounts)
 
 
-@pytest.mark.skipif(not HAS_SERVERS, reason="there is no command `server` yet")
 def test_servers_have_options_that_there_are(monkeypatch):
     assert SERVER[0] == "tritonemb"
     parsed(SERVER[1:], monkeypatch)

@@ -22,19 +22,19 @@ usage: tritonemb COMMAND ...
 
 Train recommendation models.
 
-  train     train a click model and report its quality on the test rows
-  predict   write the click probability of every row of a log
-  evaluate  print the metrics of a run on rows with labels
-  compare   show options that differ, metrics and curves of runs
-  vocab     number the categories of a log by how often they occur
-  convert   make Parquet files from a log in Criteo's format
-  serve     read a log for trainers on other machines
-  server    keep rows of tables for trainers on other machines
-  plan      place tables on the ranks of a cluster, and say why
-  calibrate measure this machine for the planner
-  doctor    print versions, devices and kernels, and check that they work
+  train             train a click model and report its test metrics
+  predict           write the click probability of every row of a log
+  evaluate          print the metrics of a run on labeled rows
+  compare           compare options, metrics and curves of runs
+  vocab             build a vocabulary: number categories by frequency
+  convert           convert a text log to Parquet files
+  reader            run a reader host: read a log for remote trainers
+  embedding-server  run an embedding server: hold table rows for trainers
+  plan              shard tables over the ranks of a cluster, and say why
+  calibrate         measure this machine for the planner
+  doctor            print versions, devices and kernels, and check them
 
-Each has its own --help. To begin with, on data that needs no download:
+Each command has its own --help. To try it on data that needs no download:
 
   tritonemb train --data synthetic
 """
@@ -60,9 +60,9 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --evaluate-every N    steps; --patience N stops when nothing improves
   --checkpoint-steps N  or --checkpoint-minutes X; --keep N
   --on-bad-row skip     leave out and count what cannot be read
-  --precision bf16      autocast; --compile runs torch.compile
-  --device cuda         --threads N on a CPU; --seed N
-  --num-workers N       of each rank; --profile-steps N; --tensorboard
+  --precision bf16      autocast; --compile runs torch.compile; --tensorboard
+  --device cuda         --threads N on a CPU; --seed N; --profile-steps N
+  --num-workers N       data loader workers per rank; --parser-threads N
   --plan FILE           where tables go, on the ranks that torchrun starts
   --offload-states disk the dense optimizer's, with --offload-path FOLDER;
                         --offload-params, --offload-activations
@@ -71,6 +71,9 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
 
   tritonemb train --data day_0.tsv --epochs 1 --out runs/first --resume auto
 """
+
+RENAMED_COMMANDS = {"serve": "reader", "server": "embedding-server"}
+RENAMED_OPTIONS = {"--workers": "--parser-threads"}
 
 # Mistakes of the user's, besides errors that are no OSError; and EROFS.
 USER_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, ConnectionError, PermissionError)
@@ -91,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             hint = did_you_mean(name, COMMANDS, f"; there are {', '.join(COMMANDS)}")
+            hint = f"; it is now {RENAMED_COMMANDS[name]!r}" if name in RENAMED_COMMANDS else hint
             raise ValueError(f"unknown command {name!r}{hint}")
         return COMMANDS[name](rest)
     except BrokenPipeError:  # whoever read the output has seen enough
@@ -200,6 +204,9 @@ def _doctor(arguments: list[str]) -> int:
 
 def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> Any:
     tyro = require("tyro")
+    for name in (word.partition("=")[0].replace("_", "-") for word in arguments):
+        if name in RENAMED_OPTIONS:
+            raise ValueError(f"unknown option {name}; it is now {RENAMED_OPTIONS[name]}")
     words = ["--help" if word == "--help-all" else word for word in arguments]
     shown = io.StringIO()
     try:
@@ -227,8 +234,8 @@ _SIMPLE = {
     "compare": ("tritonemb.training.compare", "CompareOptions", "compare"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
-    "serve": ("tritonemb.data.open", "ServeOptions", "serve"),
-    "server": ("tritonemb.server.launch", "ServerOptions", "serve"),
+    "reader": ("tritonemb.data.open", "ReaderOptions", "run_reader"),
+    "embedding-server": ("tritonemb.server.launch", "ServerOptions", "serve"),
     "plan": ("tritonemb.training.plan", "PlanOptions", "make_plan"),
     "calibrate": ("tritonemb.training.plan", "CalibrateOptions", "run_calibration"),
 }

@@ -55,7 +55,7 @@ def write(folder: Path, lines: Iterable[str | bytes], name: str = "train.txt") -
 def options(split: SplitRule = ALL_TRAIN, **changes: Any) -> LogOptions:
     """All rows are train rows, unless said otherwise; `num_embeddings` and the like go to the schema."""
     schema = {name: changes.pop(name) for name in tuple(changes) if name in Schema.__dataclass_fields__}
-    return LogOptions(**({"schema": Schema(**schema), "split": split, "workers": 2} | changes))
+    return LogOptions(**({"schema": Schema(**schema), "split": split, "parser_threads": 2} | changes))
 
 
 def contents(batch: Batch) -> list[torch.Tensor]:

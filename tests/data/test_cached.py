@@ -45,7 +45,7 @@ def test_it_is_written_once(tmp_path):
     path = write(tmp_path, random_lines(50))
     first = cached_as_parquet(ClickLog(path, options()), tmp_path / "cache")
     seen = []
-    other = ClickLog(path, options(chunk_bytes=999, workers=1))
+    other = ClickLog(path, options(chunk_bytes=999, parser_threads=1))
     second = cached_as_parquet(other, tmp_path / "cache", lambda *rows: seen.append(rows))
     assert not seen
     assert second.files == first.files

@@ -179,7 +179,11 @@ def test_the_encoding_follows_what_makes_numbers_of_a_row(tmp_path):
         return ClickLog(file, options(**how)).encoding
 
     other = write(tmp_path, random_lines(50, seed=1), "other.txt")
-    assert encoding() == encoding(other) == encoding(split=SplitRule(), on_bad_row="skip", shuffle_rows=5, workers=1)
+    assert (
+        encoding()
+        == encoding(other)
+        == encoding(split=SplitRule(), on_bad_row="skip", shuffle_rows=5, parser_threads=1)
+    )
     assert encoding() == encoding(sizes=("cat_1=100000",))
     assert encoding(vocabulary=vocabularies[0]) == encoding(other, vocabulary=vocabularies[1])
     columns = {"label": "label", "dense": ("int_1", "int_2"), "sparse": ("cat_1", "cat_2")}

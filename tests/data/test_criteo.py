@@ -248,7 +248,7 @@ def test_a_schema_of_other_columns_is_refused(tmp_path):
         ),
         ({"shuffle_rows": -1}, "shuffle_rows must not be negative, got -1"),
         ({"on_bad_row": "ignore"}, "on_bad_row must be one of ('raise', 'skip'), got 'ignore'"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"parser_threads": 0}, "parser_threads must be at least 1, got 0"),
         ({"chunk_bytes": 0}, "chunk_bytes must be from 1 to 268435456, got 0"),
     ],
 )

@@ -167,7 +167,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path, name, num_rows):
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, split, more):
     lines = random_lines(100) * 30
     path = write(tmp_path, lines)
-    log = ClickLog(path, options(SplitRule(test_share=0.5), chunk_bytes=4000, workers=1, shuffle_rows=8))
+    log = ClickLog(path, options(SplitRule(test_share=0.5), chunk_bytes=4000, parser_threads=1, shuffle_rows=8))
     with log.open(split, 8, shuffle=True) as stream:
         next(stream)
         if more:

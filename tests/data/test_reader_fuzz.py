@@ -147,6 +147,6 @@ def test_chunks_of_any_size_and_any_number_of_workers_give_the_same_rows(tmp_pat
     expected = rows_of(ClickLog(path, options(on_bad_row="skip")))
     assert len(expected) == 30
     for chunk_bytes in (1, 7, 300, 1000, 20_000):
-        for workers in (1, 3):
-            log = ClickLog(path, options(on_bad_row="skip", chunk_bytes=chunk_bytes, workers=workers))
+        for threads in (1, 3):
+            log = ClickLog(path, options(on_bad_row="skip", chunk_bytes=chunk_bytes, parser_threads=threads))
             assert rows_of(log) == expected

@@ -110,11 +110,11 @@ def test_hosts_need_the_same_data(served):
 def test_the_command_listens_on_this_machine_and_says_a_token_that_it_has_made(capsys, monkeypatch):
     monkeypatch.setattr(open_, "open_dataset", lambda *args, **how: make_synthetic(10, 50))
     monkeypatch.setattr(ReaderHost, "wait", lambda host: None)
-    options = open_.ServeOptions("synthetic")
+    options = open_.ReaderOptions("synthetic")
     assert options.address == "grpc://127.0.0.1:8815"
     for token in ("", "secret"):
         monkeypatch.setenv("TRITONEMB_TOKEN", token)
-        open_.serve(replace(options, address="grpc://127.0.0.1:0"))
+        open_.run_reader(replace(options, address="grpc://127.0.0.1:0"))
         address, *more = capsys.readouterr().out.splitlines()
         assert address.startswith("serving synthetic at grpc://127.0.0.1:")
         assert [line[:16] for line in more] == ([] if token else ["TRITONEMB_TOKEN="])

@@ -47,9 +47,10 @@ def test_the_rest_has_the_same_bits(logs, name, batch_size, shuffle_rows, chunk_
     how = {"seed": seed, "epoch": 1, "shuffle": True}
     first, second = (
         ClickLog(
-            logs / name, options(rule, on_bad_row="skip", chunk_bytes=size, shuffle_rows=shuffle_rows, workers=workers)
+            logs / name,
+            options(rule, on_bad_row="skip", chunk_bytes=size, shuffle_rows=shuffle_rows, parser_threads=threads),
         )
-        for size, workers in zip(chunk_bytes, (1, 3), strict=True)
+        for size, threads in zip(chunk_bytes, (1, 3), strict=True)
     )
     with first.open(split, batch_size, **how) as stream:
         whole = list(stream)

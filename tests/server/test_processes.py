@@ -44,7 +44,7 @@ def _patient(monkeypatch) -> None:
 
 def processes_of(parent: int) -> list[int]:
     children = psutil.Process(parent).children(recursive=True)
-    return [child.pid for child in children if "server" in child.cmdline()]
+    return [child.pid for child in children if "embedding-server" in child.cmdline()]
 
 
 def test_processes_have_the_bits_of_threads(monkeypatch, capfd):

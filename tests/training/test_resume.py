@@ -213,7 +213,7 @@ def csv_log(folder, **files) -> ClickLog:
     for name, (first, last, user) in files.items():
         rows = [f"{row % 2},{row / 100},{user}{row % 9}" for row in range(first, last)]
         (folder / f"{name}.csv").write_text("\n".join(["y,x,u", *rows, ""]))
-    options = LogOptions(Schema("y", dense=("x",), sparse=("u",), num_embeddings=50), workers=1)
+    options = LogOptions(Schema("y", dense=("x",), sparse=("u",), num_embeddings=50), parser_threads=1)
     return ClickLog(folder, options)
 
 

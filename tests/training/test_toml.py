@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tomli_w")
 
-from tritonemb.data.schema import Schema, SplitRule
-from tritonemb.training.config import from_plain, plain, read_toml, to_toml
+from tritonemb.data.schema import LogOptions, Schema, SplitRule
+from tritonemb.training.config import TrainConfig, from_plain, plain, read_toml, to_toml
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,43 @@ class Outer:
     either: bool | tuple[str, ...] = True
     inner: Inner = field(default_factory=Inner)
 
+
+OLD_CONFIG = """\
+num_workers = 1
+data = "log.csv"
+
+[read]
+shuffle_rows = 262144
+on_bad_row = "raise"
+workers = 3
+chunk_bytes = 3000
+delimiter = ""
+quoted_newlines = false
+list_separator = ""
+
+[read.schema]
+label = "click"
+dense = [
+    "price",
+]
+sparse = [
+    "item",
+    "user",
+]
+num_embeddings = 100000
+sizes = []
+dynamic = false
+integers = []
+lists = []
+clamp_negative = false
+
+[read.split]
+split_by = "auto"
+test_share = 0.16666666666666666
+validation_share = 0.0
+test_files = []
+validation_files = []
+"""
 
 inners = st.builds(
     Inner,
@@ -68,6 +106,17 @@ def test_times_of_a_split_need_no_quotes(tmp_path, written, read):
     assert read_toml(tmp_path / "run.toml", SplitRule()).test_from == read
     (tmp_path / "run.toml").write_text("time_column = 'ts'\ntest_from = 2020-01-31T10:00:00\n")
     assert read_toml(tmp_path / "run.toml", SplitRule()).test_from == "2020-01-31 10:00:00"
+
+
+def test_parser_threads_of_an_older_configuration_are_read(tmp_path):
+    """A file that a run wrote while the key was `workers`; checkpoints have the same keys."""
+    (tmp_path / "config.toml").write_text(OLD_CONFIG)
+    config = read_toml(tmp_path / "config.toml", TrainConfig())
+    schema = Schema("click", ("price",), ("item", "user"))
+    assert config.read == LogOptions(schema, parser_threads=3, chunk_bytes=3000)
+    assert config.num_workers == 1
+    assert from_plain(tomllib.loads(OLD_CONFIG)["read"], LogOptions(), "here") == config.read
+    assert "parser_threads = 3" in to_toml(config)
 
 
 @pytest.mark.parametrize(("recorded", "clamps"), [(True, True), (["price"], True), (False, False)])

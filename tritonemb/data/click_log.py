@@ -31,10 +31,10 @@ UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 class ClickLog(protocol.Tables):
     """A log of clicks in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
-    Memory holds `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to, about `8 * workers` times
-    `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows. FileNotFoundError or ValueError, before anything
-    is trained, if a file is missing, empty, unreadable or of the wrong kind, its first line is bad, a column is not
-    there, or the split leaves no train rows.
+    Memory holds `2 * parser_threads + 5` chunks of `chunk_bytes` or their parsed rows, about
+    `8 * parser_threads * chunk_bytes` while they are parsed, and twice `shuffle_rows` rows. FileNotFoundError or
+    ValueError, before training starts, if a file is missing, empty, unreadable or of the wrong kind, its first line is
+    bad, a column is missing, or the split leaves no train rows.
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
@@ -225,7 +225,7 @@ class ClickLog(protocol.Tables):
             batch, report = self._read(split, chunk)
             return replace(chunk, rows=job(batch), report=report)
 
-        return in_order(work, chunks(), self.options.workers)
+        return in_order(work, chunks(), self.options.parser_threads)
 
     def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""

@@ -1,4 +1,4 @@
-"""Open a data set by its name, its path or the hosts that read it; `tritonemb serve` makes this machine such a host."""
+"""Open a data set by its name, its path or the reader hosts that serve it; `tritonemb reader` runs a reader host."""
 
 import os
 from collections.abc import Sequence
@@ -112,12 +112,12 @@ def open_for_scoring(
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ReaderOptions:
     """Read a data set for trainers on other machines, which are started with --data grpc://HOST:PORT.
 
     The token that they need is that of the environment (TRITONEMB_TOKEN); if there is none, a random one is printed.
 
-    Example: tritonemb serve --data day_0.tsv --address grpc+tls://0.0.0.0:8815 --certificate tls.crt --key tls.key
+    Example: tritonemb reader --data day_0.tsv --address grpc+tls://0.0.0.0:8815 --certificate tls.crt --key tls.key
 
     Args:
         data: a data set's name, or the path of a log.
@@ -138,7 +138,7 @@ class ServeOptions:
     read: LogOptions = field(default_factory=LogOptions)
 
 
-def serve(options: ServeOptions) -> None:
+def run_reader(options: ReaderOptions) -> None:
     """Serve until SIGINT or SIGTERM. Raises what `open_dataset` and `ReaderHost` raise."""
     data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:

@@ -24,21 +24,21 @@ MOST_WORKERS = 8
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
 
 
-def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int | None) -> Generator[R, None, None]:
+def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None) -> Generator[R, None, None]:
     """`job(chunk)` of every chunk, in their order; its exception comes in its place.
 
-    At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * workers + 1` are worked on or wait as results, so memory
-    does not depend on the size of the log. Closing the generator ends all threads.
+    At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * num_threads + 1` are in progress or wait as results, so
+    memory does not depend on the size of the log. Closing the generator ends all threads.
     """
-    workers = workers or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
+    num_threads = num_threads or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
     read = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
     try:
         for chunk in read:
             results.append(pool.submit(job, chunk))
             del chunk  # or it would stay until the next one is there
-            if len(results) > 2 * workers:
+            if len(results) > 2 * num_threads:
                 yield results.popleft().result()
         while results:
             yield results.popleft().result()

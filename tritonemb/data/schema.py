@@ -200,8 +200,8 @@ class LogOptions(Options):
         split: which rows are held out.
         shuffle_rows: rows that are shuffled among each other at a time, in memory; 0 keeps the order of the files.
         on_bad_row: stop at a row that is not as it should be, or leave it out and count it.
-        workers: threads that parse; one for each processor, at most 8, if not given.
-        chunk_bytes: bytes that one of them works on at a time.
+        parser_threads: threads that parse chunks; one per processor, at most 8, if not given.
+        chunk_bytes: bytes per chunk, which one thread parses at a time.
         delimiter: what stands between the fields of text files that begin with a header. Without it, names that end
             with `.csv` (or `.csv.gz`, `.csv.zst`) say that it is a comma, and others that they have Criteo's format.
         quoted_newlines: whether fields in quotes may contain line ends: slower, as such files are cut serially.
@@ -212,7 +212,7 @@ class LogOptions(Options):
     split: SplitRule = field(default_factory=SplitRule)
     shuffle_rows: int = number(262_144, least=0)
     on_bad_row: Literal["raise", "skip"] = "raise"
-    workers: int | None = number(None, least=1)
+    parser_threads: int | None = number(None, least=1)
     chunk_bytes: int = 8 << 20
     delimiter: str = ""
     quoted_newlines: bool = False

@@ -120,7 +120,7 @@ def connect(
     addresses: Sequence[str], *, token: str | None = None, roots: str | Path | None = None, patience: float = 20.0,
     folder: str | Path | None = None,
 ) -> Servers:  # fmt: skip
-    """Connect to embedding servers that run already: `tritonemb server`.
+    """Connect to embedding servers that run already: `tritonemb embedding-server`.
 
     Args:
         addresses: grpc://HOST:PORT or grpc+tls://HOST:PORT of all of them, in the same order on every trainer;

@@ -1,4 +1,4 @@
-"""`tritonemb server`, and servers that are processes of this machine: they end with the one that has started them."""
+"""`tritonemb embedding-server`, and servers in child processes of this machine, which end with their parent."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ RESTARTS = 5  # of a server that ends
 class ServerOptions(Options):
     """Serve rows of embedding tables to trainers, on this machine's memory.
 
-    Example: tritonemb server --address grpc+tls://0.0.0.0:9000 --certificate tls.crt --key tls.key --folder rows
+    Example: tritonemb embedding-server --address grpc+tls://0.0.0.0:9000 --certificate tls.crt --key tls.key
 
     Clients need the token of the environment, TRITONEMB_TOKEN; if there is none, a random one is printed. What is in
     the folder is restored.
@@ -114,7 +114,7 @@ class ServerProcess(Closing):
     def _start(self) -> None:
         environment = {**os.environ, TOKEN: self._token, STARTED_BY: str(os.getpid()), "OMP_WAIT_POLICY": "passive"}
         process = self._process = subprocess.Popen(
-            [sys.executable, "-m", "tritonemb", "server", "--address", self.address, *self._options],
+            [sys.executable, "-m", "tritonemb", "embedding-server", "--address", self.address, *self._options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             start_new_session=True,  # a signal to this process's group is not for servers, which it still needs
         )  # fmt: skip

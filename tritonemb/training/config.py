@@ -462,6 +462,8 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
     """`base` with these values in place of its own; `where` and `section` name their source in errors."""
     if isinstance(base, Schema) and {"log_transform", "sizes", "dynamic", "integers"} <= values.keys():
         values = {"clamp_negative": bool(values["log_transform"])} | values  # saved by a version without this option
+    if isinstance(base, LogOptions):  # renamed; checkpoints and config files have the old key
+        values = {{"workers": "parser_threads"}.get(key, key): value for key, value in values.items()}
     hints, changed = get_type_hints(type(base)), {}
     known = sorted(each.name for each in fields(base))  # type: ignore[arg-type]
     for key, value in values.items():

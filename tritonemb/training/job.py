@@ -143,7 +143,7 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
     if count is not None and not options.on_ray and len(set(group.nodes)) > 1:
         raise ValueError(
             f"servers={options.servers} starts servers on one machine, and the ranks are on several; start them there "
-            "(tritonemb server), and give their addresses"
+            "(tritonemb embedding-server), and give their addresses"
         )
     addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, begin)
     if count is not None and not options.on_ray and kept is not None:
