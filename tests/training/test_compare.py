@@ -69,11 +69,11 @@ def test_runs_are_compared_in_the_terminal_and_on_a_page(tmp_path, capsys, monke
 def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):
     run = str(write_run(tmp_path / "a", 0.1, [0.6]))
     assert main(["compare", run]) == 2
-    assert "compare needs two runs or more, got 1" in capsys.readouterr().err
+    assert "compare needs two or more runs, got 1" in capsys.readouterr().err
     assert main(["compare", run, str(tmp_path / "none")]) == 2
     assert "none" in capsys.readouterr().err
     other = write_run(tmp_path / "b", 0.1, [0.6], rows=50)
     assert main(["compare", run, str(other), "--out", str(tmp_path / "page.html")]) == 0
-    assert "note: the test rows are not the same" in capsys.readouterr().out
+    assert "note: the runs have different test rows" in capsys.readouterr().out
     assert main(["compare", run, run, "--out", str(tmp_path / "page.html")]) == 0
     assert "all options are the same" in capsys.readouterr().out

@@ -406,7 +406,7 @@ class TestCallbackList:
         with pytest.raises(RuntimeError, match="c at the start") as caught:
             fit()
         assert heard == ["a start", "b start", "c start", "a end", "b end"]
-        assert caught.value.__notes__ == ["besides, Named.on_end failed: RuntimeError('a at the end')"]
+        assert caught.value.__notes__ == ["Named.on_end failed too: RuntimeError('a at the end')"]
 
     def test_the_failure_of_an_end_is_raised_where_training_went_well(self):
         class Fails(Callback):

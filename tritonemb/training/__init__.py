@@ -1,4 +1,4 @@
-"""The trainer, its metrics, and runs from a configuration."""
+"""Trainer, metrics, checkpoints, and training runs from a configuration."""
 
 from tritonemb.comm.group import RankFailed
 from tritonemb.training.callbacks import Callback

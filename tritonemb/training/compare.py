@@ -1,4 +1,4 @@
-"""Runs side by side, from their logs: options that differ, metrics, curves."""
+"""Comparison of training runs from their logs: options that differ, metrics, curves."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.config import flat
 from tritonemb.utils import Options, columns, listed, write_whole
 
-WHERE = ("path", "output.out")  # options that name a place, which every run has another of
-WIDTH = 60  # of a value in the terminal
+PATH_OPTIONS = ("path", "output.out")  # not compared: they differ between all runs
+MAX_VALUE_WIDTH = 60  # characters of a value on the terminal
 METRICS = {
     "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy",
     "best_threshold": "best threshold", "best_f1": "F1 at the best threshold", "num_samples": "rows",
@@ -28,7 +28,7 @@ class CompareOptions(Options):
     Example: tritonemb compare runs/first runs/second
 
     Args:
-        runs: folders of runs, two or more; also without the flag, before others.
+        runs: folders of two or more runs; may be given first, without the flag.
         out: the HTML page to write.
     """
 
@@ -38,40 +38,42 @@ class CompareOptions(Options):
 
 
 def compare(options: CompareOptions) -> str:
-    """Write the page; returns the tables as text. ValueError or FileNotFoundError if a run has no log, or a damaged
-    one."""
+    """Write the HTML page and return its tables as text. ValueError, FileNotFoundError: a log is missing or damaged."""
     if len(options.runs) < 2:
-        raise ValueError(f"compare needs two runs or more, got {len(options.runs)}")
+        raise ValueError(f"compare needs two or more runs, got {len(options.runs)}")
     if missing := [str(path) for path in options.runs if not RunFolder(path).log.exists()]:
         raise FileNotFoundError(f"no folder of a run with a log: {listed(missing)}")
     logs = [read_run_log(RunFolder(path).log) for path in options.runs]
     names, tables = list(map(str, options.runs)), tables_of(logs)
     write_whole(options.out, page_of("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables))
     changed, metrics = tables.values()
-    rows = [["", *names], *([key, *(text[:WIDTH] for text in texts)] for key, texts in (changed | metrics).items())]
+    cells = {key: [text[:MAX_VALUE_WIDTH] for text in texts] for key, texts in (changed | metrics).items()}
+    rows = [["", *names], *([key, *texts] for key, texts in cells.items())]
     lines = [printable(line, "utf-8") for line in columns(rows)]
     if len({*metrics["test rows"]} - {"-"}) > 1:
-        lines.append("note: the test rows are not the same, so test metrics cannot be compared")
+        lines.append("note: the runs have different test rows, so their test metrics are not comparable")
     return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])
 
 
 def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]]:
-    """The options that differ between runs, and their metrics, one text per run; "-" where a run has none."""
+    """Options that differ between runs, and metrics; one text per run, "-" for a missing value."""
     configs = [dict(flat(last_of(log, "start").get("config") or {})) for log in logs]
-    keys = dict.fromkeys(key for config in configs for key in config if key not in WHERE)
+    keys = dict.fromkeys(key for config in configs for key in config if key not in PATH_OPTIONS)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
     changed = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
     metrics = [dict(_metrics(log)) for log in logs]
-    return {"Options": changed, "Metrics": {name: [of_run[name] for of_run in metrics] for name in metrics[0]}}
+    return {"Options": changed, "Metrics": {name: [values[name] for values in metrics] for name in metrics[0]}}
 
 
 def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    """Names and texts of a run's metrics; the same names for every run."""
     end, test = last_of(log, "end"), test_of(log)
     latest = {**last_of(log, "log"), **end}
     for key, name in METRICS.items():
         yield f"test {name}", _text(test["metrics"].get(key))
     yield "tested at step", _text(test["step"], "{:,}" + ", the best" * bool(test.get("best")))
-    aucs = [(float(event["metrics"]["auc"]), event["step"]) for event in log if event.get("split") == "validation"]
+    validations = [event for event in log if event.get("split") == "validation"]
+    aucs = [(float(event["metrics"]["auc"]), event["step"]) for event in validations]
     yield "best validation AUC", "{:.6g} at step {:,}".format(*max(aucs)) if aucs else "-"
     yield "last training loss", _text(latest.get("loss"))
     yield "samples/s", _text(latest.get("samples_per_second"), "{:,.0f}")
@@ -85,12 +87,13 @@ def _charts(logs: Sequence[Sequence[Event]]) -> Iterator[dict[str, Any]]:
         ("Validation AUC", "evaluation", "auc"), ("Validation log loss", "evaluation", "log_loss"),
         ("Training loss", "log", "loss"),
     ):  # fmt: skip
-        events = [[e for e in log if e["event"] == kind and e.get("split") in (None, "validation")] for log in logs]
-        curves = [[(e["step"], float({**e, **e.get("metrics", {})}[key])) for e in of_log] for of_log in events]
+        # The value of an evaluation is among its metrics, that of a log event among its fields.
+        selected = [[e for e in log if e["event"] == kind and e.get("split") in (None, "validation")] for log in logs]
+        curves = [[(e["step"], float({**e, **e.get("metrics", {})}[key])) for e in events] for events in selected]
         if any(curves):
             last_step = max(step for curve in curves for step, _ in curve)
-            drawn = chart([curve or [(0, math.nan)] for curve in curves], PLAIN, last_step)
-            yield {"title": title, "colour": "quality", **drawn, "last": ""}
+            plot = chart([curve or [(0, math.nan)] for curve in curves], PLAIN, last_step)
+            yield {"title": title, "colour": "quality", **plot, "last": ""}
 
 
 def _text(value: Any, form: str | None = None) -> str:

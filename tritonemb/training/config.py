@@ -23,8 +23,12 @@ CodecName: TypeAlias = Literal[tuple(CODECS)]  # type: ignore[valid-type]
 Precision = Literal["fp32", "bf16", "fp16"]
 EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
-_NO = object()
-_FROM = {Path: (str,), float: (int,), str: (int, date, datetime)}  # what TOML has for them besides; times are strings
+_MISMATCH = object()
+_CONVERSIBLE = {
+    Path: (str,),
+    float: (int,),
+    str: (int, date, datetime),
+}  # what TOML has for them besides; times are strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +145,8 @@ class ServersOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.servers is None and (given := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
-            raise ValueError(f"without servers there is nothing for {listed(given)}: give servers, too")
+        if self.servers is None and (unused := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
+            raise ValueError(f"without servers there is nothing for {listed(unused)}: give servers, too")
         if self.on_ray and self.num_started is None:
             raise ValueError(f"servers={self.servers}: say how many servers Ray is to start, for example ray:4")
         if self.servers is not None and self.num_started is None and self.server_log is not None:
@@ -178,11 +182,11 @@ class ServersOptions(Options):
                 raise ValueError(f"server_tables: there is no table {name!r}{known}")
         protect = (self.staleness + 1) * 8  # batches, of accumulated ones and several trainers, too
         placed = list(tables)
-        for at, table in enumerate(tables):
+        for index, table in enumerate(tables):
             if table.name in (self.server_tables or names):
                 eviction = replace(table.eviction, protect=protect) if table.is_dynamic else table.eviction
                 cache = CacheConfig(table.cache.rows, policy=table.cache.policy)
-                placed[at] = replace(table, placement="server", cache=cache, eviction=eviction)
+                placed[index] = replace(table, placement="server", cache=cache, eviction=eviction)
         return placed
 
 
@@ -225,11 +229,11 @@ class TableOptions(Options):
         )
         eviction, admission = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
         placed = list(tables)
-        for at, table in enumerate(tables):
+        for index, table in enumerate(tables):
             if table.is_dynamic:
-                placed[at] = replace(table, eviction=eviction, admission=admission)
+                placed[index] = replace(table, eviction=eviction, admission=admission)
             if (table.num_embeddings or table.capacity or 0) >= self.placed_rows:
-                placed[at] = replace(placed[at], placement=self.placement, cache=cache)
+                placed[index] = replace(placed[index], placement=self.placement, cache=cache)
         return placed
 
 
@@ -291,7 +295,7 @@ class OffloadOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        on_disk = [each.name for each in fields(self) if getattr(self, each.name) == "disk"]
+        on_disk = [option.name for option in fields(self) if getattr(self, option.name) == "disk"]
         if on_disk and self.offload_path is None:
             raise ValueError(f"{listed(on_disk)}=disk needs a folder for the swap file: give offload_path, too")
         for name, used in (("offload_path", on_disk), ("offload_budget", self.moved)):
@@ -302,7 +306,7 @@ class OffloadOptions(Options):
     @property
     def moved(self) -> list[str]:
         """The options that offload something."""
-        return [each.name for each in fields(self) if getattr(self, each.name) in ("host", "disk")]
+        return [option.name for option in fields(self) if getattr(self, option.name) in ("host", "disk")]
 
     def check(self, num_ranks: int, sharded: bool, compile: bool) -> None:
         """ValueError, which names an option, if a run of so many ranks cannot offload."""
@@ -385,8 +389,8 @@ class TrainConfig(RunOptions):
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""
         sections = (self, self.schedule, self.evaluation)
-        names = [each.name for each in fields(TrainerOptions)]
-        options = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
+        names = [option.name for option in fields(TrainerOptions)]
+        options = {name: getattr(section, name) for section in sections for name in names if hasattr(section, name)}
         return options | {"checkpoints": self.checkpoint, "offload": self.offload, **self.server.trainer_options()}
 
 
@@ -419,11 +423,11 @@ def preset(data: str, name: str | None = None) -> TrainConfig:
 def plain(value: Any) -> Any:
     """A value as nested lists and dicts of what TOML and JSON know, without fields that are None."""
     if is_dataclass(value):
-        value = {name: part for name, part in vars(value).items() if part is not None}
+        value = {name: item for name, item in vars(value).items() if item is not None}
     if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(part) for part in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -465,7 +469,7 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
     if isinstance(base, LogOptions):  # renamed; checkpoints and config files have the old key
         values = {{"workers": "parser_threads"}.get(key, key): value for key, value in values.items()}
     hints, changed = get_type_hints(type(base)), {}
-    known = sorted(each.name for each in fields(base))  # type: ignore[arg-type]
+    known = sorted(option.name for option in fields(base))  # type: ignore[arg-type]
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if key not in known:
@@ -474,8 +478,8 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
             raise ValueError(f"{where}: unknown key {name!r}{hint}")
         if is_dataclass(hints[key]) and isinstance(value, dict):
             changed[key] = from_plain(value, getattr(base, key), where, name)
-        elif (converted := _as(value, hints[key])) is _NO:
-            raise ValueError(f"{where}: {name} is {value!r}, expected {_words(hints[key])}")
+        elif (converted := _convert(value, hints[key])) is _MISMATCH:
+            raise ValueError(f"{where}: {name} is {value!r}, expected {_describe_type(hints[key])}")
         else:
             changed[key] = converted
     try:
@@ -484,29 +488,29 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
         raise ValueError(f"{where}{f', [{section}]' if section else ''}: {error}") from error
 
 
-def _as(value: Any, hint: Any) -> Any:
+def _convert(value: Any, hint: Any) -> Any:
     """The value as a field of this type has it; `_NO` where it is of another type."""
-    origin, parts = get_origin(hint), get_args(hint)
+    origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return next((found for part in parts if (found := _as(value, part)) is not _NO), _NO)
+        return next((converted for part in args if (converted := _convert(value, part)) is not _MISMATCH), _MISMATCH)
     if origin is Literal:
-        return value if value in parts else _NO
+        return value if value in args else _MISMATCH
     if origin is tuple and isinstance(value, list):
-        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-        found = tuple(map(_as, value, kinds)) if len(kinds) == len(value) else (_NO,)
-        return _NO if _NO in found else found
-    if type(value) in _FROM.get(hint, ()):
+        item_types = args[:1] * len(value) if args[-1] is Ellipsis else args
+        converted = tuple(map(_convert, value, item_types)) if len(item_types) == len(value) else (_MISMATCH,)
+        return _MISMATCH if _MISMATCH in converted else converted
+    if type(value) in _CONVERSIBLE.get(hint, ()):
         return hint(value)
-    return value if type(value) is hint else _NO
+    return value if type(value) is hint else _MISMATCH
 
 
-def _words(hint: Any) -> str:
-    origin, parts = get_origin(hint), get_args(hint)
+def _describe_type(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_words(part) for part in parts if part is not type(None))
+        return " or ".join(_describe_type(part) for part in args if part is not type(None))
     if origin is Literal:
-        return "one of " + ", ".join(map(repr, parts))
+        return "one of " + ", ".join(map(repr, args))
     if origin is tuple:
-        return "a list of " + _words(parts[0])
+        return "a list of " + _describe_type(args[0])
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
     return names.get(hint, "a section" if is_dataclass(hint) else str(hint))

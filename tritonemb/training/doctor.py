@@ -31,21 +31,21 @@ def examine(device: str | None = None) -> tuple[str, bool]:
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
     lines = ["versions", *columns(("", *item) for item in versions().items())]
     healthy = True
-    for each in devices:
-        details = versions(each)
+    for target in devices:
+        details = versions(target)
         try:
-            difference = check_step(each)
-            good = difference <= TOLERANCE
+            difference = check_step(target)
+            agrees = difference <= TOLERANCE
             verdict = f"a training step agrees with the reference (largest difference {difference:.1e})"
-            if not good:
+            if not agrees:
                 verdict = f"a training step is WRONG: it differs from the reference by {difference:.1e}"
         except Exception as error:  # whatever is broken is reported
-            good, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
-        healthy &= good
-        lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
-        lines += [*columns(("", op, *why(op, each)) for op in ops()), f"  {verdict}"]
-    kept = sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc"))
-    lines += ["", f"compiled kernels: {size(kept)} in {kernel_folder()}; doctor --clear-kernels removes them"]
+            agrees, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
+        healthy &= agrees
+        lines += ["", f"{target}: {details['device']}, {details['threads']} threads on the CPU"]
+        lines += [*columns(("", op, *why(op, target)) for op in ops()), f"  {verdict}"]
+    cache_bytes = sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc"))
+    lines += ["", f"compiled kernels: {size(cache_bytes)} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:
         lines += ["", f"no GPU: torch {torch.__version__} sees no CUDA device"]
     lines += ["", "all is well" if healthy else "something is wrong: see above"]
@@ -60,16 +60,19 @@ def examine_servers(addresses: Sequence[str]) -> tuple[str, bool]:
         try:
             with connect([address]) as servers:
                 begin = time.perf_counter()
-                (found,) = servers.statistics()
+                (server_statistics,) = servers.statistics()
                 lines.append(f"  answers in {1000 * (time.perf_counter() - begin):.1f} ms")
         except (OSError, ValueError) as error:
             lines.append(f"  FAILS: {error}")
             healthy = False
             continue
-        for name, served in found["collections"].items():
-            lines.append(f"  {name}: {served['steps']:,} steps, staleness {served['staleness']}")
-            tables = served["tables"].items()
-            lines += columns(("", table, f"{of['rows']:,} rows", size(of["num_bytes"])) for table, of in tables)
+        for name, collection in server_statistics["collections"].items():
+            lines.append(f"  {name}: {collection['steps']:,} steps, staleness {collection['staleness']}")
+            tables = collection["tables"].items()
+            lines += columns(
+                ("", table, f"{table_stats['rows']:,} rows", size(table_stats["num_bytes"]))
+                for table, table_stats in tables
+            )
     return "\n".join([*lines, "", "all is well" if healthy else "something is wrong: see above"]), healthy
 
 
@@ -86,20 +89,20 @@ def check_step(device: torch.device) -> float:
     tables = [TableConfig("sums", 50, 16), TableConfig("means", 7, 16, pooling="mean")]
     tables.append(TableConfig("dynamic", None, 16, capacity=50))
     torch.manual_seed(0)
-    served = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
-    reference = copy.deepcopy(served)
+    kernel_module = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
+    reference = copy.deepcopy(kernel_module)
     lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2, 1, 0, 2, 3])
     ids = torch.randint(7, (int(lengths.sum()),))
     batch = KeyedJaggedTensor.from_lengths([table.name for table in tables], ids, lengths).to(device)
     gradient = torch.randn(4, 48, device=device)
     outputs = []
-    for module, kernels in ((served, nullcontext()), (reference, forced(REFERENCE))):
+    for collection, kernels in ((kernel_module, nullcontext()), (reference, forced(REFERENCE))):
         with kernels:
-            output = module(batch)
+            output = collection(batch)
             output.backward(gradient)
         outputs.append(output.detach())
     check_errors(device)
-    pairs = [outputs, *zip(served.state_dict().values(), reference.state_dict().values(), strict=True)]
+    pairs = [outputs, *zip(kernel_module.state_dict().values(), reference.state_dict().values(), strict=True)]
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
@@ -116,13 +119,13 @@ def check_device(name: str) -> torch.device:
 def versions(device: torch.device | None = None) -> dict[str, str]:
     """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
     packages = {name: _version(name) for name in PACKAGES}
-    found = {"python": platform.python_version(), **packages, "platform": platform.platform()}
+    result = {"python": platform.python_version(), **packages, "platform": platform.platform()}
     if device is not None:
-        found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-        found["threads"] = str(torch.get_num_threads())
-    return found
+        result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+        result["threads"] = str(torch.get_num_threads())
+    return result
 
 
 @functools.cache
 def _version(package: str) -> str:
-    return next((found.version for found in metadata.distributions(name=package)), "not installed")
+    return next((distribution.version for distribution in metadata.distributions(name=package)), "not installed")

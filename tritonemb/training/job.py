@@ -68,8 +68,10 @@ def train(
         config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         data = open_data(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
-        if (saved := checkpoint) is not None:  # before anything is converted
-            on_each_rank(group, lambda: data_changes(saved, read_manifest_text(saved)[1], data, config.checkpoint))
+        if (resumed_from := checkpoint) is not None:  # before anything is converted
+            on_each_rank(
+                group, lambda: data_changes(resumed_from, read_manifest_text(resumed_from)[1], data, config.checkpoint)
+            )
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
             # The first rank that comes writes; the others wait, in no collective that times out.
@@ -123,22 +125,22 @@ def joined(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.d
 @contextmanager
 def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Servers | None]:
     """Connections to embedding servers; those that are started here are rank 0's, and end with it."""
-    options, own = config.server, list[Servers]()
+    options, started = config.server, list[Servers]()
     if options.servers is None:
         yield None
         return
-    count, kept = options.num_started, None if options.server_log is None else folder / "servers"
+    count, log_folder = options.num_started, None if options.server_log is None else folder / "servers"
     patience = options.server_restart_timeout or (PATIENCE if options.on_ray else 20.0)
-    how: dict[str, Any] = {"folder": kept, "patience": patience}
+    arguments: dict[str, Any] = {"folder": log_folder, "patience": patience}
 
     def begin() -> tuple[list[str], str]:
         assert count is not None
-        if kept is not None:
-            shutil.rmtree(kept, ignore_errors=True)  # of an earlier process: the run has its checkpoints
+        if log_folder is not None:
+            shutil.rmtree(log_folder, ignore_errors=True)  # of an earlier process: the run has its checkpoints
         on_ray = partial(start_on_ray, certificate=options.server_certificate, key=options.server_key)
         launch = on_ray if options.on_ray else partial(start, processes=True)
-        own.append(launch(count, log=options.server_log, **how))
-        return own[0].addresses, own[0].token
+        started.append(launch(count, log=options.server_log, **arguments))
+        return started[0].addresses, started[0].token
 
     if count is not None and not options.on_ray and len(set(group.nodes)) > 1:
         raise ValueError(
@@ -146,9 +148,9 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
             "(tritonemb embedding-server), and give their addresses"
         )
     addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, begin)
-    if count is not None and not options.on_ray and kept is not None:
-        how["patience"] += SECONDS_TO_START  # only rank 0 knows that it starts one again, or that it gives up
-    with own[0] if own else connect(addresses, token=token, **how) as servers:
+    if count is not None and not options.on_ray and log_folder is not None:
+        arguments["patience"] += SECONDS_TO_START  # only rank 0 knows that it starts one again, or that it gives up
+    with started[0] if started else connect(addresses, token=token, **arguments) as servers:
         yield servers
 
 
@@ -162,10 +164,10 @@ def open_data(config: TrainConfig, group: RankGroup) -> Data:
 
 def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
     """The folder of the run, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
-    given = None if resume is None or resume == "auto" else RunFolder(resume).checkpoints.latest() or Path(resume)
-    path = config.output.out or (_run_path(data, resume) if given is None else given.resolve().parents[1])
+    requested = None if resume is None or resume == "auto" else RunFolder(resume).checkpoints.latest() or Path(resume)
+    path = config.output.out or (_run_path(data, resume) if requested is None else requested.resolve().parents[1])
     newest = RunFolder(path).checkpoints.latest()
-    checkpoint = newest if resume == "auto" else given
+    checkpoint = newest if resume == "auto" else requested
     if checkpoint is not None:
         # Positions in text and in Parquet differ, so a run keeps what it has begun with, however many epochs it has.
         return path, checkpoint, bool(read_manifest_text(checkpoint)[1].get("config", {}).get("converted"))

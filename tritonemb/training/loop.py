@@ -90,13 +90,13 @@ class Loop:
 
     def run(self, test: bool) -> FitResult:
         """Train to the end, call the callbacks, and return what was done."""
-        progress, before, end = self.progress, self.progress.samples, None
+        progress, initial_samples, end = self.progress, self.progress.samples, None
         try:
             exact = self.state.data.num_rows("train")
             rows = self.state.data.estimated_rows("train") if exact is None else exact
             self.callbacks.on_start(FitStart(
-                progress.step, self.state.total_steps, before, self.state.total_samples(rows), rows, exact is None,
-                num_epochs=self.state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
+                progress.step, self.state.total_steps, initial_samples, self.state.total_samples(rows), rows,
+                exact is None, num_epochs=self.state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
                 config=self.state.config, versions=versions(self.state.device),
             ))  # fmt: skip
             reason = self._train()
@@ -107,9 +107,9 @@ class Loop:
             if metrics is not None and self.callbacks and (warning := warn_of_repeated_rows(self.state)):
                 self.callbacks.on_message(warning)
             if isinstance(self.state.step.dense_optimizer, OffloadedOptimizer):
-                moved = report(self.state.model).moved.items()
-                parts = [f"{tier} {size(read)} read, {size(written)} written" for tier, (read, written) in moved]
-                self.callbacks.on_message(f"offload: {'; '.join(parts)}")
+                tiers = report(self.state.model).moved.items()
+                transfers = [f"{tier} {size(read)} read, {size(written)} written" for tier, (read, written) in tiers]
+                self.callbacks.on_message(f"offload: {'; '.join(transfers)}")
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
         except Exception as error:
@@ -123,7 +123,7 @@ class Loop:
             raise self._failed
         if signum := self.ranks.max(self._stopped or self.request.signum or 0):  # some rank's may have come late
             raise Interrupted(signum)
-        trained = progress.samples - before
+        trained = progress.samples - initial_samples
         return FitResult(tuple(progress.losses), trained, seconds, speed, reason, progress.step, metrics)
 
     def _train(self) -> str:
@@ -255,8 +255,8 @@ class Loop:
         metrics = self._metrics("validation") if "validation" in self.state.data.splits() else None
         if metrics is None:
             return
-        value, before = getattr(metrics, monitor), progress.best
-        best = before is None or bool(value > before if monitor == "auc" else value < before)
+        value, previous_best = getattr(metrics, monitor), progress.best
+        best = previous_best is None or bool(value > previous_best if monitor == "auc" else value < previous_best)
         if best:
             progress.best, progress.best_step, progress.evaluations_since_best = value, progress.step, 0
         else:
@@ -311,7 +311,11 @@ class Loop:
 
     def _report_left_out(self, info: StepInfo, what: str) -> None:
         reports = self.ranks.control.all_gather_object(info.report)
-        texts = [f"rank {r}: " * (len(reports) > 1) + str(each) for r, each in enumerate(reports) if each.skipped]
+        texts = [
+            f"rank {r}: " * (len(reports) > 1) + str(rank_report)
+            for r, rank_report in enumerate(reports)
+            if rank_report.skipped
+        ]
         self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _report_skipped(self, skipped: int, what: str, text: str) -> None:
@@ -354,10 +358,10 @@ class Clock:
 
     def lap(self) -> tuple[float, float]:
         """Samples a second and the share of waiting since the last lap."""
-        (before, samples, waited), self._lap = self._lap, self._now()
+        (last_seconds, samples, waited), self._lap = self._lap, self._now()
         if self._samples == samples:  # the first step alone
             return self.samples_per_second, 0.0
-        seconds = self._lap[0] - before
+        seconds = self._lap[0] - last_seconds
         return (self._samples - samples) / seconds, min((self.waited - waited) / seconds, 1.0)
 
     @property
@@ -381,7 +385,7 @@ class CacheMeter:
         self.trained: Counter[str] | None = None  # what was counted when the rows of the last trained step were there
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._widened = 0
-        self._before = self._now()
+        self._last_counts = self._now()
 
     def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
         """Training has waited from `begin` to `end` for a step whose rows were transferred in the time `moved`."""
@@ -400,8 +404,8 @@ class CacheMeter:
 
     def lap(self, steps: int) -> dict[str, float]:
         """Means per step since the last call, see `Log.cache`."""
-        before, self._before = self._before, self._now()
-        since = {name: number - before.get(name, 0) for name, number in self._before.items()}
+        last_counts, self._last_counts = self._last_counts, self._now()
+        since = {name: number - last_counts.get(name, 0) for name, number in self._last_counts.items()}
         rows, means = since["lookups"], {name: since[name] / steps for name in self._names}
         return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
 
@@ -415,18 +419,18 @@ class DynamicMeter:
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [table for tables in table_sets_of(model) for table in tables.dynamic.values()]
-        self._before = self._now()
+        self._last_counts = self._now()
 
     def lap(self, steps: int) -> dict[str, dict[str, float]]:
         """By table, means per step since the last call, see `Log.dynamic`."""
-        before, self._before = self._before, self._now()
+        last_counts, self._last_counts = self._last_counts, self._now()
         return {
-            table: {name: n if name in LEVELS else (n - before[table][name]) / steps for name, n in now.items()}
-            for table, now in self._before.items()
+            table: {name: n if name in LEVELS else (n - last_counts[table][name]) / steps for name, n in now.items()}
+            for table, now in self._last_counts.items()
         }
 
     def _now(self) -> dict[str, Counter[str]]:
-        found: dict[str, Counter[str]] = {}
+        counts: dict[str, Counter[str]] = {}
         for table in self._tables:
-            found.setdefault(table.config.name, Counter()).update(vars(table.statistics()))
-        return found
+            counts.setdefault(table.config.name, Counter()).update(vars(table.statistics()))
+        return counts

@@ -88,9 +88,9 @@ def best_threshold(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     return float(logits[best].sigmoid()), float(f1[best])
 
 
-def calibration_of(logits: Tensor, labels: Tensor, parts: int = 10) -> tuple[tuple[int, float, float], ...]:
+def calibration_of(logits: Tensor, labels: Tensor, num_bins: int = 10) -> tuple[tuple[int, float, float], ...]:
     """Number of rows, mean probability and share of clicks of parts of the rows `[N]`, by ascending logit."""
-    pairs = zip(logits.sigmoid().tensor_split(parts), labels.tensor_split(parts), strict=True)
+    pairs = zip(logits.sigmoid().tensor_split(num_bins), labels.tensor_split(num_bins), strict=True)
     return tuple((len(scores), float(scores.mean()), float(clicks.mean())) for scores, clicks in pairs if len(scores))
 
 
@@ -108,7 +108,7 @@ def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
     ranks, step = state.ranks, state.step
     state.settle()  # its collectives and those of the evaluation must not mix
     with state.open(split) as stream, state.steps(stream) as steps:
-        batches = (batch for each in steps for batch in take(each))
+        batches = (batch for step_batches in steps for batch in take(step_batches))
         logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
         skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
     if (wrong := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
@@ -116,33 +116,35 @@ def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
     return ranks.to_first(logits), ranks.to_first(labels), skipped
 
 
-def warn_of_repeated_rows(state: TrainState, most: int = 1_000, among: int = 100_000) -> str:
+def warn_of_repeated_rows(state: TrainState, max_test_rows: int = 1_000, max_train_rows: int = 100_000) -> str:
     """A warning where the first `most` test rows are all among the first `among` rows to train, else ""."""
     try:
-        missing = set(first_rows(state, "test", most))
-        for number, row in enumerate(first_rows(state, "train", min(among, state.progress.samples)), 1):
+        missing = set(first_rows(state, "test", max_test_rows))
+        for num_rows, row in enumerate(first_rows(state, "train", min(max_train_rows, state.progress.samples)), 1):
             missing.discard(row)
             if not missing:
-                what = f"the first {most:,} of them, or all, are among the first {number:,} training rows"
+                what = f"the first {max_test_rows:,} of them, or all, are among the first {num_rows:,} training rows"
                 return f"test rows were trained: {what}, labels included; the test metrics say nothing about new rows"
     except (OSError, ValueError) as error:  # a bad row that was not read before must not end a run that is done
         return f"test rows were not compared with training rows: {error}"
     return ""
 
 
-def first_rows(state: TrainState, split: Split, most: int) -> Iterator[int]:
+def first_rows(state: TrainState, split: Split, max_rows: int) -> Iterator[int]:
     """The hashes of a split's first rows."""
     with state.data.open(split, state.options.batch_size) as stream:
-        yield from islice(chain.from_iterable(map(row_hashes, stream)), most)
+        yield from islice(chain.from_iterable(map(row_hashes, stream)), max_rows)
 
 
 def row_hashes(batch: Batch) -> list[int]:
     """uint64 per row, equal for equal rows: sums of the hashes of the label, of dense features, and of ids."""
     columns = torch.cat([batch.labels[:, None], batch.dense], 1).T.contiguous().view(torch.int32).numpy()
-    hashes = np.sum([hash_integers(column, feature_seed(f"dense {at}")) for at, column in enumerate(columns)], axis=0)
+    hashes = np.sum(
+        [hash_integers(column, feature_seed(f"dense {index}")) for index, column in enumerate(columns)], axis=0
+    )
     offsets, ids = batch.sparse.offsets().numpy(), batch.sparse.values().numpy()
-    for at, key in enumerate(batch.sparse.keys()):
-        ends = offsets[at * len(batch) : (at + 1) * len(batch) + 1]
+    for index, key in enumerate(batch.sparse.keys()):
+        ends = offsets[index * len(batch) : (index + 1) * len(batch) + 1]
         sums = np.cumsum(hash_integers(ids[ends[0] : ends[-1]], feature_seed(key)))
         hashes = hashes + np.diff(np.append(np.uint64(0), sums)[ends - ends[0]])
     return list(hashes.tolist())

@@ -70,28 +70,28 @@ def make_plan(options: PlanOptions) -> str:
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {options.optimizer!r}{did_you_mean(options.optimizer, OPTIMIZERS)}")
     read = _from_file(options.tables) if options.tables is not None else _from_run(Path(options.from_run or ""))
-    tables, stats, constraints, of_run = read
-    batch_size = options.batch_size or (None if options.global_batch_size else of_run)
+    tables, stats, constraints, run_batch_size = read
+    batch_size = options.batch_size or (None if options.global_batch_size else run_batch_size)
     name, ranks = options.topology, options.ranks
     topology = Topology.load(name) if name not in Topology.PRESETS and Path(name).exists() else Topology.preset(name)
     if ranks is not None:
         topology = topology.but(world_size=ranks, local_world_size=min(topology.local_world_size, ranks))
     previous = None if options.previous is None else ShardingPlan.load(options.previous)
-    made = plan(
+    sharding_plan = plan(
         tables, topology, batch_size=batch_size, global_batch_size=options.global_batch_size,
         optimizer=OPTIMIZERS[options.optimizer](), stats=stats, constraints=constraints, previous=previous,
         copies=options.copies,
     )  # fmt: skip
-    lines = [str(made)]
+    lines = [str(sharding_plan)]
     if options.explain is not None:
-        lines.append(made.explain(options.explain))
+        lines.append(sharding_plan.explain(options.explain))
     if previous is not None:
-        lines.append(str(made.diff(previous)))
+        lines.append(str(sharding_plan.diff(previous)))
     if options.out is not None:
-        made.save(options.out)
+        sharding_plan.save(options.out)
         lines.append(f"{options.out}: the plan, for tritonemb train --plan")
     if options.html is not None:
-        write_whole(options.html, made.to_html())
+        write_whole(options.html, sharding_plan.to_html())
         lines.append(f"{options.html}: pictures")
     return "\n\n".join(lines)
 
@@ -102,39 +102,41 @@ def _from_file(path: Path) -> Read:
     if set(values) - {"table"} or not isinstance(entries, list) or not entries:
         raise ValueError(f"{path}: expected one [[table]] for each table, and nothing else, got {sorted(values)}")
     tables, stats, constraints = [], {}, {}
-    for at, entry in enumerate(entries, 1):
-        where = f"{path}, table {at}" + (f" ({entry['name']!r})" if "name" in entry else "")
+    for position, entry in enumerate(entries, 1):
+        where = f"{path}, table {position}" + (f" ({entry['name']!r})" if "name" in entry else "")
         if unknown := [key for key in entry if key not in known]:
             raise ValueError(f"{where}: unknown field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-        table, use, rule = ({key: entry[key] for key in entry if key in names} for names in _FIELDS.values())
+        table, stats_values, constraint_values = (
+            {key: entry[key] for key in entry if key in names} for names in _FIELDS.values()
+        )
         try:
             tables.append(_config(table))
-            if use:
-                stats[tables[-1].name] = TableStats(**{"pooling_factor": len(tables[-1].feature_names)} | use)
-            if rule:
-                constraints[tables[-1].name] = Constraint(**rule)
+            if stats_values:
+                stats[tables[-1].name] = TableStats(**{"pooling_factor": len(tables[-1].feature_names)} | stats_values)
+            if constraint_values:
+                constraints[tables[-1].name] = Constraint(**constraint_values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
     return tables, stats, constraints, None
 
 
-def _config(given: dict[str, Any]) -> TableConfig:
-    name = given.get("dtype", "float32")
+def _config(values: dict[str, Any]) -> TableConfig:
+    name = values.get("dtype", "float32")
     dtype = getattr(torch, str(name), None)
-    if "num_embeddings" not in given and ("capacity" in given or "capacity_bytes" in given):
-        given["num_embeddings"] = None  # TOML has no null
-    if missing := [name for name in ("name", "num_embeddings", "embedding_dim") if name not in given]:
+    if "num_embeddings" not in values and ("capacity" in values or "capacity_bytes" in values):
+        values["num_embeddings"] = None  # TOML has no null
+    if missing := [name for name in ("name", "num_embeddings", "embedding_dim") if name not in values]:
         raise ValueError(f"it needs a {missing[0]}")
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype must be the name of one of torch's, such as bfloat16, got {name!r}")
-    return TableConfig(**given | {"dtype": dtype})
+    return TableConfig(**values | {"dtype": dtype})
 
 
 def _from_run(folder: Path) -> Read:
-    found = RunFolder(folder)
-    if not found.config.exists():
-        raise ValueError(f"{folder} is not the folder of a run: it has no {found.config.name}")
-    config = read_toml(found.config, TrainConfig())
+    run_folder = RunFolder(folder)
+    if not run_folder.config.exists():
+        raise ValueError(f"{folder} is not the folder of a run: it has no {run_folder.config.name}")
+    config = read_toml(run_folder.config, TrainConfig())
     data = open_data(config, RankGroup())
     _, tables = tables_in(build_model(replace(config, device="meta"), data.features, data.num_dense))
     return tables, collect_stats(data, tables, num_batches=_MEASURED), {}, config.batch_size
@@ -167,8 +169,8 @@ def run_calibration(options: CalibrateOptions) -> str | None:
             raise ValueError(f"there is no folder {folder}; make it, or name another one")
     with joined(options.device) as (group, device):
         begin = time.monotonic()
-        found = calibrate(device=device.type, group=group, disk_folder=options.disk, allow_busy=options.allow_busy)
+        topology = calibrate(device=device.type, group=group, disk_folder=options.disk, allow_busy=options.allow_busy)
         if group.rank:
             return None
-        found.save(options.out)
-        return f"{describe(found)}\n\n{options.out} was written after {time.monotonic() - begin:.0f} s"
+        topology.save(options.out)
+        return f"{describe(topology)}\n\n{options.out} was written after {time.monotonic() - begin:.0f} s"

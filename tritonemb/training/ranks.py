@@ -83,16 +83,16 @@ class Ranks:
     @contextmanager
     def unmetered(self) -> Iterator[None]:
         """Do not count what is sent in the block as training's."""
-        before = self._bytes_sent()
+        previous = self._bytes_sent()
         try:
             yield
         finally:
-            self._sent.update(self._bytes_sent() - before)
+            self._sent.update(self._bytes_sent() - previous)
 
     def sent(self) -> dict[str, int]:
         """Bytes that all ranks have sent each other since this was last asked, by kind."""
-        before, self._sent = self._sent, self._bytes_sent()
-        return {} if self.size == 1 else sum(self.control.all_gather_object(self._sent - before), Counter())
+        previous, self._sent = self._sent, self._bytes_sent()
+        return {} if self.size == 1 else sum(self.control.all_gather_object(self._sent - previous), Counter())
 
     def _bytes_sent(self) -> Counter[str]:
         return Counter({kind: sent.total for kind, sent in self.group.traffic.by_kind().items()})
@@ -132,19 +132,21 @@ def stop_requests() -> Iterator[StopRequest]:
         yield request
         return
     # Whoever started this process may have it ignore a signal: it keeps ignoring it.
-    before = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    handlers = {
+        number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    }
 
     def note(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    for number in before:
+    for number in handlers:
         signal.signal(number, note)
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -171,21 +173,21 @@ def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type
     """
     if group is None or group.size == 1:
         return [function()]
-    own: BaseException | None = None
+    local_error: BaseException | None = None
     try:
         outcome: Any = function()
     except BaseException as raised:
-        own, outcome = raised, Failure.of(raised)
+        local_error, outcome = raised, Failure.of(raised)
     outcomes = group.all_gather_object(outcome)
-    raise_failures(outcomes, own, error)
+    raise_failures(outcomes, local_error, error)
     return outcomes
 
 
 def on_each_rank(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
     """What `function()` returns on this rank, which is not sent to others; raises as `on_all_ranks` does."""
-    own: list[T] = []
-    on_all_ranks(group, lambda: own.append(function()), error)
-    return own[0]
+    results: list[T] = []
+    on_all_ranks(group, lambda: results.append(function()), error)
+    return results[0]
 
 
 def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
@@ -194,18 +196,20 @@ def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type
     return on_all_ranks(group, lambda: function() if is_zero else None, error)[0]  # type: ignore[return-value]
 
 
-def raise_failures(outcomes: Sequence[Any], own: BaseException | None, error: type[Exception] | None = None) -> None:
+def raise_failures(
+    outcomes: Sequence[Any], local_error: BaseException | None, error: type[Exception] | None = None
+) -> None:
     """Raise for the `Failure`s among all ranks' outcomes, if there are any; `own` is this rank's exception."""
-    if not (failures := {rank: found for rank, found in enumerate(outcomes) if isinstance(found, Failure)}):
+    if not (failures := {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}):
         return
-    if own is not None and not isinstance(own, Exception):
-        raise own
+    if local_error is not None and not isinstance(local_error, Exception):
+        raise local_error
     first = next(iter(failures.values()))
-    same = [rank for rank, failure in failures.items() if failure == first]
-    others = [rank for rank in failures if rank not in same]
-    where = "" if len(same) == len(outcomes) else f"{_ranks(same)}: "
-    besides = f" ({_ranks(others)} failed, too)" if others else ""
-    raise (error or _KINDS[first.kind])(f"{where}{first.message}{besides}") from own
+    failed_ranks = [rank for rank, failure in failures.items() if failure == first]
+    other_failures = [rank for rank in failures if rank not in failed_ranks]
+    where = "" if len(failed_ranks) == len(outcomes) else f"{_ranks(failed_ranks)}: "
+    besides = f" ({_ranks(other_failures)} failed, too)" if other_failures else ""
+    raise (error or _KINDS[first.kind])(f"{where}{first.message}{besides}") from local_error
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -144,9 +144,11 @@ class Run:
         if isinstance(rows, Mapping):
             return float(self.predict([rows])[0])
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
-            least = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
-            batches = (self._encode(rows[at : at + batch_size], at) for at in range(0, len(rows), batch_size))
-            return self._scores(padded(batch, least) for batch in batches).numpy()
+            min_size = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
+            batches = (
+                self._encode(rows[start : start + batch_size], start) for start in range(0, len(rows), batch_size)
+            )
+            return self._scores(padded(batch, min_size) for batch in batches).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
     def score_log(self, data: Any, names: Sequence[str] = (), batch_size: int = 8192) -> Iterator[tuple[Any, Tensor]]:
@@ -240,7 +242,10 @@ class Run:
 
     def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys = tuple(feature.name for feature in self.features)
-        return (cut(rows, keys, slice(at, min(at + batch_size, len(rows)))) for at in range(0, len(rows), batch_size))
+        return (
+            cut(rows, keys, slice(start, min(start + batch_size, len(rows))))
+            for start in range(0, len(rows), batch_size)
+        )
 
     def _scores(self, batches: Iterable[Batch]) -> Tensor:
         logits = self._logits(batches)

@@ -90,32 +90,32 @@ def prepare(
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
     while True:
-        before, error = stream.position, None
+        start_position, error = stream.position, None
         try:
             batches = list(islice(stream, accumulate))
         except Exception as raised:
             batches, error = [], raised
-        agreed = _agree(ranks, batches, error, signal(), clock())
-        if not agreed.batches or agreed.signal:
-            position, number = (before, agreed.signal) if agreed.batches else (stream.position, 0)
-            yield (), StepInfo((), 0, position, stream.report, number, agreed.clock)
+        step_round = _agree(ranks, batches, error, signal(), clock())
+        if not step_round.batches or step_round.signal:
+            position, number = (start_position, step_round.signal) if step_round.batches else (stream.position, 0)
+            yield (), StepInfo((), 0, position, stream.report, number, step_round.clock)
             return
-        batches += [empty() for _ in range(agreed.batches - len(batches))]
-        rows = sum(agreed.rows)
+        batches += [empty() for _ in range(step_round.batches - len(batches))]
+        rows = sum(step_round.rows)
         weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
-        began = time.perf_counter()
+        begin = time.perf_counter()
         batches = [padded(batch) for batch in batches] if pad else batches
         with nullcontext() if copies is None else torch.cuda.stream(copies):
-            there = tuple(batch.to(device, non_blocking=True) for batch in batches)
+            device_batches = tuple(batch.to(device, non_blocking=True) for batch in batches)
             if prefetch is not None:
-                there = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in there)
+                device_batches = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in device_batches)
             copied = None if copies is None else copies.record_event()
-        moved = began, time.perf_counter()
-        yield there, StepInfo(
-            weights, rows, stream.position, stream.report, 0, agreed.clock, copied, moved,
+        moved = begin, time.perf_counter()
+        yield device_batches, StepInfo(
+            weights, rows, stream.position, stream.report, 0, step_round.clock, copied, moved,
             None if counted is None else counted(),
         )  # fmt: skip
-        del batches, there  # or they would stay until the next ones are there
+        del batches, device_batches  # or they would stay until the next ones are there
 
 
 def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
@@ -181,15 +181,15 @@ class RowsAhead:
         self._prefetch, self._accumulate, self._depth, self._limit = prefetch, accumulate, depth, limit
         self._changed, self._calls, self._left = threading.Condition(), 0, False
         self._step = self._assigned = self._trained = step
-        self.held = False
+        self.on_hold = False
 
     def __call__(self, features: Any) -> Any:
         """For the pipeline's thread: a batch's features, prefetched or not."""
         if self._calls % self._accumulate == 0:
             self._step += 1
             with self._changed:
-                self._changed.wait_for(lambda: self.held or self._may_follow())
-                self._left = not self._may_follow() or self.held or self._step > self._limit()
+                self._changed.wait_for(lambda: self.on_hold or self._may_follow())
+                self._left = not self._may_follow() or self.on_hold or self._step > self._limit()
                 self._assigned += not self._left
         self._calls += 1
         return features if self._left else self._prefetch(features)
@@ -203,21 +203,21 @@ class RowsAhead:
             self._trained, self._assigned = step, max(self._assigned, step)
             self._changed.notify()
 
-    def hold(self, held: bool) -> int:
+    def hold(self, on_hold: bool) -> int:
         """Prefetch nothing more, or again; the last step that is prefetched."""
         with self._changed:
-            self.held = held
+            self.on_hold = on_hold
             self._changed.notify()
             return self._assigned
 
 
 def count(caches: Iterable[RowCache]) -> Counter[str]:
     """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for cache in caches:
         for statistics in cache.statistics().values():
-            found.update(vars(statistics))
-    return found
+            counts.update(vars(statistics))
+    return counts
 
 
 class TrainStep:
@@ -330,8 +330,8 @@ class TrainStep:
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             batch, factor = batch.to(self.device, non_blocking=True), weight * scale
             # Where more batches follow, dense gradients are averaged over the ranks with those of the last one.
-            more = number < len(batches) - 1
-            with self.model.no_sync() if more and isinstance(self.model, HybridParallel) else nullcontext():
+            followed = number < len(batches) - 1
+            with self.model.no_sync() if followed and isinstance(self.model, HybridParallel) else nullcontext():
                 logits = logits_of(self.forward, batch, self.precision, self.device)
                 # The mean of no samples is no number; their sum is 0, and has gradients, which other ranks wait for.
                 reduction = "mean" if len(batch) else "sum"
@@ -349,8 +349,10 @@ class TrainStep:
             gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
             if isinstance(self.dense_optimizer, OffloadedOptimizer):
                 gradients = self.dense_optimizer.gradients()
-            own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-            finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in own]
+            local_gradients = [
+                gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients
+            ]
+            finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in local_gradients]
             overflowed = self.ranks.max(not all(finite)) > 0
             if overflowed:
                 raise _GradientOverflow
@@ -377,7 +379,9 @@ class TrainStep:
     def _rates(self) -> list[tuple[dict[str, Any], Schedule | None]]:
         """Every parameter group and its schedule, if it has one; loading an optimizer's state makes new groups."""
         dense, tables = self._schedules
-        optimizers = [each.fused_optimizer for each in self.collections if each.fused_optimizer is not None]
+        optimizers = [
+            collection.fused_optimizer for collection in self.collections if collection.fused_optimizer is not None
+        ]
         fused = [(group, tables) for optimizer in optimizers for group in optimizer.param_groups]
         return [*((group, dense) for group in self._dense_groups()), *fused]
 
@@ -398,8 +402,8 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
 
 def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollection]:
     """The collections of a model that update their tables by themselves."""
-    collections = (each for each in model.modules() if isinstance(each, TableCollection | ShardedCollection))
-    return [each for each in collections if each.fused_optimizer is not None]
+    collections = (module for module in model.modules() if isinstance(module, TableCollection | ShardedCollection))
+    return [module for module in collections if module.fused_optimizer is not None]
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:

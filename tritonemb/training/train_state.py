@@ -129,8 +129,8 @@ class TrainState:
         ranks, options = self.ranks, self.options
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         caches = caches_of(self.model)
-        protect = [t.config.eviction.protect for each in table_sets(self.model) for t in each.dynamic.values()]
-        protect += [self.staleness * options.accumulate] * any(each.on_servers for each in table_sets(self.model))
+        protect = [t.config.eviction.protect for tables in table_sets(self.model) for t in tables.dynamic.values()]
+        protect += [self.staleness * options.accumulate] * any(tables.on_servers for tables in table_sets(self.model))
         if training and prefetch is not None and protect:
             depth = max(1, (min(protect) + 1) // options.accumulate)
             self.seen = self.progress.step
@@ -152,11 +152,11 @@ class TrainState:
         # Which rows may be evicted is settled when a step may be made, not when the thread comes to it.
         permit = (lambda: released_before(sequence_number())) if caches else None
         with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
-            before, self.prefetched = self.prefetched, prefetcher
+            outer_prefetcher, self.prefetched = self.prefetched, prefetcher
             try:
                 yield prefetcher
             finally:
-                self.prefetched = before
+                self.prefetched = outer_prefetcher
                 if training:
                     self.hold()
                     self.rows_ahead = None
@@ -179,17 +179,17 @@ class TrainState:
             return None if self.last_step is None else self.last_step * self.samples_per_step
         if self.last_step is None:
             return rows * self.last_epoch
-        epochs, rest = divmod(self.last_step, -(-rows // self.samples_per_step))
-        return min(rows * self.last_epoch, rows * epochs + rest * self.samples_per_step)
+        epochs, extra_steps = divmod(self.last_step, -(-rows // self.samples_per_step))
+        return min(rows * self.last_epoch, rows * epochs + extra_steps * self.samples_per_step)
 
     def settle(self) -> None:
         """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""
         if self.prefetched is not None:
-            held = self.rows_ahead is not None and self.rows_ahead.held
+            was_on_hold = self.rows_ahead is not None and self.rows_ahead.on_hold
             self.hold()
             self.prefetched.settle()
             if self.rows_ahead is not None:
-                self.rows_ahead.hold(held)
+                self.rows_ahead.hold(was_on_hold)
 
     def hold(self) -> int:
         """Prefetch no more rows of tables that keep account of steps; the last step that is prefetched, or trained."""
@@ -241,7 +241,7 @@ def caches_of(model: nn.Module) -> list[RowCache]:
 def table_sets_of(model: nn.Module) -> list[TableSet]:
     """Those of a model, this rank's shards among them."""
     sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
-    return [*table_sets(model), *(own for module in sharded for own in module.locals)]
+    return [*table_sets(model), *(shard for module in sharded for shard in module.locals)]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -290,15 +290,15 @@ def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
     """Room for the stored states of parameters that this optimizer has: on the CPU, or sharded as they are."""
-    owners: dict[str, Any] = {f"optimizer.{place.name}": p for p, place in _parameters_of(model, optimizer)}
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Any] = {f"optimizer.{place.name}": p for p, place in _parameters_of(model, optimizer)}
+    templates: dict[str, Tensor] = {}
     for name, entry in stored.items():
-        parameter = owners.get(name.rpartition(".")[0])
+        parameter = parameters.get(name.rpartition(".")[0])
         if isinstance(parameter, DTensor) and parameter.shape == entry.size:
-            found[name] = like(torch.empty(local_shape(parameter), dtype=entry.properties.dtype), parameter)
+            templates[name] = like(torch.empty(local_shape(parameter), dtype=entry.properties.dtype), parameter)
         elif parameter is not None:
-            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return found
+            templates[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return templates
 
 
 def load_optimizer_state(
@@ -334,10 +334,10 @@ def nonfinite_parameter(
 def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
     """torch's generators, of the CPU and of the device that trains: `rng.<device>`, or `rng.<rank>.<device>`."""
     prefix = "rng." if rank is None else f"rng.{rank}."
-    found = {f"{prefix}cpu": torch.get_rng_state()}
+    tensors = {f"{prefix}cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found[f"{prefix}cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        tensors[f"{prefix}cuda"] = torch.cuda.get_rng_state(device)
+    return tensors
 
 
 def rng_templates(stored: Mapping[str, TensorStorageMetadata], rank: int, device: torch.device) -> dict[str, Tensor]:
@@ -393,16 +393,18 @@ def write_offloaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, StoredPlace]]:
     """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
-    owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
-    found: Iterable[tuple[Any, StoredPlace]]
+    owned = {id(parameter) for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"]}
+    candidates: Iterable[tuple[Any, StoredPlace]]
     if isinstance(optimizer, OffloadedOptimizer):
-        found = places(model.module if isinstance(model, HybridParallel) else model)
+        candidates = places(model.module if isinstance(model, HybridParallel) else model)
     else:
         with metadata_only(parameters=True):
             entries = model.state_dict(keep_vars=True)
-        found = ((p, StoredPlace(name, p.shape, (), torch.Size())) for name, p in entries.items() if id(p) in owned)
+        candidates = (
+            (p, StoredPlace(name, p.shape, (), torch.Size())) for name, p in entries.items() if id(p) in owned
+        )
     named: dict[int, tuple[Any, StoredPlace]] = {}
-    for p, place in found:
+    for p, place in candidates:
         if id(p) in owned:
             named.setdefault(id(p), (p, place))
     return list(named.values())

@@ -101,8 +101,8 @@ class Trainer(TrainerOptions):
         ranks = Ranks(group_of(self.model), self.timeout)
         self.offload.check(ranks.size, isinstance(getattr(self.model, "module", None), FSDPModule), self.compile)
         model = self.model if self.device is None else self.model.to(self.device)
-        some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
-        device = torch.device("cpu") if some is None else some.device  # with its index
+        sample_tensor = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
+        device = torch.device("cpu") if sample_tensor is None else sample_tensor.device  # with its index
         if self.servers is not None:
             attach(
                 model, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control,
@@ -158,11 +158,13 @@ class Trainer(TrainerOptions):
                 json.dumps(self.saving.manifest())  # what cannot be saved is an error before training
                 self.saving.tensors()
                 request = stack.enter_context(stop_requests())
-            own: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
+            display_callbacks: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
             if folder is not None and state.ranks.is_first:
-                own += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
+                display_callbacks += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
             path = None if folder is None else folder.path
-            result = Loop(state, self.saving, path, CallbackList([*own, *self.callbacks]), request).run(test)
+            result = Loop(state, self.saving, path, CallbackList([*display_callbacks, *self.callbacks]), request).run(
+                test
+            )
         state.fitted = True
         return result
 

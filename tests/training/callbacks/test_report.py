@@ -123,7 +123,7 @@ def test_a_run_ends_with_its_whole_report(tmp_path):
         "training loss over steps",
         "validation AUC over steps",
         "validation log loss over steps",
-        "samples a second over steps",
+        "samples per second over steps",
         "waiting for data over steps",
         "memory over steps",
         "learning rate, dense over steps",

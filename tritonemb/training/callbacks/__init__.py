@@ -1,4 +1,4 @@
-"""The events of a training run and the callbacks for them; beside it: display, log, report, TensorBoard, profiler."""
+"""Events of a training run and the `Callback` interface. Its modules: display, run log, report, trackers, profiler."""
 
 import contextlib
 import sys
@@ -13,16 +13,16 @@ from tritonemb.training.metrics import Metrics
 
 @dataclass(frozen=True)
 class FitStart:
-    """Training begins, or continues after a resume.
+    """Event before the first step of a new or resumed run.
 
     Args:
-        first_step, samples_done: done before, 0 for a new run.
-        total_steps, total_samples, num_epochs: of the whole run; None where not even an estimate is known.
-        epoch_samples: of an epoch; None likewise.
+        first_step, samples_done: steps and samples of earlier processes; 0 for a new run.
+        total_steps, total_samples, num_epochs: size of the whole run; None where it cannot be estimated.
+        epoch_samples: samples per epoch; None where it cannot be estimated.
         estimated: whether the numbers of samples are estimates.
-        folder: where the run keeps its files, if it keeps any.
-        config: as nested plain values, empty for a trainer made by hand.
-        versions: of Python, torch, tritonemb and so on, and the device.
+        folder: the run's folder, None without one.
+        config: options as nested plain values; those of `Trainer(config=)`, by default none.
+        versions: versions of Python, torch, tritonemb and other packages, and the device.
     """
 
     first_step: int = 0
@@ -40,7 +40,7 @@ class FitStart:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """After `step` steps and `samples` samples since the run began, the last step in epoch `epoch`, from 0."""
+    """Event after a step: steps and samples since the run began, and the epoch, from 0, of this step."""
 
     step: int
     epoch: int
@@ -49,23 +49,22 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class Log(StepEnd):
-    """The state of training, every `log_every` steps.
+    """Training loss, speed and memory, every `log_every` steps.
 
     Args:
         loss: mean training loss since the last log.
         dense_lr, table_lr: learning rates of the step; None without such parameters.
         samples_per_second: since the last log, without evaluation and checkpoints.
-        data_wait: share of that time in which the trainer waited for data, 0 to 1.
+        data_wait: fraction of that time that the trainer waited for data, 0 to 1.
         memory_bytes: resident memory of the process, or memory allocated on the GPU.
         seconds: training time since the run began, without evaluation and checkpoints.
-        sent: bytes that all ranks together have sent each other in a step, mean since the last log, by kind.
-        cache: of this rank's cached tables, mean of a step since the last log: distinct `rows`, their `hit_rate` in
-            device memory, bytes `read` from and `written` back to the tables, seconds of `stall` in which training
-            waited for rows; with a host cache also rows found there, `host_hits`, and bytes that the disk has read and
-            written, `disk_read` and `disk_written`.
-        dynamic: of each of this rank's dynamic tables, by name, the fields of `DynamicStatistics`, mean of a step since
-            the last log; `rows`, `capacity` and `num_bytes` are those of now.
-        servers: of each collection on embedding servers, what they say of it: see `tritonemb.server.metrics.totals`.
+        sent: bytes per step that all ranks sent to each other, by kind; mean since the last log.
+        cache: statistics per step of this rank's cached tables, means since the last log: distinct `rows`, their
+            `hit_rate` in device memory, bytes `read` from and `written` back to the tables, seconds of `stall` in which
+            training waited for rows; with a host cache also `host_hits` (rows), `disk_read` and `disk_written` (bytes).
+        dynamic: fields of `DynamicStatistics` by name of this rank's dynamic tables, means per step since the last log;
+            `rows`, `capacity` and `num_bytes` are current values.
+        servers: statistics by collection on embedding servers, see `tritonemb.server.metrics.totals`.
     """
 
     loss: float
@@ -83,7 +82,7 @@ class Log(StepEnd):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Quality on a split after `step` steps; `best` if no evaluation of this run was better."""
+    """Metrics of a split after `step` steps; `best` if no earlier evaluation of this run was better."""
 
     step: int
     epoch: int
@@ -94,7 +93,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint is complete and has its name."""
+    """Event after a checkpoint is published: step, path, size, and seconds to write it."""
 
     step: int
     path: Path
@@ -104,14 +103,14 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class FitEnd:
-    """Training is over.
+    """Event at the end of training.
 
     Args:
         reason: "finished", "early stop", "SIGINT" or "SIGTERM".
         step, samples, seconds: as in `Log`.
         samples_per_second: mean over this process, without its first step.
-        test: metrics on the test rows, where they were evaluated.
-        best_auc: the Bayes-optimal AUC, where the data set knows it.
+        test: metrics on the test rows; None if they were not evaluated.
+        best_auc: the Bayes-optimal AUC; None if the data set does not have it.
     """
 
     reason: str
@@ -124,42 +123,42 @@ class FitEnd:
 
 
 class Callback:
-    """Derive from this, override what you need, and give it to the `Trainer`.
+    """Base class of callbacks. Override the methods you need and pass an instance to `Trainer(callbacks=)`.
 
-    Methods are called in the thread that trains, between steps, in the order of the callbacks; an exception ends
-    training. `on_end` is called once for every `on_start`, last of all, also when training fails. Where several ranks
-    train, each calls its own callbacks, at the same steps with the same numbers but for speed, waiting and memory.
+    Methods are called in the training thread, between steps, in the order of the callbacks; an exception ends training.
+    `on_end` is called once for every `on_start`, also when training fails. On several ranks, every rank calls its own
+    callbacks at the same steps, with equal numbers except speed, waiting time and memory.
 
     Attributes:
-        essential: whether an `OSError` of its methods ends training too; if not, it is reported on stderr.
+        essential: whether an `OSError` of a method ends training; if False, it is reported once on stderr.
     """
 
     essential = True
 
     def on_start(self, start: FitStart) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, step: StepEnd) -> None:
-        """After every step. Do little here, and read nothing from the device."""
+        """Called after every step. Keep it cheap, and do not synchronize with the device."""
 
     def on_log(self, log: Log) -> None:
-        """Every `log_every` steps, and after the last one."""
+        """Called every `log_every` steps, and after the last step."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """After every evaluation during training."""
+        """Called after every evaluation during training."""
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
-        """After every checkpoint."""
+        """Called after every checkpoint."""
 
     def on_message(self, text: str) -> None:
-        """Something that a person should read: a warning, a failed checkpoint, rows that were skipped."""
+        """Called with a text for the user: a warning, a failed checkpoint, skipped rows."""
 
     def on_end(self, end: FitEnd | None) -> None:
-        """After the last step; None if training failed with an exception."""
+        """Called after the last step; with None if training failed with an exception."""
 
 
 class CallbackList:
-    """All callbacks of a fit as one. An `OSError` of one that is not `essential` is reported once on stderr."""
+    """Calls the callbacks of a fit. An `OSError` of a callback that is not `essential` is reported once on stderr."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
@@ -175,17 +174,18 @@ class CallbackList:
             self._started.append(callback)
 
     def on_end(self, end: FitEnd | None) -> None:
-        """Called for each callback whose `on_start` has returned; a failure becomes a note beside that of training."""
-        failure = training = sys.exception()
+        """Call `on_end` of every started callback. If training has failed, failures here are notes of its exception;
+        otherwise the first one is raised after all calls."""
+        failure = training_error = sys.exception()
         for callback in self._started:
             try:
                 self._call(callback, "on_end", end)
             except BaseException as error:
-                if training is not None:
-                    training.add_note(f"besides, {type(callback).__name__}.on_end failed: {error!r}")
+                if training_error is not None:
+                    training_error.add_note(f"{type(callback).__name__}.on_end failed too: {error!r}")
                 failure = failure or error
         self._started = []
-        if failure is not None and training is None:
+        if failure is not None and training_error is None:
             raise failure
 
     def _call_all(self, method: str, event: object) -> None:

@@ -1,6 +1,6 @@
-"""What a user sees while a model trains: a live progress bar on a terminal, plain lines in a file or a pipe.
+"""Console display of training: a live progress bar on a terminal, plain lines in a file or a pipe.
 
-The fields of a line are two or more blanks apart and keep their columns, so that lines can be read, searched and split.
+Fields of a line are separated by two or more spaces and aligned in columns, so that scripts can split them.
 """
 
 import logging
@@ -19,13 +19,13 @@ REFRESH_SECONDS = 0.5
 
 
 def make_display(stream: TextIO | None = None) -> Callback:
-    """A display for `stream`, by default standard output; MissingExtraError if a terminal's rich is not installed."""
+    """Return a display for `stream`, by default standard output; MissingExtraError on a terminal without rich."""
     stream = sys.stdout if stream is None else stream
     return Lines(stream) if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown") else LiveView(stream)
 
 
 class _Notes(logging.Handler):
-    """Writes what the library logs on its own, as the progress of compiling kernels, to stderr."""
+    """Log handler that prints the library's log records, such as progress of kernel compilation, on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"note: {record.getMessage()}", file=sys.stderr, flush=True)
@@ -35,7 +35,7 @@ _NOTES = _Notes(logging.INFO)
 
 
 class Lines(Callback):
-    """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end."""
+    """Prints a line for the start and for every log, evaluation, checkpoint and message, and a summary at the end."""
 
     essential, eta = False, True
 
@@ -54,10 +54,10 @@ class Lines(Callback):
         self._print(log_line(log, self._start, self.eta))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        found = evaluation.metrics
+        metrics = evaluation.metrics
         self._print(
-            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  AUC {found.auc:.4f}  "
-            f"log loss {found.log_loss:.4f}  normalized entropy {found.normalized_entropy:.4f}"
+            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  AUC {metrics.auc:.4f}  "
+            f"log loss {metrics.log_loss:.4f}  normalized entropy {metrics.normalized_entropy:.4f}"
             f"{'  (best)' * evaluation.best}"
         )
 
@@ -77,9 +77,9 @@ class Lines(Callback):
 
 
 class LiveView(Lines):
-    """The same lines on a terminal, above a progress bar, drawn by the thread that trains: none competes with it."""
+    """Prints the lines of `Lines` above a progress bar, which the training thread redraws; it starts no thread."""
 
-    eta = False  # the bar shows it
+    eta = False  # the bar has it
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(stream)
@@ -88,7 +88,7 @@ class LiveView(Lines):
         self._clock = clock
 
     def on_start(self, start: FitStart) -> None:
-        # What others print on the same terminal must go through the view, to be above the bar.
+        # Output of other code to the same terminal is redirected through rich, so that it appears above the bar.
         rich, shared = require("rich.progress"), self._stream in (sys.stdout, sys.stderr)
         self._progress = rich.Progress(
             rich.TextColumn("{task.description}"), rich.BarColumn(None), rich.TaskProgressColumn(),
@@ -108,7 +108,7 @@ class LiveView(Lines):
             self._progress.refresh()
 
     def on_end(self, end: FitEnd | None) -> None:
-        self._progress.live.transient = end is not None  # after a failure the last state stays visible
+        self._progress.live.transient = end is not None  # after a failure the bar stays visible
         self._progress.stop()
         super().on_end(end)
 
@@ -118,7 +118,7 @@ class LiveView(Lines):
 
 
 def start_line(start: FitStart) -> str:
-    """What the run trains on."""
+    """First line: data set, samples, batch size and steps."""
     data, batch, samples = start.config.get("data"), start.config.get("batch_size"), start.total_samples
     work = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
     if samples is not None:
@@ -136,7 +136,7 @@ def start_line(start: FitStart) -> str:
 
 
 def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
-    """The state of training at a log, and with `eta` the time left where it is known."""
+    """Line of a log event: step, loss, speed and memory, and with `eta` the remaining time where it is known."""
     rate = log.samples_per_second
     fields = [
         f"{_step_field(log.step, start)}  epoch {_epoch_done(log, start)}",
@@ -151,7 +151,7 @@ def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
 
 
 def summary(end: FitEnd) -> str:
-    """What the run reached: the lines that it ends with."""
+    """Last lines of a run: test metrics, speed, and the reason if it ended early."""
     lines = [f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})"]
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
@@ -175,17 +175,17 @@ def _step_field(step: int, start: FitStart) -> str:
 
 
 def _epoch_done(log: Log, start: FitStart) -> str:
-    """Epochs done as 0.32, where the number of samples is known; else which epoch of how many it is."""
+    """Epochs done, such as 0.32; if the samples per epoch are unknown, epoch/epochs, such as 1/3."""
     if not start.epoch_samples:
         return f"{log.epoch + 1:,}/{start.num_epochs:,}"
     done = log.samples / start.epoch_samples
-    if start.estimated:  # only the number of the epoch is certain
+    if start.estimated:  # only the integer part is certain
         done = min(max(done, log.epoch), log.epoch + 0.99)
     return f"{done:.2f}"
 
 
 def fold(line: str, width: int) -> str:
-    """`line` with breaks between its fields where it is wider than `width`; a single field stays as it is."""
+    """Break a line between its fields so that it fits `width`; a single field is not broken."""
     rows = [""]
     for field in re.split(r"(?<=\S)(?=  +\S)", line):
         if rows[-1] and len(rows[-1] + field) > width:
@@ -195,27 +195,27 @@ def fold(line: str, width: int) -> str:
 
 
 def took(seconds: float) -> str:
-    """Seconds up to a minute, then as a duration."""
+    """Format seconds: "12.3 s" below a minute, then as `duration`."""
     return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
 
 
 def duration(seconds: float) -> str:
-    """m:ss, from an hour on h:mm:ss; `?` where it is not known."""
+    """Format seconds as m:ss, from an hour on as h:mm:ss; "?" if not finite."""
     if not math.isfinite(seconds):
         return "?"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
+    minutes, remainder = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours:,}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
 def size(num_bytes: float) -> str:
-    """Three digits in MB (10^6 bytes) or GB (10^9)."""
+    """Format bytes with three digits, in MB (10^6 bytes) or GB (10^9)."""
     value, unit = (num_bytes / 1e6, "MB") if num_bytes < 999.5e6 else (num_bytes / 1e9, "GB")
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f} {unit}"
 
 
 def printable(text: str, encoding: str | None) -> str:
-    """`text` as a stream of this encoding can take it, without control characters: a path may hold anything."""
+    """Escape control characters, which paths may contain, and characters that the encoding does not have."""
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")

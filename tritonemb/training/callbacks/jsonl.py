@@ -1,10 +1,10 @@
-"""The record of a run in its folder: every event as one line of JSON.
+"""Run log `log.jsonl`: every event of a run as one line of JSON.
 
-A line is an object with `event` ("start", "log", "evaluation", "checkpoint", "message" or "end") and the fields of that
-event's dataclass. Messages carry the step after which they came. Numbers that are not finite are the strings "nan",
-"inf" and "-inf", for JSON has no others. `start` and `end` carry the time in UTC; the end of a run that failed has the
-reason "failed" and the exception under `error`. The last field is `crc32`, in hexadecimal digits, of what stands before
-its comma; older logs have none.
+A line is an object with `event` ("start", "log", "evaluation", "checkpoint", "message" or "end") and the fields of the
+event's dataclass. Messages have the `step` after which they were logged. Non-finite numbers, which JSON lacks, are the
+strings "nan", "inf" and "-inf". `start` and `end` have the time in UTC; the end of a failed run has the reason "failed"
+and the exception under `error`. The last field, `crc32`, is the checksum, in hexadecimal digits, of the line's text
+before ', "crc32"'; logs of old versions lack it.
 """
 
 import json
@@ -26,19 +26,19 @@ from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart,
 from tritonemb.training.config import plain
 from tritonemb.utils import write_whole
 
-NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # what Python writes, and what is in the log
+NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # constants of Python's json to those of the log
 _CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 
 
 class RunLog(Callback):
-    """Writes a run log, each line at once: a killed process loses at most the one that it was writing.
+    """Writes a run log line by line: a killed process loses at most the line that it was writing.
 
-    Before the first new line, what was logged after the step from which a run is resumed is removed, also the `end` of
-    the process before; ValueError if the file is damaged.
+    On resume, events after the resumed step and the `end` of the earlier process are removed first; ValueError if the
+    file is damaged.
 
     Args:
-        path: of the file; its folder is made.
-        resume: whether a run that starts at step 0 may replace a log; FileExistsError if it may not.
+        path: file to write; its folder is created.
+        resume: whether a run that starts at step 0 may replace an existing log; FileExistsError if not.
     """
 
     essential = False
@@ -46,16 +46,16 @@ class RunLog(Callback):
     def __init__(self, path: Path | str, resume: bool = False) -> None:
         self._path, self._resume, self._step = Path(path), resume, 0
         self._file: FileIO | None = None
-        self._unwritten: list[bytes] = []  # lines for which there was no room on the disk
+        self._unwritten: list[bytes] = []  # lines to write again, after a full disk
 
     def on_start(self, start: FitStart) -> None:
         self._step = start.first_step
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             if not (self._resume or start.first_step):
-                raise FileExistsError(f"{self._path} is the log of another run: move it away, or give resume=True")
-            events = [each for each in _events(self._path) if each["event"] != "end"]
-            write_whole(self._path, "".join(_line(each) for each in events if _step_of(each) <= start.first_step))
+                raise FileExistsError(f"{self._path} is the log of another run: move it away, or pass resume=True")
+            events = [event for event in _events(self._path) if event["event"] != "end"]
+            write_whole(self._path, "".join(_line(event) for event in events if _step_of(event) <= start.first_step))
         self._file = FileIO(self._path, "ab")
         self._write("start", asdict(start) | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
 
@@ -90,28 +90,29 @@ class RunLog(Callback):
         while self._unwritten:
             size = self._file.seek(0, os.SEEK_END)
             try:
-                rest = memoryview(self._unwritten[0])
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+                unsent = memoryview(self._unwritten[0])
+                while unsent:
+                    unsent = unsent[self._file.write(unsent) :]
             except OSError:
-                self._file.truncate(size)  # no half lines: this one is written again with the next event
+                self._file.truncate(size)  # remove the partial line; it is written again with the next event
                 raise
             del self._unwritten[0]
 
 
 def add_evaluation(path: Path | str, evaluation: Evaluation) -> None:
-    """Log an evaluation of a run that has ended, before its `end`; raises as `read_run_log`."""
+    """Insert an evaluation before the `end` of a finished run's log; raises as `read_run_log`."""
     events = _events(Path(path))
-    at = len(events) - (events[-1]["event"] == "end")
-    lines = map(_line, [*events[:at], {"event": "evaluation", **asdict(evaluation)}, *events[at:]])
+    position = len(events) - (events[-1]["event"] == "end")
+    lines = map(_line, [*events[:position], {"event": "evaluation", **asdict(evaluation)}, *events[position:]])
     write_whole(Path(path), "".join(lines))
 
 
 def read_run_log(path: Path | str) -> list[dict[str, Any]]:
-    """The events of a log, oldest first; a half-written last line, of a process that was killed, is left out.
-    FileNotFoundError if there is no such file; ValueError names another line that is not an event."""
-    # Those of a log, an evaluation or an end have no texts of the user's: there "nan" is a number.
-    return [_numbers(each) if each["event"] in ("log", "evaluation", "end") else each for each in _events(Path(path))]
+    """Read the events of a log, oldest first; a partial last line, of a killed process, is skipped.
+    FileNotFoundError if the file does not exist; ValueError names a damaged line."""
+    # "nan" is a number in events without strings of the user.
+    numeric = ("log", "evaluation", "end")
+    return [_numbers(event) if event["event"] in numeric else event for event in _events(Path(path))]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -119,19 +120,19 @@ def _events(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")
     checked = any(map(_CHECKED.fullmatch, lines))
     for number, line in enumerate(lines, 1):
-        whole = _CHECKED.fullmatch(line) if checked else None
+        match = _CHECKED.fullmatch(line) if checked else None
         try:
-            event = json.loads(whole[1] + b"}" if whole else line)
-            if checked and (whole is None or zlib.crc32(whole[1]) != int(whole[2], 16)):
-                raise ValueError("its checksum is another")
+            event = json.loads(match[1] + b"}" if match else line)
+            if checked and (match is None or zlib.crc32(match[1]) != int(match[2], 16)):
+                raise ValueError("checksum mismatch")
             if not (isinstance(event, dict) and isinstance(event.get("event"), str) and type(_step_of(event)) is int):
-                raise ValueError("not an event with its step")
+                raise ValueError("not an event with a step")
         except ValueError as error:
-            # Nothing after the last line's end, or a line that was not finished; not one whose end has changed.
+            # The last line may be empty or partial; a complete line with a wrong checksum is damaged.
             if number == len(lines) and not _CHECKED.match(line):
                 break
-            beginning = line[:80].decode(errors="replace")
-            raise ValueError(f"{path}, line {number}: damaged ({error}): {beginning}") from error
+            excerpt = line[:80].decode(errors="replace")
+            raise ValueError(f"{path}, line {number}: damaged ({error}): {excerpt}") from error
         events.append(event)
     return events
 
@@ -141,12 +142,14 @@ def _step_of(event: Mapping[str, Any]) -> Any:
 
 
 def _line(event: Mapping[str, Any]) -> str:
+    """Encode an event as a line with its checksum."""
     text = json.dumps(plain(event), default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
     content = json.dumps(json.loads(text, parse_constant=NOT_FINITE.__getitem__))[:-1]
     return f'{content}, "crc32": "{zlib.crc32(content.encode()):08x}"}}\n'
 
 
 def _numbers(value: Any) -> Any:
+    """Decode the strings of non-finite numbers in nested values."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     return float(value) if isinstance(value, str) and value in NOT_FINITE.values() else value

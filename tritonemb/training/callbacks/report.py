@@ -1,7 +1,7 @@
-"""The report of a run: one page with its numbers, curves, configuration and checkpoints, made from the run log.
+"""HTML report of a run, from its log: metrics, curves, configuration and checkpoints.
 
-This file computes what `report.html.jinja` shows, and charts for other pages. A page needs nothing but itself: no
-script, no font, no network.
+Computes the values of `report.html.jinja`, and charts for other pages. A page is self-contained: no scripts, fonts or
+network requests.
 """
 
 import math
@@ -19,21 +19,21 @@ from tritonemb.training.callbacks.console import size, took
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.utils import write_whole
 
-WIDTH, HEIGHT = 400, 212  # of a chart
-LEFT, RIGHT, TOP, BOTTOM = 58, 384, 12, 172  # its axes
+WIDTH, HEIGHT = 400, 212  # of a chart, in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 58, 384, 12, 172  # plot area within the chart
 GEOMETRY = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
-MAX_POINTS = 1000  # of a curve
-MAX_DOTS = 30  # up to so many points of a curve have a dot each
-LARGEST = 1e300  # beyond it differences overflow
-PARTS = ("sent", "cache", "dynamic", "servers")  # of a log, which not every run has: the last ones are shown
+MAX_POINTS = 1000  # of a curve; thinned beyond it
+MAX_DOTS = 30  # points of a curve that is drawn with dots
+LARGEST = 1e300  # differences of larger values overflow
+SECTIONS = ("sent", "cache", "dynamic", "servers")  # optional fields of a log event; the latest value is shown
 
 Event = Mapping[str, Any]
 Curve = Sequence[tuple[float, float]]
-Unit = tuple[Callable[[float], str], Callable[[float], str]]  # formats a value; a tick
+Unit = tuple[Callable[[float], str], Callable[[float], str]]  # formatters of a value and of a tick
 
 
 class HtmlReport(Callback):
-    """Writes the report when training ends, however it ends. The callback that writes the log comes before this one."""
+    """Writes the report when training ends or fails. Add it after the callback that writes the log."""
 
     essential = False
 
@@ -45,12 +45,12 @@ class HtmlReport(Callback):
 
 
 def write_report(path: Path | str, log_path: Path | str) -> None:
-    """Make the page at `path` from a run log, also of a run that has not ended; raises as `read_run_log`."""
+    """Write the report of a finished or running run to `path`; raises as `read_run_log`."""
     write_whole(Path(path), render(read_run_log(log_path)))
 
 
 def render(events: Sequence[Event]) -> str:
-    """The page of the events of a run log."""
+    """Render the report of the events of a run log."""
     kinds: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         kinds[event["event"]].append(event)
@@ -68,24 +68,24 @@ def render(events: Sequence[Event]) -> str:
         last_step=last_step, tested=tested,
         latest={**last_of(events, "log"), **end},
         charts=list(_charts(kinds["log"], validations, tested["metrics"], end, resumed, last_step)),
-        **{part: next((log[part] for log in reversed(kinds["log"]) if log.get(part)), None) for part in PARTS},
+        **{key: next((log[key] for log in reversed(kinds["log"]) if log.get(key)), None) for key in SECTIONS},
     )  # fmt: skip
 
 
 def last_of(events: Sequence[Event], kind: str) -> Event:
-    """The last event of a kind; {} if there is none."""
+    """Return the last event of a kind; {} without one."""
     return next((event for event in reversed(events) if event["event"] == kind), {})
 
 
 def test_of(events: Sequence[Event]) -> Event:
-    """The `step` and `metrics` of the evaluation on the test rows, of the best checkpoint where there is one."""
+    """Return `step` and `metrics` of the last evaluation on the test rows; that of the best checkpoint is last."""
     end = last_of(events, "end")
     tests = (event for event in reversed(events) if event["event"] == "evaluation" and event["split"] == "test")
     return next(tests, {"step": end.get("step"), "metrics": end.get("test") or {}})
 
 
 def page_of(template: str, **values: Any) -> str:
-    """The page that a template makes of values."""
+    """Render a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         finalize=_visible,
@@ -96,7 +96,7 @@ def page_of(template: str, **values: Any) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Text as a page can show it: also control characters and undecodable file names."""
+    """Replace characters of a string that HTML cannot show: control characters, undecodable file names."""
     if not isinstance(value, str):
         return value
     return type(value)("".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value))
@@ -116,28 +116,28 @@ def _charts(
         ("Training loss", "quality", logs, "loss", PLAIN),
         ("Validation AUC", "quality", metrics, "auc", PLAIN),
         ("Validation log loss", "quality", metrics, "log_loss", PLAIN),
-        ("Samples a second", "speed", logs, "samples_per_second", COUNT),
+        ("Samples per second", "speed", logs, "samples_per_second", COUNT),
         ("Waiting for data", "speed", logs, "data_wait", SHARE),
         ("Memory", "speed", logs, "memory_bytes", BYTES),
-        ("Sent between ranks, a step", "speed", sent, "sent", BYTES),
+        ("Sent between ranks per step", "speed", sent, "sent", BYTES),
         ("Learning rate, dense", "rates", logs, "dense_lr", RATE),
         ("Learning rate, tables", "rates", logs, "table_lr", RATE),
     ):
         if points := [(event["step"], float(event[key])) for event in events if event[key] is not None]:
             level = end.get("best_auc") if key == "auc" else None
-            drawn = chart([points], unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
-            yield {"title": title, "colour": colour, **drawn}
-    if parts := test.get("calibration"):  # beside the curve of a perfect model
-        curve = [(score, rate) for _, score, rate in parts]
-        drawn = chart([curve, [(0.0, 0.0), (1.0, 1.0)]], PLAIN, 1, from_zero=True, x="mean score")
-        yield {"title": "Share of clicks", "colour": "quality", **drawn, "last": "calibration"}
+            plot = chart([points], unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
+            yield {"title": title, "colour": colour, **plot}
+    if bins := test.get("calibration"):  # beside the diagonal, the curve of a calibrated model
+        curve = [(score, rate) for _, score, rate in bins]
+        plot = chart([curve, [(0.0, 0.0), (1.0, 1.0)]], PLAIN, 1, from_zero=True, x="mean score")
+        yield {"title": "Share of clicks", "colour": "quality", **plot, "last": "calibration"}
 
 
 def chart(
     curves: Sequence[Curve], unit: Unit, last_step: int, *, from_zero: bool = False, level: float | None = None,
     resumed: Sequence[int] = (), x: str = "step",
 ) -> dict[str, Any]:  # fmt: skip
-    """The places of curves over `x`, steps up to `last_step`, for the template; values that are not finite are gaps."""
+    """Compute the SVG coordinates of curves for the template. `x` ranges to `last_step`; non-finite values are gaps."""
     show, show_tick = unit
     last, curves = curves[-1][-1][1], [thin(points) for points in curves]
     values = [y for points in curves for _, y in points if is_finite(y)]
@@ -153,9 +153,9 @@ def chart(
     def y_of(value: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
 
-    def drawn(points: Curve) -> dict[str, Any]:
-        parts = groupby(points, lambda point: is_finite(point[1]))
-        lines = [[(x_of(x), y_of(y)) for x, y in part] for has_place, part in parts if has_place]
+    def plot_curve(points: Curve) -> dict[str, Any]:
+        segments = groupby(points, lambda point: is_finite(point[1]))
+        lines = [[(x_of(x), y_of(y)) for x, y in segment] for finite, segment in segments if finite]
         dots = [dot for line in lines if len(points) <= MAX_DOTS or len(line) == 1 for dot in line]
         return {"lines": [line for line in lines if len(line) > 1], "dots": dots}
 
@@ -163,31 +163,31 @@ def chart(
         "x": x,
         "last": show(last) if is_finite(last) else str(last),
         "y_ticks": [(y_of(value), show_tick(value)) for value in y_ticks],
-        "x_ticks": [(x_of(at), compact(at)) for at in ticks(0, last_step) if x != "step" or at == int(at)],
+        "x_ticks": [(x_of(tick), compact(tick)) for tick in ticks(0, last_step) if x != "step" or tick == int(tick)],
         "resumed": [(x_of(step), step) for step in resumed],
         "level": None if level is None else (y_of(level), show(level)),
-        "curves": [drawn(points) for points in curves],
+        "curves": [plot_curve(points) for points in curves],
     }
 
 
 def thin(points: Curve) -> Curve:
-    """At most `MAX_POINTS` that look like all of them: of each bucket the smallest, the largest and the first gap."""
+    """Thin a curve to `MAX_POINTS` points: the minimum, the maximum and the first gap of each bucket."""
     if len(points) <= MAX_POINTS:
         return points
     width = math.ceil(len(points) / (MAX_POINTS // 3))
-    kept: list[tuple[float, float]] = []
+    thinned: list[tuple[float, float]] = []
     for start in range(0, len(points), width):
         bucket = points[start : start + width]
         finite = [point for point in bucket if is_finite(point[1])]
-        chosen = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))} if finite else set()
-        chosen.update([point for point in bucket if not is_finite(point[1])][:1])
-        kept += sorted(chosen)
-    return kept
+        selected = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))} if finite else set()
+        selected.update([point for point in bucket if not is_finite(point[1])][:1])
+        thinned += sorted(selected)
+    return thinned
 
 
 def ticks(low: float, high: float, outside: bool = False) -> list[float]:
-    """About four round numbers within [low, high], or with `outside` the next ones around it, two at least."""
-    if not high - low > 1e-9 * max(abs(low), abs(high)):  # equal, or no more apart than rounding
+    """Choose about four round numbers within [low, high]; with `outside` at least two, which enclose it."""
+    if not high - low > 1e-9 * max(abs(low), abs(high)):  # equal up to rounding
         margin = abs(high) / 10 or 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / 4
@@ -200,12 +200,12 @@ def ticks(low: float, high: float, outside: bool = False) -> list[float]:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a value has a place in a chart."""
+    """Return whether a chart can show a value: finite, and not above `LARGEST`."""
     return abs(value) < LARGEST  # False for NaN
 
 
 def compact(value: float) -> str:
-    """A large number with k, M or G."""
+    """Format a number with the suffix k, M or G."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.4g}{suffix}"

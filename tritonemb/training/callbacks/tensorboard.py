@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, and a window of steps under `torch.profiler` as a trace that Perfetto opens."""
+"""TensorBoard event files, and traces of `torch.profiler` for Perfetto."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,23 +15,23 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard(Scalars):
-    """Writes the numbers of `Scalars` over steps. MissingExtraError without tensorboard.
+    """Writes the values of `Scalars` to TensorBoard event files. MissingExtraError without tensorboard.
 
-    Of a run that is resumed, what was written after that step is hidden.
+    On resume, TensorBoard hides values of later steps that an earlier process wrote.
 
     Args:
-        folder: of the event files, one of its own for every run.
+        folder: folder of the event files; every run needs a separate one.
     """
 
     def __init__(self, folder: Path | str) -> None:
         require("tensorboard", "tensorboard")
         self._folder = str(folder)
-        self._writer: Any = None  # as long as it could not be made
+        self._writer: Any = None  # None if `on_start` failed
 
     def on_start(self, start: FitStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier process wrote from purge_step on is hidden: what belongs to first_step itself stays.
+        # TensorBoard hides earlier values from purge_step on; values of first_step remain.
         self._writer = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -45,7 +45,7 @@ class TensorBoard(Scalars):
 
 
 class Profiler(Callback):
-    """Profiles a window of at least one step, and writes `path` when the window or training ends."""
+    """Profiles a window of at least one step with `torch.profiler`; writes the trace when it or training ends."""
 
     def __init__(self, path: Path, options: ProfileOptions) -> None:
         self.path, self.options = path, options

@@ -1,4 +1,4 @@
-"""Experiment trackers: scalars of a run over steps; Weights & Biases, MLflow; trials of Optuna."""
+"""Experiment trackers: Weights & Biases, MLflow, and pruning of Optuna trials."""
 
 import re
 import time
@@ -12,18 +12,21 @@ from tritonemb.utils import require
 
 METRICS = ("auc", "log_loss", "normalized_entropy")
 LOGGED = ("loss", "samples_per_second", "data_wait", "memory_bytes")
-MAX_PARAMS, MAX_PARAM = 100, 500  # of a request to MLflow; characters of one that every store takes
+MAX_PARAMS = 100  # parameters per request, MLflow's limit
+MAX_PARAM_LENGTH = 500  # characters of a value that every MLflow store accepts
 
 
 class Scalars(Callback):
-    """Gives `write` the numbers of a run: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes;
-    lr/dense, lr/tables; auc, log_loss and normalized_entropy under the name of each split; cache/ and each name of
-    `Log.cache`; dynamic/, the table and each name of `Log.dynamic`."""
+    """Base class of trackers: passes scalars by name to `write`.
+
+    Names: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes; lr/dense, lr/tables; <split>/auc,
+    <split>/log_loss, <split>/normalized_entropy; cache/<name of Log.cache>; dynamic/<table>/<name of Log.dynamic>.
+    """
 
     essential = False
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Record the values of a step."""
+        """Record values by name at a step."""
         raise NotImplementedError
 
     def on_log(self, log: Log) -> None:
@@ -46,10 +49,10 @@ class Scalars(Callback):
 
 
 class Tracker(Scalars):
-    """A tracker that gives a run an id, kept in the run's folder, so that a run that is resumed goes on there."""
+    """Tracker with run ids. The id is stored in the run's folder, so that a resumed run continues the tracker's run."""
 
     def start(self, run_id: str | None, start: FitStart) -> str:
-        """Begin a run, or continue that of an id; its id."""
+        """Begin a run, or continue the run `run_id`; return its id."""
         raise NotImplementedError
 
     def on_start(self, start: FitStart) -> None:
@@ -63,8 +66,8 @@ class WandB(Tracker):
     """Records a run at Weights & Biases; MissingExtraError without wandb.
 
     Args:
-        options: of `wandb.init`: project, name, mode="offline" and so on. The name is that of the run's folder, where
-            wandb's files go, too, unless they say otherwise.
+        options: arguments of `wandb.init`: project, name, mode="offline" and so on. By default, `name` is the name of
+            the run's folder, and `dir` is that folder.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -72,11 +75,11 @@ class WandB(Tracker):
         self._run: Any = None
 
     def start(self, run_id: str | None, start: FitStart) -> str:
-        folder = {} if start.folder is None else {"name": start.folder.name, "dir": str(start.folder)}
-        options = {**folder, "id": run_id, "resume": "allow", "config": dict(start.config), **self._options}
+        defaults = {} if start.folder is None else {"name": start.folder.name, "dir": str(start.folder)}
+        options = {**defaults, "id": run_id, "resume": "allow", "config": dict(start.config), **self._options}
         try:
             self._run = self._wandb.init(**options)
-        except self._wandb.Error as error:  # an OSError is reported, and training goes on
+        except self._wandb.Error as error:  # OSError: reported, and training continues
             raise OSError(f"Weights & Biases: {error}") from error
         return str(self._run.id)
 
@@ -94,53 +97,55 @@ class MLflow(Tracker):
     """Records a run at MLflow; MissingExtraError without mlflow or mlflow-skinny.
 
     Args:
-        experiment: its name; it is made if it does not exist.
-        tracking_uri: a server, or sqlite:///FILE; that of MLflow if not given.
+        experiment: name of the experiment, created if it does not exist.
+        tracking_uri: URI of a server, or sqlite:///FILE; MLflow's default if None.
     """
 
     def __init__(self, experiment: str = "tritonemb", tracking_uri: str | None = None) -> None:
         self._mlflow, self._entities = require("mlflow", "mlflow"), require("mlflow.entities", "mlflow")
-        self._experiment, self._address, self._client, self._id = experiment, tracking_uri, None, ""
+        self._experiment, self._tracking_uri, self._client, self._run_id = experiment, tracking_uri, None, ""
 
     def start(self, run_id: str | None, start: FitStart) -> str:
-        self._client = self._mlflow.MlflowClient(self._address)
+        self._client = self._mlflow.MlflowClient(self._tracking_uri)
         if run_id is None:
             experiment = self._call("get_experiment_by_name", self._experiment)
-            number = experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
-            run_id = self._call("create_run", number, run_name=start.folder and start.folder.name).info.run_id
-            params = [self._entities.Param(key, str(value)[:MAX_PARAM]) for key, value in flat(start.config)]
-            for at in range(0, len(params), MAX_PARAMS):
-                self._call("log_batch", run_id, params=params[at : at + MAX_PARAMS])
-        self._id = str(run_id)
-        return self._id
+            experiment_id = (
+                experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
+            )
+            run_id = self._call("create_run", experiment_id, run_name=start.folder and start.folder.name).info.run_id
+            params = [self._entities.Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in flat(start.config)]
+            for start_index in range(0, len(params), MAX_PARAMS):
+                self._call("log_batch", run_id, params=params[start_index : start_index + MAX_PARAMS])
+        self._run_id = str(run_id)
+        return self._run_id
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
         names = ((re.sub(r"[^\w\-. :/]", "_", name), float(value)) for name, value in values.items())
-        if self._id:
-            self._call("log_batch", self._id, [self._entities.Metric(*pair, now, step) for pair in names])
+        if self._run_id:
+            self._call("log_batch", self._run_id, [self._entities.Metric(*pair, now, step) for pair in names])
 
     def on_end(self, end: FitEnd | None) -> None:
         super().on_end(end)
-        if self._id:
+        if self._run_id:
             status = "FAILED" if end is None else "KILLED" if end.reason.startswith("SIG") else "FINISHED"
-            self._call("set_terminated", self._id, status)
+            self._call("set_terminated", self._run_id, status)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         try:
             return getattr(self._client, method)(*args, **options)
-        except self._mlflow.MlflowException as error:  # as of Weights & Biases
+        except self._mlflow.MlflowException as error:  # OSError: reported, and training continues
             raise OSError(f"MLflow: {error}") from error
 
 
 class OptunaPruning(Callback):
-    """Reports evaluations to a trial of Optuna; where the study prunes it, `optuna.TrialPruned` ends training.
+    """Reports evaluations to an Optuna trial; `optuna.TrialPruned` ends training when the study prunes the trial.
 
-    The trial's user attribute "run" is the run's folder. For training in one process.
+    Sets the trial's user attribute "run" to the run's folder. Supports training in one process only.
 
     Args:
-        trial: of the objective function.
-        monitor: a field of `Metrics`, of the rows that are evaluated while training.
+        trial: argument of the objective function.
+        monitor: field of `Metrics` to report after every evaluation on the validation rows.
     """
 
     def __init__(self, trial: Any, monitor: str = "auc") -> None:

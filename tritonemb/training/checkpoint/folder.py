@@ -114,9 +114,13 @@ class CheckpointFolder:
 
         def publish(written: RankFiles) -> None:
             for path, (size, _) in ((aside / name, entry) for name, entry in written.files.items()):
-                if (found := files.size_of(path)) != size:
-                    raise OSError(f"{path} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?")
-            tables = {name: part for name in ("tables", "servers") if (part := getattr(written, name))}
+                if (actual_size := files.size_of(path)) != size:
+                    raise OSError(
+                        f"{path} should have {size:,} bytes, rank 0 finds {actual_size}: do all ranks share it?"
+                    )
+            tables = {
+                name: files_by_path for name in ("tables", "servers") if (files_by_path := getattr(written, name))
+            }
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
             write_whole(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
@@ -154,15 +158,15 @@ class CheckpointFolder:
         aside.mkdir()
         for entry in source.iterdir():
             files.link_or_copy(entry, aside / entry.name)
-        others = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
-        self._publish(aside, self.folder / f"best-{step}", others)
+        previous_best = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
+        self._publish(aside, self.folder / f"best-{step}", previous_best)
 
     def _earlier(self, step: int) -> list[tuple[Path, Manifest]]:
-        found: list[tuple[Path, Manifest]] = []
+        earlier: list[tuple[Path, Manifest]] = []
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # nothing follows a damaged one
-                found.append((path, files.read_manifest_text(path)[1]))
-        return found
+                earlier.append((path, files.read_manifest_text(path)[1]))
+        return earlier
 
     def _obsolete(self, step: int) -> list[Path]:
         """What goes when this step has its checkpoint: the later ones, as the run has gone back behind them and now
@@ -175,19 +179,19 @@ class CheckpointFolder:
     def _numbers(self, kind: str) -> list[int]:
         if not self.folder.is_dir():
             return []
-        parts = {entry.name.removeprefix(REPLACED).partition("-") for entry in self.folder.iterdir()}
-        paths = {int(n): self._path(f"{name}-{n}") for name, _, n in parts if name == kind and n.isdecimal()}
-        whole = sorted(number for number, path in paths.items() if (path / MANIFEST).is_file())
-        for path in (path for number, path in paths.items() if number not in whole and path.is_dir()):
+        names = {entry.name.removeprefix(REPLACED).partition("-") for entry in self.folder.iterdir()}
+        paths = {int(n): self._path(f"{name}-{n}") for name, _, n in names if name == kind and n.isdecimal()}
+        complete = sorted(number for number, path in paths.items() if (path / MANIFEST).is_file())
+        for path in (path for number, path in paths.items() if number not in complete and path.is_dir()):
             warnings.warn(f"{path} is passed over: a checkpoint without its {MANIFEST} cannot be read", stacklevel=2)
-        return whole
+        return complete
 
     def _path(self, name: str) -> Path:
         """Where the checkpoint of this name is, or would be. Whoever reads it changes nothing here."""
         final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
         return replaced if replaced.exists() and not final.exists() else final
 
-    def _publish(self, aside: Path, final: Path, others: Sequence[Path]) -> None:
+    def _publish(self, aside: Path, final: Path, obsolete: Sequence[Path]) -> None:
         """Give a whole folder its name; others go then, as does one of the same name, of a run that was taken back."""
         sync(aside)
         replaced = self.folder / f"{REPLACED}{final.name}"
@@ -195,7 +199,7 @@ class CheckpointFolder:
             os.rename(final, replaced)
         os.rename(aside, final)
         sync(self.folder)
-        self._drop([*others, replaced] if replaced.exists() else others)
+        self._drop([*obsolete, replaced] if replaced.exists() else obsolete)
 
     def _drop(self, paths: Sequence[Path]) -> None:
         """Take all their names away first: a half-removed checkpoint is none, and removing one may take long."""
@@ -229,12 +233,12 @@ class CheckpointFolder:
                 shutil.rmtree(self.folder / f"{WRITING}{kind}-{step}", ignore_errors=True)
             with suppress(OSError):  # it is found where it is, too
                 self._restore_replaced()
-        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
-        kept = self.latest()
+        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
+        newest = self.latest()
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes, "
-            f"{shutil.disk_usage(there).free:,} are free there. "
-            f"{f'The checkpoint {kept.name} is whole' if kept else 'There is no earlier checkpoint'}"
+            f"{shutil.disk_usage(existing).free:,} are free there. "
+            f"{f'The checkpoint {newest.name} is whole' if newest else 'There is no earlier checkpoint'}"
         )
 
 

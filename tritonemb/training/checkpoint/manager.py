@@ -76,7 +76,7 @@ class AsyncSave:
                 reached, the error is that of the exchange.
             StorageError: what was trained could not be written to a table on disk.
         """
-        before = self.wait()
+        previous = self.wait()
         writer = self.folder.begin(step, tensors, manifest, self._group, best, services)
         writer.per_thread_copy_ahead = 0  # the copies are in host memory
         with self.folder.reporting(writer):
@@ -86,7 +86,7 @@ class AsyncSave:
             )  # fmt: skip
         assert isinstance(future, Future)  # not of an asynchronous stager
         self._running = writer, future
-        return before
+        return previous
 
     def wait(self) -> CheckpointSaved | None:
         """Wait for what is being written, and return it. Raises as `start`, once."""
@@ -103,28 +103,34 @@ class AsyncSave:
 
 def _finish(save: weakref.ref[AsyncSave]) -> None:
     """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
-    if (found := save()) is not None:
-        print_error(found.wait)
+    if (async_save := save()) is not None:
+        print_error(async_save.wait)
 
 
 def load_model(
-    path: str | Path, model: nn.Module, others: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata],
-    ignore: tuple[str, ...], group: RankGroup | None = None, servers: bool = True,
+    path: str | Path, model: nn.Module, extra_tensors: Mapping[str, Tensor],
+    stored: Mapping[str, TensorStorageMetadata], ignore: tuple[str, ...], group: RankGroup | None = None,
+    servers: bool = True,
 ) -> None:  # fmt: skip
     """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`. Without
     `servers` tables on these stay as they are."""
     tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    here = collections_on_servers(model) if servers else {}
-    there = on_each_rank(group, lambda: reader.saved_on_servers(Path(path))) if servers else {}
+    server_collections = collections_on_servers(model) if servers else {}
+    saved_chains = on_each_rank(group, lambda: reader.saved_on_servers(Path(path))) if servers else {}
     services = services_of(model) if servers else {}
-    assert services.keys() == here.keys(), "attach the servers first"
+    assert services.keys() == server_collections.keys(), "attach the servers first"
     servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[tuple[str, str], dict[str, Tensor]]()
-    for name, chains in there.items():
-        if name not in here:
+    for name, chains in saved_chains.items():
+        if name not in server_collections:
             for of_servers, saved in on_each_rank(group, partial(read_tables, chains)).items():
                 servers_to_tables |= {f"{_prefix(name)}{of_servers}.{field}": value for field, value in saved.items()}
     tensors = {name: value for name, value in tensors.items() if name.removeprefix("model.") not in servers_to_tables}
-    for name, table_name in [(n, config.name) for n in here if n not in there for config in here[n].configs]:
+    for name, table_name in [
+        (n, config.name)
+        for n in server_collections
+        if n not in saved_chains
+        for config in server_collections[n].configs
+    ]:
         prefix = f"model.{_prefix(name)}{table_name}."
         fields = {key.removeprefix(prefix): _room_for(stored[key]) for key in stored if key.startswith(prefix)}
         tables_to_servers[name, table_name] = fields
@@ -146,17 +152,19 @@ def load_model(
             wanted |= {"row": torch.empty_like(wanted["ids"]), **rows}
         dynamic[table] = wanted
         tensors |= {prefix + part: value for part, value in wanted.items()}
-    reader.load_tensors(path, tensors | {**others}, ignore, group)
+    reader.load_tensors(path, tensors | {**extra_tensors}, ignore, group)
     train_state.write_offloaded(model, tensors)
     for table, saved in dynamic.items():
         table.adopt(_by_id(saved, path))
     if servers_to_tables:
         model.load_state_dict(servers_to_tables, strict=False)
-    steps = {name: steps_of_snapshot(chains[0][-1]) for name, chains in there.items() if name in here}
+    steps = {
+        name: steps_of_snapshot(chains[0][-1]) for name, chains in saved_chains.items() if name in server_collections
+    }
 
     def load_servers() -> None:
         for name in steps:
-            services[name].restore(there[name], steps[name])
+            services[name].restore(saved_chains[name], steps[name])
         for (name, table_name), fields in tables_to_servers.items():
             services[name].load(table_name, fields)
 
@@ -184,7 +192,11 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
     if not recorded or not current or list(current.items()) == list(recorded.items()):
         return ""
     pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
-    changes = [f"{name} was {before}, is {now}" for name, (before, now) in pairs.items() if before != now]
+    changes = [
+        f"{name} was {recorded_value}, is {current_value}"
+        for name, (recorded_value, current_value) in pairs.items()
+        if recorded_value != current_value
+    ]
     text = f"the data have changed since {path}: {listed(changes or ['another order of the files'], most=5)}"
     if options.on_changed_data == "stop":
         raise ValueError(f"{text}. Bring them back, or begin the epoch again (--on-changed-data continue)")
@@ -193,7 +205,11 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
 
 def services_of(model: nn.Module) -> dict[str, TableService]:
     """Of a model's collections on embedding servers, by path."""
-    return {path: each.service for path, each in collections_on_servers(model).items() if each.service is not None}
+    return {
+        path: collection.service
+        for path, collection in collections_on_servers(model).items()
+        if collection.service is not None
+    }
 
 
 def _room_for(entry: TensorStorageMetadata) -> Tensor:
@@ -203,13 +219,13 @@ def _room_for(entry: TensorStorageMetadata) -> Tensor:
 def _by_id(saved: dict[str, Tensor], path: str | Path) -> dict[str, Tensor]:
     """What a checkpoint has of a dynamic table; if that was on disk, the memory's rows become those of the ids."""
     fields = {name.removeprefix("rows."): value for name, value in saved.items() if name.startswith("rows.")}
-    others = {name: value for name, value in saved.items() if not name.startswith("rows.")}
+    non_row_fields = {name: value for name, value in saved.items() if not name.startswith("rows.")}
     if not fields or any(isinstance(value, DiskTensor | TableShards) for value in fields.values()):
-        return others  # or it is in the table's store
-    rows = others.pop("row")
-    if not torch.equal(fields.pop("id")[rows], others["ids"]):
+        return non_row_fields  # or it is in the table's store
+    rows = non_row_fields.pop("row")
+    if not torch.equal(fields.pop("id")[rows], non_row_fields["ids"]):
         raise ValueError(f"{path} is damaged: rows of a dynamic table are not those of its ids; use another checkpoint")
-    return others | {name: value[rows] for name, value in fields.items()}
+    return non_row_fields | {name: value[rows] for name, value in fields.items()}
 
 
 def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
@@ -218,10 +234,10 @@ def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None
         if isinstance(module, DynamicTable):
             yield path, module
         elif isinstance(module, ShardedCollection) and module.service is None:
-            held = {each.table: table for each, table in module.dynamic_tables()}
+            local_tables = {spec.table: table for spec, table in module.dynamic_tables()}
             for number, config in enumerate(module.configs):
                 if config.is_dynamic:
-                    yield f"{path}.{config.name}".lstrip("."), held.get(number)
+                    yield f"{path}.{config.name}".lstrip("."), local_tables.get(number)
 
 
 class CheckpointManager:
@@ -313,9 +329,13 @@ class CheckpointManager:
         run, data = manifest["run"], state.data
         if isinstance(data, ClickLog):
             data = data.read_as(run.get("kinds", {}), run.get("encoding", ""))
-        here = self._run(data)
-        run["kinds"] = here["kinds"] | run.get("kinds", {})  # older checkpoints have none
-        different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
+        current_run = self._run(data)
+        run["kinds"] = current_run["kinds"] | run.get("kinds", {})  # older checkpoints have none
+        different = [
+            f"{name} was {run.get(name)!r}, is {current_run[name]!r}"
+            for name in current_run
+            if run.get(name) != current_run[name]
+        ]
         if different:
             raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
         changes = on_each_rank(self._control, lambda: data_changes(path, manifest, data, state.options.checkpoints))
@@ -331,8 +351,8 @@ class CheckpointManager:
         tensors = train_state.optimizer_templates(state.model, state.step.dense_optimizer, stored) | random
         entry = stored.get("trainer.loss_sums")
         sums = torch.zeros(2 if entry is None else entry.size, dtype=torch.float64)
-        others = tensors | {"trainer.loss_sums": sums}
-        load_model(path, state.model, others, stored, ("rng.",), self._control)
+        extra_tensors = tensors | {"trainer.loss_sums": sums}
+        load_model(path, state.model, extra_tensors, stored, ("rng.",), self._control)
         if state.step.dense_optimizer is not None:
             train_state.load_optimizer_state(state.model, state.step.dense_optimizer, tensors, options["optimizer"])
         if changes:
@@ -345,8 +365,8 @@ class CheckpointManager:
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
         position = progress.position
-        own = None if position is None else rank_position(position, state.ranks.rank, state.ranks.size)
-        state.progress = replace(progress, position=own)
+        local_position = None if position is None else rank_position(position, state.ranks.rank, state.ranks.size)
+        state.progress = replace(progress, position=local_position)
         state.use(data)
         return path
 

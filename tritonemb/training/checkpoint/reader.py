@@ -43,13 +43,13 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
             on every rank. One without a digest is a warning.
     """
     path, group = Path(path), RankGroup() if group is None else group
-    text, found = on_each_rank(group, lambda: read_manifest_text(path))
+    text, manifest = on_each_rank(group, lambda: read_manifest_text(path))
     if len(set(on_all_ranks(group, lambda: zlib.crc32(text)))) > 1:
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
-    if group.rank == 0 and "sha256" not in found:
+    if group.rank == 0 and "sha256" not in manifest:
         warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
-    on_all_ranks(group, lambda: files.check_files(path, found["files"], group.rank, group.size))
-    return found
+    on_all_ranks(group, lambda: files.check_files(path, manifest["files"], group.rank, group.size))
+    return manifest
 
 
 def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
@@ -57,18 +57,18 @@ def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str
     entries, tables = on_each_rank(
         group, lambda: (CheckpointReader(path).read_metadata().state_dict_metadata, saved_tables(Path(path)))
     )
-    found = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    result = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     for prefix, table in tables.items():
         for field, (dtype, size) in table["fields"].items():
             properties = TensorProperties(getattr(torch, dtype))
-            found[f"{prefix}.{field}"] = TensorStorageMetadata(properties, torch.Size(size), [])
-    return found
+            result[f"{prefix}.{field}"] = TensorStorageMetadata(properties, torch.Size(size), [])
+    return result
 
 
 def saved_on_servers(path: Path) -> dict[str, list[list[Path]]]:
     """Files of embedding servers, a chain of each, by collection."""
-    found = read_manifest_text(path)[1].get("servers", {}) if (path / MANIFEST).is_file() else {}
-    return {name: [[path / file for file in chain["files"]] for chain in chains] for name, chains in found.items()}
+    servers = read_manifest_text(path)[1].get("servers", {}) if (path / MANIFEST).is_file() else {}
+    return {name: [[path / file for file in chain["files"]] for chain in chains] for name, chains in servers.items()}
 
 
 def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
@@ -95,8 +95,8 @@ def load_tensors(
     path = Path(path)
     files.ignore_single_process_warning()
     stored = stored_tensors(path, group)
-    own = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    if problems := _differences(stored, on_all_ranks(group, lambda: own), ignore):
+    local = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    if problems := _differences(stored, on_all_ranks(group, lambda: local), ignore):
         more = len(problems) - MAX_LISTED
         listed = "\n  ".join(problems[:MAX_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
@@ -128,20 +128,24 @@ def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[Ca
             _fill_tensors(path, _parts_of(path, entry), targets)
 
 
-def _differences(stored: Stored, every: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
+def _differences(stored: Stored, entries_by_rank: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
     problems = []
-    wanted: dict[str, dict[str, int]] = {}  # name: what it is: the first rank that says so
-    for rank, own in enumerate(every):
-        for name, here in own.items():
-            wanted.setdefault(name, {}).setdefault(here, rank)
-    for name in sorted(wanted.keys() | stored.keys()):
+    expected: dict[str, dict[str, int]] = {}  # name: what it is: the first rank that says so
+    for rank, local_entries in enumerate(entries_by_rank):
+        for name, description in local_entries.items():
+            expected.setdefault(name, {}).setdefault(description, rank)
+    for name in sorted(expected.keys() | stored.keys()):
         if name not in stored:
             problems.append(f"{name} is not in the checkpoint")
-        elif name in wanted:
-            there = described(stored[name].properties.dtype, stored[name].size)
-            for here, rank in wanted[name].items():
-                where = "here" if len(wanted[name]) == 1 else f"on rank {rank}"
-                problems += [f"{name} is {there} in the checkpoint, {here} {where}"] if here != there else []
+        elif name in expected:
+            stored_description = described(stored[name].properties.dtype, stored[name].size)
+            for description, rank in expected[name].items():
+                where = "here" if len(expected[name]) == 1 else f"on rank {rank}"
+                problems += (
+                    [f"{name} is {stored_description} in the checkpoint, {description} {where}"]
+                    if description != stored_description
+                    else []
+                )
         elif not name.startswith(ignore):
             problems.append(f"{name} is in the checkpoint only")
     return problems
@@ -149,8 +153,8 @@ def _differences(stored: Stored, every: list[dict[str, str]], ignore: tuple[str,
 
 def same_part(entry: Mapping[str, Any], table: CachedTable) -> Mapping[str, Any] | None:
     """The very part that a table on disk is, in the manifest's `entry` of the whole table; None if it is not there."""
-    wanted = describe_part(table.row_config)
-    return next((part for part in entry["parts"] if part | wanted == part), None)
+    description = describe_part(table.row_config)
+    return next((part for part in entry["parts"] if part | description == part), None)
 
 
 def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
@@ -231,15 +235,15 @@ def _blocks_of(
         return
     base, *changes = [path / name for name in part["files"]]
     with ExitStack() as stack:
-        whole = base
+        snapshot_path = base
         if changes:  # they are put onto a copy, among the system's temporary files
             folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
-            whole = Path(stack.enter_context(folder)) / f"table{ROWS}"
-            restore(whole, base, changes)
-        saved = stack.enter_context(SnapshotReader(whole))
+            snapshot_path = Path(stack.enter_context(folder)) / f"table{ROWS}"
+            restore(snapshot_path, base, changes)
+        saved = stack.enter_context(SnapshotReader(snapshot_path))
         header = saved.header
-        found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
-        if found != (part["table"], row, num_rows, column):
+        actual = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
+        if actual != (part["table"], row, num_rows, column):
             raise StorageError(
                 f"{base} is a snapshot of table {header['table']!r}, not of the part of table {part['table']!r} that "
                 "should be there; use another checkpoint"
@@ -279,9 +283,9 @@ def _tensor_blocks(reader: CheckpointReader, prefix: str, entries: Stored, confi
     edges = {first, last, *(row for row in max(pieces.values(), key=len) if first < row < last)}
     for begin, end in pairwise(sorted(edges)):
         size = end - begin
-        found = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
-        shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in found.items()}
+        buffers = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
+        shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in buffers.items()}
         parts: dict[str, Any] = {f"{prefix}.{name}": part for name, part in shards.items()}
         load(parts, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
-        for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in found.values()))):
-            yield rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in found.items()}
+        for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in buffers.values()))):
+            yield rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in buffers.items()}

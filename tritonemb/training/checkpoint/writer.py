@@ -116,11 +116,11 @@ class CheckpointWriter(FileSystemWriter):
 def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
     """Raise ValueError unless the ranks' shards make up each sharded table."""
     for name in dict.fromkeys(name for shards in ranks for name in shards):
-        found = [shards[name] for shards in ranks if name in shards]
-        if len(kinds := sorted({described(dtype, shape) for shape, dtype, _ in found})) > 1:
+        copies = [shards[name] for shards in ranks if name in shards]
+        if len(kinds := sorted({described(dtype, shape) for shape, dtype, _ in copies})) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(kinds)}")
         try:
-            refuse_gaps(found[0][0], [rectangle for *_, rectangles in found for rectangle in rectangles])
+            refuse_gaps(copies[0][0], [rectangle for *_, rectangles in copies for rectangle in rectangles])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -175,8 +175,8 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
         prefix, _, field = name.rpartition(".")
         table = tables.setdefault(prefix, DiskTable({}, {}))
         table.fields[field] = (str(value.dtype).removeprefix("torch."), list(value.shape))
-        for part, mine in on_disk:
-            table.parts[part] = mine or table.parts.get(part, False)
+        for part, owned in on_disk:
+            table.parts[part] = owned or table.parts.get(part, False)
     return in_memory, tables
 
 
@@ -201,7 +201,7 @@ class TableSnapshots:
         self._folder = Path()
         self._parts: dict[CachedTable, list[str]] = {}  # each once, with all its prefixes
         for prefix, table in tables.items():
-            for part in (part for part, mine in table.parts.items() if mine):
+            for part in (part for part, owned in table.parts.items() if owned):
                 self._parts.setdefault(part, []).append(prefix)
         self._snapshots: list[_Snapshot] = []
 
@@ -238,10 +238,10 @@ class TableSnapshots:
                     f"another snapshot of table {config.name!r} was taken while a checkpoint was begun, so its changes "
                     "do not follow the last checkpoint; the next one will be whole"
                 )
-            own = linked | {path.name: size_and_checksum(path)}
+            snapshot_files = linked | {path.name: size_and_checksum(path)}
             num_bytes += allocated(path)
-            files |= own
-            part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
+            files |= snapshot_files
+            part = describe_part(config) | {"files": list(snapshot_files), "snapshot": header["snapshot"]}
             for prefix in prefixes:
                 tables[prefix]["parts"].append(part)
         for chain in (chain for chains in self._servers.values() for chain in chains):
@@ -264,13 +264,13 @@ def let_servers_write(folder: Path, name: str, service: TableService, earlier: E
     source, manifest = next((each for each in earlier if name in each[1].get("servers", {})), (folder, {}))
     last = manifest.get("servers", {}).get(name, [])
     number = max((len(each["files"]) for each in last), default=0)
-    for before in (last if number < MAX_FILES else [], []):
-        prefix = folder / f"{stem}.{number if before else 0}."
-        written = service.snapshot(prefix, changes_only=bool(before))
+    for previous in (last if number < MAX_FILES else [], []):
+        prefix = folder / f"{stem}.{number if previous else 0}."
+        written = service.snapshot(prefix, changes_only=bool(previous))
         new = [Path(f"{prefix}{server}.server") for server in range(len(written))]
-        follows = [each["after"] for each in written] == [each["snapshot"] for each in before]
-        chains = [each["files"] for each in before] if follows else [[] for _ in written]
-        if not before or (follows and _link(source, folder, [name for chain in chains for name in chain])):
+        follows = [each["after"] for each in written] == [each["snapshot"] for each in previous]
+        chains = [each["files"] for each in previous] if follows else [[] for _ in written]
+        if not previous or (follows and _link(source, folder, [name for chain in chains for name in chain])):
             return [
                 {"files": [*chain, path.name], "snapshot": each["snapshot"]}
                 for chain, path, each in zip(chains, new, written, strict=True)
@@ -365,10 +365,10 @@ class HostStager(BlockingAsyncStager):
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank is to save of `tensors`: of `TableShards` and DTensors, such ones on the CPU."""
-        before, self._buffers = self._buffers, {}  # buffers that are not wanted any more are freed
+        previous_buffers, self._buffers = self._buffers, {}  # buffers that are not wanted any more are freed
 
         def fill(name: str, tensor: Tensor) -> Tensor:
-            buffer = before.get(name)
+            buffer = previous_buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
