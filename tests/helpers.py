@@ -24,7 +24,7 @@ from tritonemb.nn.collections import TableCollection
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.storage.checkpoint import MANIFEST, size_and_checksum
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.utils import sealed
+from tritonemb.utils import seal
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()
@@ -47,7 +47,7 @@ def resealed(path: Path, *names: str) -> None:
     """Let the manifest have the checksums of files that were changed, as whoever changes them can."""
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"] |= {name: size_and_checksum(path / name) for name in names}
-    (path / MANIFEST).write_text(sealed(json.dumps({name: manifest[name] for name in manifest if name != "sha256"})))
+    (path / MANIFEST).write_text(seal(json.dumps({name: manifest[name] for name in manifest if name != "sha256"})))
 
 
 def resident_growth(do: Callable[[], object], attempts: int = 3) -> int:

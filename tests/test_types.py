@@ -20,7 +20,7 @@ def test_defaults():
 
 def test_sizes_are_integers_of_any_kind():
     table = te.TableConfig("t", np.int64(10), np.int32(4), cache=te.CacheConfig(rows=np.int64(5)))
-    sizes = table.num_embeddings, table.embedding_dim, table.whole_rows, table.cache.rows
+    sizes = table.num_embeddings, table.embedding_dim, table.global_rows, table.cache.rows
     assert sizes == (10, 4, 10, 5)
     assert {type(size) for size in sizes} == {int}
 
@@ -62,15 +62,15 @@ def test_the_seed_is_63_bits_of_the_names_hash():
 def test_a_part_rounds_where_it_stands_in_the_whole_table():
     whole = te.TableConfig("t", 100, 64, ["a"], "mean", torch.bfloat16, "host", torch.nn.init.zeros_)
     assert (whole.row_origin, whole.column_origin) == (0, 0)
-    part = whole.part("p", (20, 30), (16, 40), ["b", "c"])
+    part = whole.shard("p", (20, 30), (16, 40), ["b", "c"])
     assert part == te.TableConfig("p", 30, 40, ["b", "c"], "mean", torch.bfloat16, "host")
     assert (part.seed, part.row_origin, part.column_origin) == (whole.seed, 20, 16)
     assert part.init is None
-    again = part.part("q", (29, 1), (8, 8), ["q"])
+    again = part.shard("q", (29, 1), (8, 8), ["q"])
     assert (again.seed, again.row_origin, again.column_origin) == (whole.seed, 49, 24)
     copied = pickle.loads(pickle.dumps(again))
     assert (copied.seed, copied.row_origin, copied.column_origin) == (whole.seed, 49, 24)
-    assert whole.part("t", (0, 100), (0, 64), ["a"]).row_origin == 0
+    assert whole.shard("t", (0, 100), (0, 64), ["a"]).row_origin == 0
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_part_rounds_where_it_stands_in_the_whole_table():
 )
 def test_a_part_lies_inside_its_table(rows, columns, message):
     with pytest.raises(ValueError, match=f"table 't' .*{message}"):
-        te.TableConfig("t", 10, 4).part("p", rows, columns, ["p"])
+        te.TableConfig("t", 10, 4).shard("p", rows, columns, ["p"])
 
 
 BAD = [

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import KeyedJaggedTensor, batch_size_of
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, ROW_IDS_STRIDE, TABLE, Layout, int64_at, names_in
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, ROW_IDS_STRIDE, TABLE, Layout, unpack_names, view_int64
 
 
-def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:
+def invalid_id_error(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:
     """The id at `position` of values lies outside a table that its key looks up."""
     bag = bisect_right(offsets.tolist(), position) - 1
     key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
     value = int(values[position])
     uses = layout.lookups[int(layout.key_starts[key]) : int(layout.key_starts[key + 1])]
     table = next(t for t in uses[:, TABLE].tolist() if not 0 <= value < int(layout.tables[t, NUM_ROWS]))
-    names = names_in(layout.table_names)[table], names_in(layout.feature_names)[key]
+    names = unpack_names(layout.table_names)[table], unpack_names(layout.feature_names)[key]
     return id_out_of_range(*names, sample, position, value, int(layout.tables[table, NUM_ROWS]))
 
 
@@ -31,7 +31,7 @@ def id_out_of_range(table: str, feature: str, sample: int, position: int, value:
     )
 
 
-def first_bad_id(batch: KeyedJaggedTensor, uses: Iterable[tuple[str, str, int]]) -> ValueError | None:
+def find_invalid_id(batch: KeyedJaggedTensor, uses: Iterable[tuple[str, str, int]]) -> ValueError | None:
     """An error that names the first id that its table does not have; None if there is none.
 
     `uses`: of features, in order, with the table that each looks up, and its number of rows.
@@ -52,19 +52,19 @@ def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:
     """Raise ValueError unless offsets ascend from 0 to the number of values; waits for a GPU."""
     descents = (torch.diff(offsets) < 0).nonzero().flatten().tolist()
     if int(offsets[0]) != 0:
-        raise bad_offsets(-1, offsets, values.numel(), layout)
+        raise offsets_error(-1, offsets, values.numel(), layout)
     if descents or int(offsets[-1]) != values.numel():
-        raise bad_offsets([*descents, offsets.numel() - 1][0], offsets, values.numel(), layout)
+        raise offsets_error([*descents, offsets.numel() - 1][0], offsets, values.numel(), layout)
 
 
-def bad_offsets(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> ValueError:
+def offsets_error(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> ValueError:
     """`offsets` does not start at 0, descends behind `bag`, or does not end at the number of values."""
     if bag < 0:
         return offsets_do_not_start_at_zero(int(offsets[0]))
     if bag == offsets.numel() - 1:
         return offsets_do_not_end_with_values(int(offsets[-1]), num_values)
     key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
-    feature = names_in(layout.feature_names)[key]
+    feature = unpack_names(layout.feature_names)[key]
     return offsets_do_not_ascend(feature, sample, int(offsets[bag]), int(offsets[bag + 1]), num_values)
 
 
@@ -85,13 +85,13 @@ def offsets_do_not_ascend(feature: str, sample: int, begin: int, end: int, num_v
     )
 
 
-def bad_gradient(row: int, layout: Layout) -> ValueError:
+def nonfinite_gradient_error(row: int, layout: Layout) -> ValueError:
     """The summed gradient of linear row `row` is NaN or infinite."""
     first_rows = layout.tables[:, FIRST_ROW].tolist()
     table = bisect_right(first_rows, row) - 1
-    name, place = names_in(layout.table_names)[table], row - first_rows[table]
+    name, place = unpack_names(layout.table_names)[table], row - first_rows[table]
     num_rows, row_ids, stride = layout.tables[table, [NUM_ROWS, ROW_IDS, ROW_IDS_STRIDE]].tolist()
-    place = int(int64_at(row_ids, num_rows * stride, layout.tables.device)[place * stride]) if row_ids else place
+    place = int(view_int64(row_ids, num_rows * stride, layout.tables.device)[place * stride]) if row_ids else place
     return gradient_not_finite(name, place)
 
 

@@ -23,14 +23,14 @@ pa, pa_flight = LazyModule("pyarrow"), LazyModule("pyarrow.flight")
 
 SCHEMES = ("grpc://", "grpc+tls://")
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
-PATIENCE = 5.0  # seconds to connect, for a server to accept a stream, and for the streams of a server to end
+TIMEOUT = 5.0  # seconds to connect, for a server to accept a stream, and for the streams of a server to end
 Message = tuple[dict[str, Any], Any]
 """JSON-able values, and the bytes that go with them: anything with a buffer; in the client a NumPy array of uint8."""
-Answer = Callable[[dict[str, Any]], Iterator[Message]]
+RequestHandler = Callable[[dict[str, Any]], Iterator[Message]]
 """The messages that answer a request, as the client takes them; closed when it takes no more. May raise anything."""
 
 
-class Exchange:
+class MessageStream:
     """One end of a stream of messages in both directions. Any thread may send; one thread receives."""
 
     def __init__(self, reader: Any, writer: Any, peer: str) -> None:
@@ -73,14 +73,14 @@ class Exchange:
                 writer.close()
 
 
-def not_served(_: Any) -> Any:
+def reject_stream(_: Any) -> Any:
     """What a server does where it is asked for nothing."""
     raise ValueError("the server at this address does not do this")
 
 
 def start_server(
-    answer: Answer, address: str, token: str, certificate: str | Path | None = None, key: str | Path | None = None,
-    exchange: Callable[[Exchange], None] = not_served,
+    answer: RequestHandler, address: str, token: str, certificate: str | Path | None = None,
+    key: str | Path | None = None, exchange: Callable[[MessageStream], None] = reject_stream,
 ) -> Any:  # fmt: skip
     """A running `pyarrow.flight.FlightServerBase`, with a method `stop`.
 
@@ -98,10 +98,10 @@ def start_server(
     _check_address(address)
     if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
         raise ValueError(f"{address}: TLS needs a grpc+tls:// address, a certificate and its key")
-    check_reach(address)
+    check_exposure(address)
     pairs = [(Path(certificate).read_bytes(), Path(key).read_bytes())] if certificate and key else None
     expected = f"Bearer {token}".encode()
-    streams: set[Exchange] = set()
+    streams: set[MessageStream] = set()
     stopping, closed = threading.Event(), ConnectionError("the server has been closed")
 
     class Authentication(pa_flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
@@ -116,7 +116,7 @@ def start_server(
 
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
             writer.begin(_schema())
-            stream = Exchange(reader, writer, context.peer())
+            stream = MessageStream(reader, writer, context.peer())
             streams.add(stream)
             try:
                 if stopping.is_set():
@@ -132,12 +132,12 @@ def start_server(
                 stream.end()
 
         def stop(self) -> None:
-            """End the server; streams that are still open fail. Waits `PATIENCE` for clients that take nothing."""
+            """End the server; streams that are still open fail. Waits up to `TIMEOUT` for clients that do not read."""
             stopping.set()
             for work in (*(partial(stream.fail, closed) for stream in list(streams)), self.shutdown):
                 thread = threading.Thread(target=work, name="tritonemb-shutdown", daemon=True)
                 thread.start()
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
 
     try:
         return Server(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
@@ -171,7 +171,7 @@ def _varint(number: int) -> int:
     return (number.bit_length() + 6) // 7
 
 
-def _record_batches(answer: Answer, ticket: bytes) -> Iterator[tuple[Any, bytes]]:
+def _record_batches(answer: RequestHandler, ticket: bytes) -> Iterator[tuple[Any, bytes]]:
     try:
         for values, data in answer(json.loads(ticket)):
             yield _record_batch(data), _metadata(values, data)
@@ -209,7 +209,7 @@ class Client:
         self.address = address
         trusted = Path(roots).read_bytes() if roots and address.startswith("grpc+tls://") else None
         options = [
-            ("grpc.min_reconnect_backoff_ms", int(PATIENCE * 1000)),  # an attempt to connect may take that long
+            ("grpc.min_reconnect_backoff_ms", int(TIMEOUT * 1000)),  # an attempt to connect may take that long
             # Servers allow a ping in 300 seconds. With these, what is not acknowledged for 20 seconds is an error too.
             ("grpc.keepalive_time_ms", 310_000),
             ("grpc.http2.max_pings_without_data", 0),
@@ -245,13 +245,13 @@ class Client:
         finally:
             reader.cancel()
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> MessageStream:
         """A stream of messages in both directions, once the server has accepted it; raises as `stream` does."""
         with _readable_errors(self.address):
             descriptor = pa_flight.FlightDescriptor.for_command(b"")
             writer, reader = self._client.do_exchange(descriptor, self._options)
-            stream = Exchange(reader, writer, self.address)
-            patience = threading.Timer(PATIENCE, stream.cancel)
+            stream = MessageStream(reader, writer, self.address)
+            patience = threading.Timer(TIMEOUT, stream.cancel)
             patience.start()
             try:
                 with on_error(stream.end):
@@ -303,7 +303,7 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
     return error
 
 
-def check_reach(address: str, has_token: bool = True) -> None:
+def check_exposure(address: str, has_token: bool = True) -> None:
     """ValueError if other machines can reach a server at this address without TLS, or a token that was chosen."""
     if address.startswith("grpc://" if has_token else SCHEMES) and not _is_loopback(address):
         raise ValueError(
@@ -312,7 +312,7 @@ def check_reach(address: str, has_token: bool = True) -> None:
         )
 
 
-def full_address(address: str) -> str:
+def complete_address(address: str) -> str:
     """An address of which HOST:PORT may be all that is given: of this machine, or else with TLS."""
     host, _, port = address.rpartition(":")
     if "//" in host or not (host and port.isdecimal()):

@@ -47,7 +47,9 @@ class KeyedJaggedTensor:
         self._keys, self._values, self._weights = tuple(keys), values, weights
         lengths = lengths.reshape(-1) if isinstance(lengths, Tensor) and lengths.dim() == 2 else lengths
         self._check_form(lengths, offsets)
-        self.is_checked = not torch.compiler.is_compiling() and readable(lengths if offsets is None else offsets)
+        self.is_checked = not torch.compiler.is_compiling() and is_host_readable(
+            lengths if offsets is None else offsets
+        )
         if self.is_checked:
             self._check_contents(lengths, offsets)
         # Both are settled here: a batch that changed when it is used would be compiled for twice.
@@ -129,7 +131,7 @@ class KeyedJaggedTensor:
                 raise ValueError(f"stack needs parts of the same keys in one order, got {keys} and {part.keys()}")
         lengths = [part.lengths().reshape(len(keys), -1) for part in parts]
         values = torch.cat([part.values() for part in parts])
-        source = key_by_key(lengths, values.shape[0])
+        source = key_major_order(lengths, values.shape[0])
         weights = _joined_weights(parts)
         weights = None if weights is None else weights[source]
         return KeyedJaggedTensor(keys, values[source], weights, lengths=torch.cat(lengths, dim=1).flatten())
@@ -287,7 +289,7 @@ class KeyedJaggedTensor:
                 if offsets is None
                 else f"offsets must ascend: {where} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
             )
-        if ends is not None and readable(lengths) and (differ := np.diff(ends) != lengths.numpy()).any():
+        if ends is not None and is_host_readable(lengths) and (differ := np.diff(ends) != lengths.numpy()).any():
             where, bag = self._first(differ)
             raise ValueError(
                 f"lengths and offsets disagree: {where} has the length {int(lengths[bag])}, by its offsets "
@@ -301,7 +303,7 @@ class KeyedJaggedTensor:
         return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}", bag
 
 
-def key_by_key(lengths: Sequence[Tensor], num_values: int) -> Tensor:
+def key_major_order(lengths: Sequence[Tensor], num_values: int) -> Tensor:
     """Where the `num_values` values of parts that lie one after the other come from when they are to lie key by key.
 
     `lengths`: of each part, `[K, B]`: values a bag; `B` may differ. Returns int64 `[num_values]`: the place, part by
@@ -367,7 +369,7 @@ def _integer(key: str, id: Any) -> int:
         raise TypeError(f"ids of {key!r} must be integers, got {id!r}") from None
 
 
-def readable(tensor: Tensor | None) -> bool:
+def is_host_readable(tensor: Tensor | None) -> bool:
     """Whether looking at the contents costs nothing: plain memory of this process."""
     return type(tensor) is Tensor and tensor.is_cpu and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
@@ -405,7 +407,7 @@ class Features(Protocol):
     def weights_or_none(self) -> Tensor | None: ...
 
 
-def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
+def unpack_features(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
     """Keys, values, offsets and weights; raises TypeError or ValueError for what is no such batch."""
     for method in ("keys", "values", "offsets", "weights_or_none"):
         if not callable(getattr(features, method, None)):

@@ -27,10 +27,12 @@ SPAN = 32 * PIECE  # gradients of a row, in pieces, that are summed before they 
 WAYS = 32  # slots in a set of a row cache
 NO_ROW = -1  # tag of an empty slot
 POLICIES = ("lru", "lfu")  # the unpinned row to evict: the one used longest ago, or the fewest times
-MOST_PARTITIONS = 1_024  # of a dynamic table
-LEAST_ROWS = 4_096  # of a partition, where there are several: one that is full refuses a batch while others have room
-GROWN_ROWS = 14  # of each set of a partition of a dynamic table; with more, the partition gets another set
-MOST_USES = 2**31 - 1  # that are counted of a row of a dynamic table, and its last step
+MAX_PARTITIONS = 1_024  # of a dynamic table
+MIN_PARTITION_ROWS = (
+    4_096  # of a partition, where there are several: one that is full refuses a batch while others have room
+)
+MAX_ROWS_PER_SET = 14  # of each set of a partition of a dynamic table; with more, the partition gets another set
+MAX_USES = 2**31 - 1  # that are counted of a row of a dynamic table, and its last step
 ALIGNMENT = 64  # bytes, of the digests of a dynamic table, so that those of a set lie in one cache line
 SET_BYTES = 5 * WAYS + 4  # of a dynamic table's index: digest and row of each slot, and the number in overflow slots
 # Of a full dynamic table's index, per row: id, step and count of uses, place in `free`, and sets of 5/4 slots. Overflow
@@ -80,8 +82,8 @@ class DynamicIndex(NamedTuple):
         free: int32 `[P · C]`: number `k · P + p` is row `k` of those of partition `p` that were freed.
         overflowed: int32 `[P · M]`, by place of a set: how many of its rows have overflow slots.
         num_sets, num_rows: int32 `[P]`: sets and rows now.
-        num_made, num_overflow: int32 `[P]`: rows so far, freed ones included, and rows in overflow slots.
-        whole: int64 `[2]`: partitions of the whole table, and which of them is the first here.
+        num_allocated, num_overflow: int32 `[P]`: rows so far, freed ones included, and rows in overflow slots.
+        shard: int64 `[2]`: partitions of the unsharded table, and the index of the first one in this shard.
     """
 
     entries: Tensor
@@ -91,9 +93,9 @@ class DynamicIndex(NamedTuple):
     overflowed: Tensor
     num_sets: Tensor
     num_rows: Tensor
-    num_made: Tensor
+    num_allocated: Tensor
     num_overflow: Tensor
-    whole: Tensor
+    shard: Tensor
 
     @property
     def ids(self) -> Tensor:
@@ -164,7 +166,7 @@ class TensorList(list[Tensor]):
 _Known = tuple[list[int], dict[Any, Any]]
 
 
-def fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any:
+def cached_fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any:
     """`find(tensors, *args)`, which a `TensorList` is asked once."""
     if not isinstance(tensors, TensorList):
         return find(tensors, *args)
@@ -177,7 +179,7 @@ def fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any
 def partition_sizes(capacity: int, most_partitions: int | None = None) -> tuple[int, int, int]:
     """Partitions of a dynamic table, and of each the most sets, and rows; see `kernels/dynamic_slots.py`."""
     if most_partitions is None:
-        most_partitions = min(MOST_PARTITIONS, max(1, capacity // LEAST_ROWS))
+        most_partitions = min(MAX_PARTITIONS, max(1, capacity // MIN_PARTITION_ROWS))
     sets, most_sets = -(-capacity * 5 // (4 * WAYS)), 1
     while -(-sets // most_sets) > most_partitions:
         most_sets *= 2
@@ -212,10 +214,10 @@ def make_index(
     slots = partitions * (most_sets + -(-num_rows // WAYS)) * WAYS
     entries = advise_huge_pages(torch.empty(num_rows * partitions, 2, dtype=torch.int64, device=device))
     rows, free = (torch.empty(size, dtype=torch.int32, device=device) for size in (slots, num_rows * partitions))
-    num_sets, num_rows, num_made, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
+    num_sets, num_rows, num_allocated, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(
         entries, _zeros(slots, torch.uint8, device), rows, free, _zeros(partitions * most_sets, torch.int32, device),
-        num_sets + 1, num_rows, num_made, num_overflow, torch.tensor([whole, first], device=device),
+        num_sets + 1, num_rows, num_allocated, num_overflow, torch.tensor([whole, first], device=device),
     )  # fmt: skip
 
 
@@ -235,12 +237,12 @@ def renumber(index: DynamicIndex, before: Tensor, rows: Tensor) -> None:
     slots = nonzero(index.digests != 0)
     index.rows[slots] = numbers[index.rows[slots].long()]
     index.entries[rows] = index.entries[before]
-    index.num_made.zero_().scatter_reduce_(0, rows % partitions, (rows // partitions + 1).int(), "amax")
+    index.num_allocated.zero_().scatter_reduce_(0, rows % partitions, (rows // partitions + 1).int(), "amax")
     held = torch.zeros(len(index.ids), dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
-    for partition, made in enumerate(index.num_made.tolist()):
+    for partition, made in enumerate(index.num_allocated.tolist()):
         freed = nonzero(~held[partition::partitions][:made])
         index.free[partition::partitions][: len(freed)] = (freed * partitions + partition).int()
-        index.used[partition::partitions][freed] = MOST_USES
+        index.used[partition::partitions][freed] = MAX_USES
 
 
 def nonzero(flags: Tensor) -> Tensor:
@@ -275,7 +277,7 @@ class Layout(NamedTuple):
         tables: int64 `[T, 7]`, a `TableRow` each.
         lookups: int64 `[L, 4]`, by key: table, first column of the output, dim, pooling.
         key_starts: int64 `[K + 1]`: the lookups of key `k` are `key_starts[k] … key_starts[k + 1] - 1`.
-        table_names, feature_names: one a line (`names_in`); for error messages.
+        table_names, feature_names: one a line (`unpack_names`); for error messages.
         multiplicity: most lookups of one key.
         num_rows: linear rows, those of all tables.
         width: columns of the output.
@@ -311,10 +313,10 @@ def make_layout(tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool
         for feature in table.feature_names:
             uses[feature].append((index, column, table.embedding_dim, MEAN if table.pooling == "mean" else SUM))
             column += table.embedding_dim if pooled else 0
-    return lay_out(rows, list(uses.values()), [table.name for table in tables], keys, pooled, device)
+    return build_layout(rows, list(uses.values()), [table.name for table in tables], keys, pooled, device)
 
 
-def lay_out(
+def build_layout(
     tables: Sequence[TableRow], uses: Sequence[Sequence[tuple[int, int, int, int]]], table_names: Iterable[str],
     feature_names: Iterable[str], pooled: bool, device: Device = None,
 ) -> Layout:  # fmt: skip
@@ -327,18 +329,18 @@ def lay_out(
         torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
         torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
         torch.tensor([0, *accumulate(map(len, uses))], dtype=torch.int64, device=device),
-        lines_of(table_names), lines_of(feature_names), max([len(use) for use in uses], default=0), first_rows[-1],
+        pack_names(table_names), pack_names(feature_names), max([len(use) for use in uses], default=0), first_rows[-1],
         max(ends), pooled,
     )  # fmt: skip
 
 
-def lines_of(names: Iterable[str]) -> str:
+def pack_names(names: Iterable[str]) -> str:
     """Names as one string, as custom ops take it. Unused keys of a batch may have line breaks."""
     return "\n".join(name.replace("\n", " ") for name in names)
 
 
-def names_in(lines: str) -> list[str]:
-    """The names of `lines_of`. Not `splitlines`, which also splits at characters that a name may have."""
+def unpack_names(lines: str) -> list[str]:
+    """The names of `pack_names`. Not `splitlines`, which also splits at characters that a name may have."""
     return lines.split("\n")
 
 
@@ -353,13 +355,13 @@ class _OnGPU(NamedTuple):
         return {"shape": (self.size,), "typestr": "<i8", "data": (self.address, False), "version": 3}
 
 
-def name_rows(layout: Layout, table: int, row_ids: Tensor, origin: int = 0) -> None:
+def set_row_ids(layout: Layout, table: int, row_ids: Tensor, origin: int = 0) -> None:
     """Let a table's rows be those that int64 `[num_rows]` says, behind an origin; the caller keeps it alive."""
     place = torch.tensor([origin, row_ids.data_ptr(), row_ids.stride(0)], device=layout.tables.device)
     layout.tables[table, [ROW_ORIGIN, ROW_IDS, ROW_IDS_STRIDE]] = place
 
 
-def int64_at(address: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+def view_int64(address: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """A view of the int64 numbers `[count]` at an address, which does not keep them alive."""
     if torch.device(device).type == "cuda":
         return torch.as_tensor(_OnGPU(address, count), device=device)

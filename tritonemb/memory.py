@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
-KEPT_BYTES = 32 << 20  # of a result whose memory is kept
+MIN_REUSED_BYTES = 32 << 20  # of a result whose memory is kept
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister: for all GPUs, which read and write it by themselves
 _idle: dict[int, Tensor] = {}  # by address, kept the longest first
 _used: dict[int, Tensor] = {}
@@ -62,7 +62,7 @@ def _register(call: str, gpu: torch.device, *args: int) -> None:
 def empty_result(size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """`torch.empty` for a result, in the memory of an earlier one if it is large, on the CPU and of about its size."""
     num_bytes = math.prod(size) * dtype.itemsize
-    if num_bytes < KEPT_BYTES or (device is not None and device.type != "cpu"):
+    if num_bytes < MIN_REUSED_BYTES or (device is not None and device.type != "cpu"):
         return torch.empty(size, dtype=dtype, device=device)
     most = num_bytes * 5 // 4
     fitting = [address for address, block in reversed([*_idle.items()]) if num_bytes <= block.nbytes <= most]

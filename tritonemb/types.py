@@ -24,14 +24,14 @@ class Codec:
     Args:
         dtype: of its code.
         largest: the largest value.
-        first_lost: the first magnitude that does not round to `largest` or below: it saturates.
+        saturation_threshold: the first magnitude that does not round to `largest` or below: it saturates.
         scales_gradients: by default; its smallest numbers are larger than gradients of a mean may be.
         row_wise: whether each row has a scale and an offset.
     """
 
     dtype: torch.dtype
     largest: float
-    first_lost: float
+    saturation_threshold: float
     scales_gradients: bool = False
     row_wise: bool = False
 
@@ -103,11 +103,11 @@ class CacheConfig:
         if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):
             raise TypeError(f"a cache's folder must be a path, got {self.folder!r}")
 
-    def rows_of(self, num_embeddings: int) -> int:
+    def num_device_rows(self, num_embeddings: int) -> int:
         """Rows to keep of a table, at least 1."""
         return min(math.ceil(self.share * num_embeddings) if self.rows is None else self.rows, num_embeddings)
 
-    def host_rows_of(self, num_embeddings: int) -> int | None:
+    def num_host_rows(self, num_embeddings: int) -> int | None:
         """Rows of a table on disk to keep in host memory, at least 1; None if it has no such cache."""
         if self.host_share is not None:
             return math.ceil(self.host_share * num_embeddings)
@@ -194,9 +194,9 @@ class TableConfig:
 
     Attributes:
         seed: of the table's random numbers, 63 bits from its name: the same on every tier.
-        row_origin, column_origin: first row and column in the whole table, of a `part`; else 0.
-        whole_rows: rows of the whole table.
-        partitions: of a `part` of a dynamic table, the first, and how many; else None.
+        row_origin, column_origin: first row and column in the whole table, of a `shard`; else 0.
+        global_rows: rows of the whole table.
+        partitions: of a `shard` of a dynamic table, the first, and how many; else None.
         feature_names: `features`, never None.
 
     Raises:
@@ -220,7 +220,7 @@ class TableConfig:
     seed: int = field(init=False, compare=False, repr=False)
     row_origin: int = field(default=0, init=False, compare=False, repr=False)
     column_origin: int = field(default=0, init=False, compare=False, repr=False)
-    whole_rows: int = field(default=0, init=False, compare=False, repr=False)
+    global_rows: int = field(default=0, init=False, compare=False, repr=False)
     partitions: tuple[int, int] | None = field(default=None, init=False, compare=False, repr=False)
     feature_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
@@ -250,7 +250,7 @@ class TableConfig:
                     )
         features = self._checked_features()
         vars(self).update(features=features, feature_names=features, seed=seed_of(self.name))
-        vars(self).update(whole_rows=self.num_embeddings or 0)
+        vars(self).update(global_rows=self.num_embeddings or 0)
 
     @property
     def is_dynamic(self) -> bool:
@@ -298,7 +298,7 @@ class TableConfig:
             raise ValueError(f"table {self.name!r}: a feature is named twice in {list(features)}")
         return features
 
-    def part(
+    def shard(
         self, name: str, rows: tuple[int, int], columns: tuple[int, int], features: Sequence[str]
     ) -> "TableConfig":
         """A shard of this table, whose updates are bitwise identical to this table's.
@@ -327,10 +327,10 @@ class TableConfig:
             init_bound=self.init_bound,
         )  # fmt: skip
         vars(part).update(row_origin=self.row_origin + rows[0], column_origin=self.column_origin + columns[0])
-        vars(part).update(seed=self.seed, whole_rows=self.whole_rows)
+        vars(part).update(seed=self.seed, global_rows=self.global_rows)
         return part
 
-    def memory(self, num_rows: int, first_row: int = 0) -> "TableConfig":
+    def storage_config(self, num_rows: int, first_row: int = 0) -> "TableConfig":
         """The static table that the memory of a dynamic table, or of a part of one, is: so many rows, with numbers."""
         made = replace(
             self, num_embeddings=num_rows, capacity=None, capacity_bytes=None, eviction=EvictionConfig(),
@@ -344,7 +344,7 @@ class TableConfig:
         """Initial values are uniform in ± this, where there is no `init`."""
         if self.init_bound is not None:
             return float(self.init_bound)
-        return float((self.embedding_dim if self.is_dynamic else self.whole_rows) ** -0.5)
+        return float((self.embedding_dim if self.is_dynamic else self.global_rows) ** -0.5)
 
 
 def seed_of(name: str) -> int:

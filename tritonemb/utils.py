@@ -73,7 +73,7 @@ def print_error(work: Callable[[], object]) -> None:
         print(f"error: {error}", file=sys.stderr)
 
 
-class Closing:
+class Closeable:
     """Closed at the end of a `with` block."""
 
     def close(self) -> None:
@@ -92,13 +92,13 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
-def listed(names: Iterable[str], most: int = 60, between: str = ", ", last: str = " ") -> str:
+def join_names(names: Iterable[str], most: int = 60, between: str = ", ", last: str = " ") -> str:
     """Names with commas or something else `between` them; the rest, behind `last`, counted."""
     names = list(names)
     return between.join(names[:most]) + (f"{last}and {len(names) - most} more" if len(names) > most else "")
 
 
-def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+def align_columns(rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of rows of cells: columns are as wide as their cells, and two blanks apart."""
     padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
     return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
@@ -109,7 +109,7 @@ def split_evenly(size: int, parts: int) -> list[int]:
     return [(size + parts - 1 - part) // parts for part in range(parts)]
 
 
-def amount(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes, with a unit of 1000."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while abs(size) >= 999.5 and len(units) > 1:
@@ -126,7 +126,7 @@ def end_with_torchrun() -> None:
 
 
 @functools.cache
-def processor() -> str:
+def cpu_model() -> str:
     """The name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", flags=re.MULTILINE)
@@ -167,7 +167,7 @@ def kernel_folder() -> Path:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; it replaces `path` at the end, or is removed if there is an error.
     FileNotFoundError if the folder is not there."""
     if not path.parent.is_dir():
@@ -180,10 +180,10 @@ def written_aside(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Write `text` in UTF-8, on the disk before it takes the place of `path`; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+    with atomic_path(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -192,7 +192,7 @@ def write_whole(path: Path, text: str) -> None:
 _SEAL = ',\n "sha256": "%s"\n}\n'
 
 
-def sealed(text: str) -> str:
+def seal(text: str) -> str:
     """A JSON object's text with one more member at its end, `sha256`: the digest of the bytes before it."""
     body = text.rstrip().removesuffix("}").rstrip()
     return body + _SEAL % hashlib.sha256(body.encode()).hexdigest()
@@ -219,9 +219,9 @@ class JsonFile:
     """
 
     FORMAT: ClassVar[int] = 1
-    WHAT: ClassVar[str]
+    TITLE: ClassVar[str]
     MEMBERS: ClassVar[Iterable[str]]
-    NEEDED: ClassVar[Iterable[str]]
+    REQUIRED: ClassVar[Iterable[str]]
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
@@ -234,7 +234,7 @@ class JsonFile:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with a digest."""
-        write_whole(Path(path), sealed(self.to_json()))
+        atomic_write(Path(path), seal(self.to_json()))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -251,18 +251,18 @@ class JsonFile:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{cls.WHAT} must be JSON: {error}") from error
-        shape = f"{cls.WHAT} is an object with the fields {sorted({*cls.MEMBERS, 'format'})}"
+            raise ValueError(f"{cls.TITLE} must be JSON: {error}") from error
+        shape = f"{cls.TITLE} is an object with the fields {sorted({*cls.MEMBERS, 'format'})}"
         if not isinstance(values, dict):
             raise ValueError(shape)
         found = {name: value for name, value in values.items() if name not in ("format", "sha256")}
         if values.get("format", cls.FORMAT) != cls.FORMAT:
-            raise ValueError(f"this version reads format {cls.FORMAT} of {cls.WHAT}, got {values['format']!r}")
+            raise ValueError(f"this version reads format {cls.FORMAT} of {cls.TITLE}, got {values['format']!r}")
         if unknown := [name for name in found if name not in cls.MEMBERS]:
             hint = did_you_mean(unknown[0], cls.MEMBERS)
-            raise ValueError(f"{cls.WHAT} has no field {unknown[0]!r}{hint or f'; {shape}'}")
-        if missing := [name for name in cls.NEEDED if name not in found]:
-            raise ValueError(f"{cls.WHAT} needs a {missing[0]}; {shape}")
+            raise ValueError(f"{cls.TITLE} has no field {unknown[0]!r}{hint or f'; {shape}'}")
+        if missing := [name for name in cls.REQUIRED if name not in found]:
+            raise ValueError(f"{cls.TITLE} needs a {missing[0]}; {shape}")
         return found
 
 

@@ -18,8 +18,8 @@ from tritonemb.kernels import dynamic_index as triton
 from tritonemb.kernels.cpu import dynamic_index as cpu
 from tritonemb.kernels.cpu import row_cache
 from tritonemb.layout import (
+    MAX_USES,
     MISSING,
-    MOST_USES,
     NO_KEY,
     DynamicIndex,
     PendingInsert,
@@ -86,7 +86,7 @@ class Partition:
                     victims = [min(old)[-1]]
                     del rows[victims[0]]
                     break
-        self.sets[self.home(id)][id] = Row(step, min(MOST_USES, count))
+        self.sets[self.home(id)][id] = Row(step, min(MAX_USES, count))
         while len(self.rows()) > 14 * len(self.sets) and len(self.sets) < self.most_sets:
             self.sets.append(OrderedDict())
             rows = self.rows()
@@ -111,7 +111,7 @@ class Model:
         for id in ids:
             partition = self.of(id)
             rows = partition.sets[partition.home(id)]
-            rows[id] = Row(step, min(MOST_USES, rows[id].count + 1))
+            rows[id] = Row(step, min(MAX_USES, rows[id].count + 1))
 
     def insert(self, ids: dict[int, int], step: int, last: int, half_life: int) -> tuple[list[int], int]:
         """Victims; and how many ids find no room: then nothing changes."""
@@ -202,7 +202,7 @@ def mark(kernels: str, index: DynamicIndex, ids: torch.Tensor, step: int) -> tup
 
 def new_of(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> PendingInsert:
     """Of distinct, unknown ids."""
-    keys = partitions_of(ids, index.whole[0]) - index.whole[1] if kernels == "triton" else torch.zeros_like(ids)
+    keys = partitions_of(ids, index.shard[0]) - index.shard[1] if kernels == "triton" else torch.zeros_like(ids)
     return served(kernels, "dynamic_begin_insert")([index], ids, keys.int())
 
 
@@ -225,7 +225,7 @@ def add(kernels: str, index: DynamicIndex, ids: torch.Tensor, occurrences: torch
         new = new._replace(begins=torch.cat([ids.new_zeros(1), occurrences[new.order].cumsum(0)]))
     done, evicted = served(kernels, "dynamic_commit_insert_")([index], new, starts, [rule], rows)
     if kernels == "triton":
-        index.counts[done] = occurrences[new.order].clamp(max=MOST_USES).int()
+        index.counts[done] = occurrences[new.order].clamp(max=MAX_USES).int()
     assert torch.equal(rows[new.order], done)
     evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
     evicted_ids, order = evicted_ids.sort()
@@ -273,7 +273,7 @@ def use(
     """A batch: known ids are marked, new ones are inserted; or all is as before, if there are too many."""
     rule, device = (step, step - 1 - problem.protect, problem.half_life), index.ids.device
     copies = [part.clone() for part in index]
-    known, times = [id for id in ids if id in row_of], random.Random(step).choice((1, 1, 1, MOST_USES))
+    known, times = [id for id in ids if id in row_of], random.Random(step).choice((1, 1, 1, MAX_USES))
     new = {id: ids.count(id) * times for id in sorted({*ids} - {*known})}
     rows, before = mark(kernels, index, torch.tensor(ids, dtype=torch.int64, device=device), step)
     assert rows.tolist() == [row_of.get(id, -1) for id in ids]
@@ -293,7 +293,7 @@ def use(
         for id in known:
             partition = model.of(id)
             partition.sets[partition.home(id)][id] = found[id]
-            index.counts[row_of[id]] = found[id].count  # it may have been MOST_USES
+            index.counts[row_of[id]] = found[id].count  # it may have been MAX_USES
         assert all(torch.equal(part, copy) for part, copy in zip(index, copies, strict=True))
         return
     done = add(kernels, index, new_ids, counts, *rule)
@@ -355,7 +355,7 @@ def assert_alike(one: DynamicIndex, other: DynamicIndex) -> None:
     def facts(index: DynamicIndex) -> list[torch.Tensor]:
         ids, rows = dynamic_rows(index)
         in_order = index.free.view(-1, index.num_sets.numel()).T
-        free = [each[:n] for each, n in zip(in_order, (index.num_made - index.num_rows).tolist(), strict=True)]
+        free = [each[:n] for each, n in zip(in_order, (index.num_allocated - index.num_rows).tolist(), strict=True)]
         return [ids, rows, index.uses[rows], *free, *index[4:]]
 
     for mine, theirs in zip(facts(one), facts(other), strict=True):
@@ -420,14 +420,14 @@ def test_triton_has_a_part_of_an_index(device):
 def test_an_id_is_used_many_times_at_once(device):
     index, ids = make_index(25, device), torch.arange(10, device=device)
     insert(index, ids.tolist(), 1, kernels="triton")
-    index.counts[3] = MOST_USES - 5
+    index.counts[3] = MAX_USES - 5
     batch = torch.cat([ids, ids.new_full((300,), 7), ids.new_full((90,), 3)])
     rows, before = mark("triton", index, batch, 2)
-    assert index.counts[:10].tolist() == [2, 2, 2, MOST_USES, 2, 2, 2, 302, 2, 2]
+    assert index.counts[:10].tolist() == [2, 2, 2, MAX_USES, 2, 2, 2, 302, 2, 2]
     assert index.used[:10].tolist() == [2] * 10
     undo_use(index, rows, before)
     assert index.used[:10].tolist() == [1] * 10
-    assert index.counts[:10].tolist() == [1, 1, 1, MOST_USES - 91, 1, 1, 1, 1, 1, 1]
+    assert index.counts[:10].tolist() == [1, 1, 1, MAX_USES - 91, 1, 1, 1, 1, 1, 1]
 
 
 def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:

@@ -61,7 +61,7 @@ def cut(whole: TableCollection, rows: Sequence[Run], columns: Sequence[Run]) -> 
     (config,), (table,) = whole.configs, whole.tables
     parts = []
     for index, (mine, its) in enumerate(itertools.product(rows, columns)):
-        parts.append(config.part(f"part{index}", mine, its, [f"part{index}"]))
+        parts.append(config.shard(f"part{index}", mine, its, [f"part{index}"]))
     collection = make_collection(parts, whole.optimizer)
     with torch.no_grad():
         for part, own in zip(parts, collection.tables, strict=True):
@@ -144,7 +144,7 @@ def test_a_row_and_column_far_from_the_origin(device, implementation, dtype):
     here = (2**33 + 2**31 + 3, 5), (2**23 + 8, 16)
     found = {}
     for serving in (implementation, "reference"):
-        table = make_collection([whole.part("part", *here, ["part"])], te.optim.SGD(lr=0.1))
+        table = make_collection([whole.shard("part", *here, ["part"])], te.optim.SGD(lr=0.1))
         steps = random_steps(table, NUM_STEPS)
         where = device if serving == implementation else torch.device("cpu")
         table.to(where)
@@ -164,7 +164,7 @@ def test_equal_rows_in_other_places_round_differently(device, implementation, co
     device = device if implementation == "triton" else torch.device("cpu")
     whole = te.TableConfig("whole", 80, 16, dtype=torch.bfloat16)
     rows = (40, 40) if columns[0] == 0 else (0, 40)
-    configs = [whole.part("a", (0, 40), (0, 8), ["a"]), whole.part("b", rows, columns, ["b"])]
+    configs = [whole.shard("a", (0, 40), (0, 8), ["a"]), whole.shard("b", rows, columns, ["b"])]
     weights = [torch.ones(40, 8, dtype=torch.bfloat16, device=device) for _ in configs]
     layout = make_layout(configs, ["a", "b"], True, device)
     values = torch.arange(40, device=device).repeat(2)
@@ -245,8 +245,8 @@ def test_a_bad_gradient_of_a_row_held_elsewhere_names_the_row(device, implementa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_16_bit_tables_are_cut_between_those_that_round_together(dtype):
     whole = te.TableConfig("whole", 10, 64, dtype=dtype)
-    make_layout([whole.part("part", (3, 2), (56, 8), ["part"])], ["part"], True)
-    part = whole.part("part", (3, 2), (20, 8), ["part"])
+    make_layout([whole.shard("part", (3, 2), (56, 8), ["part"])], ["part"], True)
+    part = whole.shard("part", (3, 2), (20, 8), ["part"])
     with pytest.raises(ValueError, match=r"'part' begins with column 20 .* may be cut at multiples of 8 columns"):
         make_layout([part], ["part"], True)
     with pytest.raises(ValueError, match=r"'part' begins with column 20"):
@@ -255,6 +255,6 @@ def test_16_bit_tables_are_cut_between_those_that_round_together(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_tables_that_are_not_rounded_at_random_are_cut_anywhere(dtype):
-    part = te.TableConfig("whole", 10, 64, dtype=dtype).part("part", (0, 10), (3, 5), ["part"])
+    part = te.TableConfig("whole", 10, 64, dtype=dtype).shard("part", (0, 10), (3, 5), ["part"])
     layout = make_layout([part], ["part"], True)
     assert layout.tables[0, COLUMN_ORIGIN] == 3

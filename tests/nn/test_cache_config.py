@@ -25,10 +25,10 @@ from tritonemb.types import CacheConfig
     ],
 )
 def test_rows_that_are_kept(config, num_embeddings, expected):
-    assert config.rows_of(num_embeddings) == expected
-    assert config.host_rows_of(num_embeddings) is None
+    assert config.num_device_rows(num_embeddings) == expected
+    assert config.num_host_rows(num_embeddings) is None
     in_host_memory = CacheConfig(host_rows=config.rows, host_share=config.share if config.rows is None else None)
-    assert in_host_memory.host_rows_of(num_embeddings) == expected
+    assert in_host_memory.num_host_rows(num_embeddings) == expected
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_table_has_one():
     assert te.TableConfig("t", 9, 2).cache == CacheConfig()
     cache = CacheConfig(rows=7, policy="lfu", folder=Path("folder"))
     table = te.TableConfig("t", 9, 2, placement="disk", cache=cache)
-    assert table.part("p", (3, 4), (0, 1), ["f"]).cache is cache
+    assert table.shard("p", (3, 4), (0, 1), ["f"]).cache is cache
     with pytest.raises(TypeError, match="table 't': cache must be a CacheConfig, got 5"):
         te.TableConfig("t", 9, 2, cache=5)
 
@@ -71,6 +71,6 @@ def test_a_table_has_one():
 @pytest.mark.parametrize("option", [{"host_rows": 100}, {"host_share": 1.0}], ids=str)
 def test_rows_in_host_memory_are_of_tables_on_disk(placement, option):
     cache, (name,) = CacheConfig(**option), option
-    assert te.TableConfig("t", 9, 2, placement="disk", cache=cache).cache.host_rows_of(9) == 9
+    assert te.TableConfig("t", 9, 2, placement="disk", cache=cache).cache.num_host_rows(9) == 9
     with pytest.raises(ValueError, match=f"table 't': its cache has {name}, .* its placement is '{placement}'"):
         te.TableConfig("t", 9, 2, placement=placement, cache=cache)

@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_read_counts_ahead_does_as_one_that_can(placements, 
             batch.values()[:: 1 if step % 4 == 1 else 3] -= 1000
         expected = output_of(twin, batch)
         with monkeypatch.context() as patch:
-            patch.setattr("tritonemb.jagged.readable", lambda _: False)
+            patch.setattr("tritonemb.jagged.is_host_readable", lambda _: False)
             out = output_of(mine, batch)
         assert torch.equal(out, expected)
         out.backward(grad)
@@ -236,7 +236,7 @@ def test_an_id_out_of_range_changes_nothing(placements, readable, monkeypatch):
     ids = {"u": [[3], [450]], "unused": [[-9], []], "shared": [[], [1, 69]], "g": [[], []], "country": [[2], []]}
     with monkeypatch.context() as patch:
         if not readable:
-            patch.setattr("tritonemb.jagged.readable", lambda _: False)
+            patch.setattr("tritonemb.jagged.is_host_readable", lambda _: False)
         for key, bad in (("u", 500), ("country", -1), ("shared", 70), ("g", 2**40)):
             wrong = te.KeyedJaggedTensor.from_lists({**ids, key: [[bad], [0, bad]]})
             for use in (output_of, type(mine).group, te.nn.prefetch)[: fewer(3, 1)]:

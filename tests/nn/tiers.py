@@ -179,7 +179,8 @@ class HostReads(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.found: list[str] = []
-        monkeypatch.setattr("tritonemb.jagged.readable", lambda _: False)  # which checks batches on the CPU alone
+        # Batches are checked on the CPU only.
+        monkeypatch.setattr("tritonemb.jagged.is_host_readable", lambda _: False)
         for name in ("tolist", "cpu"):  # a CPU tensor's are no op
             monkeypatch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
 

@@ -21,7 +21,7 @@ from tritonemb.server.client import Connection
 from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, Publisher, look_up
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport
-from tritonemb.utils import read_sealed, sealed, write_whole
+from tritonemb.utils import atomic_write, read_sealed, seal
 
 DYNAMIC = {"capacity": 40, "eviction": te.EvictionConfig(protect=2)}
 IDS = {"a": torch.arange(300), "b": torch.arange(9_000).flip(0), "d": torch.arange(-5, 400)}
@@ -69,7 +69,7 @@ def folder(chain, tmp_path) -> Path:
 
 
 def publish(folder: Path, manifest: dict) -> None:
-    write_whole(folder / PUBLISHED, sealed(json.dumps(manifest)))
+    atomic_write(folder / PUBLISHED, seal(json.dumps(manifest)))
 
 
 def chosen(manifest: dict, *numbers: int) -> dict:
@@ -289,7 +289,7 @@ def checkpoint(chain: Chain, folder: Path, step: int, number: int) -> None:
     for each in chain.manifests[number]["servers"]["tables"]:
         for name in each["files"]:
             (aside / name).hardlink_to(chain.folder / name)
-    (aside / CHECKPOINT).write_text(sealed(json.dumps({"format": 1, **chain.manifests[number]})))
+    (aside / CHECKPOINT).write_text(seal(json.dumps({"format": 1, **chain.manifests[number]})))
     aside.rename(folder / f"step-{step}")
 
 
@@ -396,6 +396,6 @@ def test_a_follower_over_flight(chain, folder):
 
 def test_what_a_folder_does_not_have(chain, folder):
     for name in ("other", None):
-        (folder / PUBLISHED).write_text(sealed(json.dumps({"servers": {"x": [], "y": []}})))
+        (folder / PUBLISHED).write_text(seal(json.dumps({"servers": {"x": [], "y": []}})))
         with Follower(folder, name, poll=None) as follower:
             assert f"has collections x, y on embedding servers, not {name!r}" in follower.problem

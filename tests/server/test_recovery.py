@@ -289,7 +289,7 @@ def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
         train(model, 3)
         flush(model)  # its thread has nothing to do any more
         with monkeypatch.context() as patch:
-            patch.setattr(node, "write_whole", raising(OSError(28, "No space left on device")))
+            patch.setattr(node, "atomic_write", raising(OSError(28, "No space left on device")))
             with pytest.raises(StorageError, match=r"could not save its state .* make room there"):
                 own.server.save()
         train(model, 2)

@@ -244,9 +244,9 @@ def test_an_address_may_be_host_and_port_alone(server):
     full = {"rows-0:9000": "grpc+tls://rows-0:9000", "10.0.0.1:9000": "grpc+tls://10.0.0.1:9000",
             "localhost:9000": "grpc://localhost:9000", "127.0.0.1:9000": "grpc://127.0.0.1:9000",
             "[::1]:9000": "grpc://[::1]:9000"}  # fmt: skip
-    assert {address: flight.full_address(address) for address in full} == full
+    assert {address: flight.complete_address(address) for address in full} == full
     for address in ("grpc://rows-0:9000", "rows-0", "rows-0:", ":9000", "9000", "http://rows-0:9000"):
-        assert flight.full_address(address) == address
+        assert flight.complete_address(address) == address
     with connect([server.address.removeprefix("grpc://")], token="secret") as servers:
         assert servers.addresses == [server.address]
     with pytest.raises(ValueError, match="'localhost' is not an address: expected grpc://HOST:PORT"):
@@ -303,7 +303,7 @@ def test_closing_a_server_ends_its_channels(monkeypatch):
     channel.send(({}, []))
     assert blocked.wait(DEADLINE)
     assert peers[0].ask({}) == ({}, [])
-    monkeypatch.setattr(flight, "PATIENCE", 0.5)  # one client takes nothing
+    monkeypatch.setattr(flight, "TIMEOUT", 0.5)  # one client takes nothing
     server.close()
     server.close()
     assert not left.is_set()
@@ -357,7 +357,7 @@ def test_a_server_that_is_killed_loses_its_channels():
 
 
 def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(flight, "PATIENCE", 0.4)
+    monkeypatch.setattr(flight, "TIMEOUT", 0.4)
     gate, left = threading.Event(), threading.Event()
 
     class Busy(pyarrow.flight.FlightServerBase):

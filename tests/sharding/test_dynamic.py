@@ -94,7 +94,7 @@ def contents(model: Any) -> dict[str, Tensor]:
 
 
 def small_partitions() -> Any:
-    return mock.patch.object(layout, "LEAST_ROWS", 16)
+    return mock.patch.object(layout, "MIN_PARTITION_ROWS", 16)
 
 
 def rows_on_ranks(rank: int, world: int, folder: Path, placed: bool) -> None:

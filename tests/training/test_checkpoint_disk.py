@@ -123,7 +123,7 @@ class TestResume:
         """Parts are cut out of the file, holes and all."""
         (entry,), (table,) = reader.saved_tables(path).values(), whole.tables
         for first, last in ((0, 6), (6, 1_000_000_000)):
-            config = table.config.part("t", (first, last - first), (0, 128), ["t"])
+            config = table.config.shard("t", (first, last - first), (0, 128), ["t"])
             own = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
             (part,) = own.tables
             part.replace_store(reader.read_files(path, entry, part))

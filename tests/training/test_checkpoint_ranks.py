@@ -180,7 +180,7 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
         "write": (writer.FileSystemWriter, "write_data"),
         "metadata": (writer.FileSystemWriter, "finish"),
         "checksum": (writer, "size_and_checksum"),
-        "manifest": (folder_module, "write_whole"),
+        "manifest": (folder_module, "atomic_write"),
     }
     owner, name = places[where]
     real = getattr(owner, name)

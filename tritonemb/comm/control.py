@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tritonemb.comm.group import RankFailed, RankGroup
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # processes start at different speeds
@@ -134,7 +134,7 @@ class FailureReports:
         blamed = failed or {rank: f"rank {rank} is gone, or has not answered at step {step}" for rank in silent}
         if not blamed:
             return RankFailed(f"the ranks have lost contact at step {step}, and each is alive ({first})")
-        return RankFailed(f"{listed(blamed.values(), 8, '; ', '; ')} ({first})", tuple(blamed))
+        return RankFailed(f"{join_names(blamed.values(), 8, '; ', '; ')} ({first})", tuple(blamed))
 
     def _in_time(self, function: Callable[[], T]) -> T | None:
         """What a call of the store returns; None if it does not answer: its host may be the one that is gone."""

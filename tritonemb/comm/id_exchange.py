@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.group import PerDevice, RankGroup
-from tritonemb.errors import first_bad_id
-from tritonemb.jagged import KeyedJaggedTensor, key_by_key
+from tritonemb.errors import find_invalid_id
+from tritonemb.jagged import KeyedJaggedTensor, key_major_order
 from tritonemb.layout import partitions_of
 
 _OWNER = 1 << 40  # an id is sent as its owner times this, plus its row there
@@ -191,7 +191,7 @@ class IdExchange:
         route = torch.arange(len(self.routes), device=ids.device).repeat_interleave(edges.diff(), output_size=len(ids))
         inside, problem = (ids >= 0) & (ids < num_rows[route]) | dynamic[route], None
         if self.check_bounds and not bool(inside.all()):
-            problem = first_bad_id(batch, [each[:3] for each in self.routes if not each.dynamic])
+            problem = find_invalid_id(batch, [each[:3] for each in self.routes if not each.dynamic])
         return torch.where(inside, ids, -1), route, problem
 
     def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -240,7 +240,7 @@ class IdExchange:
         parts = [part.split(of_rank) for part, of_rank in zip(words.split(in_words), fields, strict=True)]
         flat, ids, weights = zip(*parts, strict=True)
         lengths = [each.reshape(len(owned), sizes.bags) for each, sizes in zip(flat, received, strict=True)]
-        source = key_by_key(lengths, sum(sizes.ids for sizes in received))
+        source = key_major_order(lengths, sum(sizes.ids for sizes in received))
         values = torch.cat(ids).view(self._id_dtype)[source]
         per_bag = torch.cat(lengths, dim=1).flatten()
         of_values = torch.cat(weights).view(torch.float32)[source] if weighted else None

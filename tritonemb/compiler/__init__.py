@@ -22,7 +22,7 @@ from tritonemb.compiler.graph import is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
 from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
 from tritonemb.compiler.merge import cacheable, call_lookups, merge
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 __all__ = ["Fused", "HideExchanges", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
 
@@ -36,7 +36,7 @@ class Fused(NamedTuple):
     members: tuple[str, ...]  # names of what it replaces: of weights, without `.weight`, or names in the graph
 
     def __str__(self) -> str:
-        return f"{self.what}: {listed(self.members, 12)}"
+        return f"{self.what}: {join_names(self.members, 12)}"
 
 
 @dataclass

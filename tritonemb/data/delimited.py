@@ -23,7 +23,7 @@ from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.batch import Array
 from tritonemb.data.encode import good_rows, integers, string_buffers, to_integers, wrong_values
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Schema, wrong_value
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 Text = bytes | bytearray
 
@@ -255,8 +255,8 @@ def check_criteo(schema: Schema, where: str) -> None:
     if schema.label not in ("", LABEL):
         raise ValueError(
             f"{where}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
-            f"{schema.label!r}; its columns: {listed(FIELDS)}. Files with a header are read with a delimiter, or as "
-            "they are if their names end with .csv"
+            f"{schema.label!r}; its columns: {join_names(FIELDS)}. Files with a header are read with a delimiter, or "
+            "as they are if their names end with .csv"
         )
 
 

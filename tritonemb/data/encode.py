@@ -33,7 +33,7 @@ from tritonemb.data.batch import Array, Column, Rows, offsets_of
 from tritonemb.data.files import LogFile, open_parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema, shown
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
@@ -293,7 +293,7 @@ def numberings(schema: Schema) -> dict[str, Numbering]:
         raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
     found = load_vocabulary(schema.vocabulary)
     if unknown := [name for name in schema.sparse if name not in found]:
-        raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {listed(found)}")
+        raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {join_names(found)}")
     return {name: found[name] for name in schema.sparse}
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from tritonemb.data.arrow import fs, pa, parquet
 from tritonemb.data.protocol import SPLITS, WHOLE, ReadReport, Shard, Split
 from tritonemb.data.schema import SplitRule
-from tritonemb.utils import listed, require, written_aside
+from tritonemb.utils import atomic_path, join_names, require
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
@@ -148,7 +148,7 @@ def _found(entry: str | Path) -> list[LogFile]:
             }
             if names := [entry.base_name for entry in folders if system.get_file_info(fs.FileSelector(entry.path))]:
                 raise ValueError(
-                    f"{path} has folders in it, whose rows would be left out: {listed(names, most=5)}; move their "
+                    f"{path} has folders in it, whose rows would be left out: {join_names(names, most=5)}; move their "
                     "files out of them, or let the folders' names begin with an underscore"
                 )
         if not infos:
@@ -220,7 +220,7 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 
     Its pages have checksums, and so has every byte, in the metadata: after the place of the footer, in 16 hexadecimal
     digits, the CRC-32 of the footer with zeros for these 8 digits, and of each MiB before it."""
-    with written_aside(path) as part:
+    with atomic_path(path) as part:
         with parquet.ParquetWriter(part, schema, compression=compression, write_page_checksum=True) as writer:
             yield writer
             end = part.stat().st_size
@@ -311,7 +311,7 @@ def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tupl
     if both := [file for file in test if file.identity in validation_at]:
         raise ValueError(f"split: {both[0].path} is named for validation and for test")
     if not (train := tuple(file for file in files if file.identity not in validation_at | test_at)):
-        names = listed((str(file.path) for file in files), most=5)
+        names = join_names((str(file.path) for file in files), most=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
     if len({file.format for file in (*train, *validation, *test)}) > 1:
         raise ValueError("split: the held-out files are of another format than the others")

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 T = TypeVar("T")
 Permit = Callable[[], AbstractContextManager[object]]
@@ -17,7 +17,7 @@ GRACE = 2.0  # seconds that a thread gets to end after a failure
 POLL = 0.1  # seconds after which a waiting thread looks whether the other one lives
 
 
-class Prefetcher(Closing, Iterator[T]):
+class Prefetcher(Closeable, Iterator[T]):
     """The items of `source`, in their order; its exception, if it raises one, comes out of `next` in its place.
 
     Item `k + depth` is begun once item `k` has been taken: ranks that take as many items begin as many collectives.

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.types import Pooling, TableConfig
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -86,7 +86,7 @@ class PositionedBatch:
     report: ReadReport
 
 
-class Batches(Closing, Iterator[Batch]):
+class Batches(Closeable, Iterator[Batch]):
     """Batches in their order, from a position on: a `Stream`, or several. Their position may be a nested one."""
 
     position: Mapping[str, Any]

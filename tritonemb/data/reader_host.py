@@ -18,10 +18,10 @@ from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import ShardState, read_shards
 from tritonemb.data.protocol import Data, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream, Tables
 from tritonemb.flight import ROOTS, TOKEN, Client, Message, start_server
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 
-class ReaderHost(Closing):
+class ReaderHost(Closeable):
     """Serves the batches of `data` to clients with the token.
 
     Every stream has the threads and memory of `data.open`, and waits while the trainer takes no batches. ValueError or

@@ -19,7 +19,7 @@ from tritonemb.data.encode import Numbering
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import CATEGORIES, Schema, shown
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.utils import did_you_mean, listed
+from tritonemb.utils import did_you_mean, join_names
 
 _NUMBER = re.compile(r"([-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?)?")
 _DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,8}")
@@ -58,7 +58,7 @@ class RequestEncoder:
             try:
                 if missing := [name for name in (*names, *self._keys) if name not in row]:
                     near = did_you_mean(missing[0], row)
-                    columns = f"columns are missing: {listed(missing)}; there are {listed(row) or 'none'}{near}"
+                    columns = f"columns are missing: {join_names(missing)}; there are {join_names(row) or 'none'}{near}"
                     raise ValueError(f"{columns}; give None where a value is missing")
                 numbers[at] = [self._number(row[name], name) for name in names]
                 bags.append([self._items(row[feature.name], feature) for feature in self.features])
@@ -78,7 +78,7 @@ class RequestEncoder:
         """Ids int64 `[N]` of values of a feature; ValueError names one that cannot be encoded."""
         if feature not in (names := self._keys):
             raise ValueError(
-                f"there is no feature {feature!r}; features: {listed(names)}{did_you_mean(feature, names)}"
+                f"there is no feature {feature!r}; features: {join_names(names)}{did_you_mean(feature, names)}"
             )
         place = names.index(feature)
         items = [self._item(value, self.features[place]) for value in values]

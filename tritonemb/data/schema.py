@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from tritonemb.utils import Options, did_you_mean, listed, number
+from tritonemb.utils import Options, did_you_mean, join_names, number
 
 Kind = Literal["end", "random", "files", "time"]
 
@@ -60,7 +60,7 @@ class Schema:
             vars(self)["log_transform"] = {"true": True, "false": False}.get(words, self.log_transform)
         named = [name for name in (self.label, *self.dense, *self.sparse) if name]
         if twice := sorted({name for name in named if named.count(name) > 1}):
-            raise ValueError(f"{listed(twice)} named more than once among label, dense and sparse")
+            raise ValueError(f"{join_names(twice)} named more than once among label, dense and sparse")
         if (self.dense or self.sparse) and not self.label:
             raise ValueError("dense or sparse columns are named, but no label column")
         if self.label and not self.sparse:
@@ -70,7 +70,7 @@ class Schema:
             names = value if isinstance(value := getattr(self, what), tuple) else ()
             columns = getattr(self, known)
             if unknown := [name for name in names if columns and name not in columns]:
-                raise ValueError(f"{what} names {listed(unknown)}, not among {known}: {listed(columns)}")
+                raise ValueError(f"{what} names {join_names(unknown)}, not among {known}: {join_names(columns)}")
         if self.dynamic and self.vocabulary is not None:
             raise ValueError("dynamic tables need no vocabulary; leave one of the two out")
         _check_size("num_embeddings", self.num_embeddings)
@@ -84,7 +84,7 @@ class Schema:
             if not separator or not number.isascii() or not number.isdigit():
                 raise ValueError(f'sizes has {entry!r}, expected "name=number"')
             if self.sparse and name not in self.sparse:
-                raise ValueError(f"sizes has {entry!r}, but sparse has no {name!r}: {listed(self.sparse)}")
+                raise ValueError(f"sizes has {entry!r}, but sparse has no {name!r}: {join_names(self.sparse)}")
             if name in sizes:
                 raise ValueError(f"sizes names {name!r} twice")
             _check_size(f"the size of {name!r}", int(number))
@@ -114,7 +114,7 @@ class Schema:
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
                 raise ValueError(
-                    f"{where}: its columns are {listed(columns)}; they are not Criteo's ({LABEL}, {INTEGERS[0]} to "
+                    f"{where}: its columns are {join_names(columns)}; they are not Criteo's ({LABEL}, {INTEGERS[0]} to "
                     f"{INTEGERS[-1]}, {CATEGORIES[0]} to {CATEGORIES[-1]}), so a schema must say which is the label, "
                     "which are dense and which are sparse: --label click --dense price --sparse user item, or "
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
@@ -234,7 +234,7 @@ def check_there(columns: Sequence[str], names: Iterable[str], where: str, what: 
     for name in names:
         if (count := list(columns).count(name)) == 0:
             raise ValueError(
-                f"{where}: {what} {name!r} is not there; columns: {listed(columns)}{did_you_mean(name, columns)}"
+                f"{where}: {what} {name!r} is not there; columns: {join_names(columns)}{did_you_mean(name, columns)}"
             )
         if count > 1:
             raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")

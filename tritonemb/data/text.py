@@ -18,7 +18,7 @@ from tritonemb.data.delimited import LONGEST_LINE, CriteoFormat, CsvFormat, coun
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22
@@ -44,7 +44,7 @@ class TextSource:
         columns = headers[0][0]
         for file, (found, _) in zip(files, headers, strict=True):
             if found != columns:
-                raise ValueError(f"{file.path}: its header is not that of {where}: {listed(found)}")
+                raise ValueError(f"{file.path}: its header is not that of {where}: {join_names(found)}")
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
         # What `Chunk.first_row` counts, for a split at random: 1 for rows; 0 for lines, as earlier versions did.
         self.numbering = 1 if options.split.kind() == "random" else None

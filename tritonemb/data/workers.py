@@ -24,7 +24,7 @@ from tritonemb.data import prefetch, protocol
 from tritonemb.data.loader import ShardState, read_shards
 from tritonemb.data.protocol import Data, PositionedBatch, Stream
 from tritonemb.flight import decode_error, encode_error
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 POLL = 0.5  # seconds after which a waiting thread looks whether its worker lives and its stream is wanted
 REQUESTS = 2  # that a worker has beforehand
@@ -33,7 +33,7 @@ SERIAL, PID = range(2)  # shared with a worker: the serial number of the request
 Request = tuple[int, Sequence[ShardState], Mapping[str, Any]]  # a serial number; shards; arguments of `Data.open`
 
 
-class DataLoaderWorkers(Closing):
+class DataLoaderWorkers(Closeable):
     """Processes of this host that read `data` for this process.
 
     They end with `close`, when this object is dropped, and when this process ends in whatever way. They ignore SIGINT

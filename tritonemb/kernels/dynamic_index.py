@@ -3,8 +3,8 @@
 **insert** of distinct new ids, ascending, in each partition: if it has `C` rows, the victim is freed: of the id's set,
 the row with the least (used, id) ("lru") or (aged count, used, id) ("lfu") among those with `used ≤ last`; if there is
 none, of the next set that has one. The id gets the row that was freed last, or one that was never used. Then, while the
-partition has more than `GROWN_ROWS` rows a set and less than `M` sets, set `n - 2^L` is split. A partition belongs to
-one task, so the result depends on the sequence of calls alone.
+partition has more than `MAX_ROWS_PER_SET` rows per set and less than `M` sets, set `n - 2^L` is split. A partition
+belongs to one task, so the result depends on the sequence of calls alone.
 
 **Aged count**: `counts >> (step - used) / half_life`, at most by 31: a row that is not used loses half.
 
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from tritonemb.kernels.dynamic_slots import FIELDS, IndexRows, Parts, add, free, index_at, look_up, victim_of
 from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, pointers_to, tl
-from tritonemb.layout import MOST_USES, NO_KEY, DynamicIndex, PendingInsert, Rule, nonzero, partitions_of
+from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, PendingInsert, Rule, nonzero, partitions_of
 
 FIND_IDS = tl.constexpr(32)  # of a program of a warp: a lane waits for two loads of 16 bytes of digests at once
 BLOCK = tl.constexpr(256)  # rows that are counted at once
 POSITIONS = 1024  # of a program that only moves numbers
-_NO_KEY, _MOST_USES, _FIRST = map(tl.constexpr, (NO_KEY, MOST_USES, len(Parts._fields) - 2))
+_NO_KEY, _MAX_USES, _FIRST = map(tl.constexpr, (NO_KEY, MAX_USES, len(Parts._fields) - 2))
 _STEP, _LAST, _HALF_LIFE, _RULES = (tl.constexpr(n) for n in range(4))
 
 
@@ -53,7 +53,7 @@ def _find_kernel(indexes, bounds, tables, num_keys, ids, rules, step, rows, befo
         tl.store(keys + at, tl.where(inside & (row < 0), index.first + partition, _NO_KEY), mask=valid)
         tl.store(before + at, tl.load(used, mask=known, other=0), mask=valid)
         tl.store(used, _rule(rules, table, step, _STEP), mask=known)
-        counts, most = (used + 1).to(tl.pointer_type(tl.uint32)), tl.full((FIND_IDS,), _MOST_USES, tl.uint32)
+        counts, most = (used + 1).to(tl.pointer_type(tl.uint32)), tl.full((FIND_IDS,), _MAX_USES, tl.uint32)
         count = tl.atomic_add(counts, tl.full((FIND_IDS,), 1, tl.uint32), mask=known, sem="relaxed")
         tl.atomic_min(counts, most, mask=known & (count >= most), sem="relaxed")  # as often as it is too large
 
@@ -118,11 +118,11 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
         tl.atomic_add(counts + 2, needed.to(tl.int64), sem="relaxed")
         left = needed - (index.most_rows - tl.load(index.num_rows + partition))
         tl.atomic_add(counts + 4, tl.maximum(left, 0).to(tl.int64), sem="relaxed")
-        made, first_row = tl.load(index.num_made + partition), 0
+        made, first_row = tl.load(index.num_allocated + partition), 0
         while (left > 0) & (first_row < made):
             number = first_row + tl.arange(0, BLOCK)
             row = number * index.partitions + partition
-            used = tl.load(index.uses + 4 * row.to(tl.int64), mask=number < made, other=_MOST_USES)
+            used = tl.load(index.uses + 4 * row.to(tl.int64), mask=number < made, other=_MAX_USES)
             left -= tl.sum((used <= last).to(tl.int32), 0)
             first_row += BLOCK
         tl.atomic_add(counts + 3, tl.maximum(left, 0).to(tl.int64), sem="relaxed")
@@ -144,18 +144,18 @@ def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, st
                 evicted_row = tl.load(index.rows + victim)
                 tl.store(evicted + 2 * at, tl.load(index.ids + 2 * evicted_row.to(tl.int64)))
                 free(index, partition, victim)
-            held, made = tl.load(index.num_rows + partition), tl.load(index.num_made + partition)
+            held, made = tl.load(index.num_rows + partition), tl.load(index.num_allocated + partition)
             row = made * index.partitions + partition
             if held < made:
                 row = tl.load(index.free + (made - held - 1) * index.partitions + partition)
             else:
-                tl.store(index.num_made + partition, made + 1)
+                tl.store(index.num_allocated + partition, made + 1)
             tl.store(index.num_rows + partition, held + 1)
             entry = 2 * row.to(tl.int64)
             tl.store(index.ids + entry, id)
             tl.store(index.uses + 2 * entry, step)
             first_use, last_use = tl.load(begins + at), tl.load(begins + at + 1)
-            tl.store(index.uses + 2 * entry + 1, tl.minimum(last_use - first_use, _MOST_USES).to(tl.int32))
+            tl.store(index.uses + 2 * entry + 1, tl.minimum(last_use - first_use, _MAX_USES).to(tl.int32))
             for use in range(first_use, last_use, BLOCK):
                 uses = use + tl.arange(0, BLOCK)
                 positions = tl.load(order + uses, mask=uses < last_use, other=0)
@@ -250,7 +250,7 @@ def dynamic_commit_insert_(
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     """A launch behind a sort. As the reference."""
-    keys, order = torch.sort((partitions_of(ids, index.whole[0]) - index.whole[1]).int(), stable=True)
+    keys, order = torch.sort((partitions_of(ids, index.shard[0]) - index.shard[1]).int(), stable=True)
     edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int32, device=ids.device)
     starts, rows = torch.searchsorted(keys, edges), torch.empty_like(ids)
     sizes = index.num_sets.numel(), 0, index.overflowed.numel(), 0
@@ -286,7 +286,7 @@ def dynamic_find_reference_(
                 keys[position] = table
             elif steps:
                 before[position], index.used[row] = index.used[row], steps[table]
-                index.counts[row] = min(MOST_USES, int(index.counts[row]) + 1)
+                index.counts[row] = min(MAX_USES, int(index.counts[row]) + 1)
     return rows, before, keys
 
 

@@ -6,7 +6,8 @@ divided by 2^32, is the partition; from `DIGEST_SHIFT` on stands the digest; the
 `n` sets, `2^L ≤ n < 2^(L + 1)`, that is set `h = mix64(id) mod 2^(L + 1)`, or `h mod 2^L` if there is no set `h`
 (linear hashing; Litwin, VLDB 1980). A partition begins with one set, and has `M`, a power of two, in the end, so that
 all sets are the same size then; `P` is what gives capacity between. `P` and `M` are the fewest sets for which a full
-table has at most 4/5 of `WAYS` rows a set, `P` is at most `MOST_PARTITIONS`, and partitions have `LEAST_ROWS` rows.
+table has at most 4/5 of `WAYS` rows a set, `P` is at most `MAX_PARTITIONS`, and partitions have
+`MIN_PARTITION_ROWS` rows.
 
 Set `s` of partition `p` is at place `s · P + p`; slot = place · WAYS + way. A row whose set has no empty way is in an
 overflow slot of its partition, at places from `M · P` on, until one is empty. Where a row's slot is has no effect on
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 
 from tritonemb.kernels.triton_utils import jit, mix, tl
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, WAYS, DynamicIndex, dynamic_rows, mix64
+from tritonemb.layout import DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES, WAYS, DynamicIndex, dynamic_rows, mix64
 
-_WAYS, _DIGEST_SHIFT, _GROWN_ROWS, _MOST_USES = map(tl.constexpr, (WAYS, DIGEST_SHIFT, GROWN_ROWS, MOST_USES))
+_WAYS, _DIGEST_SHIFT, _MAX_ROWS_PER_SET, _MAX_USES = map(tl.constexpr, (WAYS, DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES))
 _SIZES = "partitions", "most_rows", "num_places", "first"
 Parts: Any = namedtuple("Parts", ("ids", "uses", *DynamicIndex._fields[1:], *_SIZES))  # type: ignore[misc]
 FIELDS = tl.constexpr(len(Parts._fields) - 1)  # of an index whose addresses and sizes are in memory, int64
@@ -79,8 +80,8 @@ def _lowest_bit(bits):
 def look_up(index, ids, valid):
     """Slots and rows of a tile of ids in tables of their own, -1 of those that are unknown; and their partitions."""
     mixed, zero, word = mix(ids), ids * 0, tl.arange(0, _WAYS // 4)[None, :]
-    partition = ((mixed >> 32) & 0xFFFFFFFF) * tl.load(index.whole + zero, mask=valid, other=1) >> 32
-    partition = (partition - tl.load(index.whole + 1 + zero, mask=valid, other=0)).to(tl.int32)
+    partition = ((mixed >> 32) & 0xFFFFFFFF) * tl.load(index.shard + zero, mask=valid, other=1) >> 32
+    partition = (partition - tl.load(index.shard + 1 + zero, mask=valid, other=0)).to(tl.int32)
     sets = tl.load(index.num_sets + partition, mask=valid, other=1)
     place, digest = _number_of(mixed, sets) * index.partitions + partition, _digest_of(mixed) * 0x01010101
     at, left = place, valid.to(tl.int32)  # the set, then overflow slots until all of the partition's are seen
@@ -158,10 +159,10 @@ def _return_from_overflow(index, partition, number, sets):
 def free(index, partition, slot):
     """Take the row of a slot out of the index."""
     row, sets = tl.load(index.rows + slot).to(tl.int64), tl.load(index.num_sets + partition)
-    number, made = _number_of(mix(tl.load(index.ids + 2 * row)), sets), tl.load(index.num_made + partition)
+    number, made = _number_of(mix(tl.load(index.ids + 2 * row)), sets), tl.load(index.num_allocated + partition)
     place, held = number * index.partitions + partition, tl.load(index.num_rows + partition)
     tl.store(index.free + (made - held) * index.partitions + partition, row)
-    tl.store(index.uses + 4 * row, _MOST_USES)  # so that it is never counted as one that may be evicted
+    tl.store(index.uses + 4 * row, _MAX_USES)  # so that it is never counted as one that may be evicted
     tl.store(index.num_rows + partition, held - 1)
     tl.store(index.digests + slot, 0)
     if (slot // _WAYS).to(tl.int32) != place:
@@ -184,7 +185,7 @@ def victim_of(index, partition, mixed, sets, step, last, half_life):
             _, rows, ids, numbers = _tags(index, at, sets)
             in_set, ways = numbers == number, tl.arange(0, _WAYS)
             uses = index.uses + 4 * rows.to(tl.int64)
-            used, count = tl.load(uses, mask=in_set, other=_MOST_USES), tl.load(uses + 1, mask=in_set, other=0)
+            used, count = tl.load(uses, mask=in_set, other=_MAX_USES), tl.load(uses + 1, mask=in_set, other=0)
             halvings = tl.minimum((step - used) // tl.maximum(half_life, 1), 31)
             key = tl.where(half_life > 0, count >> halvings, 0).to(tl.int64) << 32 | used
             key = tl.where(used <= last, key, most)
@@ -241,7 +242,7 @@ def add(index, partition, mixed, sets, row, num_rows):
     tl.store(index.digests + slot, _digest_of(mixed))
     tl.store(index.rows + slot, row)
     tl.debug_barrier()
-    if (num_rows > sets * _GROWN_ROWS) & (sets * index.partitions < index.num_places):
+    if (num_rows > sets * _MAX_ROWS_PER_SET) & (sets * index.partitions < index.num_places):
         _split(index, partition, sets)
 
 
@@ -249,20 +250,20 @@ class IndexRows:
     """The rows of an index: by id; and each partition's sets, free rows, and rows so far."""
 
     def __init__(self, index: DynamicIndex) -> None:
-        self.index, self.num_sets, self.num_made = index, index.num_sets.tolist(), index.num_made.tolist()
+        self.index, self.num_sets, self.num_allocated = index, index.num_sets.tolist(), index.num_allocated.tolist()
         self.partitions = len(self.num_sets)
         self.most_rows = index.entries.shape[0] // self.partitions
         self.most_sets = index.overflowed.numel() // self.partitions
         self.by_id = dict(zip(*(each.tolist() for each in dynamic_rows(index)), strict=True))
         held = index.num_rows.tolist()
-        num_free = [made - rows for made, rows in zip(self.num_made, held, strict=True)]
+        num_free = [made - rows for made, rows in zip(self.num_allocated, held, strict=True)]
         self.free = [index.free[p :: self.partitions][:number].tolist() for p, number in enumerate(num_free)]
 
     def store(self, index: DynamicIndex) -> None:
         for part in (index.digests, index.overflowed, index.num_rows, index.num_overflow):
             part.zero_()
         index.num_sets.copy_(torch.tensor(self.num_sets))
-        index.num_made.copy_(torch.tensor(self.num_made))
+        index.num_allocated.copy_(torch.tensor(self.num_allocated))
         for partition, free in enumerate(self.free):
             index.free[partition :: self.partitions][: len(free)] = torch.tensor(free, dtype=torch.int32)
         for id, row in sorted(self.by_id.items()):
@@ -277,7 +278,7 @@ class IndexRows:
                 index.num_overflow[partition] += 1
 
     def partition(self, id: int) -> int:
-        whole, first = self.index.whole.tolist()
+        whole, first = self.index.shard.tolist()
         number: int = ((_mixed(id) >> 32) * whole >> 32) - first
         return number
 
@@ -307,11 +308,11 @@ class IndexRows:
             victim = self.victim(id, step, last, half_life)
             evicted.append((victim, self.remove(victim)))
         if not self.free[partition]:
-            self.free[partition].append(self.num_made[partition] * self.partitions + partition)
-            self.num_made[partition] += 1
+            self.free[partition].append(self.num_allocated[partition] * self.partitions + partition)
+            self.num_allocated[partition] += 1
         row = self.by_id[id] = self.free[partition].pop()
-        self.index.ids[row], self.index.used[row], self.index.counts[row] = id, step, min(MOST_USES, count)
-        while self.num_sets[partition] < min(self.most_sets, -(-len(self.of(partition)) // GROWN_ROWS)):
+        self.index.ids[row], self.index.used[row], self.index.counts[row] = id, step, min(MAX_USES, count)
+        while self.num_sets[partition] < min(self.most_sets, -(-len(self.of(partition)) // MAX_ROWS_PER_SET)):
             self.num_sets[partition] += 1
         return evicted
 
@@ -330,7 +331,7 @@ class IndexRows:
     def remove(self, id: int) -> int:
         row = self.by_id.pop(id)
         self.free[self.partition(id)].append(row)
-        self.index.used[row] = MOST_USES  # so that it is never counted as one that may be evicted
+        self.index.used[row] = MAX_USES  # so that it is never counted as one that may be evicted
         return row
 
 

@@ -42,7 +42,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import Layout, fact
+from tritonemb.layout import Layout, cached_fact
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
@@ -306,7 +306,7 @@ def embedding_bag(
         out.zero_()  # keys that nobody looks up
     if batch_size * num_keys == 0:
         return out.zero_()
-    for tables in fact(weights, by_dtype):
+    for tables in cached_fact(weights, by_dtype):
         dtype, align = tables.dtype, tables.alignment
         args = (
             on_device(tables.addresses, device), layout.tables, layout.lookups, layout.key_starts, values, offsets,
@@ -344,7 +344,7 @@ def sample_weight_gradient(
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
     if batch_size * num_keys == 0:
         return out
-    for tables in fact(weights, by_dtype):
+    for tables in cached_fact(weights, by_dtype):
         dtype, align, addresses = tables.dtype, tables.alignment, on_device(tables.addresses, values.device)
         tile = choose_tile(tables.max_dim, dtype.itemsize, 1.0)
         launch(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from tritonemb import errors
 from tritonemb.kernels.cpu.optimizers import power
 from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_by_torch, tl
-from tritonemb.layout import DIM, FIRST_ROW, ROW_DIM, TABLE, Layout, TableRow, TensorList, names_in
+from tritonemb.layout import DIM, FIRST_ROW, ROW_DIM, TABLE, Layout, TableRow, TensorList, unpack_names
 from tritonemb.memory import empty_result
 from tritonemb.optimizers import DECAY_MODES, KINDS, OPTIMIZERS, Custom, Hyperparameters, NonFinite, customs
 
@@ -147,9 +147,9 @@ def apply_sums_(
     tables = [TableRow(*fields) for fields in layout.tables.tolist()]
     for table, own, good in zip(tables, rows, finite, strict=True):
         if mode == "raise" and not bool(good.all()):
-            raise errors.bad_gradient(table.first_row + int(own[~good][0]), layout)
+            raise errors.nonfinite_gradient_error(table.first_row + int(own[~good][0]), layout)
     steps = (step + 1).expand(len(weights)).tolist()
-    names, changes = names_in(layout.table_names), []
+    names, changes = unpack_names(layout.table_names), []
     for index, (weight, own, gradient) in enumerate(zip(weights, rows, gradients, strict=True)):
         if mode == "skip":
             own, gradient = own[finite[index]], gradient[finite[index]]
@@ -306,7 +306,7 @@ def update_by_user_(
         starts = sorted({*range(0, size, max(1, at_once // max(dims))), *changes})
         blocks = [*zip(starts, [*starts[1:], size], tables[starts].tolist(), strict=True)]
     for begin, end, first in blocks:
-        dim, mine, table = dims[first], None, names_in(layout.table_names)[first]
+        dim, mine, table = dims[first], None, unpack_names(layout.table_names)[first]
         out, g = [each[begin:end, :dim] for each in new], sums[dim][begin:end]
         old = given = out if at_once is None else read(begin, end, dim)
         if at_once is None or (skips and not bool(g.isfinite().all())):

@@ -21,7 +21,7 @@ from torch import Tensor
 from tritonemb.types import CODECS, Device
 
 # By what an element travels as: its largest value, and the first magnitude that does not round to it or below.
-LIMITS = {codec.dtype: (codec.largest, codec.first_lost) for codec in CODECS.values()}
+LIMITS = {codec.dtype: (codec.largest, codec.saturation_threshold) for codec in CODECS.values()}
 PIECE = 512  # columns; an int8 code's step is the range of at most so many elements over 255
 ROW_PARAMETERS = 8  # bytes: scale and offset, float32
 

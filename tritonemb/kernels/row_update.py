@@ -63,7 +63,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import TABLE_SIZE, Layout, TableRow, fact
+from tritonemb.layout import TABLE_SIZE, Layout, TableRow, cached_fact
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, Optimizer
 
 RAISE = NONFINITE_MODES.index("raise")
@@ -204,7 +204,7 @@ def row_update_(
         step += 1
         return
     grad = grad.contiguous()
-    dims = fact(weights, dims_of)
+    dims = cached_fact(weights, dims_of)
     block = max(8, next_power_of_2(max(dims)))  # eight elements share a random counter
     grad_step = alignment_of([grad], dims) // grad.element_size()
     on_nonfinite, betas = int(h.on_nonfinite), None
@@ -220,12 +220,12 @@ def row_update_(
         on_device(constants_of(h), device, torch.float32), skipped, found, *error_args(layout, device), num_tables,
         h.max_gradient,
     )  # fmt: skip
-    *pointers, state_align = fact(states, _pointers_to_states, num_tables)
+    *pointers, state_align = cached_fact(states, _pointers_to_states, num_tables)
     kinds = [int(state.per_element) + 1 for state in spec.states] + [0, 0]
     for check_only in (True, False) if on_nonfinite == RAISE else (False,):
         if on_nonfinite == RAISE and not check_only:
             step += found[1] == NO_ROW_FOUND
-        for dtype, addresses, align, *_ in fact(weights, by_dtype):
+        for dtype, addresses, align, *_ in cached_fact(weights, by_dtype):
             row_step = align // dtype.itemsize
             tile_rows, num_warps = _tile_rows(optimizer, dtype, align, block), warps_for(block)
             grid = (min(cdiv(num_entries, tile_rows), num_programs(device, num_warps)),)

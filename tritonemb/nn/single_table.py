@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from tritonemb import ops
-from tritonemb.memory import KEPT_BYTES
+from tritonemb.memory import MIN_REUSED_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, bag, explained, weight_gradient
 from tritonemb.ops.registry import CPU, chosen
@@ -151,7 +151,7 @@ class SingleTable(FusedModule):
         else:
             ours = self.sparse or self.scale_grad_by_freq
         size = elements if num_rows is None else num_rows * self.embedding_dim
-        ours = ours or 4 * size >= KEPT_BYTES or not elements
+        ours = ours or 4 * size >= MIN_REUSED_BYTES or not elements
         ours = ours or self.max_norm is not None or torch.autograd.forward_ad._current_level >= 0
         return None if ours or not plain_eager(weight) else False
 

@@ -32,7 +32,7 @@ from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import FORMAT, METADATA, checkpoint_errors, size_and_checksum
 from tritonemb.storage.io import sync
-from tritonemb.utils import on_error, require, sealed, write_whole
+from tritonemb.utils import atomic_write, on_error, require, seal
 
 BLOCK_BYTES = 64 << 20  # read and written at once
 WRITING, CHECKSUMS = ".writing-", "checksums.json"
@@ -239,7 +239,7 @@ class OffloadWriter(FileSystemWriter):
         aside = Path(self.path)
         sync(aside / METADATA)  # torch does so before all of it is written
         entries[METADATA] = size_and_checksum(aside / METADATA)
-        write_whole(aside / CHECKSUMS, sealed(json.dumps({"format": FORMAT, "files": entries}, indent=1)))
+        atomic_write(aside / CHECKSUMS, seal(json.dumps({"format": FORMAT, "files": entries}, indent=1)))
         sync(aside)
         os.replace(aside, aside.with_name(aside.name.removeprefix(WRITING)))
         sync(aside.parent)

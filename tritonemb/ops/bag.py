@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.errors import offsets_do_not_ascend
-from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
+from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
 from tritonemb.memory import empty_result
 from tritonemb.ops.registry import CPU, chosen, define, kernel
 from tritonemb.ops.row_groups import ID_DTYPES, RowGroups, check_ids, plain_eager
@@ -253,7 +253,7 @@ def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) 
     ]
     names = [table.name for table in tables]
     with torch.inference_mode(False):
-        return lay_out(rows, uses, names, names, pooled, device)
+        return build_layout(rows, uses, names, names, pooled, device)
 
 
 def look_up(

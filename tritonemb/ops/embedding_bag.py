@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.layout import Layout, devices_of, dtypes_of, fact, names_in
+from tritonemb.layout import Layout, cached_fact, devices_of, dtypes_of, unpack_names
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, eager, kernel, unflatten
@@ -56,18 +56,18 @@ def embedding_bag(
 
 def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
     """By the kernel of the batch's device: no autograd, no dispatcher."""
-    return kernel("embedding_bag", values.device, fact(weights, dtypes_of))(weights, values, *args)
+    return kernel("embedding_bag", values.device, cached_fact(weights, dtypes_of))(weights, values, *args)
 
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
     """Raise unless every table is where the batch is, or, for a batch on a GPU, in pinned host memory."""
-    if fact(weights, devices_of) == {values.device}:
+    if cached_fact(weights, devices_of) == {values.device}:
         return
     for index, weight in enumerate(weights):
         if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
             continue
         raise ValueError(
-            f"table {names_in(layout.table_names)[index]!r} is on {weight.device} but the batch is on "
+            f"table {unpack_names(layout.table_names)[index]!r} is on {weight.device} but the batch is on "
             f"{values.device}; move one of them with .to()"
         )
 
@@ -83,7 +83,7 @@ define(
     "(Tensor grad, Tensor[] weights, Tensor values, Tensor offsets, Tensor sample_weights, "
     f"{registry.LAYOUT}) -> Tensor",
     lambda grad, weights, values, offsets, sample_weights, *layout: kernel(
-        "sample_weight_gradient", grad.device, fact(weights, dtypes_of)
+        "sample_weight_gradient", grad.device, cached_fact(weights, dtypes_of)
     )(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype),
     lambda _g, _w, _v, _o, sample_weights, *_: torch.empty_like(sample_weights),
 )

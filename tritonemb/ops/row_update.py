@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout, TensorList, dtypes_of, fact
+from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
 from tritonemb.ops.registry import BATCH, CPU, TRITON, chosen, define, kernel, unflatten
@@ -95,7 +95,7 @@ def update_rows(
     device = offsets.device
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
         weights, states = weights.unmoved(), states.unmoved()
-    dtypes = fact(weights, dtypes_of)
+    dtypes = cached_fact(weights, dtypes_of)
     name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds tensors of tables
     # Counters that are kept table by table are one tensor to the other kernels.

@@ -15,7 +15,7 @@ from torch import nn
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
-from tritonemb.flight import ROOTS, TOKEN, full_address
+from tritonemb.flight import ROOTS, TOKEN, complete_address
 from tritonemb.server.client import CollectionClient, Connection, ReadOnlyClient, TableClient
 from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer, LogMode
@@ -25,7 +25,7 @@ from tritonemb.server.transport import FlightTransport, LocalTransport, Transpor
 from tritonemb.tables.cached_server_table import ParallelModel, ShardedServerTables
 from tritonemb.tables.server_table import ServerTable
 from tritonemb.tables.table_set import TableSet
-from tritonemb.utils import Closing, listed, on_error
+from tritonemb.utils import Closeable, join_names, on_error
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ def staleness_bound(staleness: "int | AtMost | None") -> int | None:
     return steps
 
 
-class Servers(Closing):
+class Servers(Closeable):
     """Connections of this process to embedding servers; and these themselves, where it has started them.
 
     `addresses` and `token` are what other processes need to connect to servers that are processes.
     """
 
     def __init__(
-        self, transports: Sequence[Transport], own: Sequence[Closing] = (), patience: float = 20.0, token: str = ""
+        self, transports: Sequence[Transport], own: Sequence[Closeable] = (), patience: float = 20.0, token: str = ""
     ) -> None:
         self._own, self.token = list(own), token
         self.clients: list[TableClient] = []
@@ -146,7 +146,7 @@ def transports_to(
     """As `connect` takes them."""
     roots = roots or os.environ.get(ROOTS)
     moved = (None if folder is None else address_file(Path(folder) / f"server-{n}") for n in range(len(addresses)))
-    pairs = zip(map(full_address, addresses), moved, strict=True)
+    pairs = zip(map(complete_address, addresses), moved, strict=True)
     return [FlightTransport(address, token, roots, path) for address, path in pairs]
 
 
@@ -205,8 +205,9 @@ def attach_for_reading(model: nn.Module, servers: Servers) -> None:
         spec = CollectionSpec.from_json(answers[0]["spec"]) if "spec" in answers[0] else None
         if spec is None or numbers != [*range(len(spec.owners[0]))] or [*map(shape, spec.tables)] != shapes:
             raise ValueError(
-                f"these {len(servers)} embedding servers are not those that have tables {listed(s[0] for s in shapes)} "
-                f"of {name!r}, in the order in which the trainer was given them; without servers= a checkpoint is read"
+                f"these {len(servers)} embedding servers are not those that have tables "
+                f"{join_names(s[0] for s in shapes)} of {name!r}, in the "
+                "order in which the trainer was given them; without servers= a checkpoint is read"
             )
         assert isinstance(tables, TableSet)  # of a model that was not sharded
         tables.attach(ReadOnlyClient(servers.connections, name, spec, 0, [None] * len(spec.tables)))

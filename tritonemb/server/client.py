@@ -27,12 +27,12 @@ from tritonemb.server.tables import CollectionSpec, cat
 from tritonemb.server.transport import Channel, Message, Transport, Values
 from tritonemb.tables.server_table import Pull, RowService, TableService
 from tritonemb.types import CacheConfig
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 TICK, RESEND_AFTER, BEAT = 0.2, 1.0, 2.0  # seconds; a server hears of an idle client after each beat
 
 
-class Connection(Closing):
+class Connection(Closeable):
     """A client of one server, over channels that may be lost, and may lose, repeat and reorder messages.
 
     Each message has a number. What has not been answered after a while is sent again, over a new channel if the one

@@ -18,14 +18,14 @@ from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.client import CollectionClient, Connection
 from tritonemb.server.replica import Replica, load_replica
 from tritonemb.server.transport import Message, Reply, Values
-from tritonemb.utils import Closing, listed, read_sealed, sealed, write_whole
+from tritonemb.utils import Closeable, atomic_write, join_names, read_sealed, seal
 
 CHECKPOINT, PUBLISHED = "trainer.json", "servers.json"  # manifests
 ATTEMPTS, THREADS = 3, 4
 CHAIN = "published"  # beside that of checkpoints
 
 
-class Follower(Closing):
+class Follower(Closeable):
     """A read-only replica of a collection's tables, which any threads may read.
 
     It loads a whole snapshot once, then only what has changed since; meanwhile it serves what it had. It is a `Service`
@@ -150,7 +150,7 @@ class Follower(Closing):
         if self.collection is None and len(found) == 1:
             (self.collection,) = found
         if self.collection not in found:
-            known = f"{path} has collections {listed(found) or 'none'} on embedding servers"
+            known = f"{path} has collections {join_names(found) or 'none'} on embedding servers"
             raise ValueError(f"{known}, not {self.collection!r}")
         return path.parent, found[self.collection]
 
@@ -184,7 +184,7 @@ class Publisher:
             before = json.loads(read_sealed(manifest))["servers"]
         for name, tables in collections_on_servers(model).items():
             self._chains[name] = self._write(cast(CollectionClient, tables.service), self._chains.pop(name, []))
-        write_whole(manifest, sealed(json.dumps({"servers": self._chains})))
+        atomic_write(manifest, seal(json.dumps({"servers": self._chains})))
         named = {
             file for found in (before, self._chains) for of in found.values() for each in of for file in each["files"]
         }

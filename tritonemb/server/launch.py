@@ -16,7 +16,7 @@ from tritonemb.flight import TOKEN
 from tritonemb.server.metrics import MetricsServer, scrape
 from tritonemb.server.node import EmbeddingServer, LogMode, OverMemory
 from tritonemb.server.transport import FlightServer
-from tritonemb.utils import Closing, Options, number
+from tritonemb.utils import Closeable, Options, number
 
 STARTED_BY = "TRITONEMB_STARTED_BY"  # set for a server that ends when its standard input does
 SECONDS_TO_START = 600.0  # with many rows to restore
@@ -91,7 +91,7 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-class ServerProcess(Closing):
+class ServerProcess(Closeable):
     """A server in a process of its own, on this machine; `address` and the token are what clients need.
 
     With a folder and a log it is started again if it ends, `RESTARTS` times; meanwhile `is_starting`.

@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from tritonemb.server.transport import Service, Values
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 SECONDS = 5.0  # to answer a scrape
 BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # steps, of the histogram of staleness
@@ -106,7 +106,7 @@ def totals(statistics: Sequence[Values]) -> dict[str, Values]:
     return found
 
 
-class MetricsServer(Closing):
+class MetricsServer(Closeable):
     """Serves a text to Prometheus at `address`, http://127.0.0.1:PORT/metrics, which this machine alone reaches.
 
     Args:

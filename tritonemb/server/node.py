@@ -32,7 +32,7 @@ from tritonemb.storage.aio import PageFile
 from tritonemb.storage.io import create_file, sync
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.types import CacheConfig
-from tritonemb.utils import Closing, on_error, read_sealed, sealed, write_whole
+from tritonemb.utils import Closeable, atomic_write, on_error, read_sealed, seal
 
 LogMode = Literal["memory", "disk", "fsync"]
 OverMemory = Literal["refuse", "spill"]
@@ -66,7 +66,7 @@ class ClientSession:
         self.answers: dict[int, Message] = {}
 
 
-class EmbeddingServer(Closing):
+class EmbeddingServer(Closeable):
     """Has some partitions of collections' tables, and one thread that reads and writes them.
 
     A message's values have `op`, what is to be done, and `number`: those of a `client` count from 0. One that comes
@@ -277,7 +277,7 @@ class EmbeddingServer(Closing):
             log = MessageLog(folder / f"log-{version}", self.log == "fsync") if self.log in ("disk", "fsync") else None
             with on_error(log.close if log is not None else lambda: None):
                 state = {"version": version, "clients": clients, "files": written}
-                write_whole(folder / STATE, sealed(json.dumps(state)))
+                atomic_write(folder / STATE, seal(json.dumps(state)))
                 sync(folder)
         if self._log is not None:
             self._log.close()

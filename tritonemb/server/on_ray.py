@@ -26,7 +26,7 @@ from tritonemb.server.attach import Servers, address_file, transports_to
 from tritonemb.server.launch import RESTARTS
 from tritonemb.server.node import EmbeddingServer, LogMode
 from tritonemb.server.transport import FlightServer
-from tritonemb.utils import Closing, on_error, require, write_whole
+from tritonemb.utils import Closeable, atomic_write, on_error, require
 
 PATIENCE = 60.0  # seconds; Ray takes half of them to notice that a machine is gone
 SECONDS_TO_START, SECONDS_TO_END = 300.0, 30.0  # to find room likewise
@@ -85,7 +85,7 @@ def start_on_ray(
         return Servers(transports_to(driver.addresses, token, roots, folder), [driver], patience, token)
 
 
-class RayDriver(Closing):
+class RayDriver(Closeable):
     """A process that has started these servers as actors, at `addresses`, and ends with this one.
 
     Raises:
@@ -234,7 +234,7 @@ class ServerActor:
             served = FlightServer(server, f"{place}0", token, certificate, key)
         self._stack.enter_context(served)
         if folder is not None:
-            write_whole(address_file(folder), served.address)
+            atomic_write(address_file(folder), served.address)
         return served.address
 
     def found(self) -> dict[str, Any]:

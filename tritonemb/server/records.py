@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb.server.transport import Message
 from tritonemb.storage.store import StorageError, storage_errors
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 _HEADER = struct.Struct("<IQI")  # bytes of JSON and of tensors, and the CRC-32 of both
 _SIZE = _HEADER.size + 4  # with a CRC-32 of its own
@@ -106,7 +106,7 @@ def read_log(path: Path) -> Iterator[Message]:
             begin += size
 
 
-class MessageLog(Closing):
+class MessageLog(Closeable):
     """What a server was told, since its last snapshot: appended to a file, and on the disk if `durable`.
 
     What is appended at once is one record: if power is lost meanwhile, all or nothing of it is found. An empty record

@@ -19,7 +19,7 @@ from tritonemb.server.snapshot import read_snapshot
 from tritonemb.server.tables import CollectionSpec, TableSpec
 from tritonemb.server.transport import Values
 from tritonemb.storage.store import StorageError
-from tritonemb.utils import did_you_mean, listed
+from tritonemb.utils import did_you_mean, join_names
 
 Files = list[tuple[Path, Values]]  # of a server, with their headers, in their order
 Events = list[tuple[Tensor, Tensor | None]]
@@ -100,7 +100,7 @@ class Replica:
     def look_up(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """For ids int64 `[N]` of tables, their rows `[N, embedding_dim]`; see `Follower.look_up`."""
         for name in ids.keys() - self.tables.keys():
-            known = did_you_mean(name, self.tables, f"; there are {listed(self.tables)}")
+            known = did_you_mean(name, self.tables, f"; there are {join_names(self.tables)}")
             raise ValueError(f"there is no table {name!r}{known}")
         return {name: self.tables[name].look_up(of_table) for name, of_table in ids.items()}
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import INDEX_BYTES, LEAST_ROWS, MOST_PARTITIONS, NO_KEY, nonzero, partition_sizes
+from tritonemb.layout import INDEX_BYTES, MAX_PARTITIONS, MIN_PARTITION_ROWS, NO_KEY, nonzero, partition_sizes
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
 from tritonemb.server.transport import Values
@@ -76,7 +76,7 @@ class TableSpec:
         else:
             # Partitions get rows at random: eight standard deviations more than their mean.
             capacity = config.num_embeddings
-            if (partitions := min(MOST_PARTITIONS, capacity // LEAST_ROWS)) > 1:
+            if (partitions := min(MAX_PARTITIONS, capacity // MIN_PARTITION_ROWS)) > 1:
                 capacity += math.ceil(8 * math.sqrt(capacity * partitions))
         return cls(
             config.name, config.num_embeddings, config.embedding_dim, str(config.dtype).removeprefix("torch."),
@@ -96,7 +96,7 @@ class TableSpec:
             admission=AdmissionConfig(**self.admission), placement="device" if cache is None else "disk",
             cache=cache or CacheConfig(),
         )  # fmt: skip
-        return whole.part(self.name, (first, count), (0, self.embedding_dim), [self.name])
+        return whole.shard(self.name, (first, count), (0, self.embedding_dim), [self.name])
 
     def initial_values(self, ids: Tensor, seed: int | None = None) -> Tensor:
         """`[n, embedding_dim]`, of rows that were never trained, if `seed` is that of the table now."""

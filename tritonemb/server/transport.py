@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from tritonemb import flight
-from tritonemb.utils import Closing
+from tritonemb.utils import Closeable
 
 Values = dict[str, Any]
 Message = tuple[Values, list[Tensor]]
@@ -130,7 +130,7 @@ class FlightTransport:
 
 
 class _FlightChannel:
-    def __init__(self, stream: flight.Exchange, receive: Reply, lost: Callable[[Exception], None]) -> None:
+    def __init__(self, stream: flight.MessageStream, receive: Reply, lost: Callable[[Exception], None]) -> None:
         self._stream, self._closed = stream, False
         threading.Thread(target=self._read, args=(receive, lost), name="tritonemb-channel", daemon=True).start()
 
@@ -160,7 +160,7 @@ class _FlightChannel:
             lost(error)
 
 
-class FlightServer(Closing):
+class FlightServer(Closeable):
     """Brings messages to `service`, and its replies to the clients, of which each must have the token.
 
     Args:
@@ -179,10 +179,10 @@ class FlightServer(Closing):
     def __init__(
         self, service: Service, address: str = "grpc://127.0.0.1:0", token: str | None = None,
         certificate: str | Path | None = None, key: str | Path | None = None,
-        answer: flight.Answer = flight.not_served,
+        answer: flight.RequestHandler = flight.reject_stream,
     ) -> None:  # fmt: skip
         token = token or os.environ.get(flight.TOKEN)
-        flight.check_reach(address, bool(token))
+        flight.check_exposure(address, bool(token))
         self.token = token or secrets.token_hex(32)
         exchange = partial(_serve, service)
         server = flight.start_server(answer, address, self.token, certificate, key, exchange)
@@ -194,7 +194,7 @@ class FlightServer(Closing):
         self._stop()
 
 
-def _serve(service: Service, stream: flight.Exchange) -> None:
+def _serve(service: Service, stream: flight.MessageStream) -> None:
     def reply(message: Message) -> None:
         with suppress(ConnectionError):  # nobody waits for it
             stream.send(_encode(message))

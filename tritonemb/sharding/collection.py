@@ -14,8 +14,8 @@ from tritonemb.comm.gradient_exchange import ColumnBlock, SumsExchange
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute, Received
 from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
-from tritonemb.errors import first_bad_id
-from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
+from tritonemb.errors import find_invalid_id
+from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.placement import (
@@ -178,7 +178,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
 
     def _exchange_ids(self, features: Features, assign: bool) -> Exchanged:
         batch = self.own_batch(features)
-        sent, problem = self._batch_to_send(batch), first_bad_id(batch, self._checked)
+        sent, problem = self._batch_to_send(batch), find_invalid_id(batch, self._checked)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
             batch, received = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
@@ -205,7 +205,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
 
     def own_batch(self, features: Features) -> KeyedJaggedTensor:
         """The batch as a `KeyedJaggedTensor` of ours, on the CPU, where ids are exchanged."""
-        keys, values, offsets, weights = parts_of(features)
+        keys, values, offsets, weights = unpack_features(features)
         if missing := [feature for feature in self.feature_names if feature not in keys]:
             raise ValueError(f"the batch lacks the features {missing}; it has the keys {keys}")
         if weights is not None and weights.requires_grad:
@@ -360,7 +360,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # `apply` is of module
                     assert table.sketch is not None
                     size, first = table.sketch.place(name)
                 elif name.startswith("rows."):  # all memory of a table on disk
-                    partitions, (whole, _) = table.index.num_sets.numel(), table.index.whole.tolist()
+                    partitions, (whole, _) = table.index.num_sets.numel(), table.index.shard.tolist()
                     size[0], first = size[0] // partitions * whole, (table.row_config.row_origin, 0)
                 else:
                     size[0] = total

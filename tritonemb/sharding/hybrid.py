@@ -18,7 +18,7 @@ from tritonemb.comm.async_tensor import ordinary
 from tritonemb.comm.data_parallel import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
-from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
+from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
@@ -30,7 +30,7 @@ from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.cached_server_table import ParallelModel
 from tritonemb.tables.lookup import PrefetchedFeatures
-from tritonemb.utils import listed, split_evenly
+from tritonemb.utils import join_names, split_evenly
 
 Dense = Literal["ddp", "fsdp"]
 
@@ -114,7 +114,7 @@ class HybridParallel(ParallelModel):
         self.plan = plan_job([config for each in fused for config in each.configs], *job) if plan is None else plan
         named = {config.name for module in model.modules() if isinstance(module, kinds) for config in module.configs}
         if unknown := sorted(self.plan.tables.keys() - named):
-            raise ValueError(f"the plan has tables that the model does not have: {listed(unknown)}")
+            raise ValueError(f"the plan has tables that the model does not have: {join_names(unknown)}")
         if (self.plan.world_size, self.plan.local_world_size) != (size, node):
             raise ValueError(
                 f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "
@@ -192,7 +192,7 @@ class HybridParallel(ParallelModel):
         """
         if isinstance(features, PrefetchedFeatures):
             return features
-        keys, values, offsets, weights = parts_of(features)
+        keys, values, offsets, weights = unpack_features(features)
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         for each in self.collections[:1]:
             batch = each.own_batch(batch)

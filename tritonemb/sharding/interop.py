@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import TableShards, described
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 _TORCHREC = r"(^|\.)(embedding_bags|embeddings)\.[^.]*\.weight$"  # what TorchRec's collections call their tables
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")
@@ -57,7 +57,7 @@ def load_tables(
     for table, key in chosen:
         problems += _misfits(table, key, state_dict[key])
     if problems:
-        raise ValueError("the tables cannot be loaded:\n  " + listed(problems, 20, "\n  ", "\n  "))
+        raise ValueError("the tables cannot be loaded:\n  " + join_names(problems, 20, "\n  ", "\n  "))
     for table, key in chosen:
         value = state_dict[key]
         copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_

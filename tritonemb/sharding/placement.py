@@ -118,7 +118,7 @@ class Placement:
             whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
             features = [route_key(route) for route in each.routes] or config.feature_names
             name = f"{config.name}@{number}" if number else config.name
-            parts.append(whole.part(name, (shard.first_row, shard.num_rows), each.columns, features))
+            parts.append(whole.shard(name, (shard.first_row, shard.num_rows), each.columns, features))
             times[each.table] += 1
         return parts
 

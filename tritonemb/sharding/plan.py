@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, get_args
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import Placement, TableConfig, checked_size
-from tritonemb.utils import JsonFile, amount
+from tritonemb.utils import JsonFile, format_bytes
 
 Ranks = Sequence[int]
 SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update replicated than to exchange
@@ -262,9 +262,11 @@ class PlanDiff:
         return self.bytes / self.total if self.total else 0.0
 
     def __str__(self) -> str:
-        lines = [f"{amount(self.bytes)} of {amount(self.total)} move between ranks ({100 * self.fraction:.1f} %)"]
+        lines = [
+            f"{format_bytes(self.bytes)} of {format_bytes(self.total)} move between ranks ({100 * self.fraction:.1f} %)"
+        ]
         moved = sorted(self.moved.items(), key=lambda each: (-each[1], each[0]))
-        lines += [f"  {name}: {amount(size)}" for name, size in moved[:SHOWN] if size]
+        lines += [f"  {name}: {format_bytes(size)}" for name, size in moved[:SHOWN] if size]
         lines += [f"  {name}: from {before} to {after}" for name, (before, after) in sorted(self.tiers.items())]
         return "\n".join(lines)
 
@@ -292,7 +294,7 @@ class ShardingPlan(JsonFile):
     copies: int = 1
     report: Any = field(default=None, compare=False, repr=False)  # of a module that imports this one
 
-    WHAT, NEEDED = "a sharding plan", ("world_size", "tables")
+    TITLE, REQUIRED = "a sharding plan", ("world_size", "tables")
     MEMBERS: ClassVar[Iterable[str]] = ("world_size", "local_world_size", "copies", "tables")
 
     def __post_init__(self) -> None:

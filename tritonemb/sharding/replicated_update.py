@@ -23,7 +23,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
 from tritonemb.kernels.optimizers import step_by_torch
 from tritonemb.kernels.triton_utils import row_sum_by_torch
-from tritonemb.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, Layout, lines_of, make_layout, name_rows
+from tritonemb.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, Layout, make_layout, pack_names, set_row_ids
 from tritonemb.ops.row_update import count_pass
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.tables.lookup import FindReplicaRows, Lookup, row_sums
@@ -183,8 +183,8 @@ def _as_batch(
     layout.tables[:, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]] = torch.tensor(random, device=values.device)
     for table, of_slots in enumerate(ids):
         if of_slots is not None:
-            name_rows(layout, table, of_slots, tables[table].row_origin)
-    layout = layout._replace(table_names=lines_of(table.name for table in tables))
+            set_row_ids(layout, table, of_slots, tables[table].row_origin)
+    layout = layout._replace(table_names=pack_names(table.name for table in tables))
     offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
     return values, offsets, layout
 

@@ -21,7 +21,7 @@ from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTab
 from tritonemb.storage.snapshot import take_snapshot
 from tritonemb.storage.store import Counts, Initializer, IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.storage.threads import shielded
-from tritonemb.utils import Closing, on_error, print_error
+from tritonemb.utils import Closeable, on_error, print_error
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class RowFile:
             self.file.sync()
 
 
-class DiskRows(Closing):
+class DiskRows(Closeable):
     """Records of rows 0 to `num_rows` - 1 in one file; rows never written take no room, and read as initial values.
 
     Operations take effect in the order in which they are submitted, by any thread: a read after a write of the same row

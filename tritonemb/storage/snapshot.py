@@ -22,7 +22,7 @@ from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile,
 from tritonemb.storage.sparse import reflink_or_copy
 from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
-from tritonemb.utils import Closing, on_error
+from tritonemb.utils import Closeable, on_error
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, after their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which the group's number is added: no block has such a number
@@ -149,7 +149,7 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
     return header
 
 
-class SnapshotReader(Closing):
+class SnapshotReader(Closeable):
     """Reads the rows of a whole snapshot, which many may do. StorageError if there is none, or it is damaged."""
 
     def __init__(self, path: str | Path) -> None:

@@ -19,7 +19,7 @@ class Sketch:
     """
 
     def __init__(self, index: DynamicIndex, appearances: int) -> None:
-        (self._whole, self._first), self._partitions = index.whole.tolist(), index.num_sets.numel()
+        (self._whole, self._first), self._partitions = index.shard.tolist(), index.num_sets.numel()
         most = torch.iinfo(torch.int16).max
         if appearances > most:
             raise ValueError(f"an admission's appearances may be {most} at most, got {appearances}")

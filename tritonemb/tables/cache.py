@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import jagged, ops
-from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, lay_out
+from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, build_layout
 from tritonemb.storage.memory import HostRows
 from tritonemb.storage.store import CacheDirectory, IoFuture
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, synchronize
@@ -48,7 +48,7 @@ class RowCache:
         num_sets = [0 if table is None else table.num_sets for table in (*self.tables, None)]
         self._directory = CacheDirectory(num_sets, policy, self.device)
         whole = [*(TableRow(0, table.row_config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
-        self._whole = lay_out(whole, [], [], [], False, self.device).tables
+        self._whole = build_layout(whole, [], [], [], False, self.device).tables
         self._first_rows = self._whole[:, FIRST_ROW].contiguous()
         self._first_slots = self._first_rows + self._directory.first_slots  # in layouts of the slots
         self._now = self._directory.now
@@ -84,7 +84,7 @@ class RowCache:
             before: rows whose pins are released from this sequence number on are not evicted; None: all may be.
         """
         groups, first_rows = lookup.groups, self._first_rows
-        own = groups.rows[: int(groups.num_groups) if jagged.readable(groups.num_groups) else None]
+        own = groups.rows[: int(groups.num_groups) if jagged.is_host_readable(groups.num_groups) else None]
         own = linear = own if bad is None else torch.where(bad, first_rows[-1], own)
         if lookup.replica_rows is not None:
             linear = torch.cat([own, lookup.replica_rows]).unique()

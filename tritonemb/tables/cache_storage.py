@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, name_rows
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, set_row_ids
 from tritonemb.storage.store import CacheDirectory
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
@@ -104,9 +104,9 @@ class CacheStorage:
             for index, table in enumerate(self._tables):
                 if isinstance(table, CachedTable):
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    name_rows(layout, index, self._directory.parts[0][index], table.row_config.row_origin)
+                    set_row_ids(layout, index, self._directory.parts[0][index], table.row_config.row_origin)
                 if (row_ids := table.row_ids()) is not None:
-                    name_rows(layout, index, row_ids)
+                    set_row_ids(layout, index, row_ids)
 
 
 def synchronize(device: torch.device) -> None:

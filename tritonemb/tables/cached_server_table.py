@@ -152,7 +152,7 @@ class CachedServerHashTable(CachedServerTable, CachedHashTable):
 
     @property
     def row_config(self) -> TableConfig:
-        return self.config.memory(self.service.num_rows(self.config.name))
+        return self.config.storage_config(self.service.num_rows(self.config.name))
 
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far; servers are asked."""

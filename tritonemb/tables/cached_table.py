@@ -50,7 +50,7 @@ class CachedTable(Table):
         super().__init__(config, states, device, self.num_sets * WAYS)
 
     def _rows_to_cache(self) -> int:
-        return self.config.cache.rows_of(self.row_config.num_embeddings)
+        return self.config.cache.num_device_rows(self.row_config.num_embeddings)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         try:
@@ -217,7 +217,7 @@ class CachedTable(Table):
     def _store_options(self, seed: int) -> dict[str, Any]:
         c, cache = self.row_config, self.config.cache
         identity = TableIdentity(c.name, c.num_embeddings, self.record, seed, c.row_origin, c.column_origin)
-        values, host_rows = self._initial_values(seed), cache.host_rows_of(c.num_embeddings)
+        values, host_rows = self._initial_values(seed), cache.num_host_rows(c.num_embeddings)
         return {"identity": identity, "initializer": values, "host_rows": host_rows, "policy": cache.policy}
 
     def replace_store(self, store: DiskRows) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from tritonemb.layout import (
     DISTINCT,
     EVICTED,
-    GROWN_ROWS,
     INDEX_BYTES,
+    MAX_ROWS_PER_SET,
+    MAX_USES,
     MISSING,
-    MOST_USES,
     NEEDED,
     NO_KEY,
     POSITION,
@@ -175,7 +175,7 @@ def insert_batch(
 
 
 def undo_use(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MOST_USES` is less."""
+    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MAX_USES` is less."""
     rows, before = rows[rows >= 0], before[rows >= 0]
     earlier = before < index.used[rows]
     index.used[rows[earlier]] = before[earlier]
@@ -185,7 +185,7 @@ def undo_use(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
 def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
     """int64 `[n]`, ascending: ids of a partition whose rows were not used after the step `last`."""
     partitions = index.num_sets.numel()
-    rows = slice(partition, int(index.num_made[partition]) * partitions, partitions)
+    rows = slice(partition, int(index.num_allocated[partition]) * partitions, partitions)
     return index.ids[rows][index.used[rows] <= last].sort().values  # a freed row counts as used
 
 
@@ -286,10 +286,10 @@ class DynamicTable(Table):
         self._row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
         num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._row_bytes + INDEX_BYTES))
         self.index = make_index(num_rows, there, part=config.partitions)
-        self._whole: tuple[int, int] = tuple(self.index.whole.tolist())
+        self._whole: tuple[int, int] = tuple(self.index.shard.tolist())
         num_rows = len(self.index.ids)
         first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
-        self._row_config = config.memory(num_rows, first)
+        self._row_config = config.storage_config(num_rows, first)
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self.state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
@@ -327,7 +327,7 @@ class DynamicTable(Table):
 
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far."""
-        made, sets = int(self.index.num_made.sum()), int(self.index.num_sets.sum())
+        made, sets = int(self.index.num_allocated.sum()), int(self.index.num_sets.sum())
         num_bytes = made * (self._row_bytes + 16) + sets * SET_BYTES
         return DynamicStatistics(**self._counted, rows=self.num_rows, capacity=len(self.index.ids), num_bytes=num_bytes)
 
@@ -527,10 +527,10 @@ class DynamicTable(Table):
         self.removed = None
         if self.sketch is not None:
             self.sketch.clear()
-        if not self.index.num_made.any():
+        if not self.index.num_allocated.any():
             return  # zeros would take memory
         index = self.index
-        for part in (index.digests, index.overflowed, index.num_rows, index.num_made, index.num_overflow):
+        for part in (index.digests, index.overflowed, index.num_rows, index.num_allocated, index.num_overflow):
             part.zero_()
         index.num_sets.fill_(1)
 
@@ -570,7 +570,7 @@ class DynamicTable(Table):
 
     def owns(self, ids: Tensor) -> Tensor:
         """bool `[N]`: whether ids belong to this part of the table."""
-        whole, first = self.index.whole.tolist()
+        whole, first = self.index.shard.tolist()
         places = partitions_of(ids, whole) - first
         return (places >= 0) & (places < self.index.num_sets.numel())
 
@@ -589,7 +589,7 @@ class DynamicTable(Table):
             self.sketch.check(saved, title)
         mine = self.owns(ids)
         ids, order, room = ids[mine], order[mine], len(self.index.ids) // self.index.num_sets.numel()
-        if (most := int(partitions_of(ids, int(self.index.whole[0])).bincount(minlength=1).max())) > room:
+        if (most := int(partitions_of(ids, int(self.index.shard[0])).bincount(minlength=1).max())) > room:
             raise ValueError(
                 f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room "
                 f"for {room:,}; give it more capacity"
@@ -610,7 +610,7 @@ class DynamicTable(Table):
         """Make ready for so many rows per partition, about, if there are none."""
         index, partitions = self.index, self.index.num_sets.numel()
         if self.num_rows == 0:
-            sets = max(1, min(rows // GROWN_ROWS, index.overflowed.numel() // partitions))
+            sets = max(1, min(rows // MAX_ROWS_PER_SET, index.overflowed.numel() // partitions))
             index.num_sets.fill_(sets)
 
     def put(self, saved: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
@@ -638,9 +638,9 @@ class DynamicTable(Table):
 
     def _place(self, ids: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
         """Rows of distinct ids, which there is room for, used so often, last in these steps."""
-        rows, new = self._insert(ids, (MOST_USES, -1, 0))  # no step of these is later, so that it can be undone
+        rows, new = self._insert(ids, (MAX_USES, -1, 0))  # no step of these is later, so that it can be undone
         self.count(inserts=-int(new.sum()))  # these are of another table's past
-        uses = torch.stack([steps.int(), counts.clamp(max=MOST_USES).int()], 1)
+        uses = torch.stack([steps.int(), counts.clamp(max=MAX_USES).int()], 1)
         self.index.uses[rows] = uses
         return rows
 

@@ -20,8 +20,8 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from tritonemb import ops
-from tritonemb.errors import first_bad_id
-from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, parts_of
+from tritonemb.errors import find_invalid_id
+from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, unpack_features
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_DIM, Layout, make_layout
 from tritonemb.ops.row_update import update_locks
 from tritonemb.tables.dynamic_table import find_batch, insert_batch
@@ -207,7 +207,7 @@ def prefetch_batch(
     Waits for the device as `RowCache` does, and more often for replicas' rows, unless `before`, an earlier prefetch of
     the batch, has them, and for an id out of range, a ValueError before anything changes; StorageError as of its `pin`.
     """
-    keys, values, offsets, weights = parts_of(features)
+    keys, values, offsets, weights = unpack_features(features)
     training = tables.trains()
     if training and tables.service is not None:
         tables.service.begin_training()
@@ -229,7 +229,7 @@ def prefetch_batch(
             asked = batch.lengths() * whole.key_starts.diff().repeat_interleave(batch.stride())
             bad = groups.starts[-1] != asked.sum()
         if find_replica_rows is not None or not tables.cache.pin(lookup, bad, released):
-            problem = first_bad_id(given, uses(tables, keys)) if bad is not None and bad else None
+            problem = find_invalid_id(given, uses(tables, keys)) if bad is not None and bad else None
             if find_replica_rows is not None and lookup.replica_rows is None:
                 lookup.replica_rows = find_replica_rows(groups.rows, problem)
             elif problem is not None:
@@ -290,7 +290,7 @@ def look_up_cached(
         return found
     tables.update.check(tables)
     if tables.accumulator.is_open:
-        keys, values, _, _ = parts_of(features)
+        keys, values, _, _ = unpack_features(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
         tables.pins.append(lookup)
         tables.remember_step(lookup.assigned)
@@ -307,11 +307,11 @@ def assign_rows(
     was deduplicated. ValueError, before anything changes, if ids find no room in some table, or the tables have no
     optimizer to train them.
     """
-    keys, values, offsets, weights = parts_of(features)
+    keys, values, offsets, weights = unpack_features(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
     is_checked = getattr(features, "is_checked", False)  # ours, and its offsets were read
     batch: Any = features if is_checked else KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-    if tables.bounds_check == "raise" and (problem := first_bad_id(batch, uses(tables, keys))):
+    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, uses(tables, keys))):
         raise problem
     if layout.multiplicity > 1:
         batch = one_key_a_lookup(tables, batch, layout)
@@ -444,7 +444,7 @@ def read_unknown(tables: Tables, batch: UnknownIds, offsets: Tensor, sample_weig
 def look_up_unknown(tables: Tables, batch: AssignedRows) -> Tensor:
     """As `TableSet.look_up`, where some ids have no row: they get no gradient."""
     assert batch.unknown is not None
-    keys, rows, offsets, sample_weights = parts_of(batch.features)
+    keys, rows, offsets, sample_weights = unpack_features(batch.features)
     read = partial(read_unknown, tables, batch.unknown, offsets, sample_weights)
     if not batch.training or not tables.trains():
         return read()
@@ -530,7 +530,7 @@ def configs_of(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[
     if any(name not in keys for of_table in names for name in of_table):
         raise ValueError(f"the batch lacks the features {[*dict.fromkeys(missing)]}; it has the keys {list(keys)}")
     sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
-    return [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
+    return [c.shard(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
 
 
 def row_sums(
@@ -582,7 +582,7 @@ def prefetch(
     """
     if isinstance(features, PrefetchedFeatures):
         return features
-    keys, values, offsets, weights = parts_of(features)
+    keys, values, offsets, weights = unpack_features(features)
     batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     with nullcontext() if before is None else released_before(before):
         return PrefetchedFeatures(batch, {id(tables): tables.prefetch(batch) for tables in table_sets(model)})

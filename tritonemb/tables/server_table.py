@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tritonemb import ops
-from tritonemb.errors import first_bad_id, gradient_not_finite, warn_of_skipped_rows
-from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
+from tritonemb.errors import find_invalid_id, gradient_not_finite, warn_of_skipped_rows
+from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
@@ -103,7 +103,7 @@ class ServerTable(Table):
 
     @property
     def row_config(self) -> TableConfig:
-        return self.config.memory(1) if self.config.is_dynamic else self.config
+        return self.config.storage_config(1) if self.config.is_dynamic else self.config
 
     def _attached(self) -> TableService:
         if self.service is None:
@@ -163,9 +163,9 @@ class PulledBatch(Lookup):
 @_disable_dynamo
 def pull_batch(tables: Tables, features: Features) -> PulledBatch:
     """Ask the servers for the rows of a batch. ValueError for ids out of range, before anything has been sent."""
-    keys, values, offsets, weights = parts_of(features)
+    keys, values, offsets, weights = unpack_features(features)
     batch, service = KeyedJaggedTensor(keys, values, weights, offsets=offsets), tables.tables[0]._attached()
-    if tables.bounds_check == "raise" and (problem := first_bad_id(batch, uses(tables, keys))):
+    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, uses(tables, keys))):
         raise problem
     batch = one_key_a_lookup(tables, batch, tables.layout(keys, values.device))
     layout = tables.layout(batch.keys(), values.device)
@@ -237,7 +237,7 @@ def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | Non
         lookup.release()
         return found
     check_gradients(tables, lookup.sample_weights, lookup.training)
-    tables.remember_keys(parts_of(features)[0])
+    tables.remember_keys(unpack_features(features)[0])
     handle, pulled = tables.accumulator.current_handle, lookup
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:

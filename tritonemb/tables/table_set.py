@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
-from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import Layout, TensorList, dtypes_of, fact, make_layout, name_rows
+from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
+from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of, make_layout, set_row_ids
 from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
@@ -200,12 +200,12 @@ class TableSet(OptimizedTables):
                 return prefetch_batch(self, features, None, occurrences)
         if self.dynamic:
             return assign_rows(self, features, True, occurrences)
-        keys, values, offsets, _ = parts_of(features)
+        keys, values, offsets, _ = unpack_features(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
     def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
         """What `PrefetchedFeatures` have for these tables: the batch, and `group`'s result where that takes time."""
-        trained_on_gpu = parts_of(features)[1].is_cuda and not self.accumulator.is_open and self.trains()
+        trained_on_gpu = unpack_features(features)[1].is_cuda and not self.accumulator.is_open and self.trains()
         ahead = self.cache is not None or self.dynamic or self.on_servers or trained_on_gpu
         return features, self.group(features) if ahead else None
 
@@ -220,7 +220,7 @@ class TableSet(OptimizedTables):
                 found = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
                 if isinstance(dynamic, DynamicTable):
-                    name_rows(found, table, dynamic.index.ids)
+                    set_row_ids(found, table, dynamic.index.ids)
             for table in range(len(configs)) if self.on_servers else self.dynamic:
                 own = configs[table].feature_names
                 self.table_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
@@ -249,7 +249,7 @@ class TableSet(OptimizedTables):
 
     def look_up_rows(self, features: Features, groups: ops.RowGroups | None, check_bounds: bool) -> Tensor:
         """As `look_up`, of rows that are in the tables' memory."""
-        keys, values, offsets, sample_weights = parts_of(features)
+        keys, values, offsets, sample_weights = unpack_features(features)
         layout = self.layout(keys, values.device)
         fused = None if self.optimizer is None or not torch.is_grad_enabled() else self.fused_tables()
         if fused is None or not self.trains(fused.weights):
@@ -349,7 +349,7 @@ class TableSet(OptimizedTables):
         """Of a lookup's result."""
         if self.output_dtype is not None:
             return self.output_dtype
-        dtypes = fact(weights, dtypes_of)
+        dtypes = cached_fact(weights, dtypes_of)
         return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _OUTPUT_DTYPES else torch.float32
 
     def weights(self, tables: list[Table] | None = None) -> list[Tensor]:

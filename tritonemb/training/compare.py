@@ -11,7 +11,7 @@ from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.callbacks.report import PLAIN, Event, chart, last_of, page_of, test_of
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.config import flat
-from tritonemb.utils import Options, columns, listed, write_whole
+from tritonemb.utils import Options, align_columns, atomic_write, join_names
 
 PATH_OPTIONS = ("path", "output.out")  # not compared: they differ between all runs
 MAX_VALUE_WIDTH = 60  # characters of a value on the terminal
@@ -42,14 +42,14 @@ def compare(options: CompareOptions) -> str:
     if len(options.runs) < 2:
         raise ValueError(f"compare needs two or more runs, got {len(options.runs)}")
     if missing := [str(path) for path in options.runs if not RunFolder(path).log.exists()]:
-        raise FileNotFoundError(f"no folder of a run with a log: {listed(missing)}")
+        raise FileNotFoundError(f"no folder of a run with a log: {join_names(missing)}")
     logs = [read_run_log(RunFolder(path).log) for path in options.runs]
     names, tables = list(map(str, options.runs)), tables_of(logs)
-    write_whole(options.out, page_of("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables))
+    atomic_write(options.out, page_of("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables))
     changed, metrics = tables.values()
     cells = {key: [text[:MAX_VALUE_WIDTH] for text in texts] for key, texts in (changed | metrics).items()}
     rows = [["", *names], *([key, *texts] for key, texts in cells.items())]
-    lines = [printable(line, "utf-8") for line in columns(rows)]
+    lines = [printable(line, "utf-8") for line in align_columns(rows)]
     if len({*metrics["test rows"]} - {"-"}) > 1:
         lines.append("note: the runs have different test rows, so their test metrics are not comparable")
     return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])

@@ -16,7 +16,7 @@ from tritonemb.server import AtMost
 from tritonemb.sharding import ExchangePrecision
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CODECS, AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
-from tritonemb.utils import Options, did_you_mean, listed, number, require
+from tritonemb.utils import Options, did_you_mean, join_names, number, require
 
 Config = TypeVar("Config")
 CodecName: TypeAlias = Literal[tuple(CODECS)]  # type: ignore[valid-type]
@@ -146,7 +146,7 @@ class ServersOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.servers is None and (unused := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
-            raise ValueError(f"without servers there is nothing for {listed(unused)}: give servers, too")
+            raise ValueError(f"without servers there is nothing for {join_names(unused)}: give servers, too")
         if self.on_ray and self.num_started is None:
             raise ValueError(f"servers={self.servers}: say how many servers Ray is to start, for example ray:4")
         if self.servers is not None and self.num_started is None and self.server_log is not None:
@@ -178,7 +178,7 @@ class ServersOptions(Options):
         names = [table.name for table in tables]
         for name in self.server_tables:
             if name not in names:
-                known = did_you_mean(name, names, f", only {listed(names)}")
+                known = did_you_mean(name, names, f", only {join_names(names)}")
                 raise ValueError(f"server_tables: there is no table {name!r}{known}")
         protect = (self.staleness + 1) * 8  # batches, of accumulated ones and several trainers, too
         placed = list(tables)
@@ -297,7 +297,7 @@ class OffloadOptions(Options):
         super().__post_init__()
         on_disk = [option.name for option in fields(self) if getattr(self, option.name) == "disk"]
         if on_disk and self.offload_path is None:
-            raise ValueError(f"{listed(on_disk)}=disk needs a folder for the swap file: give offload_path, too")
+            raise ValueError(f"{join_names(on_disk)}=disk needs a folder for the swap file: give offload_path, too")
         for name, used in (("offload_path", on_disk), ("offload_budget", self.moved)):
             if getattr(self, name) is not None and not used:
                 raise ValueError(f"{name}: nothing is offloaded{' to disk' * (name == 'offload_path')}")

@@ -18,7 +18,7 @@ from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.server.attach import connect
 from tritonemb.training.callbacks.console import size
 from tritonemb.types import TableConfig
-from tritonemb.utils import columns, kernel_folder, processor
+from tritonemb.utils import align_columns, cpu_model, kernel_folder
 
 # Sums of at most 8 products of numbers of about 1: a few units in the last place.
 TOLERANCE = 1e-5
@@ -29,7 +29,7 @@ def examine(device: str | None = None) -> tuple[str, bool]:
     """The text, of one device or of the CPU and every GPU, and whether all is well; ValueError for no such device."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
-    lines = ["versions", *columns(("", *item) for item in versions().items())]
+    lines = ["versions", *align_columns(("", *item) for item in versions().items())]
     healthy = True
     for target in devices:
         details = versions(target)
@@ -43,7 +43,7 @@ def examine(device: str | None = None) -> tuple[str, bool]:
             agrees, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
         healthy &= agrees
         lines += ["", f"{target}: {details['device']}, {details['threads']} threads on the CPU"]
-        lines += [*columns(("", op, *why(op, target)) for op in ops()), f"  {verdict}"]
+        lines += [*align_columns(("", op, *why(op, target)) for op in ops()), f"  {verdict}"]
     cache_bytes = sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc"))
     lines += ["", f"compiled kernels: {size(cache_bytes)} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:
@@ -69,7 +69,7 @@ def examine_servers(addresses: Sequence[str]) -> tuple[str, bool]:
         for name, collection in server_statistics["collections"].items():
             lines.append(f"  {name}: {collection['steps']:,} steps, staleness {collection['staleness']}")
             tables = collection["tables"].items()
-            lines += columns(
+            lines += align_columns(
                 ("", table, f"{table_stats['rows']:,} rows", size(table_stats["num_bytes"]))
                 for table, table_stats in tables
             )
@@ -121,7 +121,7 @@ def versions(device: torch.device | None = None) -> dict[str, str]:
     packages = {name: _version(name) for name in PACKAGES}
     result = {"python": platform.python_version(), **packages, "platform": platform.platform()}
     if device is not None:
-        result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+        result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
         result["threads"] = str(torch.get_num_threads())
     return result
 

@@ -39,7 +39,7 @@ from tritonemb.training.loop import FitResult
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
 from tritonemb.training.run import build_model
 from tritonemb.training.trainer import Trainer
-from tritonemb.utils import require, write_whole
+from tritonemb.utils import atomic_write, require
 
 RUNS = Path("runs")
 
@@ -228,7 +228,7 @@ class SavedConfig(Callback):
         self._path, self._config = path, config
 
     def on_start(self, start: FitStart) -> None:
-        write_whole(self._path, to_toml(self._config))
+        atomic_write(self._path, to_toml(self._config))
 
 
 def _callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:

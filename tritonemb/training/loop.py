@@ -379,7 +379,7 @@ class CacheMeter:
     def __init__(self, model: nn.Module) -> None:
         self._caches = caches_of(model)
         tables = [table for cache in self._caches for table in cache.tables if table is not None]
-        in_host_memory = any(table.config.cache.host_rows_of(table.row_config.num_embeddings) for table in tables)
+        in_host_memory = any(table.config.cache.num_host_rows(table.row_config.num_embeddings) for table in tables)
         self._names = ("read", "written", "stall", *(HOST if in_host_memory else ()))
         self._stall = self._stall_before = 0.0
         self.trained: Counter[str] | None = None  # what was counted when the rows of the last trained step were there

@@ -18,7 +18,7 @@ from tritonemb.training.config import TrainConfig, load_toml, read_toml
 from tritonemb.training.job import joined, open_data
 from tritonemb.training.run import build_model
 from tritonemb.types import TableConfig
-from tritonemb.utils import Options, did_you_mean, number, write_whole
+from tritonemb.utils import Options, atomic_write, did_you_mean, number
 
 _MEASURED = 200  # batches of a run's data
 _OF_CODE = {"init", "cache", "eviction", "admission"}  # fields of a table that a file does not have
@@ -91,7 +91,7 @@ def make_plan(options: PlanOptions) -> str:
         sharding_plan.save(options.out)
         lines.append(f"{options.out}: the plan, for tritonemb train --plan")
     if options.html is not None:
-        write_whole(options.html, sharding_plan.to_html())
+        atomic_write(options.html, sharding_plan.to_html())
         lines.append(f"{options.html}: pictures")
     return "\n\n".join(lines)
 

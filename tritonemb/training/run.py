@@ -30,7 +30,7 @@ from tritonemb.training.config import TrainConfig, from_plain
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
 from tritonemb.types import TableConfig
-from tritonemb.utils import listed
+from tritonemb.utils import join_names
 
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
 READING = "features", "num_dense", "read", "precision"
@@ -217,7 +217,7 @@ class Run:
             )
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, {type(self.model).__name__}, tables: {listed(self.tables)})"
+        return f"Run({str(self.path)!r}, {type(self.model).__name__}, tables: {join_names(self.tables)})"
 
     @cached_property
     def _encode(self) -> RequestEncoder:

@@ -11,7 +11,7 @@ from tritonemb.data.arrow import arrow_csv, pa, parquet
 from tritonemb.training.compare import METRICS
 from tritonemb.training.metrics import Metrics
 from tritonemb.training.run import Run, load_run
-from tritonemb.utils import Options, columns, number, written_aside
+from tritonemb.utils import Options, align_columns, atomic_path, number
 
 SUFFIXES = (".parquet", ".csv")  # of scores
 
@@ -58,7 +58,7 @@ def predict(options: PredictOptions) -> str:
     kind = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:  # table by table, so that a log of any size fits
-        with written_aside(options.out) as part, kind(part, first.schema) as writer:
+        with atomic_path(options.out) as part, kind(part, first.schema) as writer:
             for table in itertools.chain([first], tables):
                 writer.write_table(table.cast(first.schema))
                 num_rows += table.num_rows
@@ -111,4 +111,4 @@ def describe(metrics: Metrics) -> str:
     """Metrics as lines of text: one per number, then the calibration curve."""
     numbers = [(name, f"{getattr(metrics, key):.{0 if key == 'num_samples' else 4}f}") for key, name in METRICS.items()]
     curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]
-    return "\n".join([*columns(numbers), *columns([("rows", "mean score", "share of clicks"), *curve])])
+    return "\n".join([*align_columns(numbers), *align_columns([("rows", "mean score", "share of clicks"), *curve])])

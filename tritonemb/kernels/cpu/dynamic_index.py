@@ -23,7 +23,7 @@ from tritonemb.kernels.cpu.simd import (
     uint8_row,
 )
 from tritonemb.kernels.dynamic_index import begin_insert_by_torch
-from tritonemb.layout import DIGEST_SHIFT, GROWN_ROWS, MOST_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
+from tritonemb.layout import DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
 
 _Parts: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:]))  # type: ignore[misc]
 
@@ -49,7 +49,7 @@ def _index_at(places):
 
 @inlined
 def _partition_of(index, mixed):
-    return np.int64(((np.uint64(mixed) >> np.uint64(32)) * np.uint64(index.whole[0])) >> np.uint64(32)) - index.whole[1]
+    return np.int64(((np.uint64(mixed) >> np.uint64(32)) * np.uint64(index.shard[0])) >> np.uint64(32)) - index.shard[1]
 
 
 @inlined
@@ -145,8 +145,8 @@ def _find_some(index, begin, end, ids, table, step, rows, before, keys, mixed, s
             if before.size > 0 and row >= 0:
                 before[at], index.uses[row, 0] = index.uses[row, 0], step
                 count = atomic_increment(id_of + row * 16 + 12)
-                if count == MOST_USES or count < 0:  # it has come round
-                    index.uses[row, 1] = MOST_USES
+                if count == MAX_USES or count < 0:  # it has come round
+                    index.uses[row, 1] = MAX_USES
             elif before.size > 0:
                 keys[at] = table
 
@@ -209,8 +209,8 @@ def _free(index, slot):
     row = index.rows[slot]
     place = _place_of(index, mix(index.ids[row, 0]))
     partition = place % index.num_sets.size
-    index.free[(index.num_made[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
-    index.uses[row, 0] = MOST_USES  # so that it is never counted as one that may be evicted
+    index.free[(index.num_allocated[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
+    index.uses[row, 0] = MAX_USES  # so that it is never counted as one that may be evicted
     index.num_rows[partition] -= 1
     index.digests[slot] = 0
     if slot >= index.overflowed.size * WAYS:
@@ -278,18 +278,18 @@ def _insert(index, at, ids, begins, rules, table, evicted):
                 break
         evicted[at, 0], evicted[at, 1] = _id_at(index, victim), index.rows[victim]
         _free(index, victim)
-    num_free = np.int64(index.num_made[partition] - index.num_rows[partition])
+    num_free = np.int64(index.num_allocated[partition] - index.num_rows[partition])
     if num_free > 0:
         row = np.int64(index.free[(num_free - 1) * partitions + partition])
     else:
-        row = np.int64(index.num_made[partition]) * partitions + partition
-        index.num_made[partition] += 1
+        row = np.int64(index.num_allocated[partition]) * partitions + partition
+        index.num_allocated[partition] += 1
     index.num_rows[partition] += 1
-    index.ids[row, 0], index.uses[row, 0], index.uses[row, 1] = id, step, min(MOST_USES, begins[at + 1] - begins[at])
+    index.ids[row, 0], index.uses[row, 0], index.uses[row, 1] = id, step, min(MAX_USES, begins[at + 1] - begins[at])
     slot = _empty_slot(index, partition, place)
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
     while (
-        index.num_rows[partition] > GROWN_ROWS * index.num_sets[partition]
+        index.num_rows[partition] > MAX_ROWS_PER_SET * index.num_sets[partition]
         and index.num_sets[partition] < index.overflowed.size // partitions
     ):
         _split(index, partition)
@@ -338,7 +338,7 @@ def _room_for(indexes, tables, ids, begins, admitted, rules, counts):
         for partition in range(partitions):
             missing = needed[partition] - most_rows + index.num_rows[partition]
             counts[table, 4] += max(0, missing)
-            for row in range(partition, np.int64(index.num_made[partition]) * partitions, partitions):
+            for row in range(partition, np.int64(index.num_allocated[partition]) * partitions, partitions):
                 if missing <= 0:
                     break
                 missing -= 1 if index.uses[row, 0] <= rules[table, 1] else 0

@@ -20,7 +20,7 @@ from tritonemb.kernels.cpu.row_groups import (
     first_bad_bag,
 )
 from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_bags
-from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, fact
+from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, cached_fact
 from tritonemb.memory import empty_result
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
@@ -118,7 +118,7 @@ def embedding_bag(
     """Summed in float32, `[B, width]` or `[N, width]`; see `kernels/embedding_bag.py`."""
     ids, bounds = as_int64(values), as_int64(offsets)
     if (bag := first_bad_bag(bounds, ids.size)) != GOOD_OFFSETS:
-        raise errors.bad_offsets(bag, offsets, ids.size, layout)
+        raise errors.offsets_error(bag, offsets, ids.size, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
     num_rows = batch_size if layout.pooled else values.numel()
     out = empty_result((num_rows, layout.width), torch.float32)
@@ -127,13 +127,13 @@ def embedding_bag(
     bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
     look_up = _pool_samples if layout.pooled else _gather_values
     look_up(
-        torch.get_num_threads(), bad.size, num_rows, bad, batch_size, fact(weights, addresses_of),
-        fact(weights, dtypes_of), *arrays_of(layout), ids, bounds,
+        torch.get_num_threads(), bad.size, num_rows, bad, batch_size, cached_fact(weights, addresses_of),
+        cached_fact(weights, dtypes_of), *arrays_of(layout), ids, bounds,
         as_float32(sample_weights), _zero_row(layout.width).data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
     if check_bounds and (position := min(bad.tolist())) != NO_POSITION:
-        raise errors.bad_id(position, values, offsets, layout)
+        raise errors.invalid_id_error(position, values, offsets, layout)
     return out if output_dtype == torch.float32 else out.to(output_dtype)
 
 

@@ -54,5 +54,5 @@ def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layo
         least, most = values.aminmax()
         if least < 0 or most >= layout.num_rows:
             bad = (values < 0) | (values >= layout.num_rows)
-            raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
+            raise errors.invalid_id_error(int(bad.nonzero()[0]), values, offsets, layout)
     return values.masked_fill(values == padding_idx, -1)

@@ -61,11 +61,11 @@ def _views(message: Tensor, packing: Packing, num_rows: int) -> Iterator[tuple[i
 
 def scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tensor) -> Tensor:
     """`x · factor`; what is finite in `x` but then too large for `dtype` is kept at its largest value, and counted."""
-    largest, first_lost = LIMITS[dtype]
+    largest, saturation_threshold = LIMITS[dtype]
     y = x if factor is None else x * factor
-    if not y.numel() or bool((torch.stack(y.aminmax()).abs() < first_lost).all()):  # false if one is NaN
+    if not y.numel() or bool((torch.stack(y.aminmax()).abs() < saturation_threshold).all()):  # false if one is NaN
         return y
-    lost = (y.abs() >= first_lost) & x.isfinite()
+    lost = (y.abs() >= saturation_threshold) & x.isfinite()
     saturated += lost.sum()
     return torch.where(lost, torch.copysign(torch.full_like(y, largest), y), y)
 

@@ -403,5 +403,5 @@ def sort_pairs(
     batch_size, num_threads = (offsets.size - 1) // max(1, key_starts.size - 1), torch.get_num_threads()
     bad, *found = _sort(num_threads, batch_size, tables, lookups, key_starts, ids, offsets, by_bag)
     if bad != GOOD_OFFSETS:
-        raise errors.bad_offsets(bad, torch.from_numpy(offsets), ids.size, layout)
+        raise errors.offsets_error(bad, torch.from_numpy(offsets), ids.size, layout)
     return found

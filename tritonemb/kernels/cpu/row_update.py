@@ -50,7 +50,7 @@ from tritonemb.layout import (
     SPAN,
     TABLE,
     Layout,
-    names_in,
+    unpack_names,
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
 
@@ -363,9 +363,9 @@ def row_update_(
         np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, groups, layout,
     )  # fmt: skip
     if result >= 0:
-        raise errors.bad_gradient(result, layout)
+        raise errors.nonfinite_gradient_error(result, layout)
     if result <= -2:
-        errors.warn_of_skipped_rows(names_in(layout.table_names)[-2 - result])
+        errors.warn_of_skipped_rows(unpack_names(layout.table_names)[-2 - result])
 
 
 def _places(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:

@@ -30,7 +30,7 @@ from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWi
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import CODECS, TableConfig
-from tritonemb.utils import amount
+from tritonemb.utils import format_bytes
 
 STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "misses", "replicated")
 IDS, GROUPING, LOOKUP, OUTPUTS, UPDATE, MISSES, REPLICATED = range(len(STAGES))
@@ -266,8 +266,8 @@ class CostModel:
     def memory_in_words(self) -> str:
         """Device memory that a rank has for tables, and what takes the rest."""
         hbm, by_size = self.topology.hbm, sorted(self.reserved.items(), key=lambda item: -item[1])
-        taken = ", ".join(f"{amount(size)} for {name}" for name, size in by_size if size)
-        return f"{amount(max(0.0, hbm - self.memory_of_rank))} a rank: {amount(hbm)} less {taken}"
+        taken = ", ".join(f"{format_bytes(size)} for {name}" for name, size in by_size if size)
+        return f"{format_bytes(max(0.0, hbm - self.memory_of_rank))} a rank: {format_bytes(hbm)} less {taken}"
 
     def pieces(self, plan: ShardingPlan) -> tuple[Pieces, Array]:
         """All shards of a plan, and the rank of each."""
@@ -286,8 +286,8 @@ class CostModel:
             for shard in shards:
                 first, rows = whole * shard.first_row / parts, whole * shard.num_rows / parts
                 share = rows / whole if table.is_dynamic else self.stats[table.name].share(first, rows, whole)
-                cached = 0 if tier == DEVICE else min(rows, cache.rows_of(math.ceil(rows)))
-                on_host = 0 if tier != DISK else min(rows - cached, cache.host_rows_of(math.ceil(rows)) or 0)
+                cached = 0 if tier == DEVICE else min(rows, cache.num_device_rows(math.ceil(rows)))
+                on_host = 0 if tier != DISK else min(rows - cached, cache.num_host_rows(math.ceil(rows)) or 0)
                 piece = (number, share, rows, shard.num_columns, blocks, scheme, tier, cached, on_host)
                 found.append((shard.rank, *piece))
         rank, *pieces = (np.array(column) for column in zip(*found, strict=True))

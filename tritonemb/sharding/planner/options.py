@@ -22,7 +22,7 @@ from tritonemb.sharding.planner.cost_model import (
 from tritonemb.sharding.planner.shard_packing import FINE, Problem
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import Placement, TableConfig
-from tritonemb.utils import amount
+from tritonemb.utils import format_bytes
 
 CACHE_SHARES = (0.0, 0.03, 0.1, 0.3)  # of a shard's rows that are cached; at least those of prefetched batches
 HOST_SHARES = (0.0, 0.1, 0.4, 0.7)  # of a shard on disk that is cached in host memory
@@ -119,7 +119,9 @@ def make_problem(
     """
     topology = model.topology
     if (short := model.memory_of_rank - topology.hbm) >= 0:
-        raise PlanError(f"no device memory is left for tables, {model.memory_in_words()}: short by {amount(short)}")
+        raise PlanError(
+            f"no device memory is left for tables, {model.memory_in_words()}: short by {format_bytes(short)}"
+        )
     large = LARGE * topology.hbm * model.ranks, LARGE * topology.host * model.nodes
     tiers = [TierOption("device")]
     if topology.host:
@@ -429,11 +431,11 @@ def _no_option(model: CostModel, variants: list[Variant], constraint: Constraint
     if takes:
         least = min(takes, key=max)
         tier, room = ("device memory", "host memory", "disk")[least.argmax()], budgets[least.argmax()]
-        size, short = amount(least.max() * room), amount(least.max() * room - room)
+        size, short = format_bytes(least.max() * room), format_bytes(least.max() * room - room)
         why = f": its smallest shard, and its part of a batch, take {size} of {tier}, short by {short}"
     given = "" if constraint == Constraint() else f" under {constraint}"
     return (
-        f"table {table.name!r} cannot be placed{given}: {amount(float(model.sizes[number]))} with its states, "
-        f"{table.embedding_dim} columns; for tables there is {model.memory_in_words()}; a node has {amount(top.host)} "
-        f"of host memory and {amount(top.disk)} of disk{why}"
+        f"table {table.name!r} cannot be placed{given}: {format_bytes(float(model.sizes[number]))} with its states, "
+        f"{table.embedding_dim} columns; for tables there is {model.memory_in_words()}; a node has "
+        f"{format_bytes(top.host)} of host memory and {format_bytes(top.disk)} of disk{why}"
     )

@@ -24,7 +24,7 @@ from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig, checked_number, checked_size
-from tritonemb.utils import amount, did_you_mean
+from tritonemb.utils import did_you_mean, format_bytes
 
 _log = logging.getLogger(__name__)
 SAMPLES = 1_024  # of a rank, where nobody says how many
@@ -206,7 +206,7 @@ def _bound_constraints(
         if constraint.placements and all(not lacking.get(each, 1) for each in constraint.placements):
             raise ValueError(
                 f"{title} asks for {list(constraint.placements)}, which the topology lacks: it has "
-                f"{amount(topology.host)} of host memory and {amount(topology.disk)} of disk a node, and "
+                f"{format_bytes(topology.host)} of host memory and {format_bytes(topology.disk)} of disk a node, and "
                 f"{topology.servers} servers"
             )
     return [constraints[found[name]] if name in found else Constraint() for name in names]
@@ -244,8 +244,8 @@ def _stay(
             if (shards := shards_in(previous, table, stats, option, most, model.local)) is not None:
                 part = max((share for _, _, share in shards), default=1.0) if option.kind == "row_wise" else 1.0
                 rows = max(1, int(part * rows_to_shard(table)))
-                on_host = cache.host_rows_of(rows) or 0
-                distance = abs(option.cached - cache.rows_of(rows) / rows) + abs(option.on_host - on_host / rows)
+                cached, on_host = cache.num_device_rows(rows) / rows, (cache.num_host_rows(rows) or 0) / rows
+                distance = abs(option.cached - cached) + abs(option.on_host - on_host)
                 same.append((distance, at, [(unit + of, place, share) for of, place, share in shards]))
         if same:
             _, chosen[number], before[number] = min(same, key=lambda each: each[:2])
@@ -281,7 +281,8 @@ def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, so
     usable = {option.placement for each in options for option in each}
     # Of each tier that may be used: shares of it that options take, its size, how many there are, and words for it.
     budgets = [
-        (values, float(size), count, f"{amount(size * count)} of {name} ({words or f'{amount(size)} a {of}'})", name)
+        (values, float(size), count,
+         f"{format_bytes(size * count)} of {name} ({words or f'{format_bytes(size)} a {of}'})", name)
         for tier, name, values, size, count, of, words in (
             ("device", "device memory", found[:, 1], top.hbm - model.memory_of_rank, model.ranks, "rank",
              model.memory_in_words()),
@@ -295,10 +296,11 @@ def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, so
     least = float(np.minimum.reduceat(taken, problem.table_options[:-1]).sum())
     short = max(least - sum(size * count for _, size, count, *_ in budgets), 0.0)
     of = budgets[0][-1] if len(budgets) == 1 else "memory in all"
-    by = f"by {amount(short)} of {of}" if short else "of one of them: each table is on one tier alone"
+    by = f"by {format_bytes(short)} of {of}" if short else "of one of them: each table is on one tier alone"
     return (
-        f"{len(model.tables)} tables need {amount(model.sizes.sum() * model.copies)} with their states, "
-        f"{amount(least)} with caches and buffers; there is {', '.join(has for *_, has, _ in budgets)}: short {by}"
+        f"{len(model.tables)} tables need {format_bytes(model.sizes.sum() * model.copies)} with their states, "
+        f"{format_bytes(least)} with caches and buffers; there is "
+        f"{', '.join(has for *_, has, _ in budgets)}: short {by}"
     )
 
 
@@ -323,7 +325,7 @@ def _remedies(model: CostModel, bound: list[Constraint]) -> str:
             yield [("16-bit tables (dtype=torch.bfloat16)", {"tables": halves})]
         for name, words in (("host", "host memory a node"), ("disk", "disk a node"), ("hbm", "device memory a rank")):
             more = [(size, top.but(**{name: size})) for size in sizes if size > getattr(top, name)]
-            yield [(f"{amount(size)} of {words}", {"topology": larger}) for size, larger in more]
+            yield [(f"{format_bytes(size)} of {words}", {"topology": larger}) for size, larger in more]
         if model.memory_of_rank > 0.1 * top.hbm:
             batches = [max(1, model.batch_size // parts) for parts in (2, 4, 8, 16)]
             yield [(f"batches of {number:,} samples a rank", {"batch_size": number}) for number in batches]

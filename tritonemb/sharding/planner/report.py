@@ -14,7 +14,7 @@ from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig
-from tritonemb.utils import amount, columns
+from tritonemb.utils import align_columns, format_bytes
 
 DRIFT = 0.1  # of the mean load, by which the slowest rank may be slower than planned
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
@@ -76,7 +76,7 @@ class PlanReport:
         return (
             f"sharding plan of {len(self.tables)} tables for {top.world_size} ranks: {chosen}\n"
             f"predicted: {duration(self.prediction.step)} a step, the slowest rank at {self.imbalance:.2f} of the "
-            f"mean, at most {amount(hbm)} of {amount(top.hbm)} on a rank"
+            f"mean, at most {format_bytes(hbm)} of {format_bytes(top.hbm)} on a rank"
         )
 
     def __str__(self) -> str:
@@ -90,10 +90,14 @@ class PlanReport:
         model, top, seen = self.model, self.model.topology, self.prediction
         stages = zip(STAGES, seen.seconds.max(0).tolist(), strict=True)
         memory = [
-            f"{name} {amount(values.min())} to {amount(values.max())} of {amount(size)} on a {of}"
+            f"{name} {format_bytes(values.min())} to {format_bytes(values.max())} of {format_bytes(size)} on a {of}"
             for name, values, size, of in _tiers(seen, top) if name == "device" or values.any()
         ]  # fmt: skip
-        memory += [f"servers {amount(seen.server)} of {amount(top.servers * top.server_memory)}"] if seen.server else []
+        memory += (
+            [f"servers {format_bytes(seen.server)} of {format_bytes(top.servers * top.server_memory)}"]
+            if seen.server
+            else []
+        )
         copies = "" if model.copies == 1 else f", {model.copies} copies of the tables"
         return [
             f"Plan for {top.world_size} ranks, {top.local_world_size} a node{copies}; {model.batch_size:,} samples a "
@@ -111,7 +115,7 @@ class PlanReport:
             ("table", lambda each: each.table.name),
             ("rows", lambda each: f"{each.table.num_embeddings or each.table.capacity:,}"),
             ("dim", lambda each: str(each.table.embedding_dim)),
-            ("size", lambda each: amount(each.size)),
+            ("size", lambda each: format_bytes(each.size)),
             ("sharding", lambda each: str(each.option)),
             ("tier", lambda each: each.option.placement),
             ("cached", lambda each: f"{100 * each.option.cached:.2g} %" if each.option.cached else ""),
@@ -119,7 +123,7 @@ class PlanReport:
             ("next best", lambda each: f"{_on(each.runner_up)}, {duration(each.extra, '+')}" if each.runner_up else ""),
         ]
         shown = sorted(self.tables, key=lambda each: -each.seconds)[:SHOWN]
-        return columns([[name for name, _ in parts], *([cell(each) for _, cell in parts] for each in shown)])
+        return align_columns([[name for name, _ in parts], *([cell(each) for _, cell in parts] for each in shown)])
 
     def explain(self, name: str) -> str:
         """Of a table: where it is, what that costs by stage, and what the next best option would cost."""
@@ -129,7 +133,7 @@ class PlanReport:
         each, distinct = self.tables[numbers[name]], self.model.distinct[numbers[name]]
         part = 100 * each.seconds / (sum(other.seconds for other in self.tables) or 1.0)
         lines = [
-            f"{name}: {_on(each.option)}, {amount(each.size)} with its states",
+            f"{name}: {_on(each.option)}, {format_bytes(each.size)} with its states",
             f"  use: {self.model.stats[name].pooling_factor:.3g} ids a sample, {distinct:,.0f} distinct a step",
             f"  time: {duration(each.seconds)} over all ranks, {part:.1f} % of all tables'",
         ]
@@ -173,7 +177,7 @@ class PlanReport:
                 f"{self.imbalance:.2f} when it was planned"
             )
         found += [
-            f"{name} memory: {amount(values.max())} are needed, there are {amount(size)}"
+            f"{name} memory: {format_bytes(values.max())} are needed, there are {format_bytes(size)}"
             for name, values, size, _ in _tiers(seen, now.topology) if values.max() > size
         ]  # fmt: skip
         at, _ = now.pieces(plan)
@@ -187,7 +191,7 @@ class PlanReport:
         node = np.arange(len(seen.hbm)) // local
         tiers = np.stack([seen.hbm, seen.host[node] / local, seen.disk[node] / local], 1) / 1e9
         time = _bars(seen.seconds * 1e3, STAGES, "ms a step, by rank")
-        memory = _bars(tiers, ("device", "host", "disk"), f"GB, by rank; device memory: {amount(top.hbm)}")
+        memory = _bars(tiers, ("device", "host", "disk"), f"GB, by rank; device memory: {format_bytes(top.hbm)}")
         head, tables = str(self).split("\n\n")
         return (
             '<!doctype html><meta charset="utf-8"><title>Sharding plan</title>'

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tritonemb.jagged import parts_of
+from tritonemb.jagged import unpack_features
 from tritonemb.layout import mix64
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig
@@ -96,7 +96,7 @@ def _ids_by_key(batch: Any, where: str) -> dict[str, tuple[int, Array]]:
     if not (parts := _parts(batch)):
         raise TypeError(f"{where} is a {type(batch).__name__} without a KeyedJaggedTensor in it")
     for part in parts:
-        keys, values, offsets, _ = parts_of(part)
+        keys, values, offsets, _ = unpack_features(part)
         if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
             raise TypeError(f"{where} must have int32 or int64 ids [N], got {values.dtype} {list(values.shape)}")
         ids, ends = values.cpu().numpy().astype(np.int64), offsets.cpu().numpy()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tritonemb.types import checked_number, checked_size
-from tritonemb.utils import JsonFile, did_you_mean, processor
+from tritonemb.utils import JsonFile, cpu_model, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Topology(JsonFile):
     spread: dict[str, float] = field(default_factory=dict, repr=False)
     busy: bool = False
 
-    WHAT, NEEDED = "a topology", ("world_size",)
+    TITLE, REQUIRED = "a topology", ("world_size",)
     PRESETS: ClassVar[dict[str, dict[str, Any]]]
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ def machine(device: str = "cpu") -> str:
     import torch
 
     shown = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
-    return f"{processor()}, {len(os.sched_getaffinity(0))} CPUs, {shown}"
+    return f"{cpu_model()}, {len(os.sched_getaffinity(0))} CPUs, {shown}"
 
 
 Topology.MEMBERS = [each.name for each in fields(Topology)]

@@ -24,7 +24,7 @@ import numpy as np
 
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, StepEnd
 from tritonemb.training.config import plain
-from tritonemb.utils import write_whole
+from tritonemb.utils import atomic_write
 
 NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # constants of Python's json to those of the log
 _CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
@@ -55,7 +55,7 @@ class RunLog(Callback):
             if not (self._resume or start.first_step):
                 raise FileExistsError(f"{self._path} is the log of another run: move it away, or pass resume=True")
             events = [event for event in _events(self._path) if event["event"] != "end"]
-            write_whole(self._path, "".join(_line(event) for event in events if _step_of(event) <= start.first_step))
+            atomic_write(self._path, "".join(_line(event) for event in events if _step_of(event) <= start.first_step))
         self._file = FileIO(self._path, "ab")
         self._write("start", asdict(start) | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
 
@@ -104,7 +104,7 @@ def add_evaluation(path: Path | str, evaluation: Evaluation) -> None:
     events = _events(Path(path))
     position = len(events) - (events[-1]["event"] == "end")
     lines = map(_line, [*events[:position], {"event": "evaluation", **asdict(evaluation)}, *events[position:]])
-    write_whole(Path(path), "".join(lines))
+    atomic_write(Path(path), "".join(lines))
 
 
 def read_run_log(path: Path | str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import jinja2
 from tritonemb.training.callbacks import Callback, FitEnd
 from tritonemb.training.callbacks.console import size, took
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.utils import write_whole
+from tritonemb.utils import atomic_write
 
 WIDTH, HEIGHT = 400, 212  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 58, 384, 12, 172  # plot area within the chart
@@ -46,7 +46,7 @@ class HtmlReport(Callback):
 
 def write_report(path: Path | str, log_path: Path | str) -> None:
     """Write the report of a finished or running run to `path`; raises as `read_run_log`."""
-    write_whole(Path(path), render(read_run_log(log_path)))
+    atomic_write(Path(path), render(read_run_log(log_path)))
 
 
 def render(events: Sequence[Event]) -> str:

@@ -25,7 +25,7 @@ from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.writer import CheckpointWriter, Manifest, RankFiles, Tensors
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
-from tritonemb.utils import sealed, write_whole
+from tritonemb.utils import atomic_write, seal
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
@@ -122,7 +122,7 @@ class CheckpointFolder:
                 name: files_by_path for name in ("tables", "servers") if (files_by_path := getattr(written, name))
             }
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
-            write_whole(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
+            atomic_write(aside / MANIFEST, seal(json.dumps(entries, indent=1)))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
             if best:
                 self._mark_best(step)

@@ -39,7 +39,7 @@ from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, M
 from tritonemb.training.config import CheckpointOptions, plain
 from tritonemb.training.doctor import versions
 from tritonemb.training.ranks import on_each_rank, on_rank_zero
-from tritonemb.utils import listed, print_error
+from tritonemb.utils import join_names, print_error
 
 
 class AsyncSave:
@@ -197,7 +197,7 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
         for name, (recorded_value, current_value) in pairs.items()
         if recorded_value != current_value
     ]
-    text = f"the data have changed since {path}: {listed(changes or ['another order of the files'], most=5)}"
+    text = f"the data have changed since {path}: {join_names(changes or ['another order of the files'], most=5)}"
     if options.on_changed_data == "stop":
         raise ValueError(f"{text}. Bring them back, or begin the epoch again (--on-changed-data continue)")
     return text
