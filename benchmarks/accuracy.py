@@ -26,7 +26,7 @@ from benchmarks import report, results_file
 from benchmarks.environment import environment
 from benchmarks.plain import PlainDLRM, PlainRowWiseAdagrad
 from tritonemb.data import ClickLog, Dataset, LogOptions, Rows, Schema, build_vocabulary, open_dataset
-from tritonemb.data.batch import concat
+from tritonemb.data.batch import concat_rows
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig, preset
 from tritonemb.training.metrics import binary_metrics
 from tritonemb.training.run import build_model, build_optimizer
@@ -134,7 +134,9 @@ def criteo(path: str) -> Dataset:
         vocabulary = Path(folder) / "vocabulary.parquet"
         build_vocabulary(ClickLog(path), vocabulary, min_count=MIN_COUNT)
         log = ClickLog(path, LogOptions(schema=Schema(vocabulary=vocabulary)))
-        train, test = (concat([block.rows for block in log.scan(split, log.encode)]) for split in ("train", "test"))
+        train, test = (
+            concat_rows([block.rows for block in log.scan(split, log.encode)]) for split in ("train", "test")
+        )
         return Dataset(log.name, log.features, train, test)
 
 

@@ -31,7 +31,7 @@ from benchmarks import report, results_file
 from benchmarks.accuracy import seen_share
 from benchmarks.environment import environment
 from tritonemb.data import Column, Dataset, Feature, Rows, load_movielens_100k
-from tritonemb.data.batch import concat
+from tritonemb.data.batch import concat_rows
 from tritonemb.data.datasets import FILES
 from tritonemb.data.protocol import Split, Stream
 from tritonemb.kernels.row_cache import set_of
@@ -266,7 +266,7 @@ def movielens(in_order: bool = False) -> Dataset:
     ratings = pyarrow.parquet.read_table(cache_dir() / next(iter(FILES))).to_pydict()
     order = np.random.RandomState(0).permutation(len(ratings["rating"]))  # as it is split
     users, movies = (torch.from_numpy(np.asarray(ratings[key])[order].astype(np.int64)) for key in RAW)
-    rows = concat([data.train, *([data.validation] if data.validation else ()), data.test])
+    rows = concat_rows([data.train, *([data.validation] if data.validation else ()), data.test])
     raw_of = torch.zeros(data.features[1].num_embeddings, dtype=torch.int64)
     raw_of[rows.columns[1].values.long()] = movies
     columns = []
@@ -280,7 +280,7 @@ def movielens(in_order: bool = False) -> Dataset:
     rows = Rows(rows.dense, tuple(columns), rows.labels)
     features = tuple(dataclasses.replace(each, dynamic=True) for each in data.features)
     if in_order:
-        rows = concat([rows], np.argsort(np.asarray(ratings["timestamp"])[order], kind="stable"))
+        rows = concat_rows([rows], np.argsort(np.asarray(ratings["timestamp"])[order], kind="stable"))
         return InOrder(f"{data.name}, in order of time", features, rows, rows.slice(0, 1))
     train, test = rows.slice(0, len(data.train)), rows.slice(len(rows) - len(data.test), len(rows))
     return Dataset(data.name, features, train, test)

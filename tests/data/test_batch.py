@@ -3,7 +3,7 @@ import torch
 
 from tests.data.logs import contents
 from tritonemb.data import Batch, Column, Rows
-from tritonemb.data.batch import BatchLayout, concat, cut
+from tritonemb.data.batch import BatchLayout, concat_rows, gather_batch
 from tritonemb.jagged import KeyedJaggedTensor
 
 KEYS = ("one", "many", "other")
@@ -21,7 +21,7 @@ def rows(dtype: torch.dtype = torch.int32) -> Rows:
 @pytest.mark.parametrize("chosen", [[3, 0, 3, 1], [1], [2, 4], []])
 def test_a_batch_is_what_its_rows_are(dtype, chosen):
     whole = rows(dtype)
-    batch = cut(whole, KEYS, torch.tensor(chosen, dtype=torch.int64).numpy())
+    batch = gather_batch(whole, KEYS, torch.tensor(chosen, dtype=torch.int64).numpy())
     taken = whole.take(torch.tensor(chosen, dtype=torch.int64)).columns
     lengths = [torch.ones(len(chosen), dtype=torch.int64) if c.offsets is None else c.offsets.diff() for c in taken]
     values = torch.cat([column.values for column in taken])
@@ -40,13 +40,13 @@ def test_a_batch_is_what_its_rows_are(dtype, chosen):
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (1, 3), (4, 5), (2, 2)])
 def test_a_run_of_rows_is_cut_like_chosen_ones(start, stop):
-    run = cut(rows(), KEYS, slice(start, stop))
-    chosen = cut(rows(), KEYS, torch.arange(start, stop).numpy())
+    run = gather_batch(rows(), KEYS, slice(start, stop))
+    chosen = gather_batch(rows(), KEYS, torch.arange(start, stop).numpy())
     assert all(torch.equal(a, b) for a, b in zip(contents(run), contents(chosen), strict=True))
 
 
 def test_all_parts_lie_in_one_buffer_at_multiples_of_64_bytes():
-    batch = cut(rows(), KEYS, torch.tensor([0, 2, 1]).numpy())
+    batch = gather_batch(rows(), KEYS, torch.tensor([0, 2, 1]).numpy())
     assert batch.buffer is not None
     assert batch.buffer.dtype == torch.uint8
     start, end = batch.buffer.data_ptr(), batch.buffer.data_ptr() + batch.buffer.numel()
@@ -58,7 +58,7 @@ def test_all_parts_lie_in_one_buffer_at_multiples_of_64_bytes():
 
 
 def test_moving_moves_the_buffer_and_takes_the_views_again():
-    batch = cut(rows(), KEYS, torch.tensor([0, 2, 1]).numpy())
+    batch = gather_batch(rows(), KEYS, torch.tensor([0, 2, 1]).numpy())
     moved = batch.to("meta")
     assert {part.device.type for part in contents(moved)} == {"meta"}
     assert [part.shape for part in contents(moved)] == [part.shape for part in contents(batch)]
@@ -77,9 +77,9 @@ def test_a_batch_of_loose_tensors_is_moved_tensor_by_tensor():
 
 def test_no_dense_values_and_no_features():
     no_dense = Rows(torch.zeros(5, 0), rows().columns, rows().labels)
-    assert cut(no_dense, KEYS, torch.arange(5).numpy()).dense.shape == (5, 0)
+    assert gather_batch(no_dense, KEYS, torch.arange(5).numpy()).dense.shape == (5, 0)
     bare = Rows(torch.zeros(5, 1), (), rows().labels)
-    assert cut(bare, (), torch.arange(5).numpy()).sparse.keys() == []
+    assert gather_batch(bare, (), torch.arange(5).numpy()).sparse.keys() == []
 
 
 def test_layout_counts_its_bytes():
@@ -90,12 +90,12 @@ def test_layout_counts_its_bytes():
 def test_rows_are_put_together_and_taken_apart():
     whole = rows()
     parts = [whole.slice(0, 2), whole.slice(2, 2), whole.slice(2, 5)]
-    joined = concat(parts)
+    joined = concat_rows(parts)
     for a, b in zip(joined.columns, whole.columns, strict=True):
         assert torch.equal(a.values, b.values)
         assert (a.offsets is None and b.offsets is None) or torch.equal(a.offsets, b.offsets)
     assert torch.equal(joined.dense, whole.dense)
-    shuffled = concat(parts, torch.tensor([3, 0]).numpy())
+    shuffled = concat_rows(parts, torch.tensor([3, 0]).numpy())
     taken = whole.take(torch.tensor([3, 0]))
     assert shuffled.columns[1].values.tolist() == [0, 5, 1, 2, 3]
     assert shuffled.columns[1].offsets.tolist() == [0, 2, 5]
@@ -108,7 +108,7 @@ def test_rows_are_put_together_and_taken_apart():
 
 @pytest.mark.gpu
 def test_pinned_batches_reach_the_device():
-    batch = cut(rows(), KEYS, torch.arange(5).numpy(), pin_memory=True)
+    batch = gather_batch(rows(), KEYS, torch.arange(5).numpy(), pin_memory=True)
     assert batch.buffer is not None
     assert batch.buffer.is_pinned()
     assert batch.pin_memory().buffer.is_pinned()

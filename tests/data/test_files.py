@@ -8,7 +8,7 @@ pa = pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
 from tritonemb.data import CRITEO, ClickLog, LogOptions, SplitRule, convert  # noqa: E402
-from tritonemb.data.files import Part, find, natural  # noqa: E402
+from tritonemb.data.files import Part, find_files, natural_sort_key  # noqa: E402
 from tritonemb.data.parquet import ArrowSource  # noqa: E402
 from tritonemb.data.text import TextSource  # noqa: E402
 
@@ -23,15 +23,23 @@ def convert_to(path: Path, target: Path) -> Path:
 
 def test_natural_order():
     names = ["day_10", "day_2", "day_1", "part-00010.gz", "part-9.gz", "a", "day_0"]
-    assert sorted(names, key=natural) == ["a", "day_0", "day_1", "day_2", "day_10", "part-9.gz", "part-00010.gz"]
+    assert sorted(names, key=natural_sort_key) == [
+        "a",
+        "day_0",
+        "day_1",
+        "day_2",
+        "day_10",
+        "part-9.gz",
+        "part-00010.gz",
+    ]
 
 
 def test_a_folder_has_its_data_files_in_order(tmp_path):
     for name in ("day_10", "day_9.gz", "day_0", ".hidden", "_SUCCESS", "_metadata"):
         write(tmp_path, [GOOD], name)
     (tmp_path / "more").mkdir()
-    assert [file.path.name for file in find(tmp_path)] == ["day_0", "day_9.gz", "day_10"]
-    assert [(file.format, file.codec, file.stem) for file in find(tmp_path)][1] == ("text", "gzip", "day_9")
+    assert [file.path.name for file in find_files(tmp_path)] == ["day_0", "day_9.gz", "day_10"]
+    assert [(file.format, file.codec, file.stem) for file in find_files(tmp_path)][1] == ("text", "gzip", "day_9")
 
 
 def test_folders_beside_files_are_not_left_out_silently(tmp_path):
@@ -40,7 +48,7 @@ def test_folders_beside_files_are_not_left_out_silently(tmp_path):
         (tmp_path / name).mkdir()
         write(tmp_path / name, [GOOD], "day_1")
     with pytest.raises(ValueError, match=r"has folders in it, whose rows would be left out: more; move their files"):
-        find(tmp_path)
+        find_files(tmp_path)
 
 
 def test_several_files_keep_their_order(tmp_path):
@@ -184,7 +192,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, split, more):
 
 def test_parquet_of_the_same_size_with_fewer_rows_is_refused(tmp_path):
     path = convert_to(write(tmp_path, random_lines(50)), tmp_path / "log.parquet")
-    file = find(path)[0]
+    file = find_files(path)[0]
     with pytest.raises(ValueError, match=r"log.parquet has changed .*: it had at least 60 rows and now has 50; "):
         list(ArrowSource((file,), LogOptions(CRITEO), True, ()).chunks(Part(0, 0, 60), 0, 1000, 0, 0))
 
@@ -194,4 +202,4 @@ def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"log.txt.gz has changed .*: its text ends at byte \d+ and had at least 90000"
     ):
-        list(TextSource(find(path), LogOptions(), True, ()).chunks(Part(0, 0, 90_000), 0, 1000, 0, 0))
+        list(TextSource(find_files(path), LogOptions(), True, ()).chunks(Part(0, 0, 90_000), 0, 1000, 0, 0))

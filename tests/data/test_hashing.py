@@ -9,7 +9,7 @@ pa = pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, rows_of, write  # noqa: E402
 from tritonemb.data import ClickLog  # noqa: E402
-from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, ids_of  # noqa: E402
+from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, hashes_to_ids  # noqa: E402
 
 WORD = (1 << 64) - 1
 
@@ -49,7 +49,7 @@ def test_golden_values():
     """Models that were trained with these ids must find them again: these numbers never change."""
     assert hash_integers(np.array([0, 1, -1, 2**40]), feature_seed("cat_1")).tolist() == GOLDEN_INTEGERS
     assert hashes_of_strings("user", [b"", b"a", b"12345678", b"123456789"]) == GOLDEN_STRINGS
-    assert ids_of(np.array(GOLDEN_INTEGERS, np.uint64), 1000).tolist() == GOLDEN_IDS
+    assert hashes_to_ids(np.array(GOLDEN_INTEGERS, np.uint64), 1000).tolist() == GOLDEN_IDS
 
 
 GOLDEN_INTEGERS = [13009646501444715986, 7160523303418773416, 8713817709300499043, 15976134593402383968]
@@ -61,7 +61,7 @@ GOLDEN_IDS = [705, 388, 472, 866]
 def test_integers_follow_the_definition(values, name, num_embeddings):
     hashes = hash_integers(np.array(values), feature_seed(name))
     assert hashes.tolist() == [hash_of(name, value) for value in values]
-    assert ids_of(hashes.copy(), num_embeddings).tolist() == [id_of(int(h), num_embeddings) for h in hashes]
+    assert hashes_to_ids(hashes.copy(), num_embeddings).tolist() == [id_of(int(h), num_embeddings) for h in hashes]
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1), st.text(max_size=9))
@@ -72,20 +72,22 @@ def test_strings_follow_the_definition(values, name):
 @pytest.mark.parametrize("num_embeddings", [2, 3, 100, 1 << 31])
 def test_the_ends_of_the_range(num_embeddings):
     hashes = np.array([0, WORD], dtype=np.uint64)
-    assert ids_of(hashes, num_embeddings).tolist() == [1, num_embeddings - 1]
+    assert hashes_to_ids(hashes, num_embeddings).tolist() == [1, num_embeddings - 1]
 
 
 def test_ids_of_neighbours_spread_evenly():
     """Chi-square of 1,000 bins over 200,000 consecutive integers: 999 ± 45 is what chance gives."""
     for name in ("cat_1", "cat_2", "user"):
-        ids = ids_of(hash_integers(np.arange(200_000), feature_seed(name)), 1001)
+        ids = hashes_to_ids(hash_integers(np.arange(200_000), feature_seed(name)), 1001)
         counts = np.bincount(ids, minlength=1001)
         assert counts[0] == 0
         assert 800 < (((counts[1:] - 200.0) ** 2) / 200).sum() < 1200
 
 
 def test_features_have_hashes_of_their_own():
-    left, right = (ids_of(hash_integers(np.arange(10_000), feature_seed(name)), 101) for name in ("cat_1", "cat_2"))
+    left, right = (
+        hashes_to_ids(hash_integers(np.arange(10_000), feature_seed(name)), 101) for name in ("cat_1", "cat_2")
+    )
     assert 50 < int((left == right).sum()) < 150
 
 

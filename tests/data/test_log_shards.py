@@ -16,7 +16,7 @@ import pyarrow.parquet as parquet  # noqa: E402
 from tests.data.logs import ALL_TRAIN, line, options, rows_of, same, write  # noqa: E402
 from tritonemb.data import ClickLog, SplitRule, convert, files, make_synthetic, text  # noqa: E402
 from tritonemb.data import parquet as parquet_files  # noqa: E402
-from tritonemb.data.files import Part, find  # noqa: E402
+from tritonemb.data.files import Part, find_files  # noqa: E402
 
 KINDS = ("plain", "packed", "parquet", "plain files", "packed files", "mixed files", "parquet files")
 SIZES = (1, 3, 40, 300)
@@ -227,15 +227,15 @@ def test_bad_rows_of_a_shard_have_their_lines(tmp_path, logs, kind):
 @pytest.mark.parametrize("name", ["plain.txt", "packed.txt.gz"])
 def test_lines_are_counted_from_anywhere(tmp_path, name):
     path = write(tmp_path, ["ab", "", "", "cde", "f", "", "ghi"], name)
-    (file,) = find(path)
+    (file,) = find_files(path)
     starts = [0, 3, 4, 5, 9, 11, 12]
     for start in range(17):
-        assert text.counted_before(file, start)[0] == sum(line < start for line in starts)
-        assert text.counted_before(file, start)[1] == sum(line < start for line in (0, 5, 9, 12))
+        assert text.count_before(file, start)[0] == sum(line < start for line in starts)
+        assert text.count_before(file, start)[1] == sum(line < start for line in (0, 5, 9, 12))
 
 
 def text_of(path):
-    with text.opened(reader(path, SplitRule(split_by="end", test_share=0.0))._source._files[0]) as source:
+    with text.open_text(reader(path, SplitRule(split_by="end", test_share=0.0))._source._files[0]) as source:
         return source.read(1 << 20)
 
 
@@ -303,9 +303,9 @@ def test_numbers_of_rows_stay_those_of_the_split(logs):
 def test_row_groups_stay_whole_where_there_are_enough():
     parts = [Part(0, 0, None), Part(1, 0, 500)]
     ends = [*range(10, 501, 10), *range(510, 1001, 10)]
-    found = [files.even(parts, [500, 500], (index, 3), ends) for index in range(3)]
+    found = [files.even_shard(parts, [500, 500], (index, 3), ends) for index in range(3)]
     assert found == [[Part(0, 0, 330)], [Part(0, 330, None), Part(1, 0, 170)], [Part(1, 170, 500)]]
-    few = [files.even([Part(0, 0, None)], [1000], (index, 2), [400, 1000]) for index in range(2)]
+    few = [files.even_shard([Part(0, 0, None)], [1000], (index, 2), [400, 1000]) for index in range(2)]
     assert few == [[Part(0, 0, 500)], [Part(0, 500, None)]]
 
 
@@ -316,7 +316,7 @@ def test_runs_are_disjoint_and_complete(sizes, count, data):
     parts = [Part(file, 5, None) for file in range(len(sizes))]
     rows = []
     for index in range(count):
-        for part in files.even(parts, sizes, (index, count), ends):
+        for part in files.even_shard(parts, sizes, (index, count), ends):
             stop = 5 + sizes[part.file] if part.stop is None else part.stop
             rows += [(part.file, row) for row in range(part.start, stop)]
     assert rows == [(file, 5 + row) for file, size in enumerate(sizes) for row in range(size)]
@@ -325,7 +325,7 @@ def test_runs_are_disjoint_and_complete(sizes, count, data):
 def test_whole_files_are_dealt_out_by_size():
     parts = [Part(file, 0, None) for file in range(5)]
     sizes = [10, 50, 20, 30, 10]
-    found = [files.whole(parts, sizes, (index, 2)) for index in range(2)]
+    found = [files.whole_file_shard(parts, sizes, (index, 2)) for index in range(2)]
     assert [[part.file for part in mine] for mine in found] == [[0, 1], [2, 3, 4]]
 
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import contents, options, rows_of, same  # noqa: E402
 from tritonemb.data import ClickLog, SplitRule  # noqa: E402
-from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, ids_of  # noqa: E402
+from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, hashes_to_ids  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user",)}
 
@@ -28,11 +28,11 @@ def of_strings(*strings: str) -> list[list[int]]:
     raw = [string.encode() for string in strings]
     offsets = np.cumsum([0, *map(len, raw)])
     hashes = hash_strings(np.frombuffer(b"".join(raw), np.uint8), offsets, feature_seed("user"))
-    return [[id] for id in ids_of(hashes, 100_000).tolist()]
+    return [[id] for id in hashes_to_ids(hashes, 100_000).tolist()]
 
 
 def of_integers(*values: int) -> list[list[int]]:
-    return [[id] for id in ids_of(hash_integers(np.array(values), feature_seed("user")), 100_000).tolist()]
+    return [[id] for id in hashes_to_ids(hash_integers(np.array(values), feature_seed("user")), 100_000).tolist()]
 
 
 @pytest.mark.parametrize(

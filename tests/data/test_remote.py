@@ -10,7 +10,7 @@ boto3 = pytest.importorskip("boto3")
 
 from tests.data.logs import line, options, random_lines, rows_of, same, write  # noqa: E402
 from tritonemb.data import ClickLog, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
-from tritonemb.data.files import find  # noqa: E402
+from tritonemb.data.files import find_files  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_remote_folder_has_its_data_files_in_order(tmp_path, bucket):
     for day in (10, 2, 1):
         put(write(tmp_path, [line(integers={1: str(day)})] * 2, f"day_{day}"), f"days/day_{day}")
     put(write(tmp_path, ["x"], "_SUCCESS"), "days/_SUCCESS")
-    assert [file.name for file in find(uri("days"))] == ["day_1", "day_2", "day_10"]
+    assert [file.name for file in find_files(uri("days"))] == ["day_1", "day_2", "day_10"]
     log = open_dataset(uri("days/"), log=options(SplitRule(), log_transform=False))
     assert [row[1] for row in rows_of(log)] == [1, 1, 2, 2]
     assert [row[1] for row in rows_of(log, "test")] == [10, 10]

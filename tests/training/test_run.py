@@ -23,8 +23,8 @@ from tests.helpers import fewer
 from tritonemb.cli import main
 from tritonemb.data import LogOptions, Schema, from_dataframe
 from tritonemb.data.arrow import pa, parquet
-from tritonemb.data.batch import Batch, cut, padded
-from tritonemb.data.encode import numberings
+from tritonemb.data.batch import Batch, gather_batch, pad_batch
+from tritonemb.data.encode import make_numberings
 from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.training.callbacks.jsonl import read_run_log
@@ -272,8 +272,8 @@ def test_requests_are_encoded_as_rows_of_a_log(texts, integers, lists, numbers, 
     features = tuple(Feature(n, 1_000, n == "l", dynamic, "integers" if n == "i" else "strings") for n in "sil")
     log = te.data.open_for_scoring(table, LogOptions(schema=schema), features)
     (block,) = log.scan("test", log.encode)
-    encoded = RequestEncoder(schema, features, numberings(schema))(rows)
-    expected = cut(block.rows, ("s", "i", "l"), slice(0, len(rows)))
+    encoded = RequestEncoder(schema, features, make_numberings(schema))(rows)
+    expected = gather_batch(block.rows, ("s", "i", "l"), slice(0, len(rows)))
     assert torch.equal(encoded.dense, expected.dense)
     assert encoded.sparse.keys() == expected.sparse.keys()
     assert torch.equal(encoded.sparse.values(), expected.sparse.values())
@@ -285,7 +285,7 @@ def test_padding_repeats_the_first_sample_without_its_label(size):
     lengths = torch.arange(2 * size) % 3
     sparse = te.KeyedJaggedTensor(["a", "b"], torch.arange(int(lengths.sum())), lengths=lengths)
     batch = Batch(torch.randn(size, 2), sparse, torch.arange(float(size)))
-    whole = padded(batch, 16)
+    whole = pad_batch(batch, 16)
     assert len(whole) == (16 if size <= 16 else 32)
     assert torch.equal(whole.labels[:size], batch.labels)
     assert whole.labels[size:].isnan().all()

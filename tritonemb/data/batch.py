@@ -181,10 +181,10 @@ class Rows:
 
     def take(self, rows: Tensor) -> "Rows":
         """The given rows, in their order."""
-        return concat([self], rows.numpy())
+        return concat_rows([self], rows.numpy())
 
 
-def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
+def concat_rows(parts: Sequence[Rows], order: Array | None = None) -> Rows:
     """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order. Column by
     column, so that there is never more than one of them twice."""
     if len(parts) == 1 and order is None:
@@ -194,32 +194,32 @@ def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
         places, offsets = order, None
         if pieces[0].offsets is not None:
             lengths = np.concatenate([np.diff(piece.offsets.numpy()) for piece in pieces if piece.offsets is not None])
-            offsets = offsets_of(lengths)
+            offsets = lengths_to_offsets(lengths)
             if order is not None:
-                places, lengths = _places(offsets, order)
-                offsets = offsets_of(lengths)
-        values = _joined([piece.values for piece in pieces], places)
+                places, lengths = _segment_positions(offsets, order)
+                offsets = lengths_to_offsets(lengths)
+        values = _concat_arrays([piece.values for piece in pieces], places)
         columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
-    dense, labels = (_joined([getattr(part, name) for part in parts], order) for name in ("dense", "labels"))
+    dense, labels = (_concat_arrays([getattr(part, name) for part in parts], order) for name in ("dense", "labels"))
     return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
 
 
-def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bool = False) -> Batch:
+def gather_batch(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bool = False) -> Batch:
     """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer. NumPy copies: for a
     thread of its own, torch would start a team of workers."""
     size = chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
-    picks = [None if column.offsets is None else _pick(column.offsets.numpy(), chosen) for column in rows.columns]
+    picks = [None if column.offsets is None else _segments(column.offsets.numpy(), chosen) for column in rows.columns]
     counts = [size if pick is None else int(pick[1].sum()) for pick in picks]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
     layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), wide)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
-    _copy(rows.dense.numpy(), chosen, dense)
-    _copy(rows.labels.numpy(), chosen, labels)
+    _gather_into(rows.dense.numpy(), chosen, dense)
+    _gather_into(rows.labels.numpy(), chosen, labels)
     lengths.fill(1)
     start = 0
     for index, (column, pick, count) in enumerate(zip(rows.columns, picks, counts, strict=True)):
-        _copy(column.values.numpy(), chosen if pick is None else pick[0], values[start : start + count])
+        _gather_into(column.values.numpy(), chosen if pick is None else pick[0], values[start : start + count])
         if pick is not None:
             lengths[index * size : (index + 1) * size] = pick[1]
         start += count
@@ -228,7 +228,7 @@ def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bo
     return layout.batch(buffer)
 
 
-def padded(batch: Batch, least: int = LARGE_BATCH) -> Batch:
+def pad_batch(batch: Batch, least: int = LARGE_BATCH) -> Batch:
     """A batch on the CPU with copies of its first sample behind it, whose labels are NaN, up to a multiple of
     `BATCH_MULTIPLE` samples and at least `least`."""
     size, keys = len(batch), batch.sparse.keys()
@@ -237,41 +237,41 @@ def padded(batch: Batch, least: int = LARGE_BATCH) -> Batch:
     order = np.zeros(size + missing, dtype=np.int64)
     order[:size] = np.arange(size)
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()
-    places, lengths = _places(batch.sparse.offsets().numpy(), bags)
+    places, lengths = _segment_positions(batch.sparse.offsets().numpy(), bags)
     values = torch.from_numpy(batch.sparse.values().numpy()[places])
-    sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(offsets_of(lengths)))
+    sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(lengths_to_offsets(lengths)))
     labels = np.append(batch.labels.numpy(), np.full(missing, np.nan, dtype=np.float32))
     return Batch(torch.from_numpy(batch.dense.numpy()[order]), sparse, torch.from_numpy(labels))
 
 
-def _copy(source: Array, chosen: Array | slice, target: Array) -> None:
+def _gather_into(source: Array, chosen: Array | slice, target: Array) -> None:
     if isinstance(chosen, slice) or source.dtype != target.dtype:
         target[...] = source[chosen]
     elif len(chosen):
         np.take(source, chosen, axis=0, out=target, mode="clip")  # all are in range; "clip" spares a copy of the output
 
 
-def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
+def _segments(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
     if not isinstance(chosen, slice):
-        return _places(offsets, chosen)
+        return _segment_positions(offsets, chosen)
     ends = offsets[chosen.start : chosen.stop + 1]
     return slice(int(ends[0]), int(ends[-1])), np.diff(ends)
 
 
-def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
+def _segment_positions(offsets: Array, rows: Array) -> tuple[Array, Array]:
     starts = offsets[rows]
     lengths = offsets[rows + 1] - starts
     shift = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
     return np.arange(len(shift)) + shift, lengths
 
 
-def offsets_of(lengths: Array) -> Array:
+def lengths_to_offsets(lengths: Array) -> Array:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
-def _joined(tensors: Sequence[Tensor], order: Array | None) -> Array:
+def _concat_arrays(tensors: Sequence[Tensor], order: Array | None) -> Array:
     arrays = [tensor.numpy() for tensor in tensors]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return whole if order is None else np.take(whole, order, axis=0)

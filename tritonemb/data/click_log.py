@@ -15,10 +15,10 @@ import numpy as np
 from tritonemb.data import protocol
 from tritonemb.data.arrow import pa
 from tritonemb.data.batch import Array
-from tritonemb.data.encode import encode, mix, numberings
-from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
+from tritonemb.data.encode import encode, make_numberings, mix
+from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find_files, is_remote, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, time_mask
-from tritonemb.data.pipeline import FIELDS, Place, batches_of, in_order, permutation
+from tritonemb.data.pipeline import FIELDS, LogPosition, iterate_batches, ordered_map, permutation
 from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, Position, ReadReport, Shard, Split, Stream
 from tritonemb.data.schema import ALL_ROWS, Kind, LogOptions, Schema, SplitRule
 from tritonemb.data.text import TextSource
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 
 
-class ClickLog(protocol.Tables):
+class ClickLog(protocol.FeatureTables):
     """A log of clicks in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
     Memory holds `2 * parser_threads + 5` chunks of `chunk_bytes` or their parsed rows, about
@@ -69,8 +69,8 @@ class ClickLog(protocol.Tables):
                     f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
                 )
         else:
-            found = find(source)
-            self.name, self._kind = name or _name_of(source, found), rule.kind([file.stem for file in found])
+            found = find_files(source)
+            self.name, self._kind = name or _log_name(source, found), rule.kind([file.stem for file in found])
             by_split = split_files(rule, found) if self._kind == "files" else {"train": found}
         splits, files = zip(*((split, file) for split in SPLITS for file in by_split.get(split, ())), strict=True)
         self._files, self.files = files, tuple(file.path for file in files)
@@ -81,8 +81,8 @@ class ClickLog(protocol.Tables):
         rule_words = " ".join([self._kind, *map(str, self._held_out().values() if self._kind != "files" else ())])
         self._origin = rule_words, splits, [0] * len(files) if is_text else self._source.sizes()
         self.schema = self._source.schema
-        known = numberings(self.schema)
-        self._vocabulary = digest_of_vocabulary(self.schema)
+        known = make_numberings(self.schema)
+        self._vocabulary = vocabulary_digest(self.schema)
         lists, kinds = self._source.multi_hot, self._source.kinds
         self.features = tuple(
             Feature(name, known[name].num_embeddings, name in lists, self.schema.dynamic, kinds.get(name, ""))
@@ -121,7 +121,7 @@ class ClickLog(protocol.Tables):
     @property
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the schema, and the bytes of the vocabulary file if any."""
-        return encoding_of(self.schema, self.features, self._vocabulary)
+        return encoding_digest(self.schema, self.features, self._vocabulary)
 
     @cached_property
     def contents(self) -> dict[str, str]:
@@ -186,7 +186,7 @@ class ClickLog(protocol.Tables):
             self._check_position(position, parts, split, buffer_rows // batch_size)
         left_out = self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport()
         before = replace(left_out, rows=position["rows"], skipped=left_out.skipped + position["skipped"])
-        batches = batches_of(
+        batches = iterate_batches(
             self.name, opened, partial(log.scan, split, log.encode), tuple(feature.name for feature in self.features),
             buffer_rows, lambda num_rows, buffer: permutation(num_rows, *order, buffer) if shuffle else None, position,
             before,
@@ -210,11 +210,13 @@ class ClickLog(protocol.Tables):
                 'cannot resume with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
             )
 
-    def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Chunk, None, None]:
+    def scan(
+        self, split: Split, job: Callable[[Any], Any], start: LogPosition | None = None
+    ) -> Generator[Chunk, None, None]:
         """What `job` makes of the good rows of a split, a `pyarrow.RecordBatch` a chunk, in order, by the log's
         threads; close the iterator to end them. ValueError if there is a bad row that is not to be skipped."""
         parts = self._parts_of(split)
-        first = start or Place(offset=parts[0].start if parts else 0)
+        first = start or LogPosition(offset=parts[0].start if parts else 0)
 
         def chunks() -> Iterator[Chunk]:
             for number, part in enumerate(parts[first.part :], start=first.part):
@@ -225,7 +227,7 @@ class ClickLog(protocol.Tables):
             batch, report = self._read(split, chunk)
             return replace(chunk, rows=job(batch), report=report)
 
-        return in_order(work, chunks(), self.options.parser_threads)
+        return ordered_map(work, chunks(), self.options.parser_threads)
 
     def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""
@@ -301,7 +303,7 @@ class ClickLog(protocol.Tables):
         """Which of these rows of a chunk belong to a split; `batch` has them, unless they are bad ones."""
         rule, part = self.options.split, self._parts[split][chunk.part]
         if self._kind == "random":
-            return _drawn(rule, split, part.file, chunk.first_row + rows)
+            return _random_mask(rule, split, part.file, chunk.first_row + rows)
         if self._kind == "time":
             if batch is None and isinstance(self._source, TextSource):  # its bad lines have no time
                 return np.full(len(rows), split == "train")
@@ -316,18 +318,18 @@ class ClickLog(protocol.Tables):
         return self._parts[split]
 
 
-def digest_of_vocabulary(schema: Schema) -> str | None:
+def vocabulary_digest(schema: Schema) -> str | None:
     """Of the bytes of a schema's vocabulary file, if it has one."""
     return None if schema.vocabulary is None else hashlib.sha256(Path(schema.vocabulary).read_bytes()).hexdigest()
 
 
-def encoding_of(schema: Schema, features: tuple[Feature, ...], vocabulary: str | None) -> str:
+def encoding_digest(schema: Schema, features: tuple[Feature, ...], vocabulary: str | None) -> str:
     """See `tritonemb.data.protocol.Data.encoding`; `vocabulary`: the digest of its file."""
     dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
     return protocol.digest("dynamic log" if schema.dynamic else "log", schema.label, dense, features, vocabulary)
 
 
-def _drawn(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
+def _random_mask(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
     """Which rows of a file (their numbers, from 0) belong to a split, for "random": their numbers are hashed to
     `[0, 1)`, the top of it is test, below that is validation."""
     number = rows.astype(np.uint64) + (np.uint64(file) << np.uint64(44))
@@ -337,7 +339,7 @@ def _drawn(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
     return {"train": ~held_out, "validation": held_out & ~test, "test": test}[split]
 
 
-def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:
+def _log_name(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:
     if not isinstance(source, str | Path):
         return str(files[0].path).split("/")[-2] if isinstance(files[0].path, str) else files[0].path.parent.name
     return Path(str(source).partition("?")[0]).name if is_remote(source) else Path(source).resolve().name

@@ -13,8 +13,8 @@ import numpy as np
 
 from tritonemb.data.arrow import pa
 from tritonemb.data.click_log import ClickLog
-from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
-from tritonemb.data.files import find, shown_path, write_parquet
+from tritonemb.data.encode import COLUMNS, METADATA, count_values, is_text, most_frequent
+from tritonemb.data.files import display_path, find_files, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.utils import atomic_write, read_sealed, require, seal
@@ -48,10 +48,10 @@ def convert(
     """
     if row_group_rows < 1:
         raise ValueError(f"row_group_rows must be at least 1, got {row_group_rows}")
-    target, files = Path(target), find(source)
+    target, files = Path(target), find_files(source)
     if files[0].format == "parquet":
         raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
-    is_folder = files[0].path != shown_path(source)
+    is_folder = files[0].path != display_path(source)
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
     if there := [path for path in targets if path.exists()]:
         raise ValueError(f"{there[0]} is there already; remove it, or name another target")
@@ -98,7 +98,9 @@ def cached_as_parquet(
         found = json.loads(read_sealed(summary))
     except ValueError as error:
         raise ValueError(f"{summary} is damaged ({error}); remove {kept}, and it is made anew") from error
-    files = {split: find(kept / f"{split}.parquet")[0] if found[split]["rows"] else None for split in log.splits()}
+    files = {
+        split: find_files(kept / f"{split}.parquet")[0] if found[split]["rows"] else None for split in log.splits()
+    }
     return log.in_files(files, {split: ReadReport.from_json(found[split] | {"rows": 0}) for split in log.splits()})
 
 
@@ -162,7 +164,7 @@ def build_vocabulary(
     names, report = log.schema.sparse, ReadReport()
     tables: dict[str, Any] = {}
     forgotten = dict.fromkeys(names, 0)
-    with closing(log.scan("train", lambda batch: [counted(batch.column(name)) for name in names])) as blocks:
+    with closing(log.scan("train", lambda batch: [count_values(batch.column(name)) for name in names])) as blocks:
         for block in blocks:
             report += block.report
             for name, table in zip(names, block.rows, strict=True):
@@ -170,7 +172,7 @@ def build_vocabulary(
                     tables[name] = pa.concat_tables([tables[name], table]) if name in tables else table
                 known = tables.get(name, table)
                 if known.num_rows > 2 * capacity or known["value"].num_chunks > MOST_PIECES:
-                    tables[name], lost = _summed(known, capacity)
+                    tables[name], lost = _merge_counts(known, capacity)
                     forgotten[name] += lost
             if progress is not None:
                 progress(report.rows)
@@ -178,15 +180,15 @@ def build_vocabulary(
         raise ValueError(f"data set {log.name!r}: there are no train rows to make a vocabulary of")
     sizes = dict.fromkeys(names, 1)
     for name, table in tables.items():
-        summed, lost = _summed(table, capacity)
+        summed, lost = _merge_counts(table, capacity)
         forgotten[name] += lost
         tables[name] = most_frequent(summed, min_count, max_size)
         sizes[name] += tables[name].num_rows
-    _save(path, {name: tables.get(name) for name in names})
+    _write_vocabulary(path, {name: tables.get(name) for name in names})
     return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in forgotten.items() if n})
 
 
-def _summed(table: Any, capacity: int) -> tuple[Any, int]:
+def _merge_counts(table: Any, capacity: int) -> tuple[Any, int]:
     summed = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
     table = summed.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
@@ -196,7 +198,7 @@ def _summed(table: Any, capacity: int) -> tuple[Any, int]:
     return table.take(pa.array(np.sort(order[:capacity]))), int(counts[order[capacity]])
 
 
-def _save(path: Path, tables: Mapping[str, Any]) -> None:
+def _write_vocabulary(path: Path, tables: Mapping[str, Any]) -> None:
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
     texts = {name for name, kept in tables.items() if kept is not None and is_text(kept["value"].type)}
     kinds = {name: "string" if name in texts else "integer" for name in tables}
@@ -254,9 +256,9 @@ class ConvertOptions:
 def make_vocabulary(options: VocabOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `ClickLog` and `build_vocabulary`."""
     log = ClickLog(options.data, options.read)
-    report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress("read"))
+    report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress_printer("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
-    lines = [f"{options.out}: {report.rows:,} train rows{_skipped(report.skipped)}", f"ids: {sizes}"]
+    lines = [f"{options.out}: {report.rows:,} train rows{_skipped_note(report.skipped)}", f"ids: {sizes}"]
     lines += [
         f"note: {name} has more distinct values than were counted at a time; counts may miss {most:,}"
         for name, most in report.forgotten.items()
@@ -268,17 +270,17 @@ def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
     report = convert(
         options.data, options.out, options.read, row_group_rows=options.row_group_rows,
-        compression=options.compression, progress=_progress("written"),
+        compression=options.compression, progress=_progress_printer("written"),
     )  # fmt: skip
-    files = f" in {len(find(options.data)):,} files" if options.out.is_dir() else ""
-    return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"
+    files = f" in {len(find_files(options.data)):,} files" if options.out.is_dir() else ""
+    return f"{options.out}: {report.rows:,} rows{files}{_skipped_note(report.skipped)}"
 
 
-def _skipped(rows: int) -> str:
+def _skipped_note(rows: int) -> str:
     return f"; {rows:,} bad rows were left out" if rows else ""
 
 
-def _progress(verb: str) -> Callable[[int], None]:
+def _progress_printer(verb: str) -> Callable[[int], None]:
     last = time.monotonic()
 
     def report(rows: int) -> None:

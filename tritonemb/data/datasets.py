@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb.data import protocol
 from tritonemb.data.arrow import pa, parquet
-from tritonemb.data.batch import Array, Column, Rows, cut, offsets_of
+from tritonemb.data.batch import Array, Column, Rows, gather_batch, lengths_to_offsets
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.pipeline import permutation
 from tritonemb.data.protocol import SPLITS, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream
@@ -60,7 +60,7 @@ NUM_DENSE = 4
 
 
 @dataclass(frozen=True)
-class Dataset(protocol.Tables):
+class Dataset(protocol.FeatureTables):
     """Train, test and (where the data set has them) validation rows of a binary classification problem. ValueError if
     rows and features do not fit together, an id has no embedding, or a label is neither 0 nor 1.
 
@@ -144,7 +144,7 @@ class Dataset(protocol.Tables):
         def batches() -> Iterator[PositionedBatch]:
             for start in range(row, num_rows, batch_size):
                 stop = min(start + batch_size, num_rows)
-                batch = cut(rows, keys, order[start:stop], options.pin_memory)
+                batch = gather_batch(rows, keys, order[start:stop], options.pin_memory)
                 yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
 
         return Stream(batches(), {"of": belongs_to, "row": row}, ReadReport(rows=row))
@@ -154,20 +154,20 @@ def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
     person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
     `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value."""
-    train, test = (_read(Path(folder) / name) for name in ("adult.data", "adult.test"))
+    train, test = (_read_adult(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
     numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
     numbers |= {name: np.log1p(numbers[name]) for name in ("capital_gain", "capital_loss")}
-    dense = np.stack([_standardised(values, num_train) for values in numbers.values()], axis=1)
+    dense = np.stack([_standardize(values, num_train) for values in numbers.values()], axis=1)
     names = [name for name in ADULT_FIELDS[:-1] if name not in NUMBERS]
     categories = {name: [None if value == "?" else value for value in fields[name]] for name in names}
-    features, columns = _encoded(categories, num_train)
+    features, columns = _encode_columns(categories, num_train)
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
 
 
-def _read(path: Path) -> list[list[str]]:
+def _read_adult(path: Path) -> list[list[str]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected UCI's adult.data and adult.test in one folder")
     rows = []
@@ -191,13 +191,13 @@ def _read(path: Path) -> list[list[str]]:
     return rows
 
 
-def _encoded(categories: Mapping[str, Any], num_train: int) -> tuple[list[Feature], list[Column]]:
+def _encode_columns(categories: Mapping[str, Any], num_train: int) -> tuple[list[Feature], list[Column]]:
     found = {name: encode_categories(pa.array(values), num_train) for name, values in categories.items()}
     features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in found.items()]
     return features, [Column(ids) for ids, _ in found.values()]
 
 
-def _standardised(values: Array, num_train: int) -> Array:
+def _standardize(values: Array, num_train: int) -> Array:
     train = values[:num_train]
     deviation = train.std(axis=0)
     return ((values - train.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)).astype(np.float32)
@@ -261,7 +261,7 @@ def read_movielens_100k(folder: Path) -> Dataset:
     order = np.random.RandomState(0).permutation(num_rows)
     num_train, num_seen = round(0.8 * num_rows), round(0.9 * num_rows)
     ratings = {name: values[order] for name, values in ratings.items()}
-    users, items = _joined(users, ratings, "user_id"), _joined(items, ratings, "movie_id")
+    users, items = _join(users, ratings, "user_id"), _join(items, ratings, "movie_id")
 
     categories = {
         "user_id": ratings["user_id"],
@@ -272,10 +272,10 @@ def read_movielens_100k(folder: Path) -> Dataset:
         "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
         "release_year": [date[-4:] if date else None for date in items["release_date"]],
     }
-    features, columns = _encoded(categories, num_train)
+    features, columns = _encode_columns(categories, num_train)
     features.append(Feature("genre", len(GENRES), multi_hot=True))
     flags = np.stack([items[genre] for genre in GENRES], axis=1) != 0
-    columns.append(_column(np.nonzero(flags)[1], flags.sum(axis=1)))
+    columns.append(_multi_hot_column(np.nonzero(flags)[1], flags.sum(axis=1)))
     liked, movies = ratings["rating"] >= 4, list(categories).index("movie_id")
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
@@ -284,19 +284,19 @@ def read_movielens_100k(folder: Path) -> Dataset:
     seen = (np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in rated)
     dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, seen)], axis=1).astype(np.float64)
     labels = torch.from_numpy(liked.astype(np.float32))
-    rows = Rows(torch.from_numpy(_standardised(dense, num_train)), tuple(columns), labels)
+    rows = Rows(torch.from_numpy(_standardize(dense, num_train)), tuple(columns), labels)
     splits = [rows.slice(*ends) for ends in ((0, num_train), (num_train, num_seen), (num_seen, num_rows))]
     return Dataset("movielens-100k", tuple(features), train=splits[0], validation=splits[1], test=splits[2])
 
 
-def _joined(table: Table, ratings: Table, key: str) -> Table:
+def _join(table: Table, ratings: Table, key: str) -> Table:
     row_of = {value: row for row, value in enumerate(table[key].tolist())}
     rows = [row_of[value] for value in ratings[key].tolist()]
     return {name: values[rows] for name, values in table.items()}
 
 
-def _column(values: Any, lengths: Any) -> Column:
-    return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(offsets_of(lengths)))
+def _multi_hot_column(values: Any, lengths: Any) -> Column:
+    return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(lengths_to_offsets(lengths)))
 
 
 def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Column:
@@ -308,7 +308,7 @@ def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Co
         bags[row] = seen[-50:]
         if chosen[row] and row < num_train:
             seen.append(ids[row])
-    return _column([id for bag in bags for id in bag], [len(bag) for bag in bags])
+    return _multi_hot_column([id for bag in bags for id in bag], [len(bag) for bag in bags])
 
 
 def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int = 0) -> Dataset:
@@ -327,7 +327,7 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
     for feature in FEATURES:
         effects = random.normal(0.0, 0.7, feature.num_embeddings)
         lengths = random.integers(0, 7, num_rows) if feature.multi_hot else np.ones(num_rows, np.int64)
-        offsets = offsets_of(lengths)
+        offsets = lengths_to_offsets(lengths)
         ids = _zipf(random, feature.num_embeddings, int(offsets[-1]))
         totals = np.concatenate([[0.0], np.cumsum(effects[ids])])
         logits += (totals[offsets[1:]] - totals[offsets[:-1]]) / np.maximum(lengths, 1)

@@ -21,8 +21,8 @@ import numpy as np
 
 from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.batch import Array
-from tritonemb.data.encode import good_rows, integers, string_buffers, to_integers, wrong_values
-from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Schema, wrong_value
+from tritonemb.data.encode import find_wrong_values, integer_values, string_buffers, to_integers, valid_row_mask
+from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Schema, wrong_value_message
 from tritonemb.utils import join_names
 
 Text = bytes | bytearray
@@ -98,7 +98,7 @@ class CsvFormat:
     def is_regular(self, text: Text) -> bool:
         """Whether each line is one row wherever it stands: none is too long, quotes are at the ends of fields or twice
         inside one, and carriage returns in quotes or before line feeds."""
-        if whole_lines(text) < len(text):
+        if complete_line_bytes(text) < len(text):
             return False
         data = np.frombuffer(b"\n" + text, np.uint8)
         inside, quotes = np.logical_xor.accumulate(data == ord('"')), np.flatnonzero(data == ord('"'))
@@ -122,7 +122,9 @@ class CsvFormat:
             return f"not {count} fields", f"expected {count} {delimiter}-separated fields, found {len(fields)}{hint}"
         for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
             if expected := self._expected(line, place, value):
-                return f"field {place} ({name}) is not {expected}", wrong_value(place, name, value, expected, hint)
+                return f"field {place} ({name}) is not {expected}", wrong_value_message(
+                    place, name, value, expected, hint
+                )
         return "quote", "a quote is not closed in this line"
 
     def _fields(self, line: bytes) -> list[Any]:
@@ -136,7 +138,7 @@ class CsvFormat:
             kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
             is_label = self.labelled and name == self.schema.label
             return "0 or 1" if is_label else _EXPECTED[str(kind)]
-        wrong = wrong_values(alone, self.schema, self.labelled)
+        wrong = find_wrong_values(alone, self.schema, self.labelled)
         return wrong[0][1] if wrong else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
@@ -190,11 +192,11 @@ class CriteoFormat(CsvFormat):
         arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
         for name, array in zip(self.columns, batch.columns, strict=True):
             if name in CATEGORIES:
-                array, size = hexadecimal(array)
+                array, size = parse_hexadecimal(array)
                 if array is None:
                     return None
             else:
-                size, magnitude = _written(array)
+                size, magnitude = _decimal_length(array)
                 largest = max(largest, magnitude)
             arrays.append(array)
             num_bytes += size
@@ -214,9 +216,9 @@ class CriteoFormat(CsvFormat):
         return None if re.fullmatch(pattern, value) else expected
 
 
-def _written(array: Any) -> tuple[int, int]:
+def _decimal_length(array: Any) -> tuple[int, int]:
     """The number of characters that write int64 values if none is superfluous, and the largest magnitude."""
-    numbers = integers(array, fill=False)  # pyarrow.csv writes 0 for nulls
+    numbers = integer_values(array, fill=False)  # pyarrow.csv writes 0 for nulls
     largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
     size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10
     magnitudes = np.abs(numbers)
@@ -226,7 +228,7 @@ def _written(array: Any) -> tuple[int, int]:
     return size, largest
 
 
-def hexadecimal(array: Any) -> tuple[Any, int]:
+def parse_hexadecimal(array: Any) -> tuple[Any, int]:
     """uint32 of a `pyarrow` array of up to 8 hexadecimal digits each, and their number; None if there are others."""
     data, ends = string_buffers(array)
     present, num_digits = ends[1:] != ends[:-1], int(ends[-1] - ends[0])
@@ -278,16 +280,16 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         plain &= b"\r" not in data
     batch: Any = form.read(data) if plain else None
     is_whole = batch is not None and (not form.quote or batch.num_rows == count_lines(data))
-    if is_whole and not wrong_values(batch, form.schema, form.labelled):
+    if is_whole and not find_wrong_values(batch, form.schema, form.labelled):
         rows = np.arange(batch.num_rows)
         return Parsed(batch, rows, rows[:0], rows, lambda number: ("", ""))
-    lines, numbers = _lines_of(data, form.quoted)
+    lines, numbers = _split_lines(data, form.quoted)
     rows = np.arange(len(lines))
     if batch is None or batch.num_rows != len(lines):
         accepted = form.accepts(lines)
         rows = np.flatnonzero(accepted)
         batch = form.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
-    good = good_rows(batch, wrong_values(batch, form.schema, form.labelled))
+    good = valid_row_mask(batch, find_wrong_values(batch, form.schema, form.labelled))
     batch, rows = batch.filter(pa.array(good)), rows[good]
     bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)
     return Parsed(batch, rows, bad_rows, numbers, lambda number: form.problem(lines[bad_rows[number]]))
@@ -302,7 +304,7 @@ def count_lines(data: Text) -> int:
 def count_rows(data: Text, quoted: bool) -> int:
     """Lines, perhaps quoted, that are not blank."""
     if quoted:
-        return len(_lines_of(data, quoted)[0])
+        return len(_split_lines(data, quoted)[0])
     text = np.frombuffer(b"\n" + data.replace(b"\r\n", b"\n").replace(b"\r\n", b"\n"), np.uint8)
     return int(np.count_nonzero((text[1:] == ord("\n")) & (text[:-1] != ord("\n"))))
 
@@ -322,7 +324,7 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
     return line
 
 
-def whole_lines(text: Text) -> int:
+def complete_line_bytes(text: Text) -> int:
     """Bytes of the lines, perhaps quoted, that a text begins with, whole and not too long."""
     data = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero((data == ord("\n")) & ~np.logical_xor.accumulate(data == ord('"'))) + 1
@@ -331,7 +333,7 @@ def whole_lines(text: Text) -> int:
     return int(ends[-1]) if len(ends) else 0
 
 
-def _lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
+def _split_lines(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
     lines = list(iter(partial(read_line, io.BytesIO(data), quoted), b""))
     numbers = np.cumsum([0, *(line.count(b"\n") for line in lines)])
     lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from tritonemb.data.arrow import compute, fs, pa
-from tritonemb.data.batch import Array, Column, Rows, offsets_of
+from tritonemb.data.batch import Array, Column, Rows, lengths_to_offsets
 from tritonemb.data.files import LogFile, open_parquet
 from tritonemb.data.protocol import Feature
-from tritonemb.data.schema import Schema, shown
+from tritonemb.data.schema import Schema, quote_value
 from tritonemb.utils import join_names
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -74,7 +74,7 @@ def mix(hashes: Array) -> Array:
     return hashes
 
 
-def ids_of(hashes: Array, num_embeddings: Any) -> Array:
+def hashes_to_ids(hashes: Array, num_embeddings: Any) -> Array:
     """int32 ids from 1 to `num_embeddings - 1`; overwrites the hashes."""
     hashes >>= _32
     hashes *= np.uint64(num_embeddings - 1)
@@ -99,39 +99,39 @@ def is_list(kind: Any) -> bool:
 
 def is_text(kind: Any) -> bool:
     """Whether a `pyarrow` type is one of strings, perhaps in a dictionary."""
-    return str(decoded(kind)) in _TEXT
+    return str(value_type(kind)) in _TEXT
 
 
-def decoded(kind: Any) -> Any:
+def value_type(kind: Any) -> Any:
     """The type of a dictionary's values; other types as they are."""
     return kind.value_type if hasattr(kind, "index_type") else kind
 
 
-def missing_of(array: Any) -> Array:
+def missing_mask(array: Any) -> Array:
     """bool `[N]`, where a `pyarrow` array has nulls or NaN."""
     bits = np.frombuffer(array.is_null(nan_is_null=True).buffers()[1], np.uint8)
     return np.unpackbits(bits, count=len(array), bitorder="little").view(bool)
 
 
-def integers(array: Any, fill: bool = True) -> Array:
+def integer_values(array: Any, fill: bool = True) -> Array:
     """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, anything if not to `fill`; the others as int64."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
     found: Array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], 0, array.offset).to_numpy()
-    return np.where(missing_of(array), found.dtype.type(0), found) if fill and array.null_count else found
+    return np.where(missing_mask(array), found.dtype.type(0), found) if fill and array.null_count else found
 
 
-def numbers(array: Any) -> Array:
+def numeric_values(array: Any) -> Array:
     """A `pyarrow` array of numbers, 0 where missing: integers as int64; uint64 and floating point as float64."""
-    array = array.cast(decoded(array.type))
+    array = array.cast(value_type(array.type))
     if not pa.types.is_floating(array.type):
-        found = integers(array)
+        found = integer_values(array)
         return found.astype(np.float64 if found.dtype == np.uint64 else np.int64, copy=False)
     found = compute.fill_null(array.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False)
     return np.where(np.isnan(found), 0.0, found)
 
 
-def scaled(found: Array, logarithmic: bool) -> Array:
+def scale_numbers(found: Array, logarithmic: bool) -> Array:
     """float32 `[N]`; `log(1 + max(x, 0))` if asked for, in float64 before it is rounded."""
     if not logarithmic:
         return found.astype(np.float32)
@@ -155,30 +155,32 @@ def to_integers(strings: Any) -> Any:
         return pa.array([n if n is not None and -(1 << 63) <= n < 1 << 63 else None for n in values], pa.int64())
 
 
-def wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
+def find_wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
     """Of a `pyarrow.RecordBatch` with some of a schema's columns, those that have something wrong: their name, what was
     expected, and the rows (bool `[N]`) that have something else."""
     wrong: list[tuple[str, str, Array]] = []
     if labelled and schema.label in batch.schema.names:
         label = batch.column(schema.label)
-        found = numbers(label)
-        bad = (found != 0) & (found != 1) | missing_of(label.cast(decoded(label.type)))
+        found = numeric_values(label)
+        bad = (found != 0) & (found != 1) | missing_mask(label.cast(value_type(label.type)))
         wrong.append((schema.label, "0 or 1", bad))
     for name in schema.dense:
         place = batch.schema.get_field_index(name)
-        if place >= 0 and pa.types.is_floating(decoded(batch.column(place).type)):
-            found = numbers(batch.column(place))
+        if place >= 0 and pa.types.is_floating(value_type(batch.column(place).type)):
+            found = numeric_values(batch.column(place))
             infinite = np.isinf(found)
             wrong.append((name, "a finite number or nothing", infinite))
             if not schema.is_logarithmic(name):
                 wrong.append((name, "a number that fits float32", (np.abs(found) >= INFINITE) & ~infinite))
         if place >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
-            wrong.append((name, "0 or more under log_transform, or clamp_negative", numbers(batch.column(place)) < 0))
+            wrong.append(
+                (name, "0 or more under log_transform, or clamp_negative", numeric_values(batch.column(place)) < 0)
+            )
     return [entry for entry in wrong if entry[2].any()]
 
 
-def good_rows(batch: Any, wrong: list[tuple[str, str, Array]]) -> Array:
-    """bool `[N]`: the rows with none of the `wrong_values`."""
+def valid_row_mask(batch: Any, wrong: list[tuple[str, str, Array]]) -> Array:
+    """bool `[N]`: the rows with none of the wrong values."""
     bad: Array = np.sum([bad for _, _, bad in wrong], axis=0, dtype=bool) if wrong else np.zeros(batch.num_rows, bool)
     return ~bad
 
@@ -215,33 +217,35 @@ class Numbering:
     def ids(self, array: Any, kind: str = "") -> Array:
         """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing. If dynamic, int64; `MISSING`.
         Strings become integers if that is the `kind`; ValueError if one cannot, or for integers in place of strings."""
-        if array.null_count == len(array) or str(decoded(array.type)) == "null":
+        if array.null_count == len(array) or str(value_type(array.type)) == "null":
             return np.full(len(array), self._missing, dtype=self._dtype)
         if kind and is_text(array.type) != (kind == "strings"):
-            values = array.cast(decoded(array.type))
+            values = array.cast(value_type(array.type))
             array = to_integers(values) if kind == "integers" else pa.nulls(len(values), pa.int64())
             if len(wrong := values.filter(array.is_null()).drop_null()):
-                raise ValueError(f"feature {self.name!r} was trained with {kind}, has {values.type} {shown(wrong[0])}")
+                raise ValueError(
+                    f"feature {self.name!r} was trained with {kind}, has {values.type} {quote_value(wrong[0])}"
+                )
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
         if not hasattr(array.type, "index_type"):
             ids = self._unmasked_ids(array)
         else:
             ids = self._unmasked_ids(array.dictionary)
-            ids[missing_of(array.dictionary)] = self._missing
-            ids = ids[integers(array.indices)]
+            ids[missing_mask(array.dictionary)] = self._missing
+            ids = ids[integer_values(array.indices)]
         if array.null_count:
-            ids[missing_of(array)] = self._missing
+            ids[missing_mask(array)] = self._missing
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:
         """`[N]` of values that are distinct, or integers to be hashed; anything where missing."""
         text, known = is_text(values.type), self._keys
-        keys = hash_strings(*string_buffers(values), self._seed) if text else integers(values, fill=False)
+        keys = hash_strings(*string_buffers(values), self._seed) if text else integer_values(values, fill=False)
         if self.dynamic:
             return keys.astype(np.int64)  # of unsigned ones, the same bits
         if known is None:
-            return ids_of(keys if text else hash_integers(keys, self._seed), self.num_embeddings)
+            return hashes_to_ids(keys if text else hash_integers(keys, self._seed), self.num_embeddings)
         if not len(known):
             return np.zeros(len(keys), dtype=np.int32)
         if text != (known.dtype == np.uint64):
@@ -252,12 +256,12 @@ class Numbering:
         ids: Array = np.where(known[places] == keys, self._ids[places], np.int32(0))
         if text:
             hits = np.flatnonzero(ids)  # by hash; now by the strings themselves
-            same = compute.equal(_strings(self._values, places[hits]), _strings(values, hits))
+            same = compute.equal(_take_strings(self._values, places[hits]), _take_strings(values, hits))
             ids[hits[~compute.fill_null(same, False).to_numpy(zero_copy_only=False)]] = 0
         return ids
 
 
-def _strings(values: Any, places: Array) -> Any:
+def _take_strings(values: Any, places: Array) -> Any:
     return values.take(pa.array(places)).cast(pa.large_string())
 
 
@@ -283,12 +287,12 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
     return found
 
 
-def numberings(schema: Schema) -> dict[str, Numbering]:
+def make_numberings(schema: Schema) -> dict[str, Numbering]:
     """One for each sparse column; FileNotFoundError or ValueError if the vocabulary is not there, or not of these."""
     sizes = schema.sizes_by_name()
     if schema.vocabulary is None:
-        numbers = {name: sizes.get(name, schema.num_embeddings) for name in schema.sparse}
-        return {name: Numbering(name, number, dynamic=schema.dynamic) for name, number in numbers.items()}
+        num_ids = {name: sizes.get(name, schema.num_embeddings) for name in schema.sparse}
+        return {name: Numbering(name, number, dynamic=schema.dynamic) for name, number in num_ids.items()}
     if sizes:
         raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
     found = load_vocabulary(schema.vocabulary)
@@ -301,23 +305,25 @@ def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[
     """int32 ids of a `pyarrow` Array or ChunkedArray whose first `num_train` rows are the training rows, and the number
     of ids; see `most_frequent`. Id 0 is for missing and unseen ones, and those in fewer than `min_count` such rows."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    kept = most_frequent(counted(array[:num_train]), min_count)
+    kept = most_frequent(count_values(array[:num_train]), min_count)
     numbering = Numbering("", len(kept) + 1, kept["value"].combine_chunks(), np.arange(1, len(kept) + 1))
     return torch.from_numpy(numbering.ids(array)), len(kept) + 1
 
 
-def counted(array: Any) -> Any:
+def count_values(array: Any) -> Any:
     """A table of value, a large string or int64, and count, without missing ones."""
     if is_list(array.type):
         array = compute.list_flatten(array)
-    array = array.cast(decoded(array.type)).drop_null()
+    array = array.cast(value_type(array.type)).drop_null()
     text = is_text(array.type)
-    found = compute.value_counts(array.cast(pa.large_string()) if text else pa.array(integers(array).astype(np.int64)))
+    found = compute.value_counts(
+        array.cast(pa.large_string()) if text else pa.array(integer_values(array).astype(np.int64))
+    )
     return pa.table({"value": found.field("values"), "count": found.field("counts")})
 
 
 def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> Any:
-    """Of a table of `counted`, the values that are kept, by descending count; ties by value."""
+    """Of a table of `count_values`, the values that are kept, by descending count; ties by value."""
     kept = counts.filter(compute.greater_equal(counts["count"], min_count))
     return kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
@@ -328,14 +334,14 @@ def encode(
     """The rows of a `pyarrow.RecordBatch`; labels are 0 unless it is `labelled`."""
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for place, name in enumerate(schema.dense):
-        dense[:, place] = scaled(numbers(batch.column(name)), schema.is_logarithmic(name))
-    labels = numbers(batch.column(schema.label)) if labelled else np.zeros(batch.num_rows)
-    columns = tuple(_encoded(batch.column(f.name), numberings[f.name], f.kind) for f in features)
+        dense[:, place] = scale_numbers(numeric_values(batch.column(name)), schema.is_logarithmic(name))
+    labels = numeric_values(batch.column(schema.label)) if labelled else np.zeros(batch.num_rows)
+    columns = tuple(_encode_column(batch.column(f.name), numberings[f.name], f.kind) for f in features)
     return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels.astype(np.float32)))
 
 
-def _encoded(array: Any, numbering: Numbering, kind: str) -> Column:
+def _encode_column(array: Any, numbering: Numbering, kind: str) -> Column:
     if not is_list(array.type):
         return Column(torch.from_numpy(numbering.ids(array, kind)))
-    offsets = offsets_of(integers(compute.list_value_length(array)))
+    offsets = lengths_to_offsets(integer_values(compute.list_value_length(array)))
     return Column(torch.from_numpy(numbering.ids(compute.list_flatten(array), kind)), torch.from_numpy(offsets))

@@ -88,7 +88,7 @@ class LogFile:
         return ValueError(f"{self.path} has changed since it was opened first: {how}; start again")
 
 
-def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
+def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
     """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10),
     without folders and files whose names begin with a dot or an underscore (`_SUCCESS`); others in it are errors. URIs
     such as `s3://bucket/logs` have a file system of `pyarrow` or else `fsspec`.
@@ -98,7 +98,7 @@ def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
     """
     if not (given := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files are given; name a file, several files or a folder")
-    files = [file for entry in given for file in _found(entry)]
+    files = [file for entry in given for file in _list_files(entry)]
     if len(by_format := {file.format: file.path for file in files}) > 1:
         raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
     _check_distinct(files)
@@ -123,22 +123,24 @@ def exists(path: str | Path) -> bool:
     return is_remote(path) or Path(path).exists()
 
 
-def natural(name: str) -> list[tuple[int, int, str]]:
+def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
     """A key that sorts names as people do: numbers in them by their value."""
     return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in re.split(r"([0-9]+)", name)]
 
 
-def _found(entry: str | Path) -> list[LogFile]:
-    path = shown = shown_path(entry)
+def _list_files(entry: str | Path) -> list[LogFile]:
+    path = shown = display_path(entry)
     files = []
     try:
-        system, place = _located(entry)
+        system, place = _resolve_path(entry)
         info = system.get_file_info(place)
         if info.type == fs.FileType.NotFound:
             raise FileNotFoundError(f"{path}: no such file or folder")
         infos = {path: info}
         if info.type == fs.FileType.Directory:
-            entries = sorted(system.get_file_info(fs.FileSelector(place)), key=lambda entry: natural(entry.base_name))
+            entries = sorted(
+                system.get_file_info(fs.FileSelector(place)), key=lambda entry: natural_sort_key(entry.base_name)
+            )
             entries = [entry for entry in entries if not entry.base_name.startswith((".", "_"))]
             folders = [entry for entry in entries if entry.type == fs.FileType.Directory]
             infos = {
@@ -159,7 +161,7 @@ def _found(entry: str | Path) -> list[LogFile]:
             if not info.size:
                 raise ValueError(f"{shown} is empty")
             with system.open_input_file(info.path) as file:
-                form, codec = _recognised(shown, file.read(4))
+                form, codec = _detect_format(shown, file.read(4))
             files.append(LogFile(shown, form, codec, info.size, info.mtime_ns, (system, info.path)))
     except UnicodeError as error:
         raise ValueError(f"{str(shown)!r}: names of files must be UTF-8 ({error}); rename them") from error
@@ -171,7 +173,7 @@ def _found(entry: str | Path) -> list[LogFile]:
     return files
 
 
-def shown_path(source: str | Path) -> Path | str:
+def display_path(source: str | Path) -> Path | str:
     """A path, also of a file:// URI; other URIs without keys and options."""
     if not is_remote(source):
         return Path(source)
@@ -179,9 +181,9 @@ def shown_path(source: str | Path) -> Path | str:
     return Path(unquote(uri[local.end() :])) if (local := _LOCAL.match(uri)) else uri
 
 
-def _located(source: str | Path) -> tuple[Any, str]:
+def _resolve_path(source: str | Path) -> tuple[Any, str]:
     """The file system of a path or URI, and the path there."""
-    shown, uri = shown_path(source), str(source)
+    shown, uri = display_path(source), str(source)
     if isinstance(shown, Path):
         return fs.LocalFileSystem(), str(shown) if is_remote(source) else uri
     try:  # as a URI has to be, whether or not it was written so: blanks and the like as %20
@@ -197,7 +199,7 @@ def _located(source: str | Path) -> tuple[Any, str]:
     return system, path.rstrip("/")
 
 
-def _recognised(path: Path | str, beginning: bytes) -> tuple[Format, str | None]:
+def _detect_format(path: Path | str, beginning: bytes) -> tuple[Format, str | None]:
     suffix = Path(path).suffix.lower()
     if suffix in PARQUET:
         return "parquet", None
@@ -305,7 +307,7 @@ class Chunk:
 
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
     """The files of each split, also those that only the rule names."""
-    validation, test = (find(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
+    validation, test = (find_files(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
     test = test if validation or test else files[-1:]
     validation_at, test_at = ({file.identity for file in held_out} for held_out in (validation, test))
     if both := [file for file in test if file.identity in validation_at]:
@@ -332,10 +334,10 @@ def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]
     validation = test - round(total * rule.validation_share)
     bounds = ((0, validation), (validation, test), (test, total))
     files = [Part(file) for file in range(len(sizes))]
-    return {split: tuple(between(files, sizes, *ends)) for split, ends in zip(SPLITS, bounds, strict=True)}
+    return {split: tuple(ranges_between(files, sizes, *ends)) for split, ends in zip(SPLITS, bounds, strict=True)}
 
 
-def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) -> list[Part]:
+def ranges_between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) -> list[Part]:
     """What lies between two places of the parts, counted through all of them in the unit of their `sizes`."""
     pieces, first = [], 0
     for part, size in zip(parts, sizes, strict=True):
@@ -346,19 +348,21 @@ def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) 
     return pieces
 
 
-def even(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
+def even_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
     """The index-th of `count` equal runs, counted through parts of these sizes; cuts move to `ends` that are near."""
     index, count = shard
     total = sum(sizes)
-    return between(parts, sizes, *(_moved(total * place // count, total / count, ends) for place in (index, index + 1)))
+    return ranges_between(
+        parts, sizes, *(_snap_to_ends(total * place // count, total / count, ends) for place in (index, index + 1))
+    )
 
 
-def _moved(cut: int, length: float, ends: Sequence[int]) -> int:
+def _snap_to_ends(cut: int, length: float, ends: Sequence[int]) -> int:
     nearest = min(ends, key=lambda end: abs(end - cut), default=cut)
     return nearest if cut and abs(nearest - cut) <= NEAR * length else cut
 
 
-def whole(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Part]:
+def whole_file_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Part]:
     """Whole parts, the largest ones dealt out first, each to the shard that has least; in their order."""
     index, count = shard
     loads, mine = [0] * count, []

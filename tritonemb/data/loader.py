@@ -66,7 +66,7 @@ def open_shards(
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in [0, {world}), got {rank}")
-    count, at = _parsed(positions) if positions is not None else (world if shards is None else shards, None)
+    count, at = _parse_position(positions) if positions is not None else (world if shards is None else shards, None)
     if shards not in (None, count):
         raise ValueError(f"the position is of an epoch in {count} shards, which cannot resume in {shards}")
     if count < 1:
@@ -77,14 +77,14 @@ def open_shards(
             raise ValueError(f"the position lacks shard {shard.index} of {count}; merge the positions of all ranks")
         shard.batches, shard.ended, shard.position = entry["batches"], entry["ended"], entry["position"]
         shard.report = ReadReport(entry["rows"], entry["skipped"])
-    open_all = partial(_open, data) if workers is None else workers.open
+    open_all = partial(_open_streams, data) if workers is None else workers.open
     open_all([shard for shard in mine if not shard.ended], {"split": split, "batch_size": batch_size} | how, pin_memory)
     if count == 1 and mine and mine[0].stream is not None:
         return mine[0].stream
     return ShardedStream(count, mine)
 
 
-def _open(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
+def _open_streams(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
     with ExitStack() as failed:
         for shard in shards:
             place: dict[str, Any] = {"position": shard.position, "shard": (shard.index, shard.count)}
@@ -92,7 +92,7 @@ def _open(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], pin_
         failed.pop_all()
 
 
-def in_turn(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | None]]:
+def round_robin(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | None]]:
     """The batches of the shards, each from the shard that has returned fewest, the first of those; None where one ends,
     or is closed, which another thread may do meanwhile.
 
@@ -110,10 +110,10 @@ def in_turn(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | 
 
 
 class ShardedStream(Batches):
-    """The batches of a rank's shards, of `count` in the epoch, `in_turn`. Position and report are of all of them."""
+    """Batches of a rank's shards (`count` in the epoch), taken by `round_robin`. Position and report cover all."""
 
     def __init__(self, count: int, shards: list[ShardState]) -> None:
-        self._count, self._shards, self._turns = count, shards, in_turn(shards)
+        self._count, self._shards, self._turns = count, shards, round_robin(shards)
         self._look()
 
     def __next__(self) -> Batch:
@@ -138,10 +138,10 @@ def read_shards(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any]
     """For another process: without a batch, where each shard begins; then their batches in turn, each in one buffer,
     and where a shard ends, its report."""
     try:
-        _open(data, shards, how, False)
+        _open_streams(data, shards, how, False)
         for shard in shards:
             yield PositionedBatch(None, shard.position or {}, shard.report)
-        for shard, batch in in_turn(shards):
+        for shard, batch in round_robin(shards):
             packed = None if batch is None else batch.packed()
             yield PositionedBatch(packed, shard.position or {}, shard.report)
             del batch, packed  # or they would stay until the next ones are there
@@ -154,7 +154,7 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
     """One position of the epoch from those of all ranks' streams; ValueError unless they have each shard of it once."""
     merged: dict[str, Any] = {}
     counts = set()
-    for count, at in map(_parsed, positions):
+    for count, at in map(_parse_position, positions):
         counts.add(count)
         if twice := sorted(merged.keys() & at.keys()):
             raise ValueError(f"shard {twice[0]} is in the positions of two ranks")
@@ -169,12 +169,12 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
     """The part of one rank of `world` in an epoch's position, made by any number of ranks; ValueError if it is none."""
-    count, at = _parsed(position)
+    count, at = _parse_position(position)
     mine = {str(index): at[str(index)] for index in range(rank, count, world) if str(index) in at}
     return dict(mine["0"]["position"]) if count == 1 and mine else {"shares": count, "at": mine}
 
 
-def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+def _parse_position(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     if not isinstance(position, Mapping):
         raise ValueError(f"{position!r} is not a position")
     if "shares" not in position:  # of a stream of all rows

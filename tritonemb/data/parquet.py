@@ -10,24 +10,24 @@ import numpy as np
 from tritonemb.data import files as cuts
 from tritonemb.data.arrow import compute, dataset, pa
 from tritonemb.data.delimited import Parsed
-from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
+from tritonemb.data.encode import find_wrong_values, is_list, is_text, valid_row_mask, value_type
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.data.schema import LogOptions, Schema, SplitRule, shown, wrong_value
+from tritonemb.data.schema import LogOptions, Schema, SplitRule, quote_value, wrong_value_message
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
 
 
-def head_of(file: LogFile) -> tuple[Any, list[int]]:
+def read_schema(file: LogFile) -> tuple[Any, list[int]]:
     """The columns, a `pyarrow.Schema`, and the rows of each row group."""
     if file.table is not None:
         return file.table.schema, [file.size]
     with open_parquet(file) as (source, _):
-        return plain_schema(source.schema_arrow), _group_rows(source)
+        return plain_schema(source.schema_arrow), _row_group_sizes(source)
 
 
-def _group_rows(source: Any) -> list[int]:
+def _row_group_sizes(source: Any) -> list[int]:
     return [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
 
 
@@ -82,13 +82,13 @@ class ArrowSource:
         time, first = self._rule.time_column, ""
         known: dict[str, tuple[str, LogFile]] = {}
         for file in files:
-            where, (columns, groups) = str(file.path), head_of(file)
+            where, (columns, groups) = str(file.path), read_schema(file)
             self._groups.append(groups)
             if sum(groups) == 0:
                 continue
             schema = schema.of(columns.names, where, labelled, kept)
             names = schema.columns(labelled)
-            values = {name: _checked(columns.field(name).type, name, schema, where) for name in names}
+            values = {name: _value_kind(columns.field(name).type, name, schema, where) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
             if not first:
                 self.multi_hot, first = lists, where
@@ -127,7 +127,7 @@ class ArrowSource:
                 yield Chunk(number, row, row - part.start, row, rows.to_batches()[0])
             return
         with open_parquet(file, columns) as (source, verify):
-            ends = list(itertools.accumulate(_group_rows(source), initial=0))
+            ends = list(itertools.accumulate(_row_group_sizes(source), initial=0))
             groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
             row = ends[groups.start]
             for batch in source.iter_batches(slice_rows, row_groups=groups, columns=columns, use_threads=False):
@@ -144,8 +144,8 @@ class ArrowSource:
 
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.rows
-        wrong = wrong_values(batch, self.schema, self._labelled)
-        good = good_rows(batch, wrong)
+        wrong = find_wrong_values(batch, self.schema, self._labelled)
+        good = valid_row_mask(batch, wrong)
         rows, bad_rows = np.flatnonzero(good), np.flatnonzero(~good)
 
         def describe(number: int) -> tuple[str, str]:
@@ -153,7 +153,7 @@ class ArrowSource:
             name, expected, _ = next(entry for entry in wrong if entry[2][row])
             value = batch.column(name)[row].as_py()
             place = batch.schema.get_field_index(name) + 1
-            message = wrong_value(place, name, "missing" if value is None else value, expected)
+            message = wrong_value_message(place, name, "missing" if value is None else value, expected)
             return f"column {name} is not {expected}", message
 
         good_batch = batch.filter(pa.array(good)) if len(bad_rows) else batch
@@ -168,7 +168,7 @@ class ArrowSource:
             rows = first - part.start + np.cumsum(self._groups[part.file])
             first += size
             ends += [*(int(row) for row in rows if first - size < row < first), first]
-        return tuple(cuts.even(parts, sizes, shard, ends))
+        return tuple(cuts.even_shard(parts, sizes, shard, ends))
 
     def within(self, split: Split) -> tuple[Part, ...]:
         """The row groups that may have rows of a split by time: its shards would else have very different numbers."""
@@ -197,10 +197,10 @@ class ArrowSource:
         return sum(self._groups[part.file]) if part.stop is None else part.stop
 
 
-def _checked(kind: Any, name: str, schema: Schema, where: str) -> str:
+def _value_kind(kind: Any, name: str, schema: Schema, where: str) -> str:
     """What the values of a column are, nothing if all are missing; ValueError if it needs another type."""
     types, sparse = pa.types, name in schema.sparse
-    inner = decoded(kind.value_type if sparse and is_list(kind) else kind)
+    inner = value_type(kind.value_type if sparse and is_list(kind) else kind)
     if types.is_null(inner):
         return ""
     if types.is_integer(inner) or types.is_boolean(inner):
@@ -241,6 +241,6 @@ def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
         except pa.ArrowException as error:
             reason = reason or str(error).splitlines()[0]
     raise ValueError(
-        f"split: {shown(bound)} is not a time of the time column, which is {kind}, or not all of its times are alike "
-        f"({reason}); write both as 2014-05-31T12:00:00 or, with a zone, as 2014-05-31T12:00:00Z"
+        f"split: {quote_value(bound)} is not a time of the time column, which is {kind}, or not all of its times are "
+        f"alike ({reason}); write both as 2014-05-31T12:00:00 or, with a zone, as 2014-05-31T12:00:00Z"
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tritonemb.data import protocol
-from tritonemb.data.batch import Array, Rows, concat, cut
+from tritonemb.data.batch import Array, Rows, concat_rows, gather_batch
 from tritonemb.data.files import Chunk
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, ReadReport
@@ -24,7 +24,9 @@ MOST_WORKERS = 8
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
 
 
-def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None) -> Generator[R, None, None]:
+def ordered_map(
+    job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None
+) -> Generator[R, None, None]:
     """`job(chunk)` of every chunk, in their order; its exception comes in its place.
 
     At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * num_threads + 1` are in progress or wait as results, so
@@ -50,7 +52,7 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: in
 
 
 @dataclass(frozen=True)
-class Place:
+class LogPosition:
     """Where a shuffle buffer begins: behind `skip` good rows of a chunk, before which were `skipped` bad ones."""
 
     part: int = 0
@@ -61,8 +63,8 @@ class Place:
 
 
 def shuffle_buffers(
-    blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
-) -> Iterator[tuple[int, Rows, Place, Place]]:
+    blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: LogPosition, number: int
+) -> Iterator[tuple[int, Rows, LogPosition, LogPosition]]:
     """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller: of each its number, from
     `number` on, its rows, and the places between which they are. `order` is called with the number of rows and that of
     the buffer; None keeps them as they are. ValueError if there are fewer rows than `start.skip`."""
@@ -75,9 +77,9 @@ def shuffle_buffers(
             end = min(row + num_rows - gathered, len(block.rows))
             pieces.append(block.rows.slice(row, end))
             gathered, row = gathered + end - row, end
-            stop = Place(block.part, block.offset, block.line, row, skipped)
+            stop = LogPosition(block.part, block.offset, block.line, row, skipped)
             if gathered == num_rows:
-                joined, pieces, gathered = concat(pieces, order(gathered, number)), [], 0
+                joined, pieces, gathered = concat_rows(pieces, order(gathered, number)), [], 0
                 yield number, joined, start, stop
                 del joined
                 start, number = stop, number + 1
@@ -85,7 +87,7 @@ def shuffle_buffers(
     if left_out:
         raise ValueError(f"there are {left_out} rows fewer than the position says; the data are not what they were")
     if pieces:
-        yield number, concat(pieces, order(gathered, number)), start, stop
+        yield number, concat_rows(pieces, order(gathered, number)), start, stop
 
 
 def permutation(num_rows: int, *seeds: int) -> Array:
@@ -94,9 +96,10 @@ def permutation(num_rows: int, *seeds: int) -> Array:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int(state))).numpy()
 
 
-def batches_of(
-    name: str, options: OpenOptions, blocks: Callable[[Place], Generator[Chunk, None, None]], keys: tuple[str, ...],
-    buffer_rows: int, order: Callable[[int, int], Array | None], position: Position, read: ReadReport,
+def iterate_batches(
+    name: str, options: OpenOptions, blocks: Callable[[LogPosition], Generator[Chunk, None, None]],
+    keys: tuple[str, ...], buffer_rows: int, order: Callable[[int, int], Array | None], position: Position,
+    read: ReadReport,
 ) -> Iterator[PositionedBatch]:  # fmt: skip
     """The batches of one stream, from a position on; behind the last one, the report of all rows.
 
@@ -110,7 +113,7 @@ def batches_of(
             read += block.report
             yield block
 
-    start = Place(*(position[field] for field in FIELDS[:5]))
+    start = LogPosition(*(position[field] for field in FIELDS[:5]))
     first, rows, size = position["batch"], position["rows"], options.batch_size
     with closing(blocks(start)) as found:
         buffers = shuffle_buffers(counted(found), buffer_rows, order, start, position["window"])
@@ -118,7 +121,9 @@ def batches_of(
             if first * size >= (num_rows := len(buffer)):
                 raise ValueError(f"data set {name!r}: there are fewer rows than the position says")
             for index in range(first, -(-num_rows // size)):
-                batch = cut(buffer, keys, slice(index * size, min((index + 1) * size, num_rows)), options.pin_memory)
+                batch = gather_batch(
+                    buffer, keys, slice(index * size, min((index + 1) * size, num_rows)), options.pin_memory
+                )
                 rows += len(batch)
                 place, window, following = begin, number, index + 1
                 if following * size >= num_rows:

@@ -211,7 +211,7 @@ def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableCo
     ]  # fmt: skip
 
 
-class Tables:
+class FeatureTables:
     """What data sets can do with their features."""
 
     features: tuple[Feature, ...]

@@ -16,7 +16,16 @@ import torch
 
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import ShardState, read_shards
-from tritonemb.data.protocol import Data, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream, Tables
+from tritonemb.data.protocol import (
+    Data,
+    Feature,
+    FeatureTables,
+    OpenOptions,
+    PositionedBatch,
+    ReadReport,
+    Split,
+    Stream,
+)
 from tritonemb.flight import ROOTS, TOKEN, Client, Message, start_server
 from tritonemb.utils import Closeable
 
@@ -41,7 +50,9 @@ class ReaderHost(Closeable):
     ) -> None:  # fmt: skip
         self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
         self._closing = threading.Event()
-        self._server = start_server(partial(_answer, data, self._closing), address, self.token, certificate, key)
+        self._server = start_server(
+            partial(_handle_request, data, self._closing), address, self.token, certificate, key
+        )
         self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
 
     def wait(self) -> None:
@@ -56,7 +67,7 @@ class ReaderHost(Closeable):
         self._server.stop()
 
 
-def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
+def _handle_request(data: Data, closed: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
     if (action := request.pop("action")) == "describe":
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
         values |= {"contents": getattr(data, "contents", {}), "splits": data.splits()}
@@ -73,7 +84,7 @@ def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Ite
             del item  # or it would stay until the next one is there
 
 
-class RemoteData(Tables):
+class RemoteData(FeatureTables):
     """A data set that reader hosts read: a `Data` for `te.Trainer` and for loops of your own. ConnectionError if a host
     does not answer, PermissionError if it expects another token, ValueError if an address cannot be one, or the hosts
     have different data.

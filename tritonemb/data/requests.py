@@ -14,10 +14,10 @@ import torch
 
 from tritonemb.data import encode
 from tritonemb.data.arrow import pa
-from tritonemb.data.batch import Array, Batch, offsets_of
+from tritonemb.data.batch import Array, Batch, lengths_to_offsets
 from tritonemb.data.encode import Numbering
 from tritonemb.data.protocol import Feature
-from tritonemb.data.schema import CATEGORIES, Schema, shown
+from tritonemb.data.schema import CATEGORIES, Schema, quote_value
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.utils import did_you_mean, join_names
 
@@ -64,14 +64,14 @@ class RequestEncoder:
                 bags.append([self._items(row[feature.name], feature) for feature in self.features])
             except ValueError as error:
                 raise ValueError(f"row {first + at + 1}: {error}") from None
-        dense = encode.scaled(numbers, False)
-        dense[:, self._logarithmic] = encode.scaled(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
+        dense = encode.scale_numbers(numbers, False)
+        dense[:, self._logarithmic] = encode.scale_numbers(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
         # Values and lengths of bags by feature, then row.
         by_feature = [bag for bags_of_feature in zip(*bags, strict=True) for bag in bags_of_feature]
         lengths = np.array([len(bag) for bag in by_feature], dtype=np.int64)
         places = np.repeat(np.arange(len(lengths)) // max(1, len(rows)), lengths)
         ids = torch.from_numpy(self._ids([value for bag in by_feature for value in bag], places))
-        sparse = KeyedJaggedTensor.unchecked(self._keys, ids, None, torch.from_numpy(offsets_of(lengths)))
+        sparse = KeyedJaggedTensor.unchecked(self._keys, ids, None, torch.from_numpy(lengths_to_offsets(lengths)))
         return Batch(torch.from_numpy(dense), sparse, torch.zeros(len(rows)))
 
     def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
@@ -91,16 +91,16 @@ class RequestEncoder:
         if value is None:
             return 0.0
         if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            raise _wrong(name, value, "a number or nothing")
+            raise _value_error(name, value, "a number or nothing")
         if math.isnan(number := float(value)):
             return 0.0
         if math.isinf(number):
-            raise _wrong(name, number, "a finite number or nothing")
+            raise _value_error(name, number, "a finite number or nothing")
         if self.schema.is_logarithmic(name):
             if number < 0 and not self.schema.clamps(name):
-                raise _wrong(name, number, "0 or more under log_transform, or clamp_negative")
+                raise _value_error(name, number, "0 or more under log_transform, or clamp_negative")
         elif abs(number) >= encode.INFINITE:
-            raise _wrong(name, number, "a number that fits float32")
+            raise _value_error(name, number, "a number that fits float32")
         return number
 
     def _items(self, value: Any, feature: Feature) -> Sequence[Any]:
@@ -110,7 +110,7 @@ class RequestEncoder:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return ()
         if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
-            raise _wrong(feature.name, value, "a list of values, or nothing")
+            raise _value_error(feature.name, value, "a list of values, or nothing")
         return [self._item(item, feature) for item in value]
 
     def _item(self, value: Any, feature: Feature) -> Any:
@@ -123,16 +123,16 @@ class RequestEncoder:
             if self._from_text and feature.name in CATEGORIES and self.schema.sparse == CATEGORIES:
                 if _HEXADECIMAL.fullmatch(text):
                     return int(text, 16)
-                raise _wrong(feature.name, value, "up to 8 hexadecimal digits or nothing")
+                raise _value_error(feature.name, value, "up to 8 hexadecimal digits or nothing")
             if _DECIMAL.fullmatch(text) and -(1 << 63) <= int(text) < 1 << 63:
                 return int(text)
-            raise _wrong(feature.name, value, "an integer or nothing, as in training")
+            raise _value_error(feature.name, value, "an integer or nothing, as in training")
         try:
             integer = operator.index(value)
         except TypeError:
-            raise _wrong(feature.name, value, "an integer, a string or nothing") from None
+            raise _value_error(feature.name, value, "an integer, a string or nothing") from None
         if feature.kind == "strings":
-            raise _wrong(feature.name, value, "a string or nothing, as in training")
+            raise _value_error(feature.name, value, "a string or nothing, as in training")
         return integer
 
     def _ids(self, values: Sequence[Any], places: Array) -> Array:
@@ -141,14 +141,14 @@ class RequestEncoder:
         is_text = np.array([isinstance(value, bytes) for value in values], dtype=bool)
         texts, at = [value for value in values if isinstance(value, bytes)], np.flatnonzero(is_text)
         if texts:
-            offsets = offsets_of(np.array([len(text) for text in texts]))
+            offsets = lengths_to_offsets(np.array([len(text) for text in texts]))
             hashes[at] = encode.hash_strings(np.frombuffer(b"".join(texts), np.uint8), offsets, self._seeds[places[at]])
         if len(at := np.flatnonzero(present & ~is_text)):
             numbers = np.array([values[place] & 0xFFFFFFFFFFFFFFFF for place in at.tolist()], dtype=np.uint64)
             hashes[at] = numbers if dynamic else encode.hash_integers(numbers, self._seeds[places[at]])
         if dynamic:
             return np.where(present, hashes.view(np.int64), encode.MISSING)
-        ids = np.where(present, encode.ids_of(hashes, self._sizes[places]), np.int32(0))
+        ids = np.where(present, encode.hashes_to_ids(hashes, self._sizes[places]), np.int32(0))
         for place, feature in enumerate(self.features) if self.schema.vocabulary is not None else ():
             begin, end = np.searchsorted(places, [place, place + 1])
             array = pa.array(values[begin:end], pa.string() if is_text[begin:end].any() else pa.int64())
@@ -156,5 +156,5 @@ class RequestEncoder:
         return ids
 
 
-def _wrong(name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"column {name!r} is {shown(value)}, expected {expected}")
+def _value_error(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"column {name!r} is {quote_value(value)}, expected {expected}")

@@ -121,8 +121,8 @@ class Schema:
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
         for part, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
-            check_there(columns, names, where, f"the schema's {part} column")
-        check_there(columns, kept, where)
+            check_columns(columns, names, where, f"the schema's {part} column")
+        check_columns(columns, kept, where)
         return schema
 
 
@@ -229,7 +229,7 @@ class LogOptions(Options):
             raise ValueError(f"lists need a list_separator other than the delimiter, got {self.list_separator!r}")
 
 
-def check_there(columns: Sequence[str], names: Iterable[str], where: str, what: str = "column") -> None:
+def check_columns(columns: Sequence[str], names: Iterable[str], where: str, what: str = "column") -> None:
     """ValueError unless there is one column of each name; `what` they are."""
     for name in names:
         if (count := list(columns).count(name)) == 0:
@@ -240,12 +240,12 @@ def check_there(columns: Sequence[str], names: Iterable[str], where: str, what: 
             raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
 
 
-def wrong_value(place: int, name: str, value: object, expected: str, hint: str = "") -> str:
+def wrong_value_message(place: int, name: str, value: object, expected: str, hint: str = "") -> str:
     """`field 3 (int_2) is 'x', expected an integer or nothing`; `place` counts from 1."""
-    return f"field {place} ({name}) is {shown(value)}, expected {expected}{hint}"
+    return f"field {place} ({name}) is {quote_value(value)}, expected {expected}{hint}"
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """A value in quotes, escaped, shortened."""
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "...")

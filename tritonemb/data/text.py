@@ -40,7 +40,7 @@ class TextSource:
         if not (delimiter or labelled):  # there may be labels all the same
             line = first_bytes(files[0]).lstrip(b"\r\n").partition(b"\n")[0]
             criteo = FIELDS[line.count(b"\t") == len(FIELDS) - 2 :]
-        headers = [header_of(file, delimiter) if delimiter else (criteo, 0) for file in files]
+        headers = [read_header(file, delimiter) if delimiter else (criteo, 0) for file in files]
         columns = headers[0][0]
         for file, (found, _) in zip(files, headers, strict=True):
             if found != columns:
@@ -59,7 +59,7 @@ class TextSource:
         """Bytes of the texts; of a compressed file all of them are unpacked for it."""
         sizes = []
         for file in self._files:
-            with opened(file) as source:
+            with open_text(file) as source:
                 sizes.append(source.seek(file.size if file.codec is None else _END))
         return sizes
 
@@ -83,9 +83,9 @@ class TextSource:
         # Stripes by the file's size alone, since all readers must come to the same; enough for each of them.
         width = min(max(file.size // (8 * count), 1 << 12), 1 << 22)
         width = chunk_bytes if part.stripes == WHOLE else width
-        with opened(file) as source:
+        with open_text(file) as source:
             if offset == part.start:
-                offset = _enter(source, offset, quoted)
+                offset = _seek_line_start(source, offset, quoted)
             else:
                 source.seek(offset)
             row = 0 if self.numbering is None else self._before(part.file, offset)[self.numbering]
@@ -112,9 +112,9 @@ class TextSource:
         packed = [part for part in parts if self.form.quoted or self._files[part.file].codec is not None]
         plain = [part for part in parts if part not in packed]
         sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
-        pieces = cuts.even(plain, sizes, shard)
+        pieces = cuts.even_shard(plain, sizes, shard)
         if len(packed) >= shard[1]:
-            pieces += cuts.whole(packed, [self._files[part.file].size for part in packed], shard)
+            pieces += cuts.whole_file_shard(packed, [self._files[part.file].size for part in packed], shard)
         else:
             pieces += [replace(part, stripes=shard) for part in packed]
         return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
@@ -126,10 +126,10 @@ class TextSource:
     def _before(self, number: int, start: int) -> tuple[int, int]:
         """Lines, and rows, of a file before the first line that begins at byte `start` or later; reads them, once."""
         with _COUNTING:
-            return counted_before(self._files[number], start, self.form.quoted, self._header_bytes[number] > 0)
+            return count_before(self._files[number], start, self.form.quoted, self._header_bytes[number] > 0)
 
     def _check_beginning(self, file: LogFile, header_bytes: int, lenient: bool) -> None:
-        with opened(file) as source:
+        with open_text(file) as source:
             if not (beginning := source.peek(2)):
                 raise ValueError(f"{file.path} is empty")
             if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -154,7 +154,7 @@ class TextSource:
             raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint}")
 
 
-def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
+def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
     """The columns that a CSV file names, and the bytes of its first line; ValueError if that is no header."""
     line, end, _ = first_bytes(file).partition(b"\n")
     if b"\r" in line.removesuffix(b"\r"):
@@ -171,7 +171,7 @@ def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
 
 
 @contextmanager
-def opened(file: LogFile) -> Iterator[Any]:
+def open_text(file: LogFile) -> Iterator[Any]:
     """The unpacked bytes of a file, an `io.BufferedReader`; ValueError if it is damaged, or not what was found."""
     with file.open() as raw:
         if file.codec is None:
@@ -179,12 +179,12 @@ def opened(file: LogFile) -> Iterator[Any]:
             return
         try:
             with pa.CompressedInputStream(raw, file.codec) as unpacked:
-                yield io.BufferedReader(_Unpacked(unpacked), _BUFFER_BYTES)
+                yield io.BufferedReader(_ForwardStream(unpacked), _BUFFER_BYTES)
         except OSError as error:
             raise ValueError(f"{file.path} is not a whole {file.codec} file ({error}); fetch it again") from error
 
 
-class _Unpacked(io.RawIOBase):
+class _ForwardStream(io.RawIOBase):
     """A compressed stream that knows its place, which `seek` returns too, and goes forward by reading."""
 
     def __init__(self, stream: Any) -> None:
@@ -209,12 +209,12 @@ class _Unpacked(io.RawIOBase):
 
 
 @lru_cache(maxsize=1024)
-def counted_before(file: LogFile, start: int, quoted: bool = False, header: bool = False) -> tuple[int, int]:
+def count_before(file: LogFile, start: int, quoted: bool = False, header: bool = False) -> tuple[int, int]:
     """Lines of a file before the first one that begins at byte `start` or later, and the rows among them."""
     lines, rows = 0, -1 if header else 0
     if start == 0:
         return 0, 0
-    with opened(file) as source:
+    with open_text(file) as source:
         while (left := start - source.tell()) > 0 and (data := _read_lines(source, min(left, _BLOCK_BYTES), quoted)):
             lines, rows = lines + count_lines(data), rows + delimited.count_rows(data, quoted)
     return lines, rows
@@ -222,7 +222,7 @@ def counted_before(file: LogFile, start: int, quoted: bool = False, header: bool
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
     """The beginning of the text."""
-    with opened(file) as source:
+    with open_text(file) as source:
         return bytes(source.read(num_bytes))
 
 
@@ -230,7 +230,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
     if quoted:
         data, stop = bytearray(), source.tell() + num_bytes
         while (left := stop - source.tell()) > 0:
-            whole = delimited.whole_lines(source.peek()[:left])
+            whole = delimited.complete_line_bytes(source.peek()[:left])
             if not (lines := source.read(whole) if whole else read_line(source, quoted)):
                 break
             data += lines
@@ -242,7 +242,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
     return data
 
 
-def _enter(source: Any, start: int, quoted: bool) -> int:
+def _seek_line_start(source: Any, start: int, quoted: bool) -> int:
     if quoted:
         while (left := start - source.tell()) > 0 and _read_lines(source, min(left, _BLOCK_BYTES), quoted):
             pass

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.data import open_dataset, open_for_scoring
-from tritonemb.data.batch import BATCH_MULTIPLE, LARGE_BATCH, Batch, Column, Rows, cut, padded
-from tritonemb.data.click_log import ClickLog, digest_of_vocabulary, encoding_of
-from tritonemb.data.encode import numberings
+from tritonemb.data.batch import BATCH_MULTIPLE, LARGE_BATCH, Batch, Column, Rows, gather_batch, pad_batch
+from tritonemb.data.click_log import ClickLog, encoding_digest, vocabulary_digest
+from tritonemb.data.encode import make_numberings
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.data.schema import FIELDS, LogOptions
@@ -148,7 +148,7 @@ class Run:
             batches = (
                 self._encode(rows[start : start + batch_size], start) for start in range(0, len(rows), batch_size)
             )
-            return self._scores(padded(batch, min_size) for batch in batches).numpy()
+            return self._scores(pad_batch(batch, min_size) for batch in batches).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
     def score_log(self, data: Any, names: Sequence[str] = (), batch_size: int = 8192) -> Iterator[tuple[Any, Tensor]]:
@@ -158,13 +158,13 @@ class Run:
             for block in blocks:
                 if block.report.rows:
                     columns, rows = block.rows
-                    yield columns, self._scores(map(padded, self._cut(rows, batch_size)))
+                    yield columns, self._scores(map(pad_batch, self._cut(rows, batch_size)))
 
     def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
         """Metrics of rows with labels: of a log or a data frame, or by default of the run's own test rows."""
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
         with rows.open("test", batch_size) as batches:
-            return binary_metrics(*predict_logits(self.model, map(padded, batches), self._device, self._precision))
+            return binary_metrics(*predict_logits(self.model, map(pad_batch, batches), self._device, self._precision))
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
@@ -222,11 +222,11 @@ class Run:
     @cached_property
     def _encode(self) -> RequestEncoder:
         schema = self.schema or self._reading.schema
-        vocabulary = digest_of_vocabulary(schema)
-        if schema.log_transform is None and encoding_of(schema, self.features, vocabulary) != self._encoding:
+        vocabulary = vocabulary_digest(schema)
+        if schema.log_transform is None and encoding_digest(schema, self.features, vocabulary) != self._encoding:
             schema = replace(schema, log_transform=True, clamp_negative=True)  # once the default
-        self._check_encoding(encoding_of(schema, self.features, vocabulary), "a row")
-        return RequestEncoder(schema, self.features, numberings(schema), self._from_text)
+        self._check_encoding(encoding_digest(schema, self.features, vocabulary), "a row")
+        return RequestEncoder(schema, self.features, make_numberings(schema), self._from_text)
 
     @cached_property
     def _request_size(self) -> int:
@@ -243,7 +243,7 @@ class Run:
     def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys = tuple(feature.name for feature in self.features)
         return (
-            cut(rows, keys, slice(start, min(start + batch_size, len(rows))))
+            gather_batch(rows, keys, slice(start, min(start + batch_size, len(rows))))
             for start in range(0, len(rows), batch_size)
         )
 

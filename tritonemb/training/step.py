@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from tritonemb.comm.control import describe, lost_contact
 from tritonemb.comm.group import Round
-from tritonemb.data.batch import Batch, padded
+from tritonemb.data.batch import Batch, pad_batch
 from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
 from tritonemb.offloading import OffloadedOptimizer, offload
@@ -82,7 +82,7 @@ def prepare(
         prefetch: a batch's features for the model, whose ids are exchanged and whose rows are on the device.
         counted: what the caches of rows that `prefetch` moves have counted.
         signal: that asks this rank to stop, 0 for none.
-        pad: batches, so that a sample's logit does not depend on the samples beside it; see `padded`.
+        pad: batches, so that a sample's logit does not depend on the samples beside it; see `pad_batch`.
 
     Raises:
         RankFailed: the data of another rank has failed.
@@ -104,7 +104,7 @@ def prepare(
         rows = sum(step_round.rows)
         weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
         begin = time.perf_counter()
-        batches = [padded(batch) for batch in batches] if pad else batches
+        batches = [pad_batch(batch) for batch in batches] if pad else batches
         with nullcontext() if copies is None else torch.cuda.stream(copies):
             device_batches = tuple(batch.to(device, non_blocking=True) for batch in batches)
             if prefetch is not None:
