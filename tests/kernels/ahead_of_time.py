@@ -101,7 +101,7 @@ def record(call: Callable[[], object], target: str = "sm_90") -> list[Launch]:
     """The launches that `call` makes for `target`; nothing runs, so outputs stay unwritten."""
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_utils, "instead_of_launching", lambda *launch: launches.append(Launch(*launch)))
+        patch.setattr(triton_utils, "launch_recorder", lambda *launch: launches.append(Launch(*launch)))
         patch.setattr(triton_utils, "_lanes", TARGETS[target].warp_size)
         call()
     return launches

@@ -104,7 +104,7 @@ class Compiled:
 
 def test_a_launch_is_specialised_once(monkeypatch):
     """On what Triton is: dtypes, addresses and integers that 16 divides, 1, integers of 64 bits, constants."""
-    monkeypatch.setattr(triton_utils, "instead_of_launching", None)
+    monkeypatch.setattr(triton_utils, "launch_recorder", None)
     kernel, room = Kernel(), torch.zeros(64)
     usual = {"source": room, "size": 3, "scale": 0.5, "BLOCK": 8, "ALIGN": 4}
     changes = ({}, {"source": room[1:]}, {"source": room.int()}, {"source": None}, {"size": 1}, {"size": 32})

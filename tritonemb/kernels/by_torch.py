@@ -1,8 +1,8 @@
-"""What has no kernel of our own, by PyTorch's operators on any device: float64 tables and vectors, for gradient checks
-and comparisons, and lookups of float8 tables on the CPU.
+"""Ops by PyTorch's operators, on any device: float64 tables and vectors, for gradient checks and comparisons, and
+lookups of float8 tables on the CPU.
 
-They are the references of their ops, too. Sums are float64 if a table is, else float32, in the order of positions. On a
-GPU the host waits.
+They are also the references of their ops. Sums are float64 if a table is, else float32, in the order of positions. On a
+GPU they synchronize with the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,25 +32,25 @@ def embedding_bag(
     errors.check_offsets(values, offsets, layout)
     num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.numel()
     out = torch.zeros(num_rows, layout.width, dtype=_sum_dtype(weights), device=values.device)
-    for table, position, source, scale, columns in _uses(offsets, sample_weights, layout, out.dtype):
-        rows, inside = _look_up(weights[table], values[position], out.dtype)
-        if check_bounds and not bool(inside.all()):
-            raise errors.invalid_id_error(int(position[~inside][0]), values, offsets, layout)
+    for table, positions, out_rows, scales, columns in _lookups_of(offsets, sample_weights, layout, out.dtype):
+        rows, valid_mask = _gather_rows(weights[table], values[positions], out.dtype)
+        if check_bounds and not bool(valid_mask.all()):
+            raise errors.invalid_id_error(int(positions[~valid_mask][0]), values, offsets, layout)
         if layout.pooled:
-            out[:, columns].index_add_(0, source, rows * scale)
+            out[:, columns].index_add_(0, out_rows, rows * scales)
         else:
-            out[source, columns] = rows * scale
+            out[out_rows, columns] = rows * scales
     return out.to(output_dtype or out.dtype)
 
 
 def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
-    """`[N]`: the dot product of each position's row with its bag's gradient, scaled."""
+    """Return `[N]`: the dot product of each position's row with its bag's gradient, scaled."""
     out = torch.zeros(values.numel(), dtype=_sum_dtype([*weights, grad]), device=values.device)
-    for table, position, source, scale, columns in _uses(offsets, None, layout, out.dtype):
-        rows, _ = _look_up(weights[table], values[position], out.dtype)
-        out[position] += (rows * grad[source, columns].to(out.dtype)).sum(1) * scale[:, 0]
+    for table, positions, out_rows, scales, columns in _lookups_of(offsets, None, layout, out.dtype):
+        rows, _ = _gather_rows(weights[table], values[positions], out.dtype)
+        out[positions] += (rows * grad[out_rows, columns].to(out.dtype)).sum(1) * scales[:, 0]
     return out
 
 
@@ -58,27 +58,27 @@ def _sum_dtype(tables: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(table.dtype == torch.float64 for table in tables) else torch.float32
 
 
-def _look_up(weight: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The rows of ids, zeros for those out of range; and which are not."""
-    inside = (ids >= 0) & (ids < weight.shape[0])
-    return weight[ids.to(torch.int64).where(inside, 0)].to(dtype).where(inside.unsqueeze(1), 0.0), inside
+def _gather_rows(weight: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the rows of ids, zeros for ids out of range, and the mask of ids in range."""
+    valid_mask = (ids >= 0) & (ids < weight.shape[0])
+    return weight[ids.to(torch.int64).where(valid_mask, 0)].to(dtype).where(valid_mask.unsqueeze(1), 0.0), valid_mask
 
 
-def _uses(
+def _lookups_of(
     offsets: Tensor, sample_weights: Tensor | None, layout: Layout, dtype: torch.dtype
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, slice]]:
-    """For each lookup its table; its positions, the rows of the output they go to, their factors; its columns."""
+    """Yield each lookup's table, positions, their rows in the output, their scales, and its columns in the output."""
     batch_size, lengths = batch_size_of(offsets, layout.key_starts), torch.diff(offsets)
-    bags, device = torch.repeat_interleave(lengths), offsets.device
-    factors = torch.ones(bags.numel(), dtype=dtype, device=device) if sample_weights is None else sample_weights
-    shares = torch.ones_like(lengths, dtype=dtype) / lengths.clamp(min=1).to(dtype)
+    bag_of, device = torch.repeat_interleave(lengths), offsets.device
+    factors = torch.ones(bag_of.numel(), dtype=dtype, device=device) if sample_weights is None else sample_weights
+    mean_scales = torch.ones_like(lengths, dtype=dtype) / lengths.clamp(min=1).to(dtype)
     for key, lookups in enumerate(pairwise(layout.key_starts.tolist())):
-        position = torch.arange(*offsets[[key * batch_size, (key + 1) * batch_size]].tolist(), device=device)
-        source = bags[position] - key * batch_size if layout.pooled else position
+        positions = torch.arange(*offsets[[key * batch_size, (key + 1) * batch_size]].tolist(), device=device)
+        out_rows = bag_of[positions] - key * batch_size if layout.pooled else positions
         for table, column, dim, pooling in layout.lookups[slice(*lookups)].tolist():
-            scale = factors[position].to(dtype)
-            scale = shares[bags[position]] * scale if pooling == MEAN else scale
-            yield table, position, source, scale.unsqueeze(1), slice(column, column + dim)
+            scales = factors[positions].to(dtype)
+            scales = mean_scales[bag_of[positions]] * scales if pooling == MEAN else scales
+            yield table, positions, out_rows, scales.unsqueeze(1), slice(column, column + dim)
 
 
 def row_update_(
@@ -89,10 +89,10 @@ def row_update_(
     """See `kernels/row_update.py`. In float64 if a table is, else float32.
 
     Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
-    `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
-    untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
-    or `[N, width]`; `offsets`, `sample_weights` as in `embedding_bag`; `hyperparameters` as in `Hyperparameters`;
-    `groups` as in `kernels/row_groups.py`. What `on_nonfinite="raise"` refuses is a ValueError before any change.
+    `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, one per table; `skipped` int64 `[T]`, rows skipped for a
+    gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]` or `[N, width]`;
+    `offsets`, `sample_weights` as in `embedding_bag`; `hyperparameters` as in `Hyperparameters`; `groups` as in
+    `kernels/row_groups.py`. With `on_nonfinite="raise"` such a gradient is a ValueError before any change.
     """
     h = Hyperparameters(*hyperparameters)
     rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
@@ -119,75 +119,78 @@ def row_gradients_(
 ) -> None:  # fmt: skip
     """See `kernels/row_update.py`. In float64 if a table is, else float32.
 
-    `sums` are zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (of one table at
-    least as many). Elements of `grad` are clamped to ±`max_gradient` first. All else as in `row_update_`.
+    `sums` are zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (a single table may
+    have more). Elements of `grad` are clamped to ±`max_gradient` first. Other arguments as in `row_update_`.
     """
-    rows, found = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
-    for out, own, of_table in zip(sums, rows, found, strict=True):
-        values = narrow_by_torch(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
-        out[torch.arange(own.numel(), device=out.device) if compact else own] = values
+    table_rows, gradients = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
+    for out, rows, row_gradients in zip(sums, table_rows, gradients, strict=True):
+        values = narrow_by_torch(row_gradients, out.dtype) if out.dtype.itemsize == 2 else row_gradients.to(out.dtype)
+        out[torch.arange(rows.numel(), device=out.device) if compact else rows] = values
 
 
 def sum_gradients(
     tables: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, max_gradient: float,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`."""
+    """Return for each table its distinct rows `[R]` and their summed gradients `[R, dim]`."""
     linear, starts, order, num_groups = groups
     linear, starts = linear[: int(num_groups)], starts[: int(num_groups) + 1].to(torch.int64)
+    # Cut each row's group into pieces of PIECE gradients; number the pieces, and those of each entry of `order`.
     sizes = torch.diff(starts)
-    num_pieces = (sizes + PIECE - 1) // PIECE  # of each row: PIECE of its gradients are summed before they are added
+    num_pieces = (sizes + PIECE - 1) // PIECE
     first_piece = torch.cumsum(num_pieces, 0) - num_pieces
     group_of, row_of_piece = torch.repeat_interleave(sizes), torch.repeat_interleave(num_pieces)
     piece_of = first_piece[group_of] + (torch.arange(group_of.numel(), device=grad.device) - starts[group_of]) // PIECE
     clamped = grad.to(_sum_dtype(tables)).clamp(-max_gradient, max_gradient)
-    rows, row_of, sums, places = [], [], [], []
-    for first, num_rows, dim, *_ in layout.tables.tolist():
-        low, high = torch.searchsorted(linear, linear.new_tensor([first, first + num_rows])).tolist()
+    # Split groups and pieces by table; `pieces` maps positions to the table's pieces, -1 for positions without a group.
+    rows, row_of, sums, pieces = [], [], [], []
+    for first_row, num_rows, dim, *_ in layout.tables.tolist():
+        low, high = torch.searchsorted(linear, linear.new_tensor([first_row, first_row + num_rows])).tolist()
         begin, end = torch.searchsorted(row_of_piece, row_of_piece.new_tensor([low, high])).tolist()
-        mine = slice(int(starts[low]), int(starts[high]))
-        place = torch.full((int(offsets[-1]),), -1, device=grad.device)  # of each position among the table's pieces
-        place[order[mine].to(torch.int64)] = piece_of[mine] - begin
-        rows.append(linear[low:high] - first)
+        entries = slice(int(starts[low]), int(starts[high]))
+        piece_of_position = torch.full((int(offsets[-1]),), -1, device=grad.device)
+        piece_of_position[order[entries].to(torch.int64)] = piece_of[entries] - begin
+        rows.append(linear[low:high] - first_row)
         row_of.append(row_of_piece[begin:end] - low)
         sums.append(clamped.new_zeros(end - begin, dim))
-        places.append(place)
-    for table, position, source, scale, columns in _uses(offsets, sample_weights, layout, clamped.dtype):
-        used = places[table][position] >= 0
-        sums[table].index_add_(0, places[table][position[used]], (clamped[source, columns] * scale)[used])
-    by_row = zip(rows, row_of, sums, strict=True)
-    return rows, [_add_parts(own.numel(), row, part) for own, row, part in by_row]
+        pieces.append(piece_of_position)
+    # Sum each piece in the order of positions, then each row's pieces.
+    for table, positions, out_rows, scales, columns in _lookups_of(offsets, sample_weights, layout, clamped.dtype):
+        grouped = pieces[table][positions] >= 0
+        sums[table].index_add_(0, pieces[table][positions[grouped]], (clamped[out_rows, columns] * scales)[grouped])
+    by_table = zip(rows, row_of, sums, strict=True)
+    return rows, [_add_pieces(table_rows.numel(), *table_pieces) for table_rows, *table_pieces in by_table]
 
 
-def _add_parts(num_rows: int, row_of: Tensor, parts: Tensor) -> Tensor:
-    """The sum of each row's pieces: in pairs until they are spans, and these in order."""
-    unit, together = PIECE, 2
+def _add_pieces(num_rows: int, row_of: Tensor, sums: Tensor) -> Tensor:
+    """Sum each row's pieces: pairwise up to spans, then spans in order."""
+    piece_size, group_size = PIECE, 2
     while row_of.numel() > num_rows:
         first = torch.searchsorted(row_of, row_of)
-        starts = (torch.arange(row_of.numel(), device=row_of.device) - first) % together == 0
-        parts = parts.new_zeros(int(starts.sum()), parts.shape[1]).index_add_(0, torch.cumsum(starts, 0) - 1, parts)
-        row_of, unit = row_of[starts], 2 * unit
-        together = 2 if unit < SPAN else row_of.numel()
-    return parts
+        starts = (torch.arange(row_of.numel(), device=row_of.device) - first) % group_size == 0
+        sums = sums.new_zeros(int(starts.sum()), sums.shape[1]).index_add_(0, torch.cumsum(starts, 0) - 1, sums)
+        row_of, piece_size = row_of[starts], 2 * piece_size
+        group_size = 2 if piece_size < SPAN else row_of.numel()
+    return sums
 
 
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """See `kernels/interaction.py`: a matrix product of each sample's vectors side by side; differentiable."""
-    vectors, row, column = _side_by_side(dense, sparse)
+    """See `kernels/interaction.py`: a matrix product of each sample's stacked vectors; differentiable."""
+    vectors, row, column = _stack_vectors(dense, sparse)
     products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
     return torch.cat([dense, products.index_select(1, row * vectors.shape[1] + column)], dim=1)
 
 
 def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels/interaction.py`: the products' gradients as symmetric matrices."""
-    (vectors, row, column), D = _side_by_side(dense, sparse), dense.shape[1]
+    """See `kernels/interaction.py`: products with the symmetric matrix of the products' gradients."""
+    (vectors, row, column), D = _stack_vectors(dense, sparse), dense.shape[1]
     pairs = grad.new_zeros(grad.shape[0], vectors.shape[1], vectors.shape[1])
     pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
     return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)
 
 
-def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
+def _stack_vectors(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all vectors `[B, F + 1, D]`, and the rows and columns of their pairs."""
     F = sparse.shape[1] // dense.shape[1]
     vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, dense.shape[1])], dim=1)
     row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)

@@ -2,11 +2,11 @@
 
     out = x_0 ⊙ (u + b) + x_l        u = U (V x_l), the product of the layer's matrices, by cuBLAS
 
-    grad u = grad ⊙ x_0      grad x_0 = grad ⊙ (u + b)      grad x_l = grad, as it is      grad b = Σ_rows grad ⊙ x_0
+    grad u = grad ⊙ x_0      grad x_0 = grad ⊙ (u + b)      grad x_l = grad      grad b = Σ_rows grad ⊙ x_0
 
-The bias's gradient is summed in two stages with a fixed order: runs of rows whose length depends on the number of rows
-alone, then the runs. All arithmetic is float32; a result is rounded once.
-Bytes, for `e` an element: forward `4 e B W`, backward `5 e B W`, for two operations an element each.
+The gradient of the bias is summed in two stages of fixed order: within runs of rows, whose length depends only on the
+number of rows, then over the runs. All arithmetic is float32; a result is rounded once.
+Bytes, for elements of `e` bytes: forward `4 e B W`, backward `5 e B W`, with two operations per element each.
 """
 
 import functools
@@ -18,7 +18,7 @@ from tritonemb.kernels.cpu.cross import cross as cross_reference  # noqa: F401
 from tritonemb.kernels.cpu.cross import cross_gradient as cross_gradient_reference  # noqa: F401
 from tritonemb.kernels.triton_utils import cdiv, computed, jit, launch, next_power_of_2, readable, row_sum, tl
 
-_ROWS, _SIZE, _MAX_RUNS = 8, 256, 256
+_ROWS, _SIZE, _MAX_RUNS = 8, 256, 256  # a tile of 16 elements per thread; sums of the runs fit in one tile
 
 
 @jit(varying=["num_rows"])
@@ -27,35 +27,37 @@ def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.cons
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (row < num_rows) & (column < width)
-    at = row * width + column
-    x_0 = tl.load(inputs + at, mask=inside).to(tl.float32)
-    u = tl.load(product + at, mask=inside).to(tl.float32)
+    index = row * width + column
+    x_0 = tl.load(inputs + index, mask=inside).to(tl.float32)
+    u = tl.load(product + index, mask=inside).to(tl.float32)
     b = tl.load(bias + column, mask=column < width).to(tl.float32)
-    x_l = tl.load(crossed + at, mask=inside).to(tl.float32)
-    tl.store(out + at, (x_0 * (u + b) + x_l).to(out.dtype.element_ty), mask=inside)
+    x_l = tl.load(crossed + index, mask=inside).to(tl.float32)
+    tl.store(out + index, (x_0 * (u + b) + x_l).to(out.dtype.element_ty), mask=inside)
 
 
 @jit(varying=["num_rows"])
 def _backward(
-    grad, inputs, product, bias, grad_inputs, grad_product, sums, num_rows, width, run,
+    grad, inputs, product, bias, grad_inputs, grad_product, sums, num_rows, width, run_rows,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program for a run of rows and SIZE columns, whose part of the bias's gradient goes to `sums`."""
-    first = tl.program_id(0).to(tl.int64) * run
+    """One program for a run of rows and SIZE columns; its partial gradient of the bias goes to `sums`."""
+    first_row = tl.program_id(0).to(tl.int64) * run_rows
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     b = tl.load(bias + column, mask=column < width).to(tl.float32)
+    # Store the gradients of inputs and product, and accumulate that of the bias.
     total = tl.zeros((ROWS, SIZE), tl.float32)
-    for start in range(0, run, ROWS):
-        row = first + start + tl.arange(0, ROWS)[:, None]
+    for start in range(0, run_rows, ROWS):
+        row = first_row + start + tl.arange(0, ROWS)[:, None]
         inside = (row < num_rows) & (column < width)
-        at = row * width + column
-        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        x_0 = tl.load(inputs + at, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
-        by_product = g * x_0
-        total += by_product
-        tl.store(grad_inputs + at, (g * (u + b)).to(grad_inputs.dtype.element_ty), mask=inside)
-        tl.store(grad_product + at, by_product.to(grad_product.dtype.element_ty), mask=inside)
+        index = row * width + column
+        g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
+        x_0 = tl.load(inputs + index, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(product + index, mask=inside, other=0.0).to(tl.float32)
+        product_grad = g * x_0
+        total += product_grad
+        tl.store(grad_inputs + index, (g * (u + b)).to(grad_inputs.dtype.element_ty), mask=inside)
+        tl.store(grad_product + index, product_grad.to(grad_product.dtype.element_ty), mask=inside)
+    # Sum the run's rows pairwise.
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     sums += tl.program_id(0).to(tl.int64) * width
     tl.store(sums + column, row_sum(tl.trans(total), SIZE, ROWS), mask=column < width)
@@ -63,11 +65,11 @@ def _backward(
 
 @jit
 def _sum_runs(sums, grad_bias, num_runs, width, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """One program for SIZE columns of the bias's gradient."""
+    """One program for SIZE columns of the bias's gradient: sum over runs, pairwise."""
     run = tl.arange(0, RUNS)[None, :]
     column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    at = run.to(tl.int64) * width + column[:, None]
-    parts = tl.load(sums + at, mask=(run < num_runs) & (column < width)[:, None], other=0.0)
+    index = run.to(tl.int64) * width + column[:, None]
+    parts = tl.load(sums + index, mask=(run < num_runs) & (column < width)[:, None], other=0.0)
     tl.store(grad_bias + column, row_sum(parts, SIZE, RUNS).to(grad_bias.dtype.element_ty), mask=column < width)
 
 

@@ -1,9 +1,9 @@
-"""Embedding bags of many tables in one call.
+"""Embedding bags of many tables in one launch (FBGEMM calls these table-batched embeddings).
 
 Pooled: `out[b, column(l) : column(l) + dim(l)] = scale · Σ_p s_p · W_l[values_p]` over the positions `p` of bag
 `(key(l), b)`, for every lookup `l`; `s` are the per-sample weights (1 if absent), `scale` is 1 (sum) or 1 / bag length
 (mean); an empty bag is zero. Not pooled: `out[p, : dim] = s_p · W[values_p]`, zeros to the right of narrower tables.
-Ids out of range read as zero. Sums are float32 in the order of positions, whatever the tile: bits are alike anywhere.
+Ids out of range read as zero. Sums are float32 in the order of positions for every tile: results are reproducible.
 Bytes: `B · width · output size` written, `N · dim · element size` of rows and `8 · N` of ids read.
 """
 
@@ -44,10 +44,10 @@ from tritonemb.kernels.triton_utils import (
 )
 from tritonemb.layout import Layout, cached_fact
 
-MAX_BLOCK = 1024  # columns of a tile; wider rows take several
-VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
-SHORT_IN_FLIGHT = 4  # of several short bags: each vector has sums of its own
-MAX_ELEMENTS = 32  # that are on their way to a lane: narrow ones are widened as they are added, or kept as sums
+MAX_BLOCK = 1024  # columns per tile; wider rows take several tiles
+VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane issues before it uses the first
+SHORT_BAG_VECTORS_IN_FLIGHT = 4  # loads for several short bags: each vector needs registers for its own sums
+MAX_ELEMENTS = 32  # elements per lane in flight, or in sums: 16-bit elements take 32-bit registers once widened
 NO_POSITION = tl.constexpr(2**62)
 
 
@@ -58,54 +58,57 @@ def _pool_kernel(
     STEP: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
     CHECK: tl.constexpr,
 ):  # fmt: skip
-    """BAGS bags of one lookup, BLOCK columns: each bag is summed id by id, UNROLL rows of it are asked for at once."""
+    """Sum BAGS bags of one lookup, BLOCK columns: each bag id by id, with UNROLL rows in flight."""
     if tl.program_id(0) == 0:
         _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
+    # The program's lookup: a key has up to `multiplicity` lookups; tables of other dtypes have address 0.
     num_blocks = tl.cdiv(batch_size, BAGS)
-    use = tl.program_id(0) // num_blocks
-    key = use // multiplicity
-    lookup = tl.load(key_starts + key) + use % multiplicity
+    lookup_slot = tl.program_id(0) // num_blocks
+    key = lookup_slot // multiplicity
+    lookup = tl.load(key_starts + key) + lookup_slot % multiplicity
     address = tl.zeros((), tl.int64)
     if lookup < tl.load(key_starts + key + 1):
         table = tl.load(lookups + lookup * 4)
         address = tl.load(addresses + table)
     if address != 0:
         table = tl.load(lookups + lookup * 4)
-        # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
+        # A 64-bit dim would cost registers in every mask, and on AMD wide loads.
         dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2).to(tl.int32), STEP)
-        mean = tl.load(lookups + lookup * 4 + 3) == 1
+        is_mean = tl.load(lookups + lookup * 4 + 3) == 1
         num_rows = tl.load(field_at(tables, table, NUM_ROWS))
         rows = pointer_to(address, CODE, ALIGN)
 
+        # Bounds and scales of the bags.
         sample = (tl.program_id(0) % num_blocks) * BAGS + tl.arange(0, BAGS)
         bag = key.to(tl.int64) * batch_size + sample
-        begin, end, broken = _bounds(offsets, bag, sample < batch_size, num_values)
-        if tl.max(broken.to(tl.int32)) != 0:
+        begin, end, is_invalid = _bounds(offsets, bag, sample < batch_size, num_values)
+        if tl.max(is_invalid.to(tl.int32)) != 0:
             _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key)
         scale = tl.full((BAGS,), 1.0, tl.float32)
-        if mean:
+        if is_mean:
             scale = tl.div_rn(scale, tl.maximum(end - begin, 1).to(tl.float32))
 
+        # Sum rows; ids out of range read as zero and are counted.
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BAGS, BLOCK), tl.float32)
-        num_bad = tl.zeros((BAGS,), tl.int32)
+        num_bad_ids = tl.zeros((BAGS,), tl.int32)
         for first in range(0, tl.max(end - begin), UNROLL):
             for i in tl.static_range(UNROLL):
                 position = begin + first + i
-                live = position < end
-                row = tl.load(values + position, mask=live, other=0).to(tl.int64)
-                inside = live & (row >= 0) & (row < num_rows)
-                num_bad += (live & (inside == 0)).to(tl.int32)
+                valid = position < end
+                row = tl.load(values + position, mask=valid, other=0).to(tl.int64)
+                in_range = valid & (row >= 0) & (row < num_rows)
+                num_bad_ids += (valid & (in_range == 0)).to(tl.int32)
                 bits = tl.load(
                     rows + (row[:, None] * dim + columns[None, :]),
-                    mask=inside[:, None] & (columns[None, :] < dim),
+                    mask=in_range[:, None] & (columns[None, :] < dim),
                     other=0,
                 )
                 factor = scale
                 if WEIGHTED:
-                    factor *= tl.load(sample_weights + position, mask=live, other=0.0)
+                    factor *= tl.load(sample_weights + position, mask=valid, other=0.0)
                 total += widen(bits, CODE) * factor[:, None]
-        # Only now, so that it takes no registers before; so does what `_report_id` needs.
+        # Loaded after the loop, so that it takes no registers in it; so are the arguments of `_report_id`.
         column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1), STEP)
         tl.store(
             out
@@ -113,55 +116,55 @@ def _pool_kernel(
             + (column + columns[None, :]),
             narrow(total, OUT_CODE),
             mask=(sample < batch_size)[:, None] & (columns[None, :] < dim),
-            cache_modifier=".cs",  # written once, so that it takes no room in the L2 cache from rows that recur
+            cache_modifier=".cs",  # streamed: written once, so it should not evict rows from the L2 cache
         )
         if CHECK:
-            if tl.max(num_bad) != 0:
+            if tl.max(num_bad_ids) != 0:
                 table = tl.load(lookups + lookup * 4)
                 _report_id(values, offsets, sample, batch_size, num_values, num_rows, lock, record, names, table, key)
 
 
 @jit
-def _bounds(offsets, bag, there, num_values):
-    """Where bags begin and end, and whether their offsets are wrong: such a bag ends where it begins."""
-    begin = tl.load(offsets + bag, mask=there, other=0).to(tl.int64)
-    end = tl.load(offsets + bag + 1, mask=there, other=0).to(tl.int64)
-    broken = (begin < 0) | (begin > end) | (end > num_values)
-    return begin, tl.where(broken, begin, end), broken
+def _bounds(offsets, bag, mask, num_values):
+    """Load the bounds of bags, and which offsets are invalid; such bags are made empty."""
+    begin = tl.load(offsets + bag, mask=mask, other=0).to(tl.int64)
+    end = tl.load(offsets + bag + 1, mask=mask, other=0).to(tl.int64)
+    is_invalid = (begin < 0) | (begin > end) | (end > num_values)
+    return begin, tl.where(is_invalid, begin, end), is_invalid
 
 
 @jit
 def _report_id(values, offsets, sample, batch_size, num_values, num_rows, lock, record, names, table, key):
-    """Report the first id of these bags that is out of range; that there is one is known, not where."""
+    """Search these bags for the first id out of range, of which there is one, and report it."""
     sample = tl.minimum(sample, batch_size - 1)
     bag = key.to(tl.int64) * batch_size + sample
     begin, end, _ = _bounds(offsets, bag, sample < batch_size, num_values)
-    worst = tl.full(begin.shape, NO_POSITION, tl.int64)
+    bad_positions = tl.full(begin.shape, NO_POSITION, tl.int64)
     for index in range(tl.max(end - begin)):
         position = begin + index
         row = tl.load(values + position, mask=position < end, other=0).to(tl.int64)
-        bad = (position < end) & ((row < 0) | (row >= num_rows))
-        worst = tl.where(bad, tl.minimum(worst, position), worst)
-    where = tl.min(worst)
-    found = tl.max(tl.where(worst == where, sample, -1))
-    report(lock, record, BAD_ID, names, where, tl.load(values + where), table, key, found, num_rows)
+        is_bad = (position < end) & ((row < 0) | (row >= num_rows))
+        bad_positions = tl.where(is_bad, tl.minimum(bad_positions, position), bad_positions)
+    bad_position = tl.min(bad_positions)
+    bad_sample = tl.max(tl.where(bad_positions == bad_position, sample, -1))
+    report(lock, record, BAD_ID, names, bad_position, tl.load(values + bad_position), table, key, bad_sample, num_rows)
 
 
 @jit
 def _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key):
-    """Report the first bag that descends, or else the first that reaches beyond the values."""
+    """Report the first bag whose offsets descend, or else the first whose offsets are out of range."""
     begin = tl.load(offsets + bag, mask=sample < batch_size, other=0).to(tl.int64)
     end = tl.load(offsets + bag + 1, mask=sample < batch_size, other=0).to(tl.int64)
-    beyond = (begin < 0) | (end > num_values)
-    found = tl.min(tl.where(begin > end, sample, tl.where(beyond, sample + batch_size, 2 * batch_size)))
-    found = found % batch_size
-    at = offsets + key.to(tl.int64) * batch_size + found
-    report(lock, record, BAD_OFFSETS, names, tl.load(at), tl.load(at + 1), table, key, found, num_values)
+    out_of_range = (begin < 0) | (end > num_values)
+    bad_sample = tl.min(tl.where(begin > end, sample, tl.where(out_of_range, sample + batch_size, 2 * batch_size)))
+    bad_sample = bad_sample % batch_size
+    bounds = offsets + key.to(tl.int64) * batch_size + bad_sample
+    report(lock, record, BAD_OFFSETS, names, tl.load(bounds), tl.load(bounds + 1), table, key, bad_sample, num_values)
 
 
 @jit
 def _check_ends(offsets, num_bags, num_values, lock, record, names):
-    """Report offsets that do not begin with 0 or do not end with the number of values."""
+    """Report offsets that do not begin with 0, or do not end with the number of values."""
     first, last = tl.load(offsets).to(tl.int64), tl.load(offsets + num_bags).to(tl.int64)
     if first != 0:
         report(lock, record, BAD_FIRST_OFFSET, names, first, last, 0, 0, 0, num_values)
@@ -175,47 +178,50 @@ def _gather_kernel(
     num_keys, num_values, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """A row for each of ROWS positions, whatever tables they look up; zeros to the right of narrow ones."""
+    """Copy the row of each of ROWS positions, whose tables may differ; zeros to the right of narrow ones."""
+    # Bag, lookup and table of each position.
     position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = position < num_values
+    valid = position < num_values
     bag = last_at_most(offsets, num_keys * batch_size, position)
     key = bag // batch_size
     lookup = tl.load(key_starts + key)
-    covered = (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
-    used = live & covered & (lookup < tl.load(key_starts + key + 1))
-    table = tl.load(lookups + lookup * 4, mask=used, other=0)
+    in_bag = (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
+    has_lookup = valid & in_bag & (lookup < tl.load(key_starts + key + 1))
+    table = tl.load(lookups + lookup * 4, mask=has_lookup, other=0)
     address = tl.load(addresses + table)
-    used = used & (address != 0)
-    dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
+    has_lookup = has_lookup & (address != 0)
+    dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=has_lookup, other=0).to(tl.int32), STEP)
     num_rows = tl.load(field_at(tables, table, NUM_ROWS))
-    row = tl.load(values + position, mask=live, other=0).to(tl.int64)
-    inside = used & (row >= 0) & (row < num_rows)
+    # Read the rows; those of ids out of range as zeros.
+    row = tl.load(values + position, mask=valid, other=0).to(tl.int64)
+    in_range = has_lookup & (row >= 0) & (row < num_rows)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(
         pointer_to(address, CODE, ALIGN)[:, None] + (row * dim)[:, None] + columns[None, :],
-        mask=inside[:, None] & (columns[None, :] < dim[:, None]),
+        mask=in_range[:, None] & (columns[None, :] < dim[:, None]),
         other=0,
     )
     result = widen(bits, CODE)
     if WEIGHTED:
-        result *= tl.load(sample_weights + position, mask=live, other=0.0)[:, None]
+        result *= tl.load(sample_weights + position, mask=valid, other=0.0)[:, None]
     tl.store(
         out + position[:, None] * tl.multiple_of(tl.zeros((), tl.int64) + width, STEP) + columns[None, :],
         narrow(result, OUT_CODE),
-        mask=(used | (live & (covered == 0)))[:, None] & (columns[None, :] < width),
+        mask=(has_lookup | (valid & (in_bag == 0)))[:, None] & (columns[None, :] < width),
         cache_modifier=".cs",
     )
+    # Report invalid offsets, and the first id out of range.
     if tl.program_id(0) == 0:
         _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
     if CHECK:
-        bad = used & (inside == 0)
-        where = tl.min(tl.where(bad, position, NO_POSITION))
-        if where != NO_POSITION:
-            found = bad & (position == where)
+        is_bad = has_lookup & (in_range == 0)
+        first_bad = tl.min(tl.where(is_bad, position, NO_POSITION))
+        if first_bad != NO_POSITION:
+            at_first = is_bad & (position == first_bad)
             report(
-                lock, record, BAD_ID, names, where, tl.load(values + where), tl.max(tl.where(found, table, -1)),
-                tl.max(tl.where(found, key, -1)), tl.max(tl.where(found, bag % batch_size, -1)),
-                tl.max(tl.where(found, num_rows, -1)),
+                lock, record, BAD_ID, names, first_bad, tl.load(values + first_bad),
+                tl.max(tl.where(at_first, table, -1)), tl.max(tl.where(at_first, key, -1)),
+                tl.max(tl.where(at_first, bag % batch_size, -1)), tl.max(tl.where(at_first, num_rows, -1)),
             )  # fmt: skip
 
 
@@ -225,41 +231,43 @@ def _sample_weight_gradient_kernel(
     width, max_dim, CODE: tl.constexpr, GRAD_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
     POOLED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Dot products of ROWS positions' rows with the gradients of the bags they went into, added to `out`."""
+    """Add to `out` the dot products of ROWS positions' rows with the gradients of their bags."""
+    # Bag and row of each position.
     position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = position < num_values
+    valid = position < num_values
     bag = last_at_most(offsets, num_keys * batch_size, position)
     key, sample = bag // batch_size, bag % batch_size
     length = tl.load(offsets + bag + 1).to(tl.float32) - tl.load(offsets + bag).to(tl.float32)
-    row = tl.load(values + position, mask=live, other=0).to(tl.int64)
-    total = tl.load(out + position, mask=live, other=0.0)
-    for use in range(multiplicity):
-        lookup = tl.load(key_starts + key) + use
-        used = live & (lookup < tl.load(key_starts + key + 1))
-        used = used & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
-        table = tl.load(lookups + lookup * 4, mask=used, other=0)
+    row = tl.load(values + position, mask=valid, other=0).to(tl.int64)
+    total = tl.load(out + position, mask=valid, other=0.0)
+    # For each lookup of the position's key: the dot product, BLOCK columns at a time.
+    for lookup_slot in range(multiplicity):
+        lookup = tl.load(key_starts + key) + lookup_slot
+        has_row = valid & (lookup < tl.load(key_starts + key + 1))
+        has_row = has_row & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
+        table = tl.load(lookups + lookup * 4, mask=has_row, other=0)
         address = tl.load(addresses + table)
-        used = used & (address != 0) & (row >= 0) & (row < tl.load(field_at(tables, table, NUM_ROWS)))
-        column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1, mask=used, other=0), STEP)
-        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
-        mean = tl.load(lookups + lookup * 4 + 3, mask=used, other=0) == 1
-        pitch = tl.multiple_of(tl.zeros((), tl.int64) + width, STEP)
-        start = sample * pitch + column if POOLED else position * pitch
+        has_row = has_row & (address != 0) & (row >= 0) & (row < tl.load(field_at(tables, table, NUM_ROWS)))
+        column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1, mask=has_row, other=0), STEP)
+        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=has_row, other=0).to(tl.int32), STEP)
+        is_mean = tl.load(lookups + lookup * 4 + 3, mask=has_row, other=0) == 1
+        row_stride = tl.multiple_of(tl.zeros((), tl.int64) + width, STEP)
+        start = sample * row_stride + column if POOLED else position * row_stride
         product = tl.zeros((ROWS,), tl.float32)
         for first in range(0, max_dim, BLOCK):
             columns = first + tl.arange(0, BLOCK)
-            mask = used[:, None] & (columns[None, :] < dim[:, None])
+            mask = has_row[:, None] & (columns[None, :] < dim[:, None])
             rows = pointer_to(address, CODE, ALIGN)[:, None] + (row * dim)[:, None] + columns[None, :]
-            w = widen(tl.load(rows, mask=mask, other=0), CODE)
-            g = widen(tl.load(grad + start[:, None] + columns[None, :], mask=mask, other=0), GRAD_CODE)
-            product += row_sum(w * g, ROWS, BLOCK)
-        scale = tl.where(mean, tl.div_rn(1.0, tl.maximum(length, 1.0)), 1.0)
-        total += tl.where(used, product * scale, 0.0)
-    tl.store(out + position, total, mask=live)
+            weight = widen(tl.load(rows, mask=mask, other=0), CODE)
+            gradient = widen(tl.load(grad + start[:, None] + columns[None, :], mask=mask, other=0), GRAD_CODE)
+            product += row_sum(weight * gradient, ROWS, BLOCK)
+        scale = tl.where(is_mean, tl.div_rn(1.0, tl.maximum(length, 1.0)), 1.0)
+        total += tl.where(has_row, product * scale, 0.0)
+    tl.store(out + position, total, mask=valid)
 
 
 class Tile(NamedTuple):
-    """How a program covers rows: `rows` at a time, `block` columns, `unroll` ids of a bag at once, in `num_warps`."""
+    """Tile of a program: `rows` bags, `block` columns, `unroll` ids of a bag in flight, by `num_warps` warps."""
 
     rows: int
     block: int
@@ -268,9 +276,9 @@ class Tile(NamedTuple):
 
 
 def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
-    """Lanes read 16 bytes each, and VECTORS_IN_FLIGHT of them: along the bag if it is long, else of several bags.
+    """Choose a tile: VECTORS_IN_FLIGHT loads of 16 bytes per lane, along a long bag, or of several short bags.
 
-    Not both: several bags a lane with several ids each take so many registers that compilers spill to keep more warps.
+    Not both: several bags per lane with several ids each take more registers than compilers allot; they would spill.
     """
     block = min(MAX_BLOCK, next_power_of_2(max_dim))
     warp_elements = lanes() * 16 // item_size
@@ -279,46 +287,48 @@ def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
     in_flight = VECTORS_IN_FLIGHT // max(1, block // (num_warps * warp_elements))
     unroll = min(in_flight, next_power_of_2(max(1, round(mean_length))))
     is_long = unroll == in_flight
-    most_sums = min(MAX_ELEMENTS, SHORT_IN_FLIGHT * 16 // item_size)
+    max_sums = min(MAX_ELEMENTS, SHORT_BAG_VECTORS_IN_FLIGHT * 16 // item_size)
     if not is_long:
-        rows = min(lanes(), rows * in_flight, max(1, most_sums * lanes() * num_warps // block))
+        rows = min(lanes(), rows * in_flight, max(1, max_sums * lanes() * num_warps // block))
     sums = max(1, rows * block // (lanes() * num_warps))
-    return Tile(rows, block, min(unroll, max(1, (MAX_ELEMENTS if is_long else most_sums) // sums)), num_warps)
+    return Tile(rows, block, min(unroll, max(1, (MAX_ELEMENTS if is_long else max_sums) // sums)), num_warps)
 
 
 def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """One launch for all tables of one dtype, on `values`' device or in its pinned memory. Otherwise as the reference.
+    """One launch for all tables of one dtype, on `values`' device or in pinned memory. Arguments as in the reference.
 
-    An id out of range reads as zero; on a GPU the next lookup or update, or `check_errors`, raises it.
+    An id out of range reads as zero; on a GPU the next lookup or update, or `check_errors`, raises its error.
     """
     device = values.device
     poll(device)
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
-    num_values, num_uses = values.numel(), num_keys * layout.multiplicity
+    num_values, num_lookup_slots = values.numel(), num_keys * layout.multiplicity
     values, offsets = values.contiguous(), offsets.contiguous()
-    scales = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
+    sample_scales = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
     assert layout.pooled or layout.multiplicity <= 1
+    # Allocate; only positions without a lookup need zeros.
     out = torch.empty(batch_size if layout.pooled else num_values, layout.width, dtype=output_dtype, device=device)
     if not layout.pooled and layout.lookups.shape[0] < num_keys:
-        out.zero_()  # keys that nobody looks up
+        out.zero_()  # positions of keys without a lookup
     if batch_size * num_keys == 0:
         return out.zero_()
+    # Launch by dtype.
     for tables in cached_fact(weights, by_dtype):
         dtype, align = tables.dtype, tables.alignment
         args = (
             on_device(tables.addresses, device), layout.tables, layout.lookups, layout.key_starts, values, offsets,
-            scales, bits_of(out), *error_args(layout, device), batch_size,
+            sample_scales, bits_of(out), *error_args(layout, device), batch_size,
         )  # fmt: skip
         options = {
             "CODE": CODES[dtype], "OUT_CODE": CODES[output_dtype], "ALIGN": align,
-            "STEP": align // dtype.itemsize, "WEIGHTED": scales is not None, "CHECK": check_bounds,
+            "STEP": align // dtype.itemsize, "WEIGHTED": sample_scales is not None, "CHECK": check_bounds,
         }  # fmt: skip
         if layout.pooled:
             tile = choose_tile(tables.max_dim, dtype.itemsize, num_values / max(1, batch_size * num_keys))
-            grid = cdiv(batch_size, tile.rows) * num_uses, cdiv(tables.max_dim, tile.block)
+            grid = cdiv(batch_size, tile.rows) * num_lookup_slots, cdiv(tables.max_dim, tile.block)
             launch(
                 _pool_kernel, grid, *args, num_keys, num_values, layout.multiplicity, layout.width, BAGS=tile.rows,
                 BLOCK=tile.block, UNROLL=tile.unroll, num_warps=tile.num_warps, **options,

@@ -1,13 +1,13 @@
-"""The gradient of each distinct row: `g = Σ_p scale_p · clamp(grad_p, ±max_gradient)`, with one order.
+"""The gradient of each distinct row: `g = Σ_p scale_p · clamp(grad_p, ±max_gradient)`, summed in one fixed order.
 
-The sum goes over the positions `p` of the row in the order of `RowGroups.order`; `grad_p` is the part of the output's
-gradient that position `p`'s row went into, `scale_p` its per-sample weight, over the bag's length for means.
+The sum goes over the positions `p` of the row in the order of `RowGroups.order`. `grad_p` is the slice of the output's
+gradient that position `p` contributed to, `scale_p` its per-sample weight, divided by the bag's length for means.
 
-A row that is used more than PIECE times is summed in spans of SPAN positions, counted from its first. A span is summed
-in pieces of PIECE positions, side by side; pieces are added in pairs of neighbours, then pairs of sums; spans are added
-in order. A hot row's spans are summed at once, by programs of their own; shorter rows where they are used.
+A row with more than PIECE positions is summed in spans of SPAN positions, counted from its first one. A span is summed
+in pieces of PIECE positions, in parallel; pieces are added pairwise; spans are added in order. Programs of their own
+sum the spans of such hot rows in parallel; shorter rows are summed by the kernel that updates them.
 
-Bytes: `4 · dim` of gradient read for each position; ids' places and scales, 28 bytes, written and read.
+Bytes: `4 · dim` of gradient read per position; 28 bytes per position of offsets and scales, written and read.
 """
 
 import torch
@@ -31,15 +31,15 @@ from tritonemb.kernels.triton_utils import (
 )
 from tritonemb.layout import PIECE, SPAN, Layout
 
-ENTRIES = 256  # entries of a program that places them
-SPAN_COLUMNS = 128  # of a program that sums a span
-NO_ROW_FOUND = 2**62
-PIECE_SIZE, SPAN_SIZE, NO_ROW = (tl.constexpr(value) for value in (PIECE, SPAN, NO_ROW_FOUND))
+ENTRIES = 256  # per program of the kernels that locate gradients
+SPAN_COLUMNS = 128  # per program that sums a span
+NO_BAD_ROW_VALUE = 2**62  # above every row, for atomic_min
+PIECE_SIZE, SPAN_SIZE, NO_BAD_ROW = (tl.constexpr(value) for value in (PIECE, SPAN, NO_BAD_ROW_VALUE))
 
 
 @jit
 def _power(base, exponent):
-    """`base` to the powers `exponent`, in float64, by squaring."""
+    """Raise `base` to the powers `exponent`, in float64, by squaring."""
     result = tl.full(exponent.shape, 1.0, tl.float64)
     square = result * base
     while tl.max(exponent) > 0:
@@ -51,19 +51,19 @@ def _power(base, exponent):
 
 @jit(varying=["num_bags", "num_values"])
 def _find_bags_kernel(
-    offsets, bags, found, steps, betas, corrections, num_bags, num_values, num_steps, ADVANCE: tl.constexpr,
+    offsets, bags, status, steps, betas, corrections, num_bags, num_values, num_steps, ADVANCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The bag of each position, found in the order of positions, where neighbours search alike.
+    """Find the bag of each position by binary search, in the order of positions, so that neighbours share loads.
 
-    The first program also clears what later kernels find, sets the corrections of the coming step (`1 - beta^t` of
-    Adam's two moments) and, to ADVANCE, counts it.
+    The first program also resets `status` (number of spans, lowest bad row) and computes the bias corrections of the
+    next step (`1 - beta^t` of Adam's two moments); with ADVANCE it increments `steps`.
     """
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(bags + position, last_at_most(offsets, num_bags, position), mask=position < num_values)
     if tl.program_id(0) == 0:
-        tl.store(found, 0)
-        tl.store(found + 1, NO_ROW)
+        tl.store(status, 0)
+        tl.store(status + 1, NO_BAD_ROW)
         for start in range(0, num_steps, BLOCK):
             index = start + tl.arange(0, BLOCK)
             step = tl.load(steps + index, mask=index < num_steps, other=0) + 1
@@ -76,47 +76,50 @@ def _find_bags_kernel(
 
 
 @jit(varying=["batch_size", "num_entries"])
-def _place_kernel(
-    tables, lookups, key_starts, offsets, bags, sample_weights, rows, starts, order, num_groups, sources, scales, found,
-    group_of_span, span_of_group, batch_size, num_tables, num_entries, multiplicity, width, POOLED: tl.constexpr,
-    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+def _locate_kernel(
+    tables, lookups, key_starts, offsets, bags, sample_weights, rows, starts, order, num_groups, sources, scales,
+    status, group_of_span, span_of_group, batch_size, num_tables, num_entries, multiplicity, width,
+    POOLED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each entry of `order`: the element of the output's gradient that its own begins at, and its scale.
+    """Compute for each entry of `order` the offset of its gradient in the output's gradient, and its scale.
 
-    For each group with the number of an entry: if its row is long, its spans join the list of all, side by side. How
-    rows follow each other there changes from run to run, and no sum.
+    Append the spans of long rows to the list of spans, a row's spans contiguously. The order of rows in the list varies
+    between runs; no sum depends on it.
     """
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(order + entry, mask=entry < num_entries, other=-1).to(tl.int64)
-    live = position >= 0
-    bag = tl.load(bags + position, mask=live, other=0)
+    valid = position >= 0
+    bag = tl.load(bags + position, mask=valid, other=0)
     lookup = tl.load(key_starts + bag // batch_size)
-    if multiplicity > 1:  # which of its key's lookups an entry is, its row tells
+    # If a key has several lookups, choose the one whose table has the entry's row.
+    if multiplicity > 1:
         group = last_at_most(starts, tl.load(num_groups).to(tl.int32), entry)
         table = table_of(tables, num_tables, tl.load(rows + group))
-        first = lookup
-        for use in range(1, multiplicity):
-            candidate = first + use
-            ours = candidate < tl.load(key_starts + bag // batch_size + 1)
-            ours = ours & (tl.load(lookups + candidate * 4, mask=ours & live, other=-1) == table)
-            lookup = tl.where(ours, candidate, lookup)
-    column = tl.load(lookups + lookup * 4 + 1, mask=live, other=0)
-    mean = tl.load(lookups + lookup * 4 + 3, mask=live, other=0) == 1
+        first_lookup = lookup
+        for lookup_number in range(1, multiplicity):
+            candidate = first_lookup + lookup_number
+            is_match = candidate < tl.load(key_starts + bag // batch_size + 1)
+            is_match = is_match & (tl.load(lookups + candidate * 4, mask=is_match & valid, other=-1) == table)
+            lookup = tl.where(is_match, candidate, lookup)
+    # Offset and scale of the entry's gradient.
+    column = tl.load(lookups + lookup * 4 + 1, mask=valid, other=0)
+    mean = tl.load(lookups + lookup * 4 + 3, mask=valid, other=0) == 1
     length = (tl.load(offsets + bag + 1) - tl.load(offsets + bag)).to(tl.float32)
     scale = tl.where(mean, tl.div_rn(1.0, tl.maximum(length, 1.0)), 1.0)
     if WEIGHTED:
-        scale *= tl.load(sample_weights + position, mask=live, other=0.0)
+        scale *= tl.load(sample_weights + position, mask=valid, other=0.0)
     source = (bag % batch_size).to(tl.int64) * width + column if POOLED else position * width
-    tl.store(sources + entry, source, mask=live)
-    tl.store(scales + entry, scale, mask=live)
+    tl.store(sources + entry, source, mask=valid)
+    tl.store(scales + entry, scale, mask=valid)
 
-    there = entry < tl.load(num_groups)
-    size = tl.load(starts + entry + 1, mask=there, other=0) - tl.load(starts + entry, mask=there, other=0)
+    # Here `entry` numbers a group: reserve slots in the list for its spans.
+    valid_group = entry < tl.load(num_groups)
+    size = tl.load(starts + entry + 1, mask=valid_group, other=0) - tl.load(starts + entry, mask=valid_group, other=0)
     num_spans = tl.where(size > PIECE_SIZE, tl.cdiv(size, SPAN_SIZE), 0)
-    first = tl.atomic_add(found + entry * 0, num_spans.to(tl.int64), mask=num_spans > 0)
-    tl.store(span_of_group + entry, first.to(tl.int32), mask=num_spans > 0)
+    first_span = tl.atomic_add(status + entry * 0, num_spans.to(tl.int64), mask=num_spans > 0)
+    tl.store(span_of_group + entry, first_span.to(tl.int32), mask=num_spans > 0)
     for span in range(tl.max(num_spans)):
-        tl.store(group_of_span + first + span, entry.to(tl.int32), mask=span < num_spans)
+        tl.store(group_of_span + first_span + span, entry.to(tl.int32), mask=span < num_spans)
 
 
 @jit
@@ -124,28 +127,29 @@ def add_gradients(
     total, first, stop, sources, scales, grad, dim, columns, max_gradient, CODE: tl.constexpr, STEP: tl.constexpr,
     CLAMPED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """`total` `[ROWS, BLOCK]` plus the scaled gradients of entries [first, stop) `[ROWS]`, entry by entry."""
+    """Add to `total` `[ROWS, BLOCK]` the scaled gradients of entries [first, stop) `[ROWS]`, entry by entry."""
     dim = tl.multiple_of(dim, STEP)
     for start in range(0, tl.max(stop - first), UNROLL):
         entry = first + start
-        begins, factors = (), ()
-        for i in tl.static_range(UNROLL):  # all are asked for before one is waited for
-            begins += (tl.load(sources + entry + i, mask=entry + i < stop, other=0),)  # type: ignore[assignment]
-            factors += (tl.load(scales + entry + i, mask=entry + i < stop, other=0.0),)  # type: ignore[assignment]
+        offsets, entry_scales = (), ()
+        # Issue UNROLL loads of offsets and scales before the first is used, then as many of gradients.
         for i in tl.static_range(UNROLL):
-            live = (entry + i < stop)[:, None]
-            place = grad + tl.multiple_of(begins[i], STEP)[:, None] + columns[None, :]
-            part = widen(tl.load(place, mask=live & (columns[None, :] < dim[:, None]), other=0), CODE)
+            offsets += (tl.load(sources + entry + i, mask=entry + i < stop, other=0),)  # type: ignore[assignment]
+            entry_scales += (tl.load(scales + entry + i, mask=entry + i < stop, other=0.0),)  # type: ignore[assignment]
+        for i in tl.static_range(UNROLL):
+            valid = (entry + i < stop)[:, None]
+            pointers = grad + tl.multiple_of(offsets[i], STEP)[:, None] + columns[None, :]
+            g = widen(tl.load(pointers, mask=valid & (columns[None, :] < dim[:, None]), other=0), CODE)
             if CLAMPED:  # in this order NaN stays NaN
-                part = tl.where(part > max_gradient, max_gradient, tl.where(part < -max_gradient, -max_gradient, part))
-            # Behind a row's last entry nothing is added, not even the zero that would be: 0 · inf is not 0.
-            total += tl.where(live, part * factors[i][:, None], 0.0)
+                g = tl.where(g > max_gradient, max_gradient, tl.where(g < -max_gradient, -max_gradient, g))
+            # Masked entries add exactly 0; a product with the masked scale would not: 0 · inf is NaN.
+            total += tl.where(valid, g * entry_scales[i][:, None], 0.0)
     return total
 
 
 @jit
 def _add_in_pairs(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The sum `[SIZE]` of rows `[ROWS, SIZE]`: neighbours in pairs, then pairs of sums."""
+    """Sum rows `[ROWS, SIZE]` to `[SIZE]`, pairwise: neighbours, then neighbouring sums."""
     if ROWS == 1:
         return tl.reshape(x, (SIZE,))
     else:
@@ -154,12 +158,13 @@ def _add_in_pairs(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @jit
 def _sum_spans_kernel(
-    tables, rows, starts, sources, scales, grad, found, group_of_span, span_of_group, sums, num_tables, max_gradient,
+    tables, rows, starts, sources, scales, grad, status, group_of_span, span_of_group, sums, num_tables, max_gradient,
     width, CODE: tl.constexpr, STEP: tl.constexpr, CLAMPED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The listed spans of long rows: all pieces of a span at once."""
+    """Sum the listed spans of long rows, all pieces of a span in parallel."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    for span in range(tl.program_id(0), tl.load(found).to(tl.int32), tl.num_programs(0)):
+    for span in range(tl.program_id(0), tl.load(status).to(tl.int32), tl.num_programs(0)):
+        # Entries of each piece of the span.
         group = tl.load(group_of_span + span)
         begin = tl.load(starts + group) + (span - tl.load(span_of_group + group)) * SPAN_SIZE
         first = begin + tl.arange(0, PIECES) * PIECE_SIZE
@@ -170,70 +175,73 @@ def _sum_spans_kernel(
             tl.zeros((PIECES, BLOCK), tl.float32), first, stop, sources, scales, grad, dim, columns, max_gradient, CODE,
             STEP, CLAMPED, 1,
         )  # fmt: skip
-        place = sums + (tl.zeros((), tl.int64) + span) * width
-        tl.store(place + columns, _add_in_pairs(total, PIECES, BLOCK))
+        span_sum = sums + (tl.zeros((), tl.int64) + span) * width
+        tl.store(span_sum + columns, _add_in_pairs(total, PIECES, BLOCK))
 
 
 @jit
 def add_spans(total, group, size, span_of_group, sums, columns, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-    """`total` `[ROWS, BLOCK]` plus the spans of those of the groups `[ROWS]` that have more than PIECE entries."""
-    long = size > PIECE_SIZE
-    num_spans = tl.where(long, tl.cdiv(size, SPAN_SIZE), 0)
-    span = tl.load(span_of_group + group, mask=long, other=0).to(tl.int64)
+    """Add to `total` `[ROWS, BLOCK]` the sums of spans of the groups `[ROWS]` with more than PIECE entries."""
+    is_long = size > PIECE_SIZE
+    num_spans = tl.where(is_long, tl.cdiv(size, SPAN_SIZE), 0)
+    span = tl.load(span_of_group + group, mask=is_long, other=0).to(tl.int64)
     for start in range(0, tl.max(num_spans), UNROLL):
         for i in tl.static_range(UNROLL):
-            live = (start + i < num_spans)[:, None] & (columns[None, :] >= 0)
-            total += tl.load(sums + (span + start + i)[:, None] * BLOCK + columns[None, :], mask=live, other=0.0)
+            valid = (start + i < num_spans)[:, None] & (columns[None, :] >= 0)
+            total += tl.load(sums + (span + start + i)[:, None] * BLOCK + columns[None, :], mask=valid, other=0.0)
     return total
 
 
-def place_gradients(
+def locate_gradients(
     grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: Layout, max_gradient: float, block: int, gradient_step: int, steps: Tensor, betas: Tensor | None,
     advance: bool,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:  # fmt: skip
-    """Find each entry's gradient, and sum long rows; `block` columns a row, dims multiples of `gradient_step` elements.
+    """Locate each entry's gradient, and sum long rows; `block` columns per row, dims divisible by `gradient_step`.
 
-    Returns what `add_gradients` and `add_spans` read: for each entry of `order` the first element of its gradient
-    (int64) and its scale; the output's gradient as integers where kernels want them; for each long row's group its
-    first span; float32 sums of spans. Then int64 `[2]`, the number of spans and NO_ROW_FOUND; and of Adam's `betas`,
-    float64 `[2]`, the coming step's corrections, float32 `[2]` for each of `steps`. These are counted to `advance`.
+    Returns (1) the arguments of `add_gradients` and `add_spans`: for each entry of `order` the offset (int64) and scale
+    of its gradient; the output's gradient in `bits_of` form; the first span of each long row's group; float32 sums of
+    spans; (2) int64 `[2]`, the number of spans and NO_BAD_ROW_VALUE; (3) with Adam's `betas`, float64 `[2]`, the next
+    step's bias corrections, float32 `[2]` for each of `steps`. With `advance` `steps` are incremented.
     """
     rows, starts, order, num_groups = groups
     device, num_entries, num_tables = grad.device, rows.numel(), layout.tables.shape[0]
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
-    factors = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
+    weights = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
 
     def empty(size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    num_values, most_spans = num_entries // layout.multiplicity, num_entries // (PIECE + 1)
+    # Size the buffers without looking at data.
+    num_values, max_spans = num_entries // layout.multiplicity, num_entries // (PIECE + 1)
     sources, scales = empty(num_entries, torch.int64), empty(num_entries, torch.float32)
-    group_of_span, span_of_group = empty(most_spans, torch.int32), empty(num_entries, torch.int32)
-    bags, found = empty(num_values, torch.int32), empty(2, torch.int64)
+    group_of_span, span_of_group = empty(max_spans, torch.int32), empty(num_entries, torch.int32)
+    bags, status = empty(num_values, torch.int32), empty(2, torch.int64)
     corrections = None if betas is None else empty(2 * steps.numel(), torch.float32)
+    # Bags and corrections, then offsets, scales and the list of spans.
     launch(
-        _find_bags_kernel, (cdiv(num_values, ENTRIES),), offsets, bags, found, steps, betas, corrections,
+        _find_bags_kernel, (cdiv(num_values, ENTRIES),), offsets, bags, status, steps, betas, corrections,
         num_keys * batch_size, num_values, steps.numel(), ADVANCE=advance, BLOCK=ENTRIES,
     )  # fmt: skip
     launch(
-        _place_kernel, (cdiv(num_entries, ENTRIES),), layout.tables, layout.lookups, layout.key_starts, offsets, bags,
-        factors, rows, starts, order, num_groups, sources, scales, found, group_of_span, span_of_group, batch_size,
-        num_tables, num_entries, layout.multiplicity, layout.width, POOLED=layout.pooled, WEIGHTED=factors is not None,
+        _locate_kernel, (cdiv(num_entries, ENTRIES),), layout.tables, layout.lookups, layout.key_starts, offsets, bags,
+        weights, rows, starts, order, num_groups, sources, scales, status, group_of_span, span_of_group, batch_size,
+        num_tables, num_entries, layout.multiplicity, layout.width, POOLED=layout.pooled, WEIGHTED=weights is not None,
         BLOCK=ENTRIES,
     )  # fmt: skip
-    gradients, sums = (sources, scales, bits_of(grad)), empty(most_spans * block, torch.float32)
+    # Sums of spans, by persistent programs.
+    gradients, sums = (sources, scales, bits_of(grad)), empty(max_spans * block, torch.float32)
     columns = min(block, SPAN_COLUMNS)
-    num_warps = max(1, 2 * columns // lanes())  # 16 sums a lane, and as many gradients on their way to it
-    grid = (min(most_spans, num_programs(device, num_warps)), cdiv(block, columns))
+    num_warps = max(1, 2 * columns // lanes())  # 16 sums per lane, and as many gradients in flight
+    grid = (min(max_spans, num_programs(device, num_warps)), cdiv(block, columns))
     launch(
-        _sum_spans_kernel, grid, layout.tables, rows, starts, *gradients, found, group_of_span, span_of_group, sums,
+        _sum_spans_kernel, grid, layout.tables, rows, starts, *gradients, status, group_of_span, span_of_group, sums,
         num_tables, max_gradient, block, CODE=CODES[grad.dtype], STEP=gradient_step, CLAMPED=max_gradient < torch.inf,
         PIECES=SPAN // PIECE, BLOCK=columns, num_warps=num_warps,
     )  # fmt: skip
-    return (*gradients, span_of_group, sums), found, corrections
+    return (*gradients, span_of_group, sums), status, corrections
 
 
 def warps_for(block: int) -> int:
-    """Enough that a lane holds at most four elements of a row, if it can be."""
+    """Return the warps per program: a lane holds at most four elements of a row, with at most 16 warps."""
     return max(1, min(16, block // (4 * lanes())))

@@ -1,19 +1,19 @@
-"""Jagged batches on their way between ranks: keys in another order, ids to the ranks that own their rows.
+"""Jagged ops of the ID exchange between ranks: permute keys, bucketize ids by the ranks that own their rows.
 
 `values` `[N]` are the ids of `K` keys and `B` samples; bag `k * B + b` holds `values[offsets[bag] : offsets[bag + 1]]`,
-`offsets` `[K * B + 1]`, int32 or int64, ascending from 0. Values behind the last offset belong to no bag.
+`offsets` `[K * B + 1]`, int32 or int64, ascending from 0. Values beyond the last offset belong to no bag.
 
-**permute**: `out[k'] = in[order[k']]`, key by key. A key's values lie together, so each place of the result finds its
-key by a binary search among `K'` starts, and from that its source.
+**permute**: `out[k'] = in[order[k']]`, key by key. A key's values are contiguous, so each output index finds its key by
+a binary search among `K'` starts, and from it its source.
 Bytes: `2 · (id size + weight size) · N'`, and `2 · offset size · K' · B`.
 
 **bucketize**: owner = id // block size of its key, local id = id % block size. One pass of a stable counting sort by
-owner: each program sorts its tile of ids by owner and counts them; the running sum of the counts, owner by owner, says
-where each tile's ids go. Positions ascend by key, then sample: the result is by owner, key, sample, position.
-Bytes: `(3 · id size + 2 · weight size + 16) · N`, lengths `offset size · W · K · B` twice (zeroed, counted into).
+owner: each program sorts its tile of ids by owner and counts them; the cumulative sum of the counts, by owner, then
+tile, is where each tile's ids go. Positions ascend by key, then sample: the result is by owner, key, sample, position.
+Bytes: `(3 · id size + 2 · weight size + 16) · N`, lengths `offset size · W · K · B` twice (zeroed, then incremented).
 
-**drop padding**: -1 in place of a table's padding row, for lookups and gradients that do not check their ids and leave
-such a position out. Ids out of range are found here, before they could be taken for padding.
+**drop padding**: replace a table's padding id by -1, for lookups and gradients that do not check ids and ignore
+negative ones. Ids out of range are reported here, before -1 would hide them.
 Bytes: `8 · N` of ids read and written.
 """
 
@@ -39,7 +39,7 @@ from tritonemb.kernels.triton_utils import (
 )
 from tritonemb.layout import Layout, segment_offsets
 
-_TILE = 64 if interpreting() else 1024  # values of a program; the interpreter sorts slowly
+_TILE_VALUES = 64 if interpreting() else 1024  # per program; the interpreter sorts slowly
 
 
 @jit(varying=["batch_size", "num_bags", "num_values", "num_out"])
@@ -47,26 +47,28 @@ def _permute_kernel(
     values, weights, offsets, order, starts, out_values, out_weights, out_offsets, batch_size, num_keys, num_bags,
     num_values, num_out, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`starts` int64 `[K' + 1]`: where each key's values begin in the result."""
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    """Permute values, weights and offsets. `starts` int64 `[K' + 1]`: index of each key's first value in the result."""
+    # Index of a value: copy it from its source.
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     total = tl.load(starts + num_keys)
-    inside = place < total
-    key = last_at_most(starts, num_keys, place)
-    first = tl.load(offsets + tl.load(order + key, mask=inside, other=0) * batch_size, mask=inside, other=0)
-    source = first.to(tl.int64) + place - tl.load(starts + key, mask=inside, other=0)
-    inside = inside & (source >= 0) & (source < num_values)
-    tl.store(out_values + place, tl.load(values + source, mask=inside, other=0), mask=place < num_out)
+    in_range = index < total
+    key = last_at_most(starts, num_keys, index)
+    first = tl.load(offsets + tl.load(order + key, mask=in_range, other=0) * batch_size, mask=in_range, other=0)
+    source = first.to(tl.int64) + index - tl.load(starts + key, mask=in_range, other=0)
+    in_range = in_range & (source >= 0) & (source < num_values)
+    tl.store(out_values + index, tl.load(values + source, mask=in_range, other=0), mask=index < num_out)
     if weights is not None:
-        tl.store(out_weights + place, tl.load(weights + source, mask=inside, other=0), mask=place < num_out)
+        tl.store(out_weights + index, tl.load(weights + source, mask=in_range, other=0), mask=index < num_out)
 
-    is_bag = place < num_bags
-    bag = place.to(tl.int32)
+    # Index of a bag: shift its offset by the difference of the key's starts.
+    is_bag = index < num_bags
+    bag = index.to(tl.int32)
     key = bag // batch_size
     first_bag = tl.load(order + key, mask=is_bag, other=0) * batch_size
     begin = tl.load(offsets + first_bag + (bag - key * batch_size), mask=is_bag, other=0)
     first = tl.load(offsets + first_bag, mask=is_bag, other=0)
     offset = tl.where(is_bag, tl.load(starts + key, mask=is_bag, other=0) + begin - first, total)
-    tl.store(out_offsets + place, offset.to(out_offsets.dtype.element_ty), mask=place <= num_bags)
+    tl.store(out_offsets + index, offset.to(out_offsets.dtype.element_ty), mask=index <= num_bags)
 
 
 @jit(varying=["num_values", "num_bags", "batch_size", "num_tiles"])
@@ -74,53 +76,58 @@ def _count_kernel(
     values, offsets, block_sizes, owner_keys, counts, sums, lengths, num_values, num_bags, num_keys, batch_size,
     num_owners, num_tiles, TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """For each value `owner * num_keys + key`; for each tile and owner its values, and those of it and all before it;
-    values in no bag count for an owner behind the last. Adds to the lengths of the result's bags."""
+    """Write for each value `owner * num_keys + key`; for each tile and owner the number of values, and the cumulative
+    number over owners. Values in no bag go to an extra last owner. Also count the lengths of the result's bags."""
+    # Bag, key and id of each value.
     tile = tl.program_id(0)
     position = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = position < num_values
+    valid = position < num_values
     bag = last_at_most(offsets, num_bags, position)
-    there = inside & (position < tl.load(offsets + num_bags))
+    in_bag = valid & (position < tl.load(offsets + num_bags))
     key = bag // batch_size
-    ids = tl.load(values + position, mask=inside, other=0)
-    block = tl.load(block_sizes + key, mask=there, other=1)
+    ids = tl.load(values + position, mask=valid, other=0)
+    # Owner of each id; ids out of range go to the first or last one, which reports them.
+    block = tl.load(block_sizes + key, mask=in_bag, other=1)
     block = tl.minimum(tl.maximum(block, 1), 0x7FFFFFFF if ids.dtype == tl.int32 else 0x7FFFFFFFFFFFFFFF).to(ids.dtype)
     owner = tl.minimum(tl.maximum(ids, 0) // block, num_owners - 1).to(tl.int32)
-    tl.atomic_add(lengths + owner.to(tl.int64) * num_bags + bag, 1, mask=there, sem="relaxed")
-    owner = tl.where(there, owner, num_owners)
-    tl.store(owner_keys + position, owner * num_keys + tl.where(there, key, 0), mask=inside)
+    tl.atomic_add(lengths + owner.to(tl.int64) * num_bags + bag, 1, mask=in_bag, sem="relaxed")
+    owner = tl.where(in_bag, owner, num_owners)
+    tl.store(owner_keys + position, owner * num_keys + tl.where(in_bag, key, 0), mask=valid)
+    # Histogram of the tile's owners.
     bins = tl.arange(0, BINS)
-    count = tl.histogram(owner, BINS, mask=inside)
-    at = bins.to(tl.int64) * num_tiles + tile
-    tl.store(counts + at, count, mask=bins <= num_owners)
-    tl.store(sums + at, tl.cumsum(count, 0), mask=bins <= num_owners)
+    count = tl.histogram(owner, BINS, mask=valid)
+    cell = bins.to(tl.int64) * num_tiles + tile
+    tl.store(counts + cell, count, mask=bins <= num_owners)
+    tl.store(sums + cell, tl.cumsum(count, 0), mask=bins <= num_owners)
 
 
 @jit(varying=["num_values", "num_tiles"])
 def _scatter_kernel(
-    values, weights, block_sizes, owner_keys, ends, sums, out_values, out_weights, places, num_values, num_keys,
+    values, weights, block_sizes, owner_keys, ends, sums, out_values, out_weights, destinations, num_values, num_keys,
     num_owners, num_tiles, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`ends` int32: for each owner and tile where its values end in the result."""
+    """Move values and weights to their owners' buckets. `ends` int32: end of each owner's and tile's values."""
+    # Sort the tile by owner, stably: the offset is part of the key.
     tile = tl.program_id(0)
-    index = tl.arange(0, TILE)
+    offset = tl.arange(0, TILE)
     start = tile.to(tl.int64) * TILE
-    inside = start + index < num_values
-    owner_key = tl.load(owner_keys + start + index, mask=inside, other=0)
-    by_owner = tl.sort(tl.where(inside, owner_key // num_keys, num_owners + 1) * TILE + index)
+    valid = start + offset < num_values
+    owner_key = tl.load(owner_keys + start + offset, mask=valid, other=0)
+    by_owner = tl.sort(tl.where(valid, owner_key // num_keys, num_owners + 1) * TILE + offset)
     owner, position = by_owner // TILE, start + by_owner % TILE
-    inside = position < num_values
-    at = owner.to(tl.int64) * num_tiles + tile
-    place = tl.load(ends + at, mask=inside, other=0) - tl.load(sums + at, mask=inside, other=0) + index
-    ids = tl.load(values + position, mask=inside, other=0)
-    key = tl.load(owner_keys + position, mask=inside, other=0) - owner * num_keys
-    block = tl.maximum(tl.load(block_sizes + key, mask=inside & (owner < num_owners), other=0), 1)
+    valid = position < num_values
+    cell = owner.to(tl.int64) * num_tiles + tile
+    destination = tl.load(ends + cell, mask=valid, other=0) - tl.load(sums + cell, mask=valid, other=0) + offset
+    # Local ids; those out of range are kept as they are.
+    ids = tl.load(values + position, mask=valid, other=0)
+    key = tl.load(owner_keys + position, mask=valid, other=0) - owner * num_keys
+    block = tl.maximum(tl.load(block_sizes + key, mask=valid & (owner < num_owners), other=0), 1)
     local = ids - owner * block
     local = tl.where((ids >= 0) & (local < block) & (owner < num_owners), local, ids)
-    tl.store(out_values + place, local.to(ids.dtype), mask=inside)
+    tl.store(out_values + destination, local.to(ids.dtype), mask=valid)
     if weights is not None:
-        tl.store(out_weights + place, tl.load(weights + position, mask=inside, other=0), mask=inside)
-    tl.store(places + position, place, mask=inside)
+        tl.store(out_weights + destination, tl.load(weights + position, mask=valid, other=0), mask=valid)
+    tl.store(destinations + position, destination, mask=valid)
 
 
 def jagged_permute(
@@ -135,9 +142,9 @@ def jagged_permute(
     out_values, out_offsets = values.new_empty(num_values), offsets.new_empty(num_bags + 1)
     out_weights = values.new_empty(0) if weights is None else weights.new_empty(num_values)
     launch(
-        _permute_kernel, (cdiv(max(num_values, num_bags + 1), _TILE),),
+        _permute_kernel, (cdiv(max(num_values, num_bags + 1), _TILE_VALUES),),
         values, _as_integers(weights), offsets, order, starts, out_values, _as_integers(out_weights), out_offsets,
-        max(1, batch_size), order.numel(), num_bags, values.numel(), num_values, TILE=_TILE,
+        max(1, batch_size), order.numel(), num_bags, values.numel(), num_values, TILE=_TILE_VALUES,
     )  # fmt: skip
     return out_values, out_offsets, out_weights
 
@@ -148,10 +155,10 @@ def block_bucketize(
     """See `ops.jagged.block_bucketize`; weights `[0]` if none."""
     values, offsets, block_sizes = values.contiguous(), offsets.contiguous(), block_sizes.contiguous()
     num_values, num_bags, num_keys = values.numel(), offsets.numel() - 1, max(1, block_sizes.numel())
-    num_tiles = cdiv(num_values, _TILE)
+    num_tiles = cdiv(num_values, _TILE_VALUES)
     assert num_values < 2**31
-    assert (num_owners + 1) * max(num_keys, 2 * _TILE) < 2**31
-    owner_keys, places = (torch.empty(num_values, dtype=torch.int32, device=values.device) for _ in range(2))
+    assert (num_owners + 1) * max(num_keys, 2 * _TILE_VALUES) < 2**31
+    owner_keys, destinations = (torch.empty(num_values, dtype=torch.int32, device=values.device) for _ in range(2))
     counts, sums = (owner_keys.new_empty((num_owners + 1) * num_tiles) for _ in range(2))
     lengths = offsets.new_zeros(num_owners * num_bags)
     out_values = torch.empty_like(values)
@@ -160,15 +167,15 @@ def block_bucketize(
         _count_kernel, (num_tiles,),
         values, offsets, block_sizes, owner_keys, counts, sums, lengths, num_values, num_bags, num_keys,
         max(1, _batch_size(offsets, num_keys)), num_owners, num_tiles,
-        TILE=_TILE, BINS=next_power_of_2(num_owners + 1),
+        TILE=_TILE_VALUES, BINS=next_power_of_2(num_owners + 1),
     )  # fmt: skip
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     launch(
         _scatter_kernel, (num_tiles,),
         values, _as_integers(weights), block_sizes, owner_keys, ends, sums, out_values, _as_integers(out_weights),
-        places, num_values, num_keys, num_owners, num_tiles, TILE=_TILE,
+        destinations, num_values, num_keys, num_owners, num_tiles, TILE=_TILE_VALUES,
     )  # fmt: skip
-    return out_values, lengths, places, out_weights
+    return out_values, lengths, destinations, out_weights
 
 
 def _batch_size(offsets: Tensor, num_keys: int) -> int:
@@ -179,7 +186,7 @@ def _as_integers(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.contiguous().view(INTEGERS[weights.itemsize])
 
 
-BLOCK = 1024  # ids of a program
+BLOCK = 1024  # ids per program
 NO_POSITION = tl.constexpr(2**62)
 
 
@@ -188,17 +195,17 @@ def _drop_padding_kernel(
     values, offsets, out, lock, record, names, padding, num_rows, num_values, num_bags, BLOCK: tl.constexpr
 ):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = position < num_values
-    value = tl.load(values + position, mask=live, other=0)
-    tl.store(out + position, tl.where(value == padding, -1, value).to(out.dtype.element_ty), mask=live)
-    where = tl.min(tl.where(live & ((value < 0) | (value >= num_rows)), position, NO_POSITION))
-    if where != NO_POSITION:
-        bag = last_at_most(offsets, num_bags, where)
-        report(lock, record, BAD_ID, names, where, tl.load(values + where), 0, 0, bag, num_rows)
+    valid = position < num_values
+    value = tl.load(values + position, mask=valid, other=0)
+    tl.store(out + position, tl.where(value == padding, -1, value).to(out.dtype.element_ty), mask=valid)
+    bad_position = tl.min(tl.where(valid & ((value < 0) | (value >= num_rows)), position, NO_POSITION))
+    if bad_position != NO_POSITION:
+        bag = last_at_most(offsets, num_bags, bad_position)
+        report(lock, record, BAD_ID, names, bad_position, tl.load(values + bad_position), 0, 0, bag, num_rows)
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
-    """One launch, as the reference; on a GPU the next lookup or update, or `check_errors`, raises a bad id."""
+    """One launch, as the reference; on a GPU the next lookup or update, or `check_errors`, raises for a bad id."""
     device = values.device
     poll(device)
     values, offsets = values.contiguous(), offsets.contiguous()

@@ -1,30 +1,30 @@
-"""The directory of a row cache: which rows of a table lie on the device, in which slots, and which to evict.
+"""The directory of a set-associative row cache: which rows of a table are cached, in which slots, and which to evict.
 
-A table with `S` sets has three tensors with an entry for each of its `S · WAYS` slots; more entries are left alone:
+A table with `S` sets has three tensors with an entry for each of its `S · WAYS` slots; further entries are not used:
 
-    tags  int64  row of the table that the slot holds, -1: none
-    used  int64  when it was last used (policy "lru"), or how often (policy "lfu")
-    pins  int32  batches in flight that use it: such a slot keeps its row
+    tags  int64  row of the table in the slot, -1 if it is empty
+    used  int64  time of the last use (policy "lru"), or number of uses (policy "lfu")
+    pins  int32  number of batches in flight that use the slot; pinned slots are not evicted
 
-Slot = set · WAYS + way; a row may lie in any way of one set: `mix64(row) mod S`, both unsigned. `mix64` is the
-finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64 bits: every bit of a row has a say in
-its set. A table with no sets is not cached: its rows are on the device, row r in "slot" r, and nothing touches it.
-Rows come as row groups give them, distinct and ascending, so each is looked up once a batch, and no two share a slot.
+Slot = set · WAYS + way; a row may be in any way of its set, `mix64(row) mod S`, both unsigned. `mix64` is the
+finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64 bits: the set depends on every bit of
+the row. A table with 0 sets is not cached: its rows are on the device, slot = row, and its directory is not accessed.
+Rows come from row groups, distinct and ascending, so each is looked up once per batch, and no two share a slot.
 
-**look up**: one row of a tile reads the tags of its set at once.
-Bytes a row: 16 for row and slot, `8 · WAYS` of tags; if it is there, 8 of pin, and 8 (lru) or 16 (lfu) of use.
+**look up**: each row of a tile reads all tags of its set in one load.
+Bytes per row: 16 for row and slot, `8 · WAYS` of tags; on a hit 8 of pin, and 8 (lru) or 16 (lfu) of use.
 
-**allocate**: misses are sorted by set, stably, so those of a set stand together in ascending order. The first of them
-acts for all: it reads the set once, then gives ways away in turn, as many as there are, and writes what changed.
-Bytes: 16 read and 12 written a row to find misses, and the sort, 12 a pass; `20 · WAYS` for each set with misses; 36
-written for each row that gets a slot.
+**allocate**: misses are sorted by set, stably, so that those of a set are adjacent and ascending. The first miss of a
+set serves all of them: it reads the set once, assigns ways one by one, as many as are free, and writes the changes.
+Bytes: per row 16 read and 12 written to find misses, and 12 per pass of the sort; `20 · WAYS` per set with misses; 36
+written per row that gets a slot.
 
 **translate**: each position finds its group by a binary search and takes its slot.
-Bytes: `8 · N` filled, `4 · N` of order read, 8 written for each position of a group.
+Bytes: `8 · N` filled, `4 · N` of order read, 8 written per position of a group.
 
 **move rows**: `destination[to_rows[i]] = source[from_rows[i]]`, as bytes, for any number of *pairs* of one row width. A
-program copies a tile of one pair's rows: 16 bytes a lane if all are aligned, else the largest unit that divides them.
-Bytes: 16 of indices a pair and row, and twice its row, once over the bus for pinned host memory (unified addressing).
+program copies a tile of one pair's rows: 16 bytes per lane if all are aligned, else the largest unit that divides them.
+Bytes per pair and row: 16 of indices, and twice the row, once over the bus for pinned host memory (unified addressing).
 """
 
 import math
@@ -52,25 +52,25 @@ from tritonemb.layout import NO_ROW, mix64
 
 WAYS, EMPTY = tl.constexpr(layout.WAYS), tl.constexpr(NO_ROW)
 TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directory`, addresses
-LOOK_UP_ROWS = 16  # of a program of two warps: four loads of 16 bytes a lane
-ALLOCATE_SETS = 8  # of a program of one warp: so few that none waits long for the one with the most misses
-BLOCK = 1024  # entries of a program
+LOOK_UP_ROWS = 16  # per program of two warps: four loads of 16 bytes per lane
+ALLOCATE_SETS = 8  # per program of one warp: few, since all wait for the set with the most misses
+BLOCK = 1024  # entries per program
 TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, IS_WIDE, PAIR_SIZE = (tl.constexpr(n) for n in range(9))
 WIDE_BYTES = 16
-WIDE_UNITS = 2048  # of 8 bytes, of a program of four warps: eight loads of 16 bytes a lane
-NARROW_UNITS = 1024  # likewise of smaller ones: eight loads, each of which needs addresses of its own
-MOST_COLUMNS = 64  # units of a row copied at once; longer rows take turns
+WIDE_UNITS = 2048  # units of 8 bytes per program of four warps: eight loads of 16 bytes per lane
+NARROW_UNITS = 1024  # smaller units per program: eight loads per lane, each with its own address registers
+MAX_COLUMNS = 64  # units per row and iteration; longer rows take several iterations
 
 
 @jit
 def _set_of(row, num_sets):
-    """`set_of`; 0 where there are no sets."""
+    """Return the set of a row, as `set_of`; 0 for tables with 0 sets."""
     return (mix(row).to(tl.uint64) % tl.maximum(num_sets, 1).to(tl.uint64)).to(tl.int64)
 
 
 @jit
-def _part(directory, num_tables, table, mask, PART: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to the first of each table's tags, uses or pins."""
+def _directory_pointers(directory, num_tables, table, mask, PART: tl.constexpr, ALIGN: tl.constexpr):
+    """Return pointers to the tags, uses or pins of each table."""
     address = tl.load(directory + PART * num_tables + table, mask=mask, other=0)
     pointer = address.to(tl.pointer_type(tl.int32 if PART == PINS else tl.int64))
     return tl.multiple_of(pointer, ALIGN)
@@ -81,6 +81,8 @@ def _look_up_kernel(
     directory, tables, num_sets, rows, now, slots, num_tables, num_rows, LFU: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Look up ROWS rows: write their slots, -1 for misses; pin the slots of hits, and update their use."""
+    # Table and set of each row.
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = group < num_rows
     linear = tl.load(rows + group, mask=valid, other=0)
@@ -88,22 +90,24 @@ def _look_up_kernel(
     row = linear - tl.load(field_at(tables, table, FIRST_ROW))
     sets = tl.load(num_sets + table)
     cached = valid & (sets > 0)
+    # Compare the tags of the set.
     first = _set_of(row, sets) * WAYS
     ways = tl.arange(0, WAYS)
-    place = first[:, None] + ways[None, :]
-    tags = _part(directory, num_tables, table, cached, TAGS, ALIGN)
-    tag = tl.load(tags[:, None] + place, mask=cached[:, None] & (ways[None, :] >= 0), other=EMPTY)
+    slots_of_set = first[:, None] + ways[None, :]
+    tags = _directory_pointers(directory, num_tables, table, cached, TAGS, ALIGN)
+    tag = tl.load(tags[:, None] + slots_of_set, mask=cached[:, None] & (ways[None, :] >= 0), other=EMPTY)
     way = tl.max(tl.where(tag == row[:, None], ways[None, :], -1), 1)
-    present = cached & (way >= 0)
+    is_hit = cached & (way >= 0)
+    # Pin, and update the use; rows are distinct, so no two programs write one slot.
     slot = first + way
-    pin = _part(directory, num_tables, table, present, PINS, 4) + slot
-    tl.store(pin, tl.load(pin, mask=present, other=0) + 1, mask=present)
-    used = _part(directory, num_tables, table, present, USED, 8) + slot
-    use = tl.zeros((ROWS,), tl.int64) + tl.load(now)
+    pin_pointers = _directory_pointers(directory, num_tables, table, is_hit, PINS, 4) + slot
+    tl.store(pin_pointers, tl.load(pin_pointers, mask=is_hit, other=0) + 1, mask=is_hit)
+    use_pointers = _directory_pointers(directory, num_tables, table, is_hit, USED, 8) + slot
+    new_use = tl.zeros((ROWS,), tl.int64) + tl.load(now)
     if LFU:
-        use = tl.load(used, mask=present, other=0) + 1
-    tl.store(used, use, mask=present)
-    slot = tl.where(present, slot, tl.where(sets == 0, row, -1))
+        new_use = tl.load(use_pointers, mask=is_hit, other=0) + 1
+    tl.store(use_pointers, new_use, mask=is_hit)
+    slot = tl.where(is_hit, slot, tl.where(sets == 0, row, -1))
     tl.store(slots + group, slot, mask=valid)
 
 
@@ -111,7 +115,7 @@ def _look_up_kernel(
 def _miss_kernel(
     tables, num_sets, set_ends, rows, slots, keys, evicted, num_tables, no_set, num_rows, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`keys`: each miss's set among those of all tables, `no_set` for rows that need no slot."""
+    """Write sort keys: a miss's set, numbered over all tables; `no_set` for rows that need no slot."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = group < num_rows
     linear = tl.load(rows + group, mask=valid, other=0)
@@ -129,83 +133,89 @@ def _allocate_kernel(
     directory, tables, num_sets, rows, keys, misses, now, slots, evicted, num_tables, no_set, num_rows,
     LFU: tl.constexpr, ALIGN: tl.constexpr, SETS: tl.constexpr,
 ):  # fmt: skip
-    """Give slots to misses sorted by set, `keys`; `misses` says which rows they are."""
+    """Assign slots to misses sorted by set: `keys` are their sets, `misses` their indices into `rows`."""
     start = tl.program_id(0).to(tl.int64) * SETS
-    if tl.load(keys + start) < no_set:  # misses stand before all other rows
-        place = start + tl.arange(0, SETS)
-        key = tl.load(keys + place, mask=place < num_rows, other=no_set)
-        before = tl.load(keys + place - 1, mask=(place > 0) & (place < num_rows), other=-1)
-        live = (key < no_set) & (key != before)
-        group = tl.load(misses + place, mask=live, other=0)
-        linear = tl.load(rows + group, mask=live, other=0)
+    if tl.load(keys + start) < no_set:  # misses are sorted before all other rows
+        # A lane group serves the set whose first miss is at its index.
+        index = start + tl.arange(0, SETS)
+        key = tl.load(keys + index, mask=index < num_rows, other=no_set)
+        previous_key = tl.load(keys + index - 1, mask=(index > 0) & (index < num_rows), other=-1)
+        active = (key < no_set) & (key != previous_key)
+        group = tl.load(misses + index, mask=active, other=0)
+        linear = tl.load(rows + group, mask=active, other=0)
         table = table_of(tables, num_tables, linear)
         first_row = tl.load(field_at(tables, table, FIRST_ROW))
         first = _set_of(linear - first_row, tl.load(num_sets + table)) * WAYS
+        # Read the set.
         ways = tl.arange(0, WAYS)
         slot = first[:, None] + ways[None, :]
-        mask = live[:, None] & (ways[None, :] >= 0)
-        tags = _part(directory, num_tables, table, live, TAGS, ALIGN)
-        used = _part(directory, num_tables, table, live, USED, ALIGN)
-        pins = _part(directory, num_tables, table, live, PINS, ALIGN)
+        mask = active[:, None] & (ways[None, :] >= 0)
+        tags = _directory_pointers(directory, num_tables, table, active, TAGS, ALIGN)
+        used = _directory_pointers(directory, num_tables, table, active, USED, ALIGN)
+        pins = _directory_pointers(directory, num_tables, table, active, PINS, ALIGN)
         tag = tl.load(tags[:, None] + slot, mask=mask, other=0)
-        use = tl.load(used[:, None] + slot, mask=mask, other=0)
-        free = tl.load(pins[:, None] + slot, mask=mask, other=1) == 0
+        last_use = tl.load(used[:, None] + slot, mask=mask, other=0)
+        unpinned = tl.load(pins[:, None] + slot, mask=mask, other=1) == 0
         stamp = tl.load(now)
         if LFU:
             stamp = stamp * 0 + 1
-        while tl.max(live.to(tl.int32), 0) > 0:
+        # One miss per set and iteration: the first empty way, else the unpinned way with the least use.
+        while tl.max(active.to(tl.int32), 0) > 0:
             empty = tag == EMPTY
             any_empty = tl.max(empty.to(tl.int32), 1) > 0
-            may = tl.where(any_empty[:, None], empty, free)
-            rank = tl.where(any_empty[:, None], 0, use)
-            least = tl.min(tl.where(may, rank, 0x7FFFFFFFFFFFFFFF), 1)
-            way = tl.min(tl.where(may & (rank == least[:, None]), ways[None, :], WAYS), 1)
-            live = live & (way < WAYS)
-            chosen = live[:, None] & (ways[None, :] == way[:, None])
+            is_candidate = tl.where(any_empty[:, None], empty, unpinned)
+            rank = tl.where(any_empty[:, None], 0, last_use)
+            least = tl.min(tl.where(is_candidate, rank, 0x7FFFFFFFFFFFFFFF), 1)
+            way = tl.min(tl.where(is_candidate & (rank == least[:, None]), ways[None, :], WAYS), 1)
+            active = active & (way < WAYS)
+            chosen = active[:, None] & (ways[None, :] == way[:, None])
+            # Write the slot, and keep the copy of the set in registers current.
             row = linear - first_row
-            tl.store(evicted + group, tl.sum(tl.where(chosen, tag, 0), 1), mask=live)
-            tl.store(slots + group, first + way, mask=live)
-            tl.store(tags + first + way, row, mask=live)
-            tl.store(used + first + way, tl.zeros((SETS,), tl.int64) + stamp, mask=live)
-            tl.store(pins + first + way, tl.full((SETS,), 1, tl.int32), mask=live)
+            tl.store(evicted + group, tl.sum(tl.where(chosen, tag, 0), 1), mask=active)
+            tl.store(slots + group, first + way, mask=active)
+            tl.store(tags + first + way, row, mask=active)
+            tl.store(used + first + way, tl.zeros((SETS,), tl.int64) + stamp, mask=active)
+            tl.store(pins + first + way, tl.full((SETS,), 1, tl.int32), mask=active)
             tag = tl.where(chosen, row[:, None], tag)
-            free = free & (chosen == 0)
-            place += 1
-            inside = live & (place < num_rows)
-            live = live & (tl.load(keys + place, mask=inside, other=no_set) == key)
-            group = tl.load(misses + place, mask=live, other=0)
-            linear = tl.load(rows + group, mask=live, other=0)
+            unpinned = unpinned & (chosen == 0)
+            # Next miss of the same set.
+            index += 1
+            inside = active & (index < num_rows)
+            active = active & (tl.load(keys + index, mask=inside, other=no_set) == key)
+            group = tl.load(misses + index, mask=active, other=0)
+            linear = tl.load(rows + group, mask=active, other=0)
 
 
 @jit(varying=["num_entries"])
 def _translate_kernel(slots, starts, order, num_groups, values, num_entries, BLOCK: tl.constexpr):
+    """Write the slot of each entry's group to the entry's position."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     groups = tl.load(num_groups).to(tl.int32)
-    inside = (entry < num_entries) & (entry < tl.load(starts + groups))
-    position = tl.load(order + entry, mask=inside, other=0)
+    valid = (entry < num_entries) & (entry < tl.load(starts + groups))
+    position = tl.load(order + entry, mask=valid, other=0)
     group = last_at_most(starts, groups, entry)
-    tl.store(values + position, tl.load(slots + group, mask=inside, other=-1), mask=inside)
+    tl.store(values + position, tl.load(slots + group, mask=valid, other=-1), mask=valid)
 
 
 @jit
 def _rows(address, pitch, row, UNIT: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to the first unit of rows `[ROWS]`."""
-    place = address + row * pitch
+    """Return pointers to the first unit of rows `[ROWS]`."""
+    pointers = address + row * pitch
     narrow: tl.constexpr = tl.int16 if UNIT == 2 else tl.int8
     unit: tl.constexpr = tl.int64 if UNIT == 8 else tl.int32 if UNIT == 4 else narrow
-    return tl.multiple_of(place.to(tl.pointer_type(unit)), ALIGN)
+    return tl.multiple_of(pointers.to(tl.pointer_type(unit)), ALIGN)
 
 
 @jit
 def _copy(pair, to_row, from_row, inside, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
-    to = _rows(tl.load(pair + TO), tl.load(pair + TO_PITCH), to_row, UNIT, ALIGN)
+    target = _rows(tl.load(pair + TO), tl.load(pair + TO_PITCH), to_row, UNIT, ALIGN)
     source = _rows(tl.load(pair + FROM), tl.load(pair + FROM_PITCH), from_row, UNIT, ALIGN)
-    # The number of units that rows have is a multiple of those that a lane moves at once.
+    # The units per row are a multiple of those that a lane loads at once.
     units = tl.multiple_of((tl.load(pair + ROW_BYTES) // UNIT).to(tl.int32), ALIGN // UNIT)
     for first in range(0, units, BLOCK):
         column = first + tl.arange(0, BLOCK)
         mask = inside[:, None] & (column[None, :] < units)
-        tl.store(to[:, None] + column[None, :], tl.load(source[:, None] + column[None, :], mask=mask), mask=mask)
+        tl.store(target[:, None] + column[None, :], tl.load(source[:, None] + column[None, :], mask=mask), mask=mask)
 
 
 @jit(varying=["num_moves", "num_tiles"])
@@ -213,29 +223,29 @@ def _move_kernel(
     pairs, to_rows, from_rows, num_moves, num_tiles, UNIT: tl.constexpr, BLOCK: tl.constexpr,
     WIDE_BLOCK: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Tile `program_id % num_tiles` of pair `program_id // num_tiles`. UNIT, WIDE_BLOCK 0: no such pair."""
+    """Copy tile `program_id % num_tiles` of pair `program_id // num_tiles`. UNIT or WIDE_BLOCK 0: no such pair."""
     program = tl.program_id(0)
     pair = pairs + program // num_tiles * PAIR_SIZE
     move = (program % num_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     to_row = tl.load(to_rows + move, mask=move < num_moves, other=-1)
     from_row = tl.load(from_rows + move, mask=move < num_moves, other=-1)
-    inside = (to_row >= 0) & (to_row < tl.load(pair + TO_ROWS))
-    inside = inside & (from_row >= 0) & (from_row < tl.load(pair + FROM_ROWS))
+    valid = (to_row >= 0) & (to_row < tl.load(pair + TO_ROWS))
+    valid = valid & (from_row >= 0) & (from_row < tl.load(pair + FROM_ROWS))
     if WIDE_BLOCK == 0:
-        _copy(pair, to_row, from_row, inside, UNIT, UNIT, BLOCK)
+        _copy(pair, to_row, from_row, valid, UNIT, UNIT, BLOCK)
     elif UNIT == 0:
-        _copy(pair, to_row, from_row, inside, 8, ALIGN, WIDE_BLOCK)
+        _copy(pair, to_row, from_row, valid, 8, ALIGN, WIDE_BLOCK)
     else:
         if tl.load(pair + IS_WIDE) != 0:
-            _copy(pair, to_row, from_row, inside, 8, ALIGN, WIDE_BLOCK)
+            _copy(pair, to_row, from_row, valid, 8, ALIGN, WIDE_BLOCK)
         else:
-            _copy(pair, to_row, from_row, inside, UNIT, UNIT, BLOCK)
+            _copy(pair, to_row, from_row, valid, UNIT, UNIT, BLOCK)
 
 
 def _directory(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, int]:
-    """Addresses int64 `[3 · T]` of all parts, and the largest power of two up to 16 that divides them."""
+    """Return the addresses int64 `[3 · T]` of the directory's tensors, and their common alignment, up to 16."""
     pointers = [part.data_ptr() for part in (*tags, *used, *pins)]
     return on_device(pointers, device), math.gcd(16, *pointers)
 
@@ -258,7 +268,7 @@ def row_cache_allocate_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
     tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Two launches and a sort, nothing read back. Arguments and result as in the reference."""
+    """Two launches and a sort; no host synchronization. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
     no_set = sum(part.numel() // layout.WAYS for part in tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
@@ -276,7 +286,7 @@ def row_cache_allocate_(
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    """One launch behind a fill. Arguments and result as in the reference."""
+    """A fill and one launch. Arguments and result as in the reference."""
     num_entries = order.numel()
     values = torch.full((num_entries,), -1, dtype=torch.int64, device=order.device)
     grid = (cdiv(num_entries, BLOCK),)
@@ -284,45 +294,45 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
-def describe(to: Tensor, source: Tensor) -> list[int]:
-    """What kernels read of a pair, from TO to ROW_BYTES."""
-    places = [n for each in (to, source) for n in (each.data_ptr(), each.stride(0) * each.element_size(), len(each))]
-    return [*places, to.element_size() * math.prod(to.shape[1:])]
+def pair_fields(destination: Tensor, source: Tensor) -> list[int]:
+    """Return the fields TO to ROW_BYTES of a pair: address, pitch and rows of each tensor, bytes per row."""
+    fields = [n for t in (destination, source) for n in (t.data_ptr(), t.stride(0) * t.element_size(), len(t))]
+    return [*fields, destination.element_size() * math.prod(destination.shape[1:])]
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
     """One launch for all pairs. Arguments as in the reference.
 
-    Nobody waits for it, so whoever frees pinned host memory that it uses must. Rows that are not there are left out.
+    It is asynchronous: synchronize before freeing pinned host memory that it uses. Rows out of range are skipped.
     """
-    pairs = [describe(*pair) for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
+    pairs = [pair_fields(*pair) for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
     num_moves = to_rows.numel()
     if not pairs or num_moves == 0:
         return
-    # Each with the largest unit up to 16 bytes that it can be moved by.
-    described = [(pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])) for pair in pairs]
-    wide = max((pair[-1] for pair, unit in described if unit == WIDE_BYTES), default=0)
-    unit = math.gcd(*(unit for _, unit in described if unit < WIDE_BYTES))
-    narrow = max((pair[-1] // unit for pair, other in described if other < WIDE_BYTES), default=0)
-    blocks = [min(MOST_COLUMNS, next_power_of_2(count)) if count else 0 for count in (narrow, wide // 8)]
+    # The largest unit of up to 16 bytes by which each pair can be copied.
+    pair_units = [(pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])) for pair in pairs]
+    wide_bytes = max((pair[-1] for pair, unit in pair_units if unit == WIDE_BYTES), default=0)
+    unit = math.gcd(*(unit for _, unit in pair_units if unit < WIDE_BYTES))
+    narrow_units = max((pair[-1] // unit for pair, other in pair_units if other < WIDE_BYTES), default=0)
+    blocks = [min(MAX_COLUMNS, next_power_of_2(count)) if count else 0 for count in (narrow_units, wide_bytes // 8)]
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
     num_tiles = cdiv(num_moves, rows)
-    numbers = [number for pair, unit in described for number in (*pair, int(unit == WIDE_BYTES))]
+    fields = [number for pair, unit in pair_units for number in (*pair, int(unit == WIDE_BYTES))]
     launch(
-        _move_kernel, (num_tiles * len(pairs),), on_device(numbers, to_rows.device), to_rows, from_rows, num_moves,
+        _move_kernel, (num_tiles * len(pairs),), on_device(fields, to_rows.device), to_rows, from_rows, num_moves,
         num_tiles,
-        UNIT=unit, BLOCK=blocks[0], WIDE_BLOCK=blocks[1], ALIGN=WIDE_BYTES if wide else 8, ROWS=rows,
+        UNIT=unit, BLOCK=blocks[0], WIDE_BLOCK=blocks[1], ALIGN=WIDE_BYTES if wide_bytes else 8, ROWS=rows,
     )  # fmt: skip
 
 
 def set_of(rows: Tensor, num_sets: int) -> Tensor:
-    """int64 `[N]`: the set of each of a table's rows int64 `[N]`; `num_sets` in [1, 2^62)."""
-    mixed = mix64(rows)
-    return (2 * ((mixed >> 1 & 2**63 - 1) % num_sets) + (mixed & 1)) % num_sets  # of a number without sign
+    """Return int64 `[N]`: the set of each of a table's rows int64 `[N]`; `num_sets` in [1, 2^62)."""
+    hashes = mix64(rows)
+    return (2 * ((hashes >> 1 & 2**63 - 1) % num_sets) + (hashes & 1)) % num_sets  # the hash is unsigned
 
 
-def _table_rows(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:
-    """Where rows of a table are, and the rows counted from its first; both int64 `[n]`."""
+def _groups_of_table(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of a table's rows in `rows`, and the rows relative to its first; both int64 `[n]`."""
     first, num_rows = tables[table, :2].tolist()
     groups = ((rows >= first) & (rows < first + num_rows)).nonzero()[:, 0]
     return groups, rows[groups] - first
@@ -332,20 +342,20 @@ def row_cache_look_up_reference_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
     num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Table by table. Arguments and result as of `ops.row_cache.row_cache_look_up_`."""
+    """Look up table by table. Arguments and result as of `ops.row_cache.row_cache_look_up_`."""
     slots = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
-        groups, mine = _table_rows(rows, tables, table)
+        groups, table_rows = _groups_of_table(rows, tables, table)
         if sets == 0:
-            slots[groups] = mine
+            slots[groups] = table_rows
             continue
-        first = set_of(mine, sets) * layout.WAYS
+        first_slots = set_of(table_rows, sets) * layout.WAYS
         ways = torch.arange(layout.WAYS, device=rows.device)
-        present, way = (tags[table][first[:, None] + ways] == mine[:, None]).nonzero(as_tuple=True)
-        found = first[present] + way
-        slots[groups[present]] = found
-        pins[table][found] += 1
-        used[table][found] = used[table][found] + 1 if policy == "lfu" else now
+        hits, way = (tags[table][first_slots[:, None] + ways] == table_rows[:, None]).nonzero(as_tuple=True)
+        hit_slots = first_slots[hits] + way
+        slots[groups[hits]] = hit_slots
+        pins[table][hit_slots] += 1
+        used[table][hit_slots] = used[table][hit_slots] + 1 if policy == "lfu" else now
     return slots
 
 
@@ -353,37 +363,37 @@ def row_cache_allocate_reference_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
     tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Row by row, in ascending order. Arguments and result as of `ops.row_cache.row_cache_allocate_`.
+    """Allocate row by row, in ascending order. Arguments and result as of `ops.row_cache.row_cache_allocate_`.
 
-    The use of a row that gets a slot is `now` ("lru") or 1 ("lfu").
+    The use of a newly cached row is `now` ("lru") or 1 ("lfu").
     """
     evicted = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
         if sets == 0:
             continue
-        groups, mine = _table_rows(rows, tables, table)
-        missing = slots[groups] == -1
-        firsts = set_of(mine[missing], sets) * layout.WAYS
-        misses = zip(groups[missing].tolist(), mine[missing].tolist(), firsts.tolist(), strict=True)
-        for group, row, first in misses:
-            ways = slice(first, first + layout.WAYS)
+        groups, table_rows = _groups_of_table(rows, tables, table)
+        is_miss = slots[groups] == -1
+        first_slots = set_of(table_rows[is_miss], sets) * layout.WAYS
+        misses = zip(groups[is_miss].tolist(), table_rows[is_miss].tolist(), first_slots.tolist(), strict=True)
+        for group, row, first_slot in misses:
+            ways = slice(first_slot, first_slot + layout.WAYS)
             empty = (tags[table][ways] == NO_ROW).nonzero()
             unpinned = (pins[table][ways] == 0).nonzero()
             if empty.numel():
                 way = int(empty[0])
             elif unpinned.numel():
-                way = min(unpinned[:, 0].tolist(), key=lambda way: (int(used[table][first + way]), way))
+                way = min(unpinned[:, 0].tolist(), key=lambda way: (int(used[table][first_slot + way]), way))
             else:
                 continue
-            slots[group], evicted[group] = first + way, tags[table][first + way]
-            tags[table][first + way] = row
-            used[table][first + way] = 1 if policy == "lfu" else now
-            pins[table][first + way] = 1
+            slots[group], evicted[group] = first_slot + way, tags[table][first_slot + way]
+            tags[table][first_slot + way] = row
+            used[table][first_slot + way] = 1 if policy == "lfu" else now
+            pins[table][first_slot + way] = 1
     return evicted
 
 
 def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    """By `repeat_interleave`. Arguments and result as of `ops.row_cache.row_cache_translate`."""
+    """Translate by `repeat_interleave`. Arguments and result as of `ops.row_cache.row_cache_translate`."""
     groups = int(num_groups)
     values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
     positions = order[: int(starts[groups])].to(torch.int64)
@@ -394,10 +404,10 @@ def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, 
 def move_rows_reference_(
     destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor
 ) -> None:
-    """Pair by pair. Arguments as of `ops.row_cache.move_rows_`."""
-    moving = (to_rows >= 0) & (from_rows >= 0)
-    to_rows, from_rows = to_rows[moving], from_rows[moving]
+    """Copy pair by pair. Arguments as of `ops.row_cache.move_rows_`."""
+    valid = (to_rows >= 0) & (from_rows >= 0)
+    to_rows, from_rows = to_rows[valid], from_rows[valid]
     for destination, source in zip(destinations, sources, strict=True):
         integers = INTEGERS[source.element_size()]
-        taken = source.detach().view(integers)[from_rows.to(source.device)]
-        destination.detach().view(integers)[to_rows.to(destination.device)] = taken.to(destination.device)
+        moved = source.detach().view(integers)[from_rows.to(source.device)]
+        destination.detach().view(integers)[to_rows.to(destination.device)] = moved.to(destination.device)

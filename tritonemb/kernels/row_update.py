@@ -1,13 +1,13 @@
-"""The update: one owner per row sums its gradients in a fixed order and applies the optimizer once, in place.
+"""The fused update: one program per row sums its gradients in a fixed order and applies the optimizer once, in place.
 
-A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step of the optimizer, whose formula and
-source are in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/random.py`.
-Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
+A row's gradients are summed as in `kernels/gradient_sums.py`. Then one step of the optimizer, whose formula and source
+are in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/random.py`.
+Bytes: `4 · dim` of gradient read per position; weight and state read and written per distinct row.
 
-`row_gradients_` writes each row's sum to its place in an ordinary tensor: `out[place(g)] = Σ_p scale_p · grad_p`
-over the positions `p` of group `g`; `place(g)` is the row itself (a dense gradient), or the number of `g` among its
-table's groups (compact: the values of a sparse one). Rows without a group stay as they are: `out` comes as zeros.
-Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and written for each distinct row.
+`row_gradients_` writes each row's sum to an ordinary tensor: `out[index(g)] = Σ_p scale_p · grad_p` over the positions
+`p` of group `g`. `index(g)` is the row (a dense gradient), or the rank of `g` among its table's groups (compact: the
+values of a sparse gradient). Rows without a group are not written: the caller passes zeros.
+Bytes: `4 · dim` of gradient read per position, `4 · dim` read and written per distinct row.
 """
 
 import math
@@ -21,12 +21,12 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.by_torch import row_gradients_ as row_gradients_reference_  # noqa: F401
 from tritonemb.kernels.by_torch import row_update_ as row_update_reference_  # noqa: F401
 from tritonemb.kernels.gradient_sums import (
-    NO_ROW,
-    NO_ROW_FOUND,
+    NO_BAD_ROW,
+    NO_BAD_ROW_VALUE,
     PIECE_SIZE,
     add_gradients,
     add_spans,
-    place_gradients,
+    locate_gradients,
     warps_for,
 )
 from tritonemb.kernels.optimizers import NONFINITE_MODES, PLACE, constants_of, step_rows
@@ -72,7 +72,7 @@ NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
 
 @jit
 def _load_state(address, row, offset, mask, dim, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows of a state, `[ROWS, BLOCK]`, or `[ROWS]` for one value a row; zeros if there is none."""
+    """Load rows of a state, `[ROWS, BLOCK]`, or `[ROWS]` for one value per row; zeros without a state."""
     if KIND == ELEMENT_STATE:
         return tl.load(pointer_to(address, FLOAT32, ALIGN)[:, None] + offset, mask=mask, other=0.0)
     elif KIND == ROW_STATE:
@@ -92,53 +92,57 @@ def _store_state(address, row, offset, mask, dim, state, KIND: tl.constexpr, ALI
 @jit
 def _update_kernel(
     addresses, addresses1, addresses2, tables, rows, starts, num_groups, sources, scales, grad, span_of_group, sums,
-    learning_rate, step, corrections, constants, skipped, found, lock, record, names, num_tables, max_gradient,
+    learning_rate, step, corrections, constants, skipped, status, lock, record, names, num_tables, max_gradient,
     CODE: tl.constexpr, GRAD_CODE: tl.constexpr, KIND: tl.constexpr, STATE1: tl.constexpr, STATE2: tl.constexpr,
     DECAY: tl.constexpr, CLAMPED: tl.constexpr, LIMITED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    NONFINITE: tl.constexpr, CHECK_ONLY: tl.constexpr, OWN_STEP: tl.constexpr, ALIGN: tl.constexpr,
+    NONFINITE: tl.constexpr, CHECK_ONLY: tl.constexpr, TABLE_STEPS: tl.constexpr, ALIGN: tl.constexpr,
     STATE_ALIGN: tl.constexpr, STEP: tl.constexpr, GRAD_STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS groups at a time, from `program_id` on in steps of `num_programs`: sum, step, store.
+    """Update tiles of ROWS groups, one tile per program and round: sum gradients, step, store.
 
-    NONFINITE 1: the first pass, CHECK_ONLY, leaves the lowest row whose gradient is not finite in `found[1]`; the
-    second reports it and does nothing if there is one. NONFINITE 2: such rows are counted in `skipped`, and noted.
-    OWN_STEP: each table has a step and corrections of its own.
+    NONFINITE 1 ("raise"): a first pass, CHECK_ONLY, writes the lowest row with a gradient that is not finite to
+    `status[1]`; the second pass reports it and changes nothing. NONFINITE 2 ("skip"): such rows are counted in
+    `skipped`, and noted. TABLE_STEPS: `step` and `corrections` have an entry per table.
     """
+    # Report the bad row of the first pass, and stop.
     count = tl.load(num_groups).to(tl.int32)
     if NONFINITE == 1 and not CHECK_ONLY:
-        bad = tl.load(found + 1)
-        if bad != NO_ROW:
+        bad_row = tl.load(status + 1)
+        if bad_row != NO_BAD_ROW:
             count = 0
             if tl.program_id(0) == 0:
-                table = table_of(tables, num_tables, bad)
-                where = row_id(tables, table, bad - tl.load(field_at(tables, table, FIRST_ROW)), bad != NO_ROW)
-                report(lock, record, BAD_GRADIENT, names, where, where, table, where, where, where)
+                table = table_of(tables, num_tables, bad_row)
+                id = row_id(tables, table, bad_row - tl.load(field_at(tables, table, FIRST_ROW)), bad_row != NO_BAD_ROW)
+                report(lock, record, BAD_GRADIENT, names, id, id, table, id, id, id)
     lr = tl.load(learning_rate)
-    now = tl.load(step)
+    step_now = tl.load(step)
     columns = tl.arange(0, BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        # Rows, entries and dims of the tile's groups; groups of tables of other dtypes are masked.
         group = tile * ROWS + tl.arange(0, ROWS)
         linear = tl.load(rows + group, mask=group < count, other=0)
         table = table_of(tables, num_tables, linear)
         address = tl.load(addresses + table)
-        ours = (group < count) & (address != 0)
-        first = tl.load(starts + group, mask=ours, other=0)
-        stop = tl.load(starts + group + 1, mask=ours, other=0)
+        valid = (group < count) & (address != 0)
+        first = tl.load(starts + group, mask=valid, other=0)
+        stop = tl.load(starts + group + 1, mask=valid, other=0)
         row = linear - tl.load(field_at(tables, table, FIRST_ROW))
         if KIND == PLACE:
             row = group.to(tl.int64)
-        # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
-        dim = tl.multiple_of(tl.load(field_at(tables, table, ROW_DIM), mask=ours, other=0).to(tl.int32), STEP)
+        # A 64-bit dim would cost registers in every mask, and on AMD wide loads.
+        dim = tl.multiple_of(tl.load(field_at(tables, table, ROW_DIM), mask=valid, other=0).to(tl.int32), STEP)
         mask = columns[None, :] < dim[:, None]
-        if not CHECK_ONLY:  # loads that need the row alone are on their way while gradients are summed
+        # Load weights and states first: they are in flight while gradients are summed.
+        if not CHECK_ONLY:
             offset = (row * dim)[:, None] + columns[None, :]
-            address1 = tl.load(addresses1 + table, mask=ours, other=0)
-            address2 = tl.load(addresses2 + table, mask=ours, other=0)
+            address1 = tl.load(addresses1 + table, mask=valid, other=0)
+            address2 = tl.load(addresses2 + table, mask=valid, other=0)
             weights = pointer_to(address, CODE, ALIGN)[:, None] + offset
             row_bits = tl.load(weights, mask=mask, other=0)
             state1 = _load_state(address1, row, offset, mask, dim, STATE1, STATE_ALIGN)
             state2 = _load_state(address2, row, offset, mask, dim, STATE2, STATE_ALIGN)
+        # Sum the gradients of short rows; add the spans of long ones.
         g = add_gradients(
             tl.zeros((ROWS, BLOCK), tl.float32), first, tl.where(stop - first > PIECE_SIZE, first, stop), sources,
             scales, grad, dim, columns, max_gradient, GRAD_CODE, GRAD_STEP, CLAMPED, UNROLL,
@@ -146,41 +150,42 @@ def _update_kernel(
         g = add_spans(g, group, stop - first, span_of_group, sums, columns, BLOCK, UNROLL)
 
         if NONFINITE != 0:
-            # A value that is not finite times zero is NaN, and NaN is the only value that differs from itself.
-            spread = tl.max((g * 0.0 != 0.0).to(tl.int32), 1) != 0
+            # Find, count or skip rows that are not finite: times zero they are NaN, and only NaN differs from zero.
+            is_nonfinite = tl.max((g * 0.0 != 0.0).to(tl.int32), 1) != 0
             if CHECK_ONLY:
-                worst = tl.min(tl.where(ours & spread, linear, NO_ROW))
-                if worst != NO_ROW:
-                    tl.atomic_min(found + 1, worst)
+                lowest_bad = tl.min(tl.where(valid & is_nonfinite, linear, NO_BAD_ROW))
+                if lowest_bad != NO_BAD_ROW:
+                    tl.atomic_min(status + 1, lowest_bad)
             elif NONFINITE == 2:
-                tl.atomic_add(skipped + table, tl.full((ROWS,), 1, tl.int64), mask=ours & spread)
-                note_skipped(record, names, table, ours & spread)
-                ours = ours & (spread == 0)
-                mask = mask & ours[:, None]
-                dim = tl.where(ours, dim, 0)
+                tl.atomic_add(skipped + table, tl.full((ROWS,), 1, tl.int64), mask=valid & is_nonfinite)
+                note_skipped(record, names, table, valid & is_nonfinite)
+                valid = valid & (is_nonfinite == 0)
+                mask = mask & valid[:, None]
+                dim = tl.where(valid, dim, 0)
+        # Step, and round.
         if not CHECK_ONLY:
-            mine = corrections
-            if OWN_STEP and corrections is not None:
-                mine = corrections + table * 2
+            table_corrections = corrections
+            if TABLE_STEPS and corrections is not None:
+                table_corrections = corrections + table * 2
             w, state1, state2 = step_rows(
-                widen(row_bits, CODE), state1, state2, g, tl.maximum(dim, 1).to(tl.float32), lr, constants, mine, KIND,
-                DECAY, LIMITED, ROWS, BLOCK,
+                widen(row_bits, CODE), state1, state2, g, tl.maximum(dim, 1).to(tl.float32), lr, constants,
+                table_corrections, KIND, DECAY, LIMITED, ROWS, BLOCK,
             )  # fmt: skip
             if STOCHASTIC:
-                row_step = now
-                if OWN_STEP:
+                row_step = step_now
+                if TABLE_STEPS:
                     row_step = tl.load(step + table)
-                whole_row = row_id(tables, table, row, ours) + tl.load(field_at(tables, table, ROW_ORIGIN))
+                global_row = row_id(tables, table, row, valid) + tl.load(field_at(tables, table, ROW_ORIGIN))
                 noise = random16(
-                    tl.load(field_at(tables, table, SEED)), whole_row,
+                    tl.load(field_at(tables, table, SEED)), global_row,
                     tl.load(field_at(tables, table, COLUMN_ORIGIN)), row_step, ROWS, BLOCK,
                 )  # fmt: skip
                 bits = narrow_stochastic(w, noise, CODE)
             else:
                 bits = narrow(w, CODE)
             if STATE1 == ROW_STATE or STATE2 == ROW_STATE:
-                tl.debug_barrier()  # all warps of a row have read the one value that one of them writes
-            # Streamed: no other program reads the row, but a bag's gradient is read for each of its ids.
+                tl.debug_barrier()  # one warp writes a row's value of state after all its warps have read it
+            # Stores are streamed: no other program reads the row, while a bag's gradient is read once per id.
             tl.store(weights, bits, mask=mask, cache_modifier=".cs")
             _store_state(address1, row, offset, mask, dim, state1, STATE1, STATE_ALIGN)
             _store_state(address2, row, offset, mask, dim, state2, STATE2, STATE_ALIGN)
@@ -191,9 +196,9 @@ def row_update_(
     grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
 ) -> None:  # fmt: skip
-    """Find bags and place the gradients, sum the spans of long rows, update. Arguments as in the reference.
+    """Locate the gradients, sum the spans of long rows, update. Arguments as in the reference.
 
-    On a GPU the next lookup or update, or `check_errors`, raises a gradient that is not finite; no table changes.
+    On a GPU the next lookup or update, or `check_errors`, raises for a gradient that is not finite; no table changes.
     """
     device, h, spec = grad.device, Hyperparameters(*hyperparameters), OPTIMIZERS.get(optimizer, Optimizer)
     assert step.dim() == 0 or step.shape == (len(weights),)
@@ -203,6 +208,7 @@ def row_update_(
     if num_entries == 0 or batch_size_of(offsets, layout.key_starts) == 0:
         step += 1
         return
+    # Locate gradients, sum long rows, increment steps.
     grad = grad.contiguous()
     dims = cached_fact(weights, dims_of)
     block = max(8, next_power_of_2(max(dims)))  # eight elements share a random counter
@@ -210,21 +216,22 @@ def row_update_(
     on_nonfinite, betas = int(h.on_nonfinite), None
     if spec.corrects_bias:
         betas = on_device([h.beta1, h.beta2], device, torch.float64)
-    own_steps, step = step, step.contiguous()
-    placed, found, corrections = place_gradients(
+    caller_step, step = step, step.contiguous()
+    gradient_args, status, corrections = locate_gradients(
         grad, offsets.contiguous(), sample_weights, groups, layout, h.max_gradient, block, grad_step, step, betas,
         on_nonfinite != RAISE,
     )  # fmt: skip
+    # One launch per dtype, or two with on_nonfinite="raise", whose first only looks.
     args = (
-        layout.tables, rows, starts, num_groups, *placed, learning_rate, step, corrections,
-        on_device(constants_of(h), device, torch.float32), skipped, found, *error_args(layout, device), num_tables,
+        layout.tables, rows, starts, num_groups, *gradient_args, learning_rate, step, corrections,
+        on_device(constants_of(h), device, torch.float32), skipped, status, *error_args(layout, device), num_tables,
         h.max_gradient,
     )  # fmt: skip
     *pointers, state_align = cached_fact(states, _pointers_to_states, num_tables)
     kinds = [int(state.per_element) + 1 for state in spec.states] + [0, 0]
     for check_only in (True, False) if on_nonfinite == RAISE else (False,):
         if on_nonfinite == RAISE and not check_only:
-            step += found[1] == NO_ROW_FOUND
+            step += status[1] == NO_BAD_ROW_VALUE
         for dtype, addresses, align, *_ in cached_fact(weights, by_dtype):
             row_step = align // dtype.itemsize
             tile_rows, num_warps = _tile_rows(optimizer, dtype, align, block), warps_for(block)
@@ -234,24 +241,24 @@ def row_update_(
                 CODE=CODES[dtype], GRAD_CODE=CODES[grad.dtype], KIND=KINDS[optimizer], STATE1=kinds[0], STATE2=kinds[1],
                 DECAY=int(h.weight_decay_mode) if h.weight_decay else 0, CLAMPED=h.max_gradient < torch.inf,
                 LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
-                NONFINITE=on_nonfinite, CHECK_ONLY=check_only, OWN_STEP=step.dim() == 1, ALIGN=align,
+                NONFINITE=on_nonfinite, CHECK_ONLY=check_only, TABLE_STEPS=step.dim() == 1, ALIGN=align,
                 STATE_ALIGN=math.gcd(state_align, 4 * row_step), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
                 BLOCK=block, UNROLL=min(8, 32 * num_warps * lanes() // (tile_rows * block)), num_warps=num_warps,
             )  # fmt: skip
-    if step is not own_steps:
-        own_steps.copy_(step)
+    if step is not caller_step:
+        caller_step.copy_(step)
     if device.type != "cuda":
         poll(device)
 
 
 def _pointers_to_states(states: Sequence[Tensor], num_tables: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Of each table's first and second state, 0 without one, and the alignment of all."""
+    """Return the addresses of the tables' first and second states, 0 without one, and the alignment of all."""
     pointers = (*pointers_to(states), *(0,) * (2 * num_tables - len(states)))
     return pointers[:num_tables], pointers[num_tables:], math.gcd(16, *pointers)
 
 
 def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> int:
-    """Rows that a warp updates at once: as many elements a lane as its registers hold beside states and noise."""
+    """Return the rows per tile: as many elements per lane as its registers hold beside states and noise."""
     has_element_state = any(spec.per_element for spec in OPTIMIZERS.get(optimizer, Optimizer).states)
     per_lane = 4 if has_element_state else 16 if dtype == torch.float32 and align == 16 else 8
     return max(1, min(32, per_lane * lanes() // block))
@@ -265,17 +272,17 @@ def row_gradients_(
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
     max_gradient: float = math.inf,
 ) -> None:  # fmt: skip
-    """Gradient descent from zero with learning rate -1, which leaves each row's sum. Arguments as in the reference."""
+    """Sum each row's gradients by SGD from zero with learning rate -1. Arguments as in the reference."""
     device = grad.device
     if all(out.numel() == 0 for out in sums):
         return
     if compact:
         ends = [0, *accumulate(out.shape[0] for out in sums)]
         tables = [TableRow(first, *out.shape) for first, out in zip(ends, sums, strict=False)]
-        one = len(tables) == 1  # the same numbers again and again, which need not be sent each time
-        flat = on_device(tables[0], device) if one else torch.tensor(tables, dtype=torch.int64, device=device)
+        recurs = len(tables) == 1  # always the same numbers, which are uploaded once
+        fields = on_device(tables[0], device) if recurs else torch.tensor(tables, dtype=torch.int64, device=device)
         groups = (torch.arange(groups[0].numel(), device=device), *groups[1:])
-        layout = layout._replace(tables=flat.view(-1, TABLE_SIZE), num_rows=ends[-1])
+        layout = layout._replace(tables=fields.view(-1, TABLE_SIZE), num_rows=ends[-1])
     step = torch.zeros((), dtype=torch.int64, device=device)
     skipped = torch.zeros(len(sums), dtype=torch.int64, device=device)
     constants = _PLAIN_SGD.hyperparameters._replace(max_gradient=max_gradient)

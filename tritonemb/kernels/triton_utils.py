@@ -1,13 +1,13 @@
-"""What all Triton kernels share.
+"""Helpers shared by all Triton kernels.
 
-- Triton and the launch of every kernel. Where it has no wheel, kernels import as plain functions; references serve.
-- Numbers that recur, such as tables' addresses, on the device: one launch reads any number of separate tables, in
+- Import and launch of Triton kernels. Without a Triton wheel kernels import as plain functions and references serve.
+- Small constant arrays on the device, such as table addresses: one launch reads any number of separate tables, in
   pinned host memory too (unified addressing).
-- Floats by address: 8 and 16 bit floats travel as integers and are widened and narrowed by hand, exactly, and alike on
-  every target (sm_80 has no e4m3, the interpreter no bfloat16). Sums with one order. Fields of `Layout.tables`.
-- The error word: what a kernel on a GPU found wrong, without making the host wait. The first finding takes a lock on
-  the device and writes one record into pinned host memory; later ones are dropped until it has been raised. The host
-  reads that memory at every lookup and update, and raises; `check_errors` waits for the device first.
+- Floats by address: 8 and 16 bit floats are loaded as integers, then widened and narrowed by hand, exactly, and alike
+  on every target (sm_80 has no e4m3, the interpreter no bfloat16). Sums in one fixed order. Fields of `Layout.tables`.
+- The error word: asynchronous error reports of kernels, without a host synchronization. The first report takes a lock
+  on the device and writes one record into pinned host memory; later ones are dropped until it has been raised. The host
+  reads that memory at every lookup and update, and raises; `check_errors` synchronizes with the device first.
 """
 
 import functools
@@ -36,14 +36,14 @@ def _import(name: str) -> Any:
 
 
 triton: Any = _import("triton")
-tl: Any = _import("triton.language") or SimpleNamespace(constexpr=int)  # what kernels name outside their bodies
+tl: Any = _import("triton.language") or SimpleNamespace(constexpr=int)  # all that modules of kernels evaluate at import
 
 
 def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
-    """Mark a kernel, or a function of kernels.
+    """Compile a kernel or a device function with Triton.
 
-    Integers named in `varying` change from batch to batch: they are not specialised on, so that a batch of another size
-    compiles nothing. Nor does it matter whether 16 divides the number of tables or keys.
+    Integers named in `varying` change from batch to batch. They are not specialised on, so that a new batch size
+    triggers no compilation. Nor is the divisibility by 16 of the number of tables or keys.
     """
     if triton is None:
         return function or (lambda kernel: kernel)
@@ -52,28 +52,29 @@ def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
     )
 
 
-MAX_REGISTERS = 128  # a thread; where none are given ptxas keeps to few, and moves loads down to where they are used
-RESIDENT_WARPS = 65_536 // (32 * MAX_REGISTERS)  # of a processor, all of whose registers they have
-instead_of_launching: Callable[..., None] | None = None  # compilation ahead of time only notes launches
+MAX_REGISTERS = 128  # per thread; without a limit ptxas keeps to few, and sinks loads down to their first use
+RESIDENT_WARPS = 65_536 // (32 * MAX_REGISTERS)  # per multiprocessor, limited by its register file
+launch_recorder: Callable[..., None] | None = None  # set by ahead-of-time compilation, which records launches
 _lanes = 64 if torch.version.hip else 32
-_compiled: dict[tuple[Any, ...], Any] = {}  # kernels by all that Triton specialises a launch on, which it asks slowly
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels by specialisation key: Triton's own look-up is slow
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run through its interpreter, on CPU tensors (`TRITON_INTERPRET=1`, read at import)."""
+    """Return whether Triton kernels run in its interpreter, on CPU tensors (`TRITON_INTERPRET=1`, read at import)."""
     return triton is not None and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **constants: Any) -> None:
     """Run `kernel` over `grid` on its tensors' device."""
-    if instead_of_launching is not None:
-        instead_of_launching(kernel, args, constants, num_warps)
+    if launch_recorder is not None:
+        launch_recorder(kernel, args, constants, num_warps)
         return
     if 0 in grid:
         return
+    # The key has all that Triton specialises on: dtypes, alignment by 16, ones, and integers beyond 32 bits.
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     key: list[Any] = [kernel, num_warps, device.index, *constants.values()]
-    for arg in (*args[0], *args[1:]) if isinstance(args[0], tuple) else args:  # several may come first, by name
+    for arg in (*args[0], *args[1:]) if isinstance(args[0], tuple) else args:  # the first may be a NamedTuple
         if isinstance(arg, Tensor):
             key += arg.dtype, arg.data_ptr() % 16 == 0
         elif isinstance(arg, int):
@@ -92,26 +93,26 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
 
 
 def compiler_options(num_warps: int, nvidia: bool) -> dict[str, Any]:
-    """No fused multiply-adds: bits depend on no compiler. Only NVIDIA's takes a number of registers."""
+    """Options without fused multiply-adds, so that results are reproducible; a register limit for NVIDIA's only."""
     return {"num_warps": num_warps, "enable_fp_fusion": False} | ({"maxnreg": MAX_REGISTERS} if nvidia else {})
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    here = device.type != "cuda" or torch.cuda.current_device() == device.index
-    return nullcontext() if here else torch.cuda.device(device)
+    is_current = device.type != "cuda" or torch.cuda.current_device() == device.index
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 def lanes() -> int:
-    """Threads of a warp: 32, or 64 on AMD's processors."""
+    """Threads per warp: 32, or 64 on AMD's processors."""
     return _lanes
 
 
 def num_programs(device: torch.device, num_warps: int) -> int:
-    """How many programs of so many warps a device holds at once: each takes its share of the work in a loop."""
+    """Number of programs of `num_warps` warps that are resident at once on a device, for persistent kernels."""
     if device.type != "cuda":
         return 3  # interpreted: few, but more than one
-    resident = max(1, RESIDENT_WARPS // num_warps)
-    return torch.cuda.get_device_properties(device).multi_processor_count * resident
+    programs_per_processor = max(1, RESIDENT_WARPS // num_warps)
+    return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_processor
 
 
 def cdiv(a: int, b: int) -> int:
@@ -124,77 +125,80 @@ def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-KEPT = 1024
-_Upload = tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]  # by a stream, which is then done
-_kept: OrderedDict[tuple[torch.device, torch.dtype, tuple[float, ...]], _Upload] = OrderedDict()
-_in_graphs: list[Tensor] = []  # a captured graph reads them as long as it lives
+MAX_UPLOADS = 1024
+_Upload = tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]  # tensor, upload stream, upload event
+_uploads: OrderedDict[tuple[torch.device, torch.dtype, tuple[float, ...]], _Upload] = OrderedDict()
+_captured_uploads: list[Tensor] = []  # never freed: captured graphs read them
 _lock = threading.Lock()
 
 
 def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers that recur, such as addresses, as a tensor on `device`: uploaded once, without waiting for it."""
+    """Return recurring numbers, such as addresses, as a tensor on `device`; cached, and uploaded asynchronously."""
     key = (device, dtype, tuple(numbers))
     with _lock, _current(device):
         stream = torch.cuda.current_stream() if device.type == "cuda" else None
-        upload = _kept.get(key)
+        upload = _uploads.get(key)
+        # Under CUDA graph capture: reuse an earlier upload for good, or fill the numbers in by kernels.
         if stream is not None and torch.cuda.is_current_stream_capturing():
             if upload is None:
-                # A graph must not copy from host memory that may be reused before a replay: its kernels hold them.
+                # A graph must not copy from host memory that may be reused before a replay; fills are kernel arguments.
                 return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
-            _in_graphs.append(upload[0])
+            _captured_uploads.append(upload[0])
             return upload[0]
+        # Upload once, from pinned memory, and evict the least recently used upload.
         if upload is None:
-            with torch.inference_mode(False):  # it outlives the mode it is first asked for in
+            with torch.inference_mode(False):  # it outlives the mode of the first call
                 tensor = torch.tensor(key[2], dtype=dtype)
                 if stream is not None:
                     tensor = tensor.pin_memory().to(device, non_blocking=True)
-            upload = _kept[key] = tensor, stream, stream.record_event() if stream is not None else None
-            if len(_kept) > KEPT:
-                _kept.popitem(last=False)
-        _kept.move_to_end(key)
-        tensor, uploader, done = upload
-        if stream is not None and done is not None and uploader != stream:
-            stream.wait_event(done)
+            upload = _uploads[key] = tensor, stream, stream.record_event() if stream is not None else None
+            if len(_uploads) > MAX_UPLOADS:
+                _uploads.popitem(last=False)
+        _uploads.move_to_end(key)
+
+        tensor, upload_stream, upload_event = upload
+        if stream is not None and upload_event is not None and upload_stream != stream:
+            stream.wait_event(upload_event)
             tensor.record_stream(stream)
         return tensor
 
 
 def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
-    """The largest power of two, up to 16, that divides the addresses of all rows, and multiples of `dims`, in bytes."""
+    """Return the largest power of two ≤ 16 that divides all row addresses and `dims`, in bytes."""
     item_size = tensors[0].element_size()
     sizes = [tensor.shape[-1] * item_size for tensor in tensors] + [dim * item_size for dim in dims]
     return math.gcd(16, *sizes, *(tensor.data_ptr() for tensor in tensors))
 
 
 class TablesOfDtype(NamedTuple):
-    """The tables of one dtype."""
+    """Tables of one dtype, which one launch serves."""
 
     dtype: torch.dtype
-    addresses: tuple[int, ...]  # by table; 0 for those of other dtypes
-    row_alignment: int  # of all their rows, in bytes
-    alignment: int  # of any columns of an output of all tables, too
+    addresses: tuple[int, ...]  # of all tables; 0 for those of other dtypes
+    row_alignment: int  # of the rows of these tables, in bytes
+    alignment: int  # the same, if the columns of an output of all tables are aligned to it as well
     max_dim: int
 
 
 def by_dtype(weights: Sequence[Tensor]) -> list[TablesOfDtype]:
-    """The tables of each dtype."""
+    """Partition tables by dtype."""
     assert all(weight.is_contiguous() for weight in weights)
-    dims, found = [weight.shape[1] for weight in weights], []
+    dims, groups = [weight.shape[1] for weight in weights], []
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
-        mine = [weight for weight in weights if weight.dtype == dtype]
+        tables = [weight for weight in weights if weight.dtype == dtype]
         addresses = tuple(weight.data_ptr() if weight.dtype == dtype else 0 for weight in weights)
-        max_dim = max(weight.shape[1] for weight in mine)
-        found.append(TablesOfDtype(dtype, addresses, alignment_of(mine), alignment_of(mine, dims), max_dim))
-    return found
+        max_dim = max(weight.shape[1] for weight in tables)
+        groups.append(TablesOfDtype(dtype, addresses, alignment_of(tables), alignment_of(tables, dims), max_dim))
+    return groups
 
 
 def dims_of(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    """The different dims of tables."""
+    """Return the distinct dims of tables."""
     return tuple({weight.shape[1] for weight in weights})
 
 
 def pointers_to(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The address of each."""
+    """Return the address of each tensor."""
     return tuple(map(Tensor.data_ptr, tensors))
 
 
@@ -205,7 +209,7 @@ CODES = {dtype: code for code, dtype in enumerate(_FLOATS)}
 
 @jit
 def pointer_to(address, CODE: tl.constexpr, ALIGN: tl.constexpr):
-    """An integer address as a pointer to floats of kind CODE, or to the integers that hold their bits."""
+    """Cast an integer address to a pointer to floats of kind CODE, or to the integers that hold their bits."""
     if CODE == FLOAT32:
         pointer = address.to(tl.pointer_type(tl.float32))
     elif CODE == FLOAT16:
@@ -219,7 +223,7 @@ def pointer_to(address, CODE: tl.constexpr, ALIGN: tl.constexpr):
 
 @jit
 def widen(bits, CODE: tl.constexpr):
-    """What `pointer_to` loads, as float32: exact."""
+    """Convert elements loaded by `pointer_to` to float32, exactly."""
     if CODE == FLOAT32:
         return bits
     elif CODE == FLOAT16:
@@ -238,7 +242,7 @@ def widen(bits, CODE: tl.constexpr):
 
 @jit
 def narrow(values, CODE: tl.constexpr):
-    """float32 to what `pointer_to` stores: to nearest, ties to even; finite values stay finite."""
+    """Convert float32 to elements that `pointer_to` stores: to nearest, ties to even; finite values stay finite."""
     if CODE == FLOAT32:
         return values
     elif CODE == FLOAT16:
@@ -254,21 +258,23 @@ def narrow(values, CODE: tl.constexpr):
         rounded = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
         rounded = tl.where(magnitude < 0x7F800000, tl.minimum(rounded, 0x7F7FFFFF), rounded)
         rounded = tl.where(magnitude > 0x7F800000, 0x7FC00000, tl.where(magnitude == 0x7F800000, magnitude, rounded))
-        # Joined before it is shifted, LLVM cannot compile it for gfx942 where vectors of floats were just loaded.
+        # The sign is joined after the shift: before it, LLVM fails on gfx942 for freshly loaded vectors of floats.
         return ((rounded >> 16) | ((bits >> 16) & 0x8000)).to(tl.int16)
 
 
 @jit
 def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, INFINITE: tl.constexpr):
-    """float32 to 8 bits with MANTISSA bits of mantissa and that BIAS of exponent, in integers; NaN is 0x7F."""
+    """Convert float32 to 8-bit floats of MANTISSA bits and exponent bias BIAS, in integers; NaN is 0x7F."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
+    # Normal results: round the dropped mantissa bits to nearest even, then rebias the exponent.
     DROPPED: tl.constexpr = 23 - MANTISSA
     normal = (magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)) >> DROPPED
     normal -= (127 - BIAS) << MANTISSA
-    # Subnormal results are multiples of the last place of 2^SHIFT: adding it rounds to them.
+    # Subnormal results are multiples of the last place of 2^SHIFT: adding 2^SHIFT rounds to them.
     SHIFT: tl.constexpr = 24 - BIAS - MANTISSA
     subnormal = (tl.abs(values) + (1 << SHIFT)).to(tl.int32, bitcast=True) - ((127 + SHIFT) << 23)
+
     code = tl.minimum(tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal), LARGEST)
     code = tl.where(magnitude < 0x7F800000, code, tl.where(magnitude == 0x7F800000, INFINITE, 0x7F))
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -276,9 +282,9 @@ def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
 
 @jit
 def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Sum of each row of `x` `[ROWS, SIZE]`: neighbours in pairs, then pairs of sums, so that its order is fixed.
+    """Sum each row of `x` `[ROWS, SIZE]` pairwise: neighbours, then neighbouring sums, so that the order is fixed.
 
-    Two at a time `tl.sum` has but one order, and lanes exchange them; `tl.split` would give all of them to every lane.
+    `tl.sum` over two elements has only one order, and lanes exchange them; `tl.split` would send all to every lane.
     """
     if SIZE == 1:
         return tl.reshape(x, (ROWS,))
@@ -287,43 +293,43 @@ def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @jit
-def last_at_most(ascending, count, wanted, stride=1):
-    """For each of `wanted`, the last of `count` ascending values, `stride` apart, that is not above it; at least 0."""
-    low = (wanted * 0).to(tl.int32)
+def last_at_most(ascending, count, targets, stride=1):
+    """Binary search: the index of the last of `count` ascending values, `stride` apart, that is ≤ each target, or 0."""
+    low = (targets * 0).to(tl.int32)
     high = low + count
     size = tl.full((), 0, tl.int32) + count
     while size > 0:  # as many steps as `count` has bits
-        middle = low + (high - low) // 2  # the sum of both may be too large for 32 bits
+        middle = low + (high - low) // 2  # low + high may exceed 32 bits
         value = tl.load(ascending + middle * stride, mask=middle < high, other=0)
-        up = (middle < high) & (value <= wanted)
-        low, high = tl.where(up, middle + 1, low), tl.where(up, high, middle)
+        go_right = (middle < high) & (value <= targets)
+        low, high = tl.where(go_right, middle + 1, low), tl.where(go_right, high, middle)
         size = size // 2
     return tl.maximum(low - 1, 0)
 
 
 def row_sum_by_torch(x: Tensor) -> Tensor:
-    """Sum over the last dimension with the order of `row_sum`: `[..., D]` to `[..., 1]`."""
+    """Sum over the last dimension in the order of `row_sum`: `[..., D]` to `[..., 1]`."""
     x = torch.nn.functional.pad(x, (0, next_power_of_2(x.shape[-1]) - x.shape[-1]))
     while x.shape[-1] > 1:
         x = x[..., 0::2] + x[..., 1::2]
     return x
 
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: for what is only moved
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size, to copy bits
 
 
 def computed(dtype: torch.dtype) -> torch.dtype:
-    """float32 instead of bfloat16 for the interpreter, which takes bfloat16 for integers and truncates."""
+    """Return `dtype`, but float32 for bfloat16 in the interpreter, which treats bfloat16 as integers and truncates."""
     return torch.float32 if interpreting() and dtype == torch.bfloat16 else dtype
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Contiguous, of the dtype that it is `computed` in."""
+    """Return the tensor as contiguous, in its `computed` dtype."""
     return tensor.to(computed(tensor.dtype)).contiguous()
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The tensor as kernels take it: 8 and bfloat16 as the integers that hold their bits."""
+    """Return the tensor as kernels take it: 8-bit floats and bfloat16 viewed as integers."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16)
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
@@ -337,28 +343,28 @@ FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS, ROW_IDS_
 
 @jit
 def table_of(tables, num_tables, linear):
-    """The table that each linear row belongs to."""
+    """Return the table that each linear row belongs to."""
     return last_at_most(tables, num_tables, linear, _SIZE)
 
 
 @jit
 def field_at(tables, table, FIELD: tl.constexpr):
-    """Pointers to one field of tables' `TableRow`s."""
-    return tables + table.to(tl.int32) * _SIZE + FIELD  # a product of 64 bits would cost registers
+    """Return pointers to one field of the `TableRow` of each table."""
+    return tables + table.to(tl.int32) * _SIZE + FIELD  # a 64-bit product would cost registers
 
 
 @jit
 def row_id(tables, table, row, mask):
-    """The row of its table that each row of the memory holds."""
+    """Return the table row that each physical row holds: its entry in ROW_IDS, or itself without them."""
     row_ids = tl.load(field_at(tables, table, ROW_IDS), mask=mask, other=0)
     stride = tl.load(field_at(tables, table, ROW_IDS_STRIDE), mask=mask, other=0)
-    found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row * stride, mask=row_ids != 0, other=0)
-    return tl.where(row_ids != 0, found, row)
+    ids = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row * stride, mask=row_ids != 0, other=0)
+    return tl.where(row_ids != 0, ids, row)
 
 
 @jit
 def mix(ids):
-    """`layout.mix64`."""
+    """Hash 64-bit ids; the same function as `layout.mix64`."""
     mixed = ids.to(tl.uint64)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
@@ -367,19 +373,19 @@ def mix(ids):
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (tl.constexpr(kind) for kind in range(1, 6))
 _ID, _OFFSETS, _GRADIENT, _FIRST_OFFSET, _LAST_OFFSET = range(1, 6)
-_FIELDS = 9  # kind, names, position or row, value, table or last offset, key, sample, valid rows; a note
-_NOTE = 8  # its place: names << 32 | table + 1 where rows were skipped, else 0
+_FIELDS = 9  # kind, names, position or row, value, table or last offset, key, sample, valid rows; note of skipped rows
+_NOTE = 8  # field of the note: names << 32 | table + 1 if rows were skipped, else 0
 SKIPPED_ROWS = tl.constexpr(_NOTE)
 _names: list[tuple[str, str]] = []
 _polling = threading.Lock()
 
 
 @jit
-def report(lock, record, kind, names, where, value, table, key, sample, rows):
-    """Write a finding, if it is the first. `names` points to the number of the layout's names."""
+def report(lock, record, kind, names, position, value, table, key, sample, rows):
+    """Write an error record, if it is the first. `names` points to the number of the layout's names."""
     if tl.atomic_cas(lock, 0, 1) == 0:
         tl.store(record + 1, tl.load(names))
-        tl.store(record + 2, where)
+        tl.store(record + 2, position)
         tl.store(record + 3, value)
         tl.store(record + 4, table)
         tl.store(record + 5, key)
@@ -390,7 +396,7 @@ def report(lock, record, kind, names, where, value, table, key, sample, rows):
 
 @jit
 def note_skipped(record, names, table, mask):
-    """Write that rows of a table were skipped, of the last program that says so: the host warns when it reads that."""
+    """Note a table with skipped rows, of which the host warns when it polls; the last writer wins."""
     note = (tl.load(names) << 32) + table + 1
     tl.store(record + SKIPPED_ROWS + tl.zeros_like(table), note, mask=mask)
 
@@ -403,44 +409,46 @@ def _number(table_names: str, feature_names: str) -> int:
 
 @functools.cache
 def error_word(device: torch.device) -> tuple[Tensor, Tensor, Any]:
-    """The one error word of a device: a lock, int32 `[1]`, and a record, int64 `[9]` in pinned host memory.
+    """Return the error word of a device: a lock, int32 `[1]`, and a record, int64 `[9]` in pinned host memory.
 
-    The record is also an array, whose elements take the host less time to read.
+    The third is the record as a NumPy array, whose elements the host reads faster.
     """
-    with torch.inference_mode(False):  # it outlives whatever mode it is first asked for in
+    with torch.inference_mode(False):  # it outlives the mode of the first call
         lock = torch.zeros(1, dtype=torch.int32, device=device)
         record = torch.zeros(_FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda")
         return lock, record, record.numpy()
 
 
 def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What `report` takes: lock, record, and int64 `[1]` by which the host finds the layout's names again."""
+    """Return the first arguments of `report`: lock, record, and int64 `[1]`, the number of the layout's names."""
     return *error_word(device)[:2], on_device([_number(layout.table_names, layout.feature_names)], device)
 
 
 def poll(device: torch.device) -> None:
-    """Raise what kernels have reported so far, and warn of skipped rows, without waiting for those that still run."""
+    """Raise the first error that kernels have reported, and warn of skipped rows, without waiting for running ones."""
     lock, record, fields = error_word(device)
     if not fields[0]:
         if note := int(fields[_NOTE]):
             fields[_NOTE] = 0
             errors.warn_of_skipped_rows(unpack_names(_names[note >> 32][0])[(note & 0xFFFFFFFF) - 1])
         return
+    # Synchronize, so that the record is complete, and clear it.
     with _polling:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        kind, names, where, value, table, key, sample, rows, _ = record.tolist()
+        kind, names, position, value, table, key, sample, rows, _ = record.tolist()
         if kind == 0:  # another thread has just raised it
             return
         record.zero_()
         lock.zero_()
+
     table_names, feature_names = map(unpack_names, _names[names])
     if kind == _ID:
-        raise errors.id_out_of_range(table_names[table], feature_names[key], sample, where, value, rows)
+        raise errors.id_out_of_range(table_names[table], feature_names[key], sample, position, value, rows)
     if kind == _FIRST_OFFSET:
-        raise errors.offsets_do_not_start_at_zero(where)
+        raise errors.offsets_do_not_start_at_zero(position)
     if kind == _LAST_OFFSET:
         raise errors.offsets_do_not_end_with_values(value, rows)
     if kind == _OFFSETS:
-        raise errors.offsets_do_not_ascend(feature_names[key], sample, where, value, rows)
-    raise errors.gradient_not_finite(table_names[table], where)
+        raise errors.offsets_do_not_ascend(feature_names[key], sample, position, value, rows)
+    raise errors.gradient_not_finite(table_names[table], position)

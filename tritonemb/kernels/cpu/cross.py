@@ -1,4 +1,4 @@
-"""The ops of `kernels/cross.py` by PyTorch's elementwise loops, bound by memory: for CPUs, and the reference."""
+"""CPU twin and reference of `kernels/cross.py`, by PyTorch's elementwise loops, which are bound by memory."""
 
 import torch
 from torch import Tensor
@@ -12,6 +12,6 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
 
 def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/cross.py`."""
-    by_product = grad * inputs
+    product_grad = grad * inputs
     grad_inputs = (grad * (product + bias)).to(inputs.dtype)
-    return grad_inputs, by_product.to(product.dtype), by_product.sum(0).to(bias.dtype)
+    return grad_inputs, product_grad.to(product.dtype), product_grad.sum(0).to(bias.dtype)

@@ -1,7 +1,4 @@
-"""The ops of `kernels/jagged.py` by PyTorch's operators: copies of whole keys, and a stable sort by owner.
-
-They serve CPUs, and are the reference.
-"""
+"""CPU twin and reference of `kernels/jagged.py`, by PyTorch's operators: copies of keys, and a stable sort by owner."""
 
 import torch
 from torch import Tensor
@@ -15,14 +12,14 @@ def jagged_permute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `ops.jagged.jagged_permute`; weights `[0]` if none."""
     batch_size = (offsets.numel() - 1) // max(1, num_keys)
-    ends = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
-    bags = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
+    ranges = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
+    lengths = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
 
-    def moved(source: Tensor) -> Tensor:
-        return torch.cat([*[source[begin:end] for begin, end in ends], source.new_zeros(num_values)])[:num_values]
+    def permute(tensor: Tensor) -> Tensor:
+        return torch.cat([*[tensor[begin:end] for begin, end in ranges], tensor.new_zeros(num_values)])[:num_values]
 
-    out_weights = values.new_empty(0) if weights is None else moved(weights)
-    return moved(values), segment_offsets(bags).to(offsets.dtype), out_weights
+    out_weights = values.new_empty(0) if weights is None else permute(weights)
+    return permute(values), segment_offsets(lengths).to(offsets.dtype), out_weights
 
 
 def block_bucketize(
@@ -32,27 +29,27 @@ def block_bucketize(
     num_bags, num_values = offsets.numel() - 1, values.numel()
     position = torch.arange(num_values, device=values.device)
     bag = torch.searchsorted(offsets.to(torch.int64), position, right=True) - 1
-    there = bag < num_bags
+    in_bag = bag < num_bags
     bag = bag.clamp(0, max(0, num_bags - 1))
     ids = values.to(torch.int64)
-    block = torch.ones_like(ids)
+    block_size = torch.ones_like(ids)
     if num_bags:
-        block = block_sizes[bag // (num_bags // block_sizes.numel())].clamp(min=1)
-    owner = torch.div(ids, block, rounding_mode="floor")
-    local = torch.where(there & (owner >= 0) & (owner < num_owners), ids - owner * block, ids).to(values.dtype)
-    owner = torch.where(there, owner.clamp(0, num_owners - 1), num_owners)
-    lengths = torch.bincount((owner * num_bags + bag)[there], minlength=num_owners * num_bags).to(offsets.dtype)
+        block_size = block_sizes[bag // (num_bags // block_sizes.numel())].clamp(min=1)
+    owner = torch.div(ids, block_size, rounding_mode="floor")
+    local = torch.where(in_bag & (owner >= 0) & (owner < num_owners), ids - owner * block_size, ids).to(values.dtype)
+    owner = torch.where(in_bag, owner.clamp(0, num_owners - 1), num_owners)
+    lengths = torch.bincount((owner * num_bags + bag)[in_bag], minlength=num_owners * num_bags).to(offsets.dtype)
     order = torch.argsort(owner, stable=True)
-    places = torch.empty_like(position, dtype=torch.int32)
-    places[order] = position.to(torch.int32)
-    return local[order], lengths, places, values.new_empty(0) if weights is None else weights[order]
+    destinations = torch.empty_like(position, dtype=torch.int32)
+    destinations[order] = position.to(torch.int32)
+    return local[order], lengths, destinations, values.new_empty(0) if weights is None else weights[order]
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
-    """`values` `[N]`, of one table, with -1 where they equal `padding_idx`; ValueError for an id out of range."""
+    """Replace `padding_idx` by -1 in `values` `[N]` of one table. ValueError for an id out of range."""
     if values.numel():
         least, most = values.aminmax()
         if least < 0 or most >= layout.num_rows:
-            bad = (values < 0) | (values >= layout.num_rows)
-            raise errors.invalid_id_error(int(bad.nonzero()[0]), values, offsets, layout)
+            is_bad = (values < 0) | (values >= layout.num_rows)
+            raise errors.invalid_id_error(int(is_bad.nonzero()[0]), values, offsets, layout)
     return values.masked_fill(values == padding_idx, -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_groups import addresses_of
 from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
-from tritonemb.kernels.row_cache import describe
+from tritonemb.kernels.row_cache import pair_fields
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
 
 CHUNK = 32  # rows whose sets are asked for together
@@ -228,7 +228,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     """See `kernels/row_cache.py`; ValueError for a row that a tensor does not have, before anything is moved."""
     if not destinations:
         return
-    pairs = np.array([describe(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)
+    pairs = np.array([pair_fields(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)
     to_limit, from_limit = int(pairs[:, TO_ROWS].min()), int(pairs[:, FROM_ROWS].min())
     few = to_rows.numel() * int(pairs[:, ROW_BYTES].sum()) // 4 < FEW_ELEMENTS
     num_tasks = 1 if few else min(torch.get_num_threads(), to_rows.numel())
