@@ -270,7 +270,7 @@ def groups_of(local: int | None = None, copies: int = 1) -> ShardGroups:
         mesh = None
         if copies > 1:
             mesh = init_device_mesh("cpu", (copies, torch.distributed.get_world_size() // copies))
-        made = _GROUPS[local, copies] = ShardGroups.make(mesh, local)
+        made = _GROUPS[local, copies] = ShardGroups.create(mesh, local)
         KEPT.update(group.process_group for group in made if group.process_group is not None)
     return _GROUPS[local, copies]
 

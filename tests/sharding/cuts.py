@@ -50,7 +50,7 @@ def shards_of(rank: int, whole: torch.Tensor, cuts: list[Cut], value: float | No
         for number, holder in enumerate(cut.ranks):
             if holder == rank:
                 tensor = part.clone() if value is None else torch.full_like(part, value)
-                held.append(LocalShard(tensor, *first, mine=number == 0 and not cut.is_copy))
+                held.append(LocalShard(tensor, *first, is_primary=number == 0 and not cut.is_copy))
     return TableShards(whole.shape, whole.dtype, held)
 
 

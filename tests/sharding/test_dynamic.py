@@ -313,7 +313,7 @@ def test_one_rank_is_the_model_itself(pooled):
 
 @pytest.mark.parametrize(
     ("sharding", "message"),
-    [(te.sharding.ColumnWise(), "sharded by rows"), (te.sharding.DataParallel(), "not replicated")],
+    [(te.sharding.ColumnWise(), "row-wise sharded"), (te.sharding.DataParallel(), "not replicated")],
 )
 def test_shardings_that_are_refused(sharding, message):
     table = te.TableConfig("user", None, 16, capacity=100)

@@ -117,8 +117,8 @@ def test_all_that_is_wrong_is_listed_and_nothing_copied():
     assert str(caught.value).splitlines()[1:] == [
         "  table sparse.0.city has no key, such as city.weight; give its key as keys={'city': ...}",
         "  table sparse.0.twice has several keys, a.twice.weight, b.twice.weight; give its key as keys={'twice': ...}",
-        "  keys has 'nobody', and there is no such table",
-        "  ebc.embedding_bags.unknown.weight is a table of TorchRec's that this model does not have",
+        "  keys has 'nobody', which is not a table of the model",
+        "  ebc.embedding_bags.unknown.weight is a TorchRec table that this model does not have",
         "  item.weight is float32 [9, 5], table sparse.0.item is float32 [9, 4]",
         "  shop.weight is float16 [3, 4], table sparse.0.shop is float32 [3, 4]; convert it first",
     ]
@@ -136,7 +136,7 @@ def test_some_tables_only():
 
 def test_what_is_no_whole_tensor_is_refused():
     part = TableShards((6, 4), torch.float32, [])
-    with pytest.raises(TypeError, match=r"user\.weight is a TableShards, .* gather it into a whole tensor first"):
+    with pytest.raises(TypeError, match=r"user\.weight is a TableShards, .* gather it into a full tensor first"):
         load_tables(Model("user"), {"user.weight": part})
     with pytest.raises(TypeError, match=r"user\.weight is a list; expected a tensor \[6, 4\]"):
         load_tables(Model("user"), {"user.weight": USER.tolist()})
@@ -208,4 +208,4 @@ def fill_from_sharded_tensor(rank: int) -> str:
 def test_a_sharded_tensor_is_refused_with_what_to_do(ranks):
     for message in ranks(2).run(fill_from_sharded_tensor):
         assert "is a ShardedTensor" in message
-        assert "gather it into a whole tensor first" in message
+        assert "gather it into a full tensor first" in message

@@ -527,7 +527,7 @@ def refused(rank):
 
 def test_meshes_and_nodes_that_do_not_fit(ranks):
     for uneven, deep, small, other in ranks(4).run(refused):
-        assert "4 ranks of a copy of the tables cannot be nodes of 3 ranks each" in uneven
+        assert "4 ranks of a replica of the tables cannot be split into nodes of 3 ranks" in uneven
         assert "must have all 4 ranks in 1 dimension (shards) or 2" in deep
         assert small == ""  # both copies on one node
         assert "the plan is for 2 ranks" in other

@@ -182,8 +182,8 @@ MANY = te.TableConfig("user", None, 16, capacity=100_000)
         (RowWise([0, 1], [5.0, 5.0]), USER, "must be 2 positive sizes"),
         (RowWise([0, 1], [50, 50]), MANY, "'user': the rows .* add up to 16 partitions"),
         (ColumnWise([]), USER, "needs at least one rank"),
-        (ColumnWise([0, 1, 2, 3] * 5), USER, "'user': .* cuts 16 columns of torch.float32 into 20 blocks"),
-        (ColumnWise([0, 1, 2]), HALF, "'user': .* cuts 20 columns of torch.float16 into 3 blocks"),
+        (ColumnWise([0, 1, 2, 3] * 5), USER, "'user': .* splits 16 columns of torch.float32 into 20 blocks"),
+        (ColumnWise([0, 1, 2]), HALF, "'user': .* splits 20 columns of torch.float16 into 3 blocks"),
         (ColumnWise([0, 1], [8, 9]), USER, "must be 2 positive widths that add up to 16"),
         (ColumnWise([0, 1], [16]), USER, "must be 2 positive widths"),
         (ColumnWise([0, 1], [16, 0]), USER, "must be 2 positive widths"),
@@ -222,7 +222,7 @@ def test_plans_that_are_none():
     [
         ({"placement": "tape"}, r"a placement must be one of \('device', .*, got 'tape'"),
         *(
-            ({"placement": placement, f"{name}_{what}": value}, f"{name}_{what} must be .*, of a table in .*{where}")
+            ({"placement": placement, f"{name}_{what}": value}, f"{name}_{what} must be .* placement in .*{where}")
             for name, where, elsewhere in (("cache", "'host', 'disk', 'server'", "device"), ("host", "'disk'", "host"))
             for what, good, bad in (("rows", 8, (0, -1, 0.5, "8")), ("share", 0.5, (0, -0.5, 1.5, "1", True)))
             for placement, value in ((elsewhere, good), *(("disk", each) for each in bad))

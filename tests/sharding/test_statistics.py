@@ -230,7 +230,7 @@ def test_what_is_refused(options, error, text):
 
 
 def test_rows_that_a_table_does_not_have():
-    with pytest.raises(ValueError, match="a table of 10 rows has no 5 rows from row 6 on"):
+    with pytest.raises(ValueError, match="5 rows from row 6 on are out of range for a table of 10 rows"):
         TableStats().share(6, 5, 10)
 
 

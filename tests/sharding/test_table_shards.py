@@ -107,7 +107,7 @@ def test_it_tells_of_the_whole_and_shares_memory():
     assert (shards.shape, shards.numel(), shards.dtype) == (torch.Size([9, 4]), 36, torch.float32)
     assert isinstance(shards, torch.Tensor)
     assert repr(shards) == "TableShards(float32 [9, 4]: rows 3:5, columns 0:4 on cpu)"
-    assert repr(TableShards((9,), torch.float32, [])) == "TableShards(float32 [9]: nothing of it here)"
+    assert repr(TableShards((9,), torch.float32, [])) == "TableShards(float32 [9]: no local shards)"
     shards.detach().shards[0].tensor.fill_(3.0)
     assert torch.equal(weight, torch.full((2, 4), 3.0))
     shards.copy_from(torch.arange(36.0).view(9, 4))
@@ -137,16 +137,18 @@ def test_copies_have_memory_of_their_own():
 )
 def test_what_needs_the_whole_is_refused_with_what_to_do(what):
     _, shards = whole_and_shards()
-    with pytest.raises((TypeError, NotImplementedError), match=r"this rank has only some rows .* Use gather\(\)"):
+    with pytest.raises(
+        (TypeError, NotImplementedError), match=r"this rank has only some of its rows .* Use gather\(\)"
+    ):
         what(shards)
 
 
 @pytest.mark.parametrize(
     ("size", "shards", "message"),
     [
-        ((4, 4), [LocalShard(torch.zeros(2, 4), 3)], r"rows 3:5, columns 0:4, outside of the whole \[4, 4\]"),
-        ((4, 4), [LocalShard(torch.zeros(2, 2), 0, 3)], r"rows 0:2, columns 3:5, outside of the whole"),
-        ((4, 4), [LocalShard(torch.zeros(2, 2), -1)], "outside of the whole"),
+        ((4, 4), [LocalShard(torch.zeros(2, 4), 3)], r"rows 3:5, columns 0:4, outside of the full tensor \[4, 4\]"),
+        ((4, 4), [LocalShard(torch.zeros(2, 2), 0, 3)], r"rows 0:2, columns 3:5, outside of the full tensor"),
+        ((4, 4), [LocalShard(torch.zeros(2, 2), -1)], "outside of the full tensor"),
         ((4, 4), [LocalShard(torch.zeros(2))], r"a shard of float32 \[4, 4\] is float32 \[2\]"),
         ((4,), [LocalShard(torch.zeros(2, dtype=torch.half))], r"a shard of float32 \[4\] is float16 \[2\]"),
         ((4,), [LocalShard(torch.zeros(2), 0, 1)], "begins at column 1, but there are no columns"),

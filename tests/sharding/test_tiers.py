@@ -150,7 +150,7 @@ def cached(rank: int) -> dict[str, tuple[int, int, int]]:
     shares = TablePlacement("disk", cache_share=0.25, host_share=0.5)
     plan = te.sharding.ShardingPlan(uneven, 2, placements={"static": shares, "dynamic": shares})
     model = te.HybridParallel(te.nn.EmbeddingBagCollection(configs, te.optim.SGD(lr=0.1)), plan)
-    tables: list[Any] = [table for local in model.collections[0].locals for table in local.tables]
+    tables: list[Any] = [table for local in model.collections[0].table_sets for table in local.tables]
     return {
         table.config.name: (table.row_config.num_embeddings, len(table.weight), len(table.store._cache._records))
         for table in tables
@@ -342,7 +342,7 @@ def twice(rank: int, case: Case) -> dict[str, torch.Tensor]:
 
 def bring_some(collection: Any, first: int, count: int) -> None:
     """Bring rows of every shard on this rank, which nobody holds afterwards."""
-    for local in collection.locals:
+    for local in collection.table_sets:
         ids = {}
         for config in local.configs:
             rows = [[row for row in range(first, first + count) if row < config.num_embeddings]]

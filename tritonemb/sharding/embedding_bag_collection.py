@@ -1,6 +1,7 @@
 """`ShardedEmbeddingBagCollection`: pooled lookups of sharded tables."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,121 +16,131 @@ from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import split_evenly
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
-Exchange = Callable[[Tensor, Sequence[int]], Tensor]
+Exchange = Callable[[Tensor, Sequence[int]], Tensor]  # matrix of pooled vectors, samples per rank
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """An `EmbeddingBagCollection` whose tables are sharded as a plan says: same batches, same results.
+    """`EmbeddingBagCollection` whose tables are sharded by a plan: same inputs, same outputs.
 
-    The ID exchange gives the ids of every rank's batch to the ranks with their rows; they look them up for all samples,
-    and an output exchange returns pooled vectors, summed inside a node first for tables sharded by rows there.
+    The ID exchange sends the ids of every rank's batch to the ranks that own their rows. These look them up for all
+    samples, and the output exchange returns pooled vectors; table-row-wise and grid sharding first reduce in the node.
 
-    Shapes: as of `EmbeddingBagCollection`, for this rank's samples. Ranks may have different numbers of samples, none
-    too, but all call forward, and backward, together and in the same order.
+    Shapes: as of `EmbeddingBagCollection`, for this rank's samples. Ranks may have different numbers of samples, also
+    zero, but all call forward, and backward, in the same order.
 
-    The tables' gradients are averaged over ranks, as `DistributedDataParallel` averages those of other parameters: with
-    a loss that is the mean over a rank's samples, and as many samples on each, tables are updated as by the mean over
-    all of them. Table-wise and column-wise sharded tables are then bitwise identical to those of one process, if each
-    names its features in the order of the batch's keys; for others some sums are added in another order.
+    Gradients of tables are averaged over ranks, as `DistributedDataParallel` averages gradients: if the loss is a mean
+    over samples and all ranks have equally many, the update is that of the mean over the global batch. Table-wise and
+    column-wise sharded tables are then bitwise identical to those of one process, if each table lists its features in
+    the order of the batch's keys; other shardings add some sums in another order.
     """
 
     pooled = True
 
     def _make_lookups(self) -> list[ShardedLookup]:
-        groups, place = self.groups, self.placement
+        groups, shard_map = self.groups, self.shard_map
         rank, ranks = groups.shards.rank, range(groups.shards.size)
-        columns = place.columns((*EXCHANGED, "replicated"))
+        columns = shard_map.columns((*EXCHANGED, "replicated"))
         self._columns = None if columns == sorted(columns) else torch.tensor(columns)
-        # Of row-wise sharded tables with pooling "mean", no rank with shards knows a bag's whole length. It takes fewer
-        # bytes to divide results, but gradients are clamped before they are divided: then ids have weights.
-        means = {each.table for each in place.shards if each.summed and self.configs[each.table].pooling == "mean"}
+        # Mean pooling of row-wise sharded tables: no owner of rows knows the full length of a bag. Dividing the outputs
+        # takes fewer bytes, but gradients are clamped before they are divided: with a clamp, ids get weights instead.
+        row_sharded = {placed.table for placed in shard_map.shards if placed.row_sharded}
+        means = {table for table in row_sharded if self.configs[table].pooling == "mean"}
         weighted = set() if self.optimizer.max_gradient is None else means
-        self._mean_of = self._columns_by_mean(means - weighted)
-        self._schemes: list[tuple[list[TableSet], Exchange]] = []  # table sets, and what exchanges their columns
+        self._mean_columns = self._map_mean_columns(means - weighted)
+        self._scheme_lookups: list[
+            tuple[list[TableSet], Exchange]
+        ] = []  # table sets, and the exchange of their columns
         for scheme in EXCHANGED:
-            if not place.tables_of(scheme):
+            if not shard_map.tables_of(scheme):
                 continue
-            # The columns of a rank's matrix are those of its table sets, one after the other.
-            runs = [place.runs(place.on(r, scheme)) for r in ranks]
+            # A rank's matrix has the columns of its table sets, in their order.
+            column_ranges = [shard_map.column_ranges(shard_map.shards_on(other, scheme)) for other in ranks]
             exchange: Exchange = self._hierarchical
             if scheme == "direct":
-                exchange = PooledExchange(groups.shards, runs, place.width_of(scheme), self.precision, len(ranks))
+                width = shard_map.width_of(scheme)
+                exchange = PooledExchange(groups.shards, column_ranges, width, self.precision, len(ranks))
                 self._exchanges.append(exchange)
             else:
-                self._make_hierarchical(runs)
-            self._schemes.append((self._make_tables(place.on(rank, scheme)), exchange))
-        if not place.routes:
+                self._make_hierarchical(column_ranges)
+            self._scheme_lookups.append((self._make_table_sets(shard_map.shards_on(rank, scheme)), exchange))
+        if not shard_map.routes:
             return []
-        routes = sorted({route for each in place.shards if each.table in weighted for route in each.routes})
-        ids = self._id_exchange(place.routes, means=routes)
-        return [(ids, [each for tables, _ in self._schemes for each in tables])]
+        routes = sorted({route for placed in shard_map.shards if placed.table in weighted for route in placed.routes})
+        ids = self._id_exchange(shard_map.routes, means=routes)
+        return [(ids, [tables for table_sets, _ in self._scheme_lookups for tables in table_sets])]
 
-    def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:
-        """Two exchanges: inside the node, which adds, and across nodes, between ranks with the same local rank."""
-        groups, size = self.groups, self.groups.node.size
-        nodes = [
-            sorted({run for rank in runs[first : first + size] for run in rank}) for first in range(0, len(runs), size)
-        ]
-        own = nodes[groups.shards.rank // size]
-        start = {run: sum(width for _, width in own[:index]) for index, run in enumerate(own)}
-        first = groups.shards.rank // size * size
-        inside = [[(start[run], run[1]) for run in rank] for rank in runs[first : first + size]]
-        width = sum(width for _, width in own)
-        self._inside = PooledExchange(groups.node, inside, width, self.precision, kind="pooled inside a node")
-        self._across = PooledExchange(
-            groups.across, nodes, self.placement.width_of("hierarchical"), self.precision, groups.shards.size,
+    def _make_hierarchical(self, column_ranges: list[list[ColumnRange]]) -> None:
+        """Make two exchanges: a reduction inside the node, then one across nodes, of ranks with the same local rank."""
+        groups, size, node = self.groups, self.groups.node.size, self.groups.shards.rank // self.groups.node.size
+        by_node = [column_ranges[first : first + size] for first in range(0, len(column_ranges), size)]
+        nodes = [sorted(set(chain.from_iterable(ranks))) for ranks in by_node]
+        # Columns of this node's matrix: its distinct ranges, in ascending order.
+        starts, width = dict[ColumnRange, int](), 0
+        for columns in nodes[node]:
+            starts[columns] = width
+            width += columns[1]
+        in_node = [[(starts[columns], columns[1]) for columns in rank_ranges] for rank_ranges in by_node[node]]
+        self._exchange_in_node = PooledExchange(
+            groups.node, in_node, width, self.precision, kind="pooled inside a node"
+        )
+        self._exchange_across_nodes = PooledExchange(
+            groups.across, nodes, self.shard_map.width_of("hierarchical"), self.precision, groups.shards.size,
             "pooled across nodes",
         )  # fmt: skip
-        self._exchanges += [self._inside, self._across]
+        self._exchanges += [self._exchange_in_node, self._exchange_across_nodes]
 
     def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
-        """`[B, sum of dims]`, columns by table, then by that table's features; of several ranks an `AsyncTensor`."""
-        found = self.prefetch(features)
-        return found if isinstance(found, Tensor) else self.look_up(found)[0]
+        """Return `[B, sum of dims]`, columns by table, then by feature; an `AsyncTensor` if there are several ranks."""
+        exchanged = self.prefetch(features)
+        return exchanged if isinstance(exchanged, Tensor) else self.look_up(exchanged)[0]
 
-    def look_up(self, exchanged: Exchanged, number: int = 1) -> list[Tensor]:
-        """The results of `number` sub-batches, each with an exchange of its own."""
-        batch, own_groups, received = exchanged
-        parts: list[list[Tensor]] = [[] for _ in range(number)]
-        for (ids, batch_sizes, _), of_ids in received:
-            groups, sizes = iter(of_ids), [split_evenly(size, number) for size in batch_sizes]
-            for sets, exchange in self._schemes:
-                found = [tables.look_up(ids, next(groups)) for tables in sets]
-                if not found:  # a rank without such shards takes part in the backward's exchange, too
-                    found = [self._no_columns.expand(sum(batch_sizes), 0)]
-                matrix = [_side_by_side(found)]
-                if number > 1:
-                    pieces = matrix[0].split([size for of_rank in sizes for size in of_rank])
-                    matrix = [torch.cat(pieces[part::number]) for part in range(number)]
-                for index, piece in enumerate(matrix):
-                    parts[index].append(exchange(piece, [of_rank[index] for of_rank in sizes]))
-        shares, rows = self._shares(batch), split_evenly(batch.stride(), number)
-        for tables, groups_of in zip(self._replicated, own_groups, strict=True):
-            for part, piece in zip(parts, _split(tables.look_up(batch, groups_of), rows), strict=True):
-                part.append(piece)
-        of_parts = [None] * number if shares is None else _split(shares, rows)
-        return [self._result(part, share) for part, share in zip(parts, of_parts, strict=True)]
+    def look_up(self, exchanged: Exchanged, num_sub_batches: int = 1) -> list[Tensor]:
+        """Look up exchanged ids; return the outputs by sub-batch, each with its own output exchange."""
+        batch, replicated_groups, received = exchanged
+        sub_batches: list[list[Tensor]] = [[] for _ in range(num_sub_batches)]
+        # Sharded tables: look up the samples of all ranks, and exchange the outputs by sub-batch.
+        for (ids, batch_sizes, _), set_groups in received:
+            groups, sub_batch_sizes = iter(set_groups), [split_evenly(size, num_sub_batches) for size in batch_sizes]
+            for sets, exchange in self._scheme_lookups:
+                outputs = [tables.look_up(ids, next(groups)) for tables in sets]
+                if not outputs:  # a rank without shards of the scheme still joins the backward's exchange
+                    outputs = [self._no_columns.expand(sum(batch_sizes), 0)]
+                matrices = [_concat_columns(outputs)]
+                if num_sub_batches > 1:
+                    pieces = matrices[0].split([size for rank_sizes in sub_batch_sizes for size in rank_sizes])
+                    matrices = [torch.cat(pieces[index::num_sub_batches]) for index in range(num_sub_batches)]
+                for index, matrix in enumerate(matrices):
+                    sub_batches[index].append(exchange(matrix, [rank_sizes[index] for rank_sizes in sub_batch_sizes]))
+        # Replicated tables: look up this rank's samples.
+        bag_weights, num_rows = self._bag_weights(batch), split_evenly(batch.stride(), num_sub_batches)
+        for tables, table_groups in zip(self._replicated_tables, replicated_groups, strict=True):
+            for outputs, output in zip(sub_batches, _split(tables.look_up(batch, table_groups), num_rows), strict=True):
+                outputs.append(output)
+        weights = [None] * num_sub_batches if bag_weights is None else _split(bag_weights, num_rows)
+        return [self._combine(*sub_batch) for sub_batch in zip(sub_batches, weights, strict=True)]
 
-    def _result(self, parts: list[Tensor], shares: Tensor | None) -> Tensor:
-        pooled = _side_by_side(parts)
+    def _combine(self, outputs: list[Tensor], bag_weights: Tensor | None) -> Tensor:
+        """Concatenate the outputs of all schemes, in the order of tables, and apply mean pooling."""
+        pooled = _concat_columns(outputs)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
-        pooled = (pooled if shares is None else pooled * shares).to(self.output_dtype)
+        pooled = (pooled if bag_weights is None else pooled * bag_weights).to(self.output_dtype)
         if not torch.compiler.is_compiling():
             send_gradients_first(pooled, OutputExchangeFunction)
         return pooled
 
     def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int]) -> Tensor:
+        """Reduce inside the node, to the rank with the local rank of a sample's rank, then exchange across nodes."""
         size, rank = self.groups.node.size, self.groups.shards.rank
         pieces = matrix.split(batch_sizes)
         by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]
         sizes = [sum(batch_sizes[local::size]) for local in range(size)]
-        summed = self._inside(torch.cat(by_local_rank), sizes)
-        return self._across(summed, batch_sizes[rank % size :: size])
+        summed = self._exchange_in_node(torch.cat(by_local_rank), sizes)
+        return self._exchange_across_nodes(summed, batch_sizes[rank % size :: size])
 
-    def _columns_by_mean(self, tables: set[int]) -> Tensor | None:
-        """For each column of the result, the feature whose lengths of bags divide it, or one more for none."""
+    def _map_mean_columns(self, tables: set[int]) -> Tensor | None:
+        """Map output columns to the feature whose bag lengths divide them; to the number of features for none."""
         if not tables:
             return None
         names, column = list(self.feature_names), list[int]()
@@ -138,21 +149,21 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 column += [names.index(feature) if table in tables else len(names)] * config.embedding_dim
         return torch.tensor(column)
 
-    def _shares(self, batch: KeyedJaggedTensor) -> Tensor | None:
-        """What the sums of row-wise sharded tables are multiplied with: one over the lengths of bags."""
-        if self._mean_of is None:
+    def _bag_weights(self, batch: KeyedJaggedTensor) -> Tensor | None:
+        """Factors `[B, sum of dims]` of mean pooling: 1 / bag length for row-wise sharded tables, 1 for others."""
+        if self._mean_columns is None:
             return None
         keys = batch.keys()
-        self._mean_of = self._mean_of.to(batch.device())
+        self._mean_columns = self._mean_columns.to(batch.device())
         lengths = batch.lengths().reshape(len(keys), -1)
         ordered = torch.stack([lengths[keys.index(name)] for name in self.feature_names]).to(torch.float32)
-        shares = torch.cat([1.0 / ordered.clamp(min=1.0), ordered.new_ones(1, ordered.shape[1])])
-        return shares.index_select(0, self._mean_of).T
+        weights = torch.cat([1.0 / ordered.clamp(min=1.0), ordered.new_ones(1, ordered.shape[1])])
+        return weights.index_select(0, self._mean_columns).T
 
 
 def _split(matrix: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     return [matrix] if len(sizes) == 1 else matrix.split(sizes)
 
 
-def _side_by_side(found: list[Tensor]) -> Tensor:
-    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+def _concat_columns(matrices: list[Tensor]) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=1)

@@ -105,7 +105,7 @@ class HybridParallel(ParallelModel):
         if plan is not None and mesh is None and plan.copies > 1:
             shape, names = (plan.copies, plan.world_size), ("replicate", "shard")
             mesh = init_device_mesh(_device_for(model, device).type, shape, mesh_dim_names=names)
-        self.groups = ShardGroups.make(mesh, local_world_size, timeout, ids_over == "device")
+        self.groups = ShardGroups.create(mesh, local_world_size, timeout, ids_over == "device")
         if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
             raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
         size, node = self.groups.shards.size, self.groups.node.size
@@ -195,7 +195,7 @@ class HybridParallel(ParallelModel):
         keys, values, offsets, weights = unpack_features(features)
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         for each in self.collections[:1]:
-            batch = each.own_batch(batch)
+            batch = each.convert_batch(batch)
         found: dict[int, Any] = {id(each): each.prefetch(batch, assign) for each in self.collections}
         others = [collection.table_set for collection in self._on_servers]
         return PrefetchedFeatures(batch, found | {id(each): each.prefetch(batch) for each in others})

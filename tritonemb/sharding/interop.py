@@ -1,4 +1,4 @@
-"""Interop: tables that another library has trained, from its `state_dict` into ours, sharded or not."""
+"""Interop: load tables from the `state_dict` of another library, into sharded or unsharded collections."""
 
 import re
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.sharding.sharded_tensor import TableShards, described
+from tritonemb.sharding.sharded_tensor import TableShards, dtype_and_shape
 from tritonemb.utils import join_names
 
-_TORCHREC = r"(^|\.)(embedding_bags|embeddings)\.[^.]*\.weight$"  # what TorchRec's collections call their tables
+_TORCHREC = r"(^|\.)(embedding_bags|embeddings)\.[^.]*\.weight$"  # keys of TorchRec's collections
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 
-class _Ours(NamedTuple):
-    path: str  # of the table in the model
+class _Table(NamedTuple):
+    path: str  # in the model
     name: str
     weight: Tensor
 
@@ -28,50 +28,50 @@ class _Ours(NamedTuple):
 def load_tables(
     model: nn.Module, state_dict: Mapping[str, Any], keys: Mapping[str, str] | None = None, strict: bool = True
 ) -> dict[str, str]:
-    """Fill the weights of a model's tables from whole tensors of another library.
+    """Fill the weights of a model's tables from full tensors of another library.
 
-    A table called "user" is filled from the key `<path>.user.weight`, as a `torch.nn.EmbeddingBag` or `Embedding` of
-    that name has it, or from `<path>.embedding_bags.user.weight` or `<path>.embeddings.user.weight` of TorchRec's
-    collections. Other entries, the dense part's for example, are left alone, and so are optimizer states, ours too.
+    Table "user" is filled from the key `<path>.user.weight`, as of a `torch.nn.EmbeddingBag` or `Embedding` of that
+    name, or from `<path>.embedding_bags.user.weight` or `<path>.embeddings.user.weight` of TorchRec's collections.
+    Other entries, such as dense layers, are ignored. Optimizer states are not loaded and stay unchanged.
 
     Every rank of a sharded model calls it with the same keys. A DTensor is gathered, one table at a time.
 
     Args:
-        model: with our collections, sharded or not, anywhere inside.
-        state_dict: whole tensors `[num_embeddings, embedding_dim]` or DTensors, on any device.
-        keys: `{table: key}` for tables whose key does not follow from their name; a table goes by its name, or by its
-            path in the model where several have that name.
-        strict: raise if a table of ours has no key, or if one of TorchRec's has no table here.
+        model: contains collections of `te.nn`, sharded or not.
+        state_dict: full tensors `[num_embeddings, embedding_dim]` or DTensors, on any device.
+        keys: `{table: key}` for tables whose key does not follow from their name; a table is named by its name, or by
+            its path in the model where several have that name.
+        strict: raise if a table of the model has no key, or if a key of TorchRec's collections has no table.
 
     Returns:
-        the key that each table was filled from, by its path in the model.
+        the key that each table was filled from, by the table's path in the model.
 
     Raises:
-        ValueError, TypeError: tables without a key or with several, entries of TorchRec's without a table, shapes or
-            dtypes that differ; all are listed, and nothing has been copied then.
+        ValueError, TypeError: tables without a key or with several, keys of TorchRec's collections without a table,
+            shapes or dtypes that differ; all are listed, and nothing is copied.
     """
     if not (tables := _tables(model)):
-        raise ValueError(f"{type(model).__name__} has no tables: no collection of tritonemb.nn, sharded or not")
-    found, problems = _match(tables, state_dict, dict(keys or {}), strict)
-    chosen = [(table, found[table.path]) for table in tables if table.path in found]
-    for table, key in chosen:
-        problems += _misfits(table, key, state_dict[key])
+        raise ValueError(f"{type(model).__name__} has no tables, i.e. no collection of te.nn, sharded or not")
+    key_of, problems = _match(tables, state_dict, dict(keys or {}), strict)
+    matches = [(table, key_of[table.path]) for table in tables if table.path in key_of]
+    for table, key in matches:
+        problems += _check_value(table, key, state_dict[key])
     if problems:
         raise ValueError("the tables cannot be loaded:\n  " + join_names(problems, 20, "\n  ", "\n  "))
-    for table, key in chosen:
+    for table, key in matches:
         value = state_dict[key]
         copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_
         copy(value.full_tensor() if isinstance(value, DTensor) else value)
-    return found
+    return key_of
 
 
-def _tables(model: nn.Module) -> list[_Ours]:
-    """Every table once, with its path: of the outermost modules with tables, but for `HybridParallel` itself."""
-    found: list[_Ours] = []
-    taken: list[str] = []  # what the paths inside such modules begin with
+def _tables(model: nn.Module) -> list[_Table]:
+    """Tables of the outermost modules that have some, each once; `HybridParallel` itself is skipped."""
+    tables: list[_Table] = []
+    prefixes: list[str] = []  # of modules whose tables are listed
     for path, module in model.named_modules():
         weights: Mapping[str, Tensor] = {}
-        if isinstance(module, HybridParallel) or any(path.startswith(other) for other in taken):
+        if isinstance(module, HybridParallel) or any(path.startswith(outer) for outer in prefixes):
             continue
         if callable(getattr(module, "table_weights", None)):
             weights = module.table_weights()
@@ -79,65 +79,71 @@ def _tables(model: nn.Module) -> list[_Ours]:
             weights = {table.config.name: table.weight for table in module.tables}
         if weights:
             prefix = f"{path}." if path else ""
-            taken.append(prefix)
-            found += [_Ours(f"{prefix}{name}", name, weight) for name, weight in weights.items()]
-    return found
+            prefixes.append(prefix)
+            tables += [_Table(f"{prefix}{name}", name, weight) for name, weight in weights.items()]
+    return tables
 
 
 def _unwrapped(path: str) -> str:
+    """Path without the names of wrapper modules."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _match(
-    tables: list[_Ours], state_dict: Mapping[str, Any], given: dict[str, str], strict: bool
+    tables: list[_Table], state_dict: Mapping[str, Any], keys: dict[str, str], strict: bool
 ) -> tuple[dict[str, str], list[str]]:
-    found: dict[str, str] = {}
+    """Keys by table path, and problems."""
+    key_of: dict[str, str] = {}
     problems: list[str] = []
+    # Candidates: weights whose module has the table's name.
     candidates: dict[str, list[str]] = {}
     for key in state_dict:
         *_, name, field = ("", *key.split("."))
         if field == "weight":
             candidates.setdefault(name, []).append(key)
     for table in tables:
-        if table.path in given or table.name in given:
-            key = given.get(table.path, given.get(table.name, ""))
+        if table.path in keys or table.name in keys:
+            key = keys.get(table.path, keys.get(table.name, ""))
             if key in state_dict:
-                found[table.path] = key
+                key_of[table.path] = key
             else:
-                problems.append(f"table {table.path}: the key {key!r} that is given for it is not there")
+                problems.append(f"table {table.path}: keys= names {key!r}, which the state dict does not have")
             continue
-        fitting = candidates.get(table.name, [])
-        exact = f"{_unwrapped(table.path)}.weight"
-        fitting = [key for key in fitting if _unwrapped(key) == exact] or fitting
-        if len(fitting) == 1:
-            found[table.path] = fitting[0]
-        elif fitting or strict:
-            what = f"has several keys, {', '.join(fitting)}" if fitting else f"has no key, such as {table.name}.weight"
-            problems.append(f"table {table.path} {what}; give its key as keys={{{table.name!r}: ...}}")
+        matches = candidates.get(table.name, [])
+        expected_key = f"{_unwrapped(table.path)}.weight"
+        matches = [key for key in matches if _unwrapped(key) == expected_key] or matches
+        if len(matches) == 1:
+            key_of[table.path] = matches[0]
+        elif matches or strict:
+            problem = (
+                f"has several keys, {', '.join(matches)}" if matches else f"has no key, such as {table.name}.weight"
+            )
+            problems.append(f"table {table.path} {problem}; give its key as keys={{{table.name!r}: ...}}")
+    # Unknown tables in `keys`, keys that several tables match, and TorchRec tables without a match.
     known = {name for table in tables for name in (table.path, table.name)}
-    problems += [f"keys has {name!r}, and there is no such table" for name in given if name not in known]
+    problems += [f"keys has {name!r}, which is not a table of the model" for name in keys if name not in known]
     used: dict[str, str] = {}
-    for path, key in found.items():
-        other = used.setdefault(key, path)
-        if other != path:
-            problems.append(f"tables {other} and {path} would both be filled from {key}; give their keys")
+    for path, key in key_of.items():
+        first_path = used.setdefault(key, path)
+        if first_path != path:
+            problems.append(f"tables {first_path} and {path} would both be filled from {key}; give their keys")
     problems += [
-        f"{key} is a table of TorchRec's that this model does not have"
+        f"{key} is a TorchRec table that this model does not have"
         for key in state_dict
         if strict and re.search(_TORCHREC, key) and key not in used
     ]
-    return found, problems
+    return key_of, problems
 
 
-def _misfits(table: _Ours, key: str, value: Any) -> list[str]:
+def _check_value(table: _Table, key: str, value: Any) -> list[str]:
     if isinstance(value, ShardedTensor | TableShards):
         raise TypeError(
-            f"{key} is a {type(value).__name__}, so this rank has a part of it; gather it into a whole tensor first"
+            f"{key} is a {type(value).__name__}, this rank has only a shard; gather it into a full tensor first"
         )
     if not isinstance(value, Tensor):
         raise TypeError(f"{key} is a {type(value).__name__}; expected a tensor {list(table.weight.shape)}")
     if table.weight.is_meta:
-        raise ValueError(f"table {table.path} is on the meta device; give it memory first, by to_empty for example")
-    there, here = (described(tensor.dtype, tensor.shape) for tensor in (value, table.weight))
+        raise ValueError(f"table {table.path} is on the meta device; call to_empty() of its module first")
+    actual, expected = (dtype_and_shape(tensor.dtype, tensor.shape) for tensor in (value, table.weight))
     hint = "; convert it first" if value.shape == table.weight.shape else ""
-    return [] if there == here else [f"{key} is {there}, table {table.path} is {here}{hint}"]
+    return [] if actual == expected else [f"{key} is {actual}, table {table.path} is {expected}{hint}"]

@@ -1,4 +1,4 @@
-"""The shards of a collection under a plan: their ranks, routes of ids, columns, process groups, and initial values."""
+"""Shards of a collection under a plan: ranks, ID routes, columns, process groups, and initial values."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,23 @@ from tritonemb.comm.output_exchange import ColumnRange
 from tritonemb.layout import rows_to_shard
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.sharding.plan import DataParallel, Grid, Shard, ShardingPlan, TableRowWise
-from tritonemb.sharding.sharded_tensor import cut
+from tritonemb.sharding.sharded_tensor import slice_shard
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
-# How pooled vectors are exchanged: from rank to rank; summed inside a node first; not at all.
+# Output exchange of pooled vectors: rank to rank; reduced inside each node first; none, as every rank has the table.
 Scheme = Literal["direct", "hierarchical", "replicated"]
 
 
 class PlacedShard(NamedTuple):
-    """A shard of a table."""
+    """Shard of a table, with its ID routes and output exchange."""
 
-    table: int  # its number in the collection
+    table: int  # index of the table in the collection
     shard: Shard  # rows, columns, rank
-    routes: tuple[int, ...]  # of its ids, one for each feature of the table; none for a replicated table
-    summed: bool  # whether other ranks have other rows of the same columns
-    cut: bool  # whether other ranks have other columns of the same rows, which its update needs
+    routes: tuple[int, ...]  # ID routes, one per feature of the table; none for a replicated table
+    row_sharded: bool  # other shards have other rows of the same columns
+    needs_whole_rows: bool  # its update needs the other columns of its rows, which other shards have
     scheme: Scheme  # of its output exchange
 
     @property
@@ -41,11 +41,20 @@ class PlacedShard(NamedTuple):
         return self.shard.first_column, self.shard.num_columns
 
 
-class Placement:
-    """The shards of a collection's tables under a plan; `whole_rows`: whether the optimizer needs them.
+class ShardMap:
+    """Shards of a collection's tables on all ranks, and the routes of their ids.
 
-    `routes` are those of the ID exchange, in its order; `shards` those of all ranks, by table. ValueError for tables
-    that the plan lacks, or shardings that do not fit them.
+    Args:
+        configs, plan: tables, and their shardings.
+        pooled: whether lookups return one vector per bag.
+        whole_rows: whether the optimizer reads whole rows.
+
+    Attributes:
+        routes: of the ID exchange, in its order.
+        shards: of all ranks, by table.
+
+    Raises:
+        ValueError: for tables that the plan lacks, or shardings that do not fit.
     """
 
     def __init__(self, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool, whole_rows: bool) -> None:
@@ -57,92 +66,96 @@ class Placement:
             if isinstance(sharding, DataParallel):
                 placed += [PlacedShard(table, shard, (), False, False, "replicated") for shard in shards]
                 continue
-            sums_inside_nodes = pooled and isinstance(sharding, TableRowWise | Grid)
-            hierarchical = sums_inside_nodes and plan.local_world_size < plan.world_size
+            reduces_in_node = pooled and isinstance(sharding, TableRowWise | Grid)
+            hierarchical = reduces_in_node and plan.local_world_size < plan.world_size
+            # One ID route per column block and feature; shards of a block have different rows.
             blocks: dict[ColumnRange, list[Shard]] = {}
             for shard in shards:
                 blocks.setdefault((shard.first_column, shard.num_columns), []).append(shard)
-            for rows in blocks.values():
-                own = tuple(range(len(routes), len(routes) + len(config.feature_names)))
-                firsts, owners = zip(*((shard.first_row, shard.rank) for shard in rows), strict=True)
-                to = config.name, rows_to_shard(config), firsts, owners, config.is_dynamic
-                routes += [IdRoute(feature, *to) for feature in config.feature_names]
+            for block_shards in blocks.values():
+                feature_routes = tuple(range(len(routes), len(routes) + len(config.feature_names)))
+                first_rows, owners = zip(*((shard.first_row, shard.rank) for shard in block_shards), strict=True)
+                table_fields = config.name, rows_to_shard(config), first_rows, owners, config.is_dynamic
+                routes += [IdRoute(feature, *table_fields) for feature in config.feature_names]
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
                 placed += [
-                    PlacedShard(table, shard, own, len(rows) > 1, whole_rows and len(blocks) > 1, scheme)
-                    for shard in rows
+                    PlacedShard(
+                        table, shard, feature_routes, len(block_shards) > 1, whole_rows and len(blocks) > 1, scheme
+                    )
+                    for shard in block_shards
                 ]
         self._configs, self.routes, self.shards = configs, tuple(routes), tuple(placed)
         self._widths = [config.embedding_dim * len(config.feature_names) for config in configs]
 
-    def on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
-        """The shards of a rank with this scheme, in the order of its columns: those that are `cut` come last."""
-        shards = [each for each in self.shards if each.shard.rank == rank and each.scheme == scheme]
-        return sorted(shards, key=lambda each: each.cut)
+    def shards_on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
+        """Shards of a rank with this scheme, in the order of its columns; those that need whole rows come last."""
+        shards = [placed for placed in self.shards if placed.shard.rank == rank and placed.scheme == scheme]
+        return sorted(shards, key=lambda placed: placed.needs_whole_rows)
 
     def tables_of(self, scheme: Scheme) -> list[int]:
-        """The tables with this scheme."""
-        return sorted({each.table for each in self.shards if each.scheme == scheme})
+        """Tables with this scheme, ascending."""
+        return sorted({shard.table for shard in self.shards if shard.scheme == scheme})
 
     def width_of(self, scheme: Scheme) -> int:
-        """Columns of all vectors with this scheme."""
+        """Columns of the pooled vectors of all tables with this scheme."""
         return sum(self._widths[table] for table in self.tables_of(scheme))
 
-    def runs(self, shards: Sequence[PlacedShard]) -> list[ColumnRange]:
-        """The columns of these shards among all with their scheme: by table, then feature."""
-        runs: list[ColumnRange] = []
-        for each in shards:
-            first = self._starts([each.scheme])[each.table]
-            starts = range(first, first + self._widths[each.table], self._configs[each.table].embedding_dim)
-            runs += [(start + each.shard.first_column, each.shard.num_columns) for start in starts]
-        return runs
+    def column_ranges(self, shards: Sequence[PlacedShard]) -> list[ColumnRange]:
+        """Columns of these shards in the matrix of their scheme: by table, then feature."""
+        ranges: list[ColumnRange] = []
+        for placed in shards:
+            first = self._starts([placed.scheme])[placed.table]
+            starts = range(first, first + self._widths[placed.table], self._configs[placed.table].embedding_dim)
+            ranges += [(start + placed.shard.first_column, placed.shard.num_columns) for start in starts]
+        return ranges
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
-        """For each column of the result, by table, its column in the results of these schemes side by side."""
+        """Map each column of the result, by table, to its column in the concatenated matrices of these schemes."""
         starts = self._starts(schemes)
         return [starts[table] + column for table, width in enumerate(self._widths) for column in range(width)]
 
     def _starts(self, schemes: Sequence[Scheme]) -> dict[int, int]:
-        """The first column of each table in the results of these schemes side by side."""
+        """First column of each table in the concatenated matrices of these schemes."""
         tables = [table for scheme in schemes for table in self.tables_of(scheme)]
         return dict(zip(tables, accumulate((self._widths[table] for table in tables), initial=0), strict=False))
 
-    def parts(self, shards: Sequence[PlacedShard]) -> list[TableConfig]:
-        """Shards as tables of their own, looked up by the keys of their routes.
+    def shard_configs(self, shards: Sequence[PlacedShard]) -> list[TableConfig]:
+        """Configs of shards, which are looked up by the keys of their routes.
 
-        A table with several shards gets a number behind its name.
+        Further shards of the same table get a number after its name.
         """
-        parts, times = [], Counter[int]()
-        for each in shards:
-            config, shard, number = self._configs[each.table], each.shard, times[each.table]
-            whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
-            features = [route_key(route) for route in each.routes] or config.feature_names
+        result, counts = [], Counter[int]()
+        for placed in shards:
+            config, shard, number = self._configs[placed.table], placed.shard, counts[placed.table]
+            shard_config = replace(config, pooling="sum") if placed.row_sharded and config.pooling == "mean" else config
+            features = [route_key(route) for route in placed.routes] or config.feature_names
             name = f"{config.name}@{number}" if number else config.name
-            parts.append(whole.shard(name, (shard.first_row, shard.num_rows), each.columns, features))
-            times[each.table] += 1
-        return parts
+            result.append(shard_config.shard(name, (shard.first_row, shard.num_rows), placed.columns, features))
+            counts[placed.table] += 1
+        return result
 
 
 class ShardGroups(NamedTuple):
-    """Process groups; all ranks make them together."""
+    """Process groups of a sharded model; all ranks create them in the same order."""
 
-    world: RankGroup  # all ranks of the job; not the group that `DistributedDataParallel` uses
-    shards: RankGroup  # ranks with the shards of one copy of the tables
-    # the same ranks, for ID exchanges, on the CPU and in a group of their own, so that ids may be prefetched
+    world: RankGroup  # all ranks of the job; not the process group of `DistributedDataParallel`
+    shards: RankGroup  # ranks with the shards of one replica of the tables
+    # same ranks as `shards`, for the sizes of ID exchanges: a separate CPU group, so that a prefetch thread may use it
     ids: RankGroup
-    ids_network: RankGroup  # the ranks again, for the ids themselves; over the device's network if that was asked for
-    node: RankGroup  # those of `shards` on this node
-    across: RankGroup  # those of `shards` with this rank's local rank
-    replicas: RankGroup  # ranks with the same shards in other copies of the tables; one if there is one copy
+    ids_network: RankGroup  # same ranks, for the ids; over the device's network if `ids_over_device`
+    node: RankGroup  # ranks of `shards` on this node
+    across: RankGroup  # ranks of `shards` with the same local rank on other nodes
+    replicas: RankGroup  # ranks with the same shards in other replicas of the tables
 
     @classmethod
-    def make(
+    def create(
         cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None,
         ids_over_device: bool = False,
     ) -> Self:  # fmt: skip
-        """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
+        """Create the groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
 
-        ValueError for a mesh of more dimensions, or nodes that do not divide the ranks.
+        Raises:
+            ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
         """
         world = RankGroup.world(local_world_size, timeout)
         replicas, shards = 1, world.size
@@ -153,75 +166,80 @@ class ShardGroups(NamedTuple):
                     f"shape {tuple(mesh.shape)}"
                 )
             if mesh.mesh.flatten().tolist() != list(range(world.size)):
-                raise ValueError("the mesh must have the ranks in their order, replica by replica")
+                raise ValueError("the mesh must have the ranks in ascending order, replica by replica")
             replicas, shards = (1, *mesh.shape)[-2:]
         node = min(world.local_world_size, shards)
         if shards % node:
-            raise ValueError(f"{shards} ranks of a copy of the tables cannot be nodes of {node} ranks each")
+            raise ValueError(f"{shards} ranks of a replica of the tables cannot be split into nodes of {node} ranks")
         copies = [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
         nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
         local_ranks = [copy[local::node] for copy in copies for local in range(node)]
-        of_shards, ids = world.subgroup(copies), world.subgroup(copies, backend="gloo")
+        shard_group, ids = world.subgroup(copies), world.subgroup(copies, backend="gloo")
         return cls(
-            world.duplicate(), of_shards, ids, world.subgroup(copies) if ids_over_device else ids,
-            of_shards if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
+            world.duplicate(), shard_group, ids, world.subgroup(copies) if ids_over_device else ids,
+            shard_group if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
             world.subgroup(list(zip(*copies, strict=True))),
         )  # fmt: skip
 
     def for_prefetch(self, replicated: bool) -> RankGroup:
-        """As `world`, or else `replicas`, on the CPU and with connections of its own; all ranks make it together."""
+        """Create a separate CPU group of the ranks of `world`, or of `replicas`, for prefetches; on all ranks."""
         if replicated:
             return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
         size = self.shards.size
         return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
 
-    def among(self, ranks: Sequence[int]) -> RankGroup:
-        """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
+    def subset(self, ranks: Sequence[int]) -> RankGroup:
+        """Create a group of these ranks in each replica of the tables; the remaining ranks get a group as well."""
         copies, size = self.world.size // self.shards.size, self.shards.size
-        others = [rank for rank in range(size) if rank not in ranks]
-        sets = [[copy * size + rank for rank in each] for copy in range(copies) for each in (ranks, others) if each]
-        return self.world.subgroup(sets)
+        other_ranks = [rank for rank in range(size) if rank not in ranks]
+        rank_lists = [
+            [copy * size + rank for rank in members]
+            for copy in range(copies)
+            for members in (ranks, other_ranks)
+            if members
+        ]
+        return self.world.subgroup(rank_lists)
 
 
 def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor], None]) -> None:
-    """Change a table's weight and states in place, on a device of this kind."""
+    """Change a table's weight and states in place; `change` gets them on `device`."""
 
     def change_fields(fields: Mapping[str, Tensor]) -> None:
-        for values in fields.values():
-            moved = values.to(device).contiguous()
-            change(moved)
-            values.copy_(moved)
+        for tensor in fields.values():
+            staged = tensor.to(device).contiguous()
+            change(staged)
+            tensor.copy_(staged)
 
     table.update_records(change_fields)
 
 
-def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:
-    """Fill a shard from a whole table and its states, by name."""
-    tensors = own.tensors()
-    for name, given in whole.items():
-        tensors[name].copy_(cut(given, shard))
-    if isinstance(own, CachedTable):
-        own.assign(tensors)
+def copy_shard(local_table: Table, source: Mapping[str, Tensor], shard: Shard) -> None:
+    """Fill a shard from the weight and states, by name, of the full table."""
+    tensors = local_table.tensors()
+    for name, tensor in source.items():
+        tensors[name].copy_(slice_shard(tensor, shard))
+    if isinstance(local_table, CachedTable):
+        local_table.assign(tensors)
 
 
-def init_shard(own: Table, table: TableConfig, shard: Shard) -> None:
-    """Draw a shard's initial values: those that the whole table has there, however it is sharded.
+def init_shard(local_table: Table, config: TableConfig, shard: Shard) -> None:
+    """Draw a shard's initial values, which do not depend on the sharding.
 
-    A value depends on the table's name, on torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), and on
-    its row and column, so nobody draws the whole; a table with an `init` of its own is made whole on the CPU.
+    A value depends on the table's name, torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), its row
+    and its column, so a rank draws its shard alone. A table with an `init` function is drawn in full on the CPU.
     """
-    seed = seed_of_shards(table)
-    if table.init is None:
-        fill_initial_(own.weight, seed, table.bound, shard.first_row, shard.first_column)
+    seed = shard_seed(config)
+    if config.init is None:
+        fill_initial_(local_table.weight, seed, config.bound, shard.first_row, shard.first_column)
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        dtype = table.dtype if table.dtype in TRAINABLE_DTYPES else torch.float32
-        whole = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype)
-        table.init(whole)
-    copy_shard(own, {"weight": whole}, shard)
+        dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
+        weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
+        config.init(weight)
+    copy_shard(local_table, {"weight": weight}, shard)
 
 
-def seed_of_shards(table: TableConfig) -> int:
-    """What a table's initial values are drawn by."""
-    return (table.seed ^ torch.initial_seed()) & (2**63 - 1)
+def shard_seed(config: TableConfig) -> int:
+    """Seed of a table's initial values."""
+    return (config.seed ^ torch.initial_seed()) & (2**63 - 1)

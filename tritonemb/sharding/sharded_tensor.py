@@ -1,7 +1,7 @@
-"""`TableShards`: a whole table in a `state_dict`, of which each rank has some shards.
+"""`TableShards`: the `state_dict` value of a sharded table, with the shards of this rank.
 
-`torch.distributed.checkpoint` asks such a value what this rank writes and what it has room for, and cuts what was
-saved to what is loaded. So a table that was saved under one plan is loaded under any other, and into a plain tensor.
+`torch.distributed.checkpoint` (DCP) reads from it which chunks this rank writes and which it loads, and reshards
+between the two: a table saved under one plan loads under any other, and into a plain tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from tritonemb.comm.group import RankGroup, control_device
 from tritonemb.sharding.plan import Shard
 
-PIECE_BYTES = 1 << 27  # what is written, read and sent at once: a reader fetches whole pieces into host memory
+PIECE_BYTES = 1 << 27  # bytes per chunk of a checkpoint and per broadcast: a reader loads whole chunks into host memory
 _INSTEAD = (
-    "this rank has only some rows and columns of it. Use gather() for the whole tensor, copy_from() to fill it, "
-    "the tensors in `shards` for the parts, or torch.distributed.checkpoint to save and load it"
+    "this rank has only some of its rows and columns. Use gather() for the full tensor, copy_from() to fill it, "
+    "the tensors in `shards` for local rows, or torch.distributed.checkpoint to save and load it"
 )
 
 
 class Rectangle(NamedTuple):
-    """Rows and columns of a table; a state of one value a row counts as one column."""
+    """Rows and columns of a table; an optimizer state with one value per row counts as one column."""
 
     first_row: int
     num_rows: int
@@ -36,12 +36,12 @@ class Rectangle(NamedTuple):
 
 
 class LocalShard(NamedTuple):
-    """Rows and columns of a table, or of a state of it, on this rank."""
+    """Rows and columns of a table, or of one of its optimizer states, on this rank."""
 
-    tensor: Tensor  # [rows, columns], or [rows] for a state of one value a row
-    first_row: int = 0  # in the whole
+    tensor: Tensor  # [rows, columns], or [rows] for a state with one value per row
+    first_row: int = 0  # in the full table
     first_column: int = 0
-    mine: bool = True  # this rank saves it; others that have the same only load it
+    is_primary: bool = True  # this rank saves the shard; replicas on other ranks only load it
 
     @property
     def offset(self) -> tuple[int, ...]:
@@ -54,100 +54,107 @@ class LocalShard(NamedTuple):
 
 
 class TableShards(Tensor):
-    """What a `state_dict` has for a sharded table's weight `[rows, columns]` or its state, of that shape or `[rows]`.
+    """State-dict value of a sharded table: its weight `[rows, columns]`, or a state of that shape or `[rows]`.
 
-    It has the shape and dtype of the whole, and shares memory with the module. It can be saved, loaded, gathered,
-    filled and copied; operators refuse it, since there is no whole tensor here. Of all ranks' shards that are `mine`,
-    each element is in exactly one.
+    It has the shape and dtype of the full tensor, and shares memory with the module. It can be saved, loaded, gathered,
+    filled and copied; other operators raise, as no rank has the full tensor. The primary shards of all ranks cover each
+    element exactly once.
 
     Args:
-        size: of the whole.
-        dtype: of the whole, and of every shard.
-        shards: what this rank has; may be none.
+        size: shape of the full tensor.
+        dtype: of the full tensor, and of every shard.
+        shards: this rank's shards; may be empty.
 
     Raises:
-        ValueError: a shard does not fit into the whole, or has another dtype.
+        ValueError: a shard is outside of the full tensor, or has another dtype.
     """
 
     shards: tuple[LocalShard, ...]
-    _written: dict[tuple[int, ...], Tensor]  # the pieces that are asked for; none where shards are to be filled
+    _written: dict[tuple[int, ...], Tensor]  # pieces of the current save, by offset; empty during a load
 
     @staticmethod
     def __new__(cls, size: Iterable[int], dtype: torch.dtype, shards: Iterable[LocalShard]) -> "TableShards":
-        shape, held = torch.Size(size), tuple(shards)
-        _check(shape, dtype, held)
-        # A module without memory yet has shards on "meta"; the whole is not to look as if it could be made anew.
-        device = next((s.tensor.device for s in held if not s.tensor.is_meta), torch.device("cpu"))
-        made: TableShards = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.shards = tuple(s._replace(tensor=s.tensor.detach()) for s in held if s.tensor.numel())
-        made._written = {}
-        return made
+        shape, local_shards = torch.Size(size), tuple(shards)
+        _check(shape, dtype, local_shards)
+        # Shards of a module without memory are on "meta". A wrapper on "meta" would look like a tensor to materialize.
+        device = next((s.tensor.device for s in local_shards if not s.tensor.is_meta), torch.device("cpu"))
+        table: TableShards = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        table.shards = tuple(s._replace(tensor=s.tensor.detach()) for s in local_shards if s.tensor.numel())
+        table._written = {}
+        return table
 
     def rectangles(self) -> list[Rectangle]:
-        """The parts of the whole that this rank saves."""
-        return [shard.rectangle for shard in self.shards if shard.mine]
+        """Rectangles that this rank saves."""
+        return [shard.rectangle for shard in self.shards if shard.is_primary]
 
     def bytes_to_save(self) -> int:
-        """The size of what this rank saves."""
-        return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in self.shards if shard.mine)
+        """Bytes that this rank saves."""
+        return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in self.shards if shard.is_primary)
 
-    def map(self, function: Callable[[Tensor], Tensor], only_mine: bool = False) -> Self:
-        """The same shards with other tensors of their shapes, e.g. copies of them."""
-        kept = [shard for shard in self.shards if shard.mine or not only_mine]
-        return type(self)(self.shape, self.dtype, [shard._replace(tensor=function(shard.tensor)) for shard in kept])
+    def map(self, function: Callable[[Tensor], Tensor], only_primary: bool = False) -> Self:
+        """Return the same shards with `function(tensor)` of each, of the same shape."""
+        shards = [shard for shard in self.shards if shard.is_primary or not only_primary]
+        return type(self)(self.shape, self.dtype, [shard._replace(tensor=function(shard.tensor)) for shard in shards])
 
-    def why_not_loadable(self, given: Any) -> str | None:
-        """Why this cannot be filled from a tensor, whole or sharded; None if it can."""
-        if not isinstance(given, Tensor) or (given.shape, given.dtype) != (self.shape, self.dtype):
-            found = described(given.dtype, given.shape) if isinstance(given, Tensor) else type(given).__name__
-            return f"expected a tensor of {described(self.dtype, self.shape)}, got {found}"
-        there = {shard.rectangle for shard in (given if isinstance(given, TableShards) else self).shards}
-        if any(shard.rectangle not in there for shard in self.shards):
-            remedy = "load a checkpoint with torch.distributed.checkpoint, or whole tensors"
+    def why_not_loadable(self, source: Any) -> str | None:
+        """Return why a full or sharded tensor cannot be copied into this one; None if it can."""
+        if not isinstance(source, Tensor) or (source.shape, source.dtype) != (self.shape, self.dtype):
+            actual = (
+                dtype_and_shape(source.dtype, source.shape) if isinstance(source, Tensor) else type(source).__name__
+            )
+            return f"expected a tensor of {dtype_and_shape(self.dtype, self.shape)}, got {actual}"
+        rectangles = {shard.rectangle for shard in (source if isinstance(source, TableShards) else self).shards}
+        if any(shard.rectangle not in rectangles for shard in self.shards):
+            remedy = "load a checkpoint with torch.distributed.checkpoint, or full tensors"
             return f"these shards are of another plan; {remedy}"
         return None
 
     @torch.no_grad()
-    def copy_from(self, given: Tensor) -> None:
-        """Fill this rank's shards from the whole tensor, of the same shape and dtype, on any device; or from shards.
+    def copy_from(self, source: Tensor) -> None:
+        """Fill this rank's shards from the full tensor, of the same shape and dtype, on any device; or from shards.
 
-        ValueError for another shape or dtype, or shards of another plan.
+        Raises:
+            ValueError: for another shape or dtype, or shards of another plan.
         """
-        if (problem := self.why_not_loadable(given)) is not None:
+        if (problem := self.why_not_loadable(source)) is not None:
             raise ValueError(problem)
-        parts = {s.rectangle: s.tensor for s in given.shards} if isinstance(given, TableShards) else {}
+        tensors = {s.rectangle: s.tensor for s in source.shards} if isinstance(source, TableShards) else {}
         for shard in self.shards:
-            found = parts[shard.rectangle] if parts else cut(given, shard.rectangle)
-            if found.data_ptr() != shard.tensor.data_ptr():  # not its own
-                shard.tensor.copy_(found)
+            part = tensors[shard.rectangle] if tensors else slice_shard(source, shard.rectangle)
+            if part.data_ptr() != shard.tensor.data_ptr():  # not the same memory
+                shard.tensor.copy_(part)
 
     @torch.no_grad()
     def gather(self, group: RankGroup | None = None, device: torch.device | str = "cpu") -> Tensor:  # type: ignore[override]
-        """The whole tensor, on every rank and on `device`; all ranks call it together.
+        """Return the full tensor, on every rank and on `device`; a collective.
 
-        `group`: the ranks that have the table; None if this one has all of it. ValueError on every rank if their shards
-        do not make up the whole.
+        Args:
+            group: ranks that have the table's shards; None if this rank has all of them.
+            device: of the result.
+
+        Raises:
+            ValueError: on every rank, if the shards do not cover the table exactly once.
         """
         group = RankGroup() if group is None else group
-        held: list[list[Rectangle]] = group.all_gather_object(self.rectangles())
-        refuse_gaps(self.shape, [rectangle for of_rank in held for rectangle in of_rank])
-        whole = torch.empty(self.shape, dtype=self.dtype, device=device)
+        by_rank: list[list[Rectangle]] = group.all_gather_object(self.rectangles())
+        check_coverage(self.shape, [rectangle for of_rank in by_rank for rectangle in of_rank])
+        result = torch.empty(self.shape, dtype=self.dtype, device=device)
         for _, piece, tensor in self._pieces():
-            cut(whole, piece).copy_(tensor)
-        for rank, rectangles in enumerate(held if group.size > 1 else []):
+            slice_shard(result, piece).copy_(tensor)
+        for rank, rectangles in enumerate(by_rank if group.size > 1 else []):
             for piece in (piece for rectangle in rectangles for piece in _pieces(rectangle, self.dtype)):
-                target = cut(whole, piece)
+                target = slice_shard(result, piece)
                 message = target.to(control_device(group)).contiguous()
                 group.broadcast(message, rank, "gather")
                 target.copy_(message)
-        return whole
+        return result
 
-    # What torch.distributed.checkpoint asks; it knows these names.
+    # Protocol of torch.distributed.checkpoint, which calls these methods by name.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties, pieces = TensorProperties(dtype=self.dtype), {place: part for place, _, part in self._pieces()}
+        properties, pieces = TensorProperties(dtype=self.dtype), {offset: piece for offset, _, piece in self._pieces()}
         self._written |= pieces
-        chunks = [ChunkStorageMetadata(torch.Size(place), part.shape) for place, part in pieces.items()]
+        chunks = [ChunkStorageMetadata(torch.Size(offset), piece.shape) for offset, piece in pieces.items()]
         data = [TensorWriteData(chunk, properties, self.shape) for chunk in chunks]
         return [WriteItem(MetadataIndex(fqn, d.chunk.offsets), WriteItemType.SHARD, tensor_data=d) for d in data]
 
@@ -159,24 +166,24 @@ class TableShards(Tensor):
         return [ChunkStorageMetadata(torch.Size(shard.offset), shard.tensor.shape) for shard in self.shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The shard to fill, by its number in the list of chunks, or the piece to write, by its place in the whole."""
+        """Return the shard to load, by its index in the chunk list, or the piece to save, by its offset."""
         assert index.offset is not None, index
         if not self._written and index.index is not None:
             return self.shards[index.index].tensor
-        there = self._written or {shard.offset: shard.tensor for shard in self.shards}
-        if tuple(index.offset) not in there:
+        tensors = self._written or {shard.offset: shard.tensor for shard in self.shards}
+        if tuple(index.offset) not in tensors:
             raise ValueError(f"{index.fqn} has no shard at {tuple(index.offset)} on this rank: {self!r}")
-        return there[tuple(index.offset)]
+        return tensors[tuple(index.offset)]
 
     def _pieces(self) -> Iterator[tuple[tuple[int, ...], Rectangle, Tensor]]:
-        """What this rank writes, piece by piece, and where each begins."""
+        """Pieces that this rank saves: offset, rectangle and tensor."""
         for shard in self.shards:
-            for piece in _pieces(shard.rectangle, self.dtype) if shard.mine else ():
+            for piece in _pieces(shard.rectangle, self.dtype) if shard.is_primary else ():
                 rows = slice(piece.first_row - shard.first_row, piece.first_row - shard.first_row + piece.num_rows)
-                place = (piece.first_row, piece.first_column)[: self.dim()]
-                yield place, piece, shard.tensor[rows] if self.dim() else shard.tensor
+                offset = (piece.first_row, piece.first_column)[: self.dim()]
+                yield offset, piece, shard.tensor[rows] if self.dim() else shard.tensor
 
-    # What torch does with the values of a state_dict.
+    # Operators that torch calls on the values of a state_dict.
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -186,7 +193,7 @@ class TableShards(Tensor):
             return args[0].map(lambda tensor: tensor)
         if func is torch.ops.aten.clone.default:
             return args[0].map(torch.clone)
-        # A TypeError in `table + 1` would be replaced by Python's own.
+        # Python would replace a TypeError in `table + 1` by its own text.
         raise NotImplementedError(f"{func} cannot work on a sharded table: {_INSTEAD}")
 
     def __copy__(self) -> Self:
@@ -201,30 +208,30 @@ class TableShards(Tensor):
         raise TypeError(f"a sharded table cannot be pickled, by torch.save for example: {_INSTEAD}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = "; ".join(
-            f"{shard.rectangle} on {shard.tensor.device}{'' if shard.mine else ', saved by another'}"
+        shards = "; ".join(
+            f"{shard.rectangle} on {shard.tensor.device}{'' if shard.is_primary else ', saved by another rank'}"
             for shard in self.shards
         )
-        return f"TableShards({described(self.dtype, self.shape)}: {held or 'nothing of it here'})"
+        return f"TableShards({dtype_and_shape(self.dtype, self.shape)}: {shards or 'no local shards'})"
 
     __str__ = __repr__
 
 
-def refuse_gaps(size: torch.Size, rectangles: Iterable[Rectangle]) -> None:
+def check_coverage(size: torch.Size, rectangles: Iterable[Rectangle]) -> None:
     """Raise ValueError unless each element of a tensor of this size is in exactly one of the rectangles."""
     num_rows, num_columns = (*size, 1, 1)[:2]
-    counted = [(Rectangle(0, num_rows, 0, num_columns), -1), *((rectangle, 1) for rectangle in rectangles)]
-    rows = sorted({edge for r, _ in counted for edge in (r.first_row, r.first_row + r.num_rows)})
-    columns = sorted({edge for r, _ in counted for edge in (r.first_column, r.first_column + r.num_columns)})
+    weighted = [(Rectangle(0, num_rows, 0, num_columns), -1), *((rectangle, 1) for rectangle in rectangles)]
+    rows = sorted({edge for r, _ in weighted for edge in (r.first_row, r.first_row + r.num_rows)})
+    columns = sorted({edge for r, _ in weighted for edge in (r.first_column, r.first_column + r.num_columns)})
     row_of, column_of = ({edge: n for n, edge in enumerate(edges)} for edges in (rows, columns))
-    times = torch.zeros(len(rows) - 1, len(columns) - 1, dtype=torch.int64)  # too often, between these edges
-    for r, count in counted:
-        of_rows = slice(row_of[r.first_row], row_of[r.first_row + r.num_rows])
-        times[of_rows, column_of[r.first_column] : column_of[r.first_column + r.num_columns]] += count
-    for row, column in times.nonzero().tolist():
-        where = Rectangle(rows[row], rows[row + 1] - rows[row], columns[column], columns[column + 1] - columns[column])
-        who = "no rank" if times[row, column] < 0 else "two ranks"
-        raise ValueError(f"{where} of a sharded table are saved by {who}")
+    counts = torch.zeros(len(rows) - 1, len(columns) - 1, dtype=torch.int64)  # surplus of each cell between edges
+    for r, count in weighted:
+        row_range = slice(row_of[r.first_row], row_of[r.first_row + r.num_rows])
+        counts[row_range, column_of[r.first_column] : column_of[r.first_column + r.num_columns]] += count
+    for row, column in counts.nonzero().tolist():
+        gap = Rectangle(rows[row], rows[row + 1] - rows[row], columns[column], columns[column + 1] - columns[column])
+        savers = "no rank" if counts[row, column] < 0 else "two ranks"
+        raise ValueError(f"{gap} of a sharded table are saved by {savers}")
 
 
 def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...]) -> None:
@@ -233,33 +240,34 @@ def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...])
     for shard in shards:
         tensor = shard.tensor
         if tensor.dim() != len(size) or tensor.dtype != dtype:
+            actual = dtype_and_shape(tensor.dtype, tensor.shape)
             raise ValueError(
-                f"a shard of {described(dtype, size)} is {described(tensor.dtype, tensor.shape)}: it must have the "
-                "dtype and the number of dimensions of the whole"
+                f"a shard of {dtype_and_shape(dtype, size)} is {actual}: it must have the "
+                "dtype and the number of dimensions of the full tensor"
             )
         if len(size) == 1 and shard.first_column:
             raise ValueError(f"a shard of {list(size)} begins at column {shard.first_column}, but there are no columns")
         ends = [first + n for first, n in zip(shard.offset, tensor.shape, strict=True)]
-        if min(shard.offset, default=0) < 0 or any(end > whole for end, whole in zip(ends, size, strict=True)):
-            raise ValueError(f"a shard has {shard.rectangle}, outside of the whole {list(size)}")
+        if min(shard.offset, default=0) < 0 or any(end > limit for end, limit in zip(ends, size, strict=True)):
+            raise ValueError(f"a shard has {shard.rectangle}, outside of the full tensor {list(size)}")
 
 
 def _pieces(rectangle: Rectangle, dtype: torch.dtype) -> Iterator[Rectangle]:
-    """Blocks of rows of at most `PIECE_BYTES`, but of at least one row."""
-    at_once = max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
-    for first in range(0, rectangle.num_rows, at_once):
-        rows = min(at_once, rectangle.num_rows - first)
+    """Split into blocks of rows of at most `PIECE_BYTES`, and of at least one row."""
+    rows_per_piece = max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
+    for first in range(0, rectangle.num_rows, rows_per_piece):
+        rows = min(rows_per_piece, rectangle.num_rows - first)
         yield rectangle._replace(first_row=rectangle.first_row + first, num_rows=rows)
 
 
-def cut(whole: Tensor, rectangle: Rectangle | Shard) -> Tensor:
-    """A view of the rows, and the columns if it has several, of a table or a state of it."""
-    if not whole.dim():
-        return whole
-    rows = whole[rectangle.first_row :][: rectangle.num_rows]
-    return rows if whole.dim() == 1 else rows[:, rectangle.first_column :][:, : rectangle.num_columns]
+def slice_shard(tensor: Tensor, rectangle: Rectangle | Shard) -> Tensor:
+    """Return a view of the rectangle of a table or of its state; a state with one value per row has no columns."""
+    if not tensor.dim():
+        return tensor
+    rows = tensor[rectangle.first_row :][: rectangle.num_rows]
+    return rows if tensor.dim() == 1 else rows[:, rectangle.first_column :][:, : rectangle.num_columns]
 
 
-def described(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """A tensor's dtype and shape, in words."""
+def dtype_and_shape(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    """Text of a tensor's dtype and shape, such as "float32 [4, 2]"."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

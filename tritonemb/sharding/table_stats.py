@@ -1,4 +1,4 @@
-"""`TableStats`: how the rows of a table are used."""
+"""`TableStats`: access statistics of a table's rows."""
 
 import math
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class TableStats:
-    """How a table is used, measured or assumed; every row equally often if nothing is given.
+    """Access statistics of a table, measured or assumed; uniform by default.
 
     Args:
-        pooling_factor: ids of a sample, over all features of the table.
-        hotness: (rows, share of ids) of groups of rows that are used about equally often, hottest first.
-        row_share: share of ids in each of equal ranges of the table's rows, in their order.
-        repeats: share of a batch's ids that repeat others of the batch, beyond what chance would do.
+        pooling_factor: ids per sample, over all features of the table.
+        hotness: (rows, share of ids) of groups of rows that are accessed about equally often, hottest first.
+        row_share: share of ids in each of equal ranges of the table's rows, in ascending order.
+        repeats: share of a batch's ids that repeat other ids of the batch, beyond independent draws.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -47,20 +47,20 @@ class TableStats:
             if shares and abs(sum(shares) - 1) > 1e-6:
                 raise ValueError(f"the shares of a table's {name} must add up to 1, got {sum(shares)}")
         uses = [share / rows if rows else math.nan for rows, share in self.hotness]
-        if any(not later <= before * (1 + 1e-9) for before, later in pairwise([math.inf, *uses])):
+        if any(not current <= previous * (1 + 1e-9) for previous, current in pairwise([math.inf, *uses])):
             raise ValueError(f"a table's hotness must have groups of some rows, hottest first, got {self.hotness}")
         if self.repeats >= 1:
             raise ValueError(f"a table's repeats must be below 1, got {self.repeats}")
 
     def distinct(self, num_rows: float, ids: float) -> float:
-        """Rows of a table of `num_rows` that `ids` ids of a batch can be expected to use.
+        """Return the expected number of distinct rows that `ids` ids of a batch access, in a table of `num_rows`.
 
-        Of rows beyond those of `hotness` none is used; if there are fewer, each group has fewer.
+        Rows beyond those of `hotness` are not accessed; for fewer rows, its groups shrink in proportion.
         """
         return self.misses(num_rows, ids, 0)
 
     def misses(self, num_rows: float, ids: float, cached_rows: float) -> float:
-        """As `distinct`, without rows that are among the `cached_rows` hottest."""
+        """Return the expected number of distinct rows outside of the `cached_rows` hottest; see `distinct`."""
         ids *= 1 - self.repeats
         if ids <= 0 or num_rows <= 0:
             return 0.0
@@ -73,9 +73,9 @@ class TableStats:
         return float(used @ (1 - cached / rows))
 
     def share(self, first_row: Any, rows: Any, num_rows: float) -> Any:
-        """Share of the table's ids that are among `rows` of its `num_rows` rows, from `first_row` on; or arrays."""
+        """Return the share of ids in `rows` rows from `first_row` on, of a table of `num_rows`; numbers or arrays."""
         if not np.all((first_row >= 0) & (rows >= 0) & (first_row + rows <= num_rows * (1 + 1e-9))):
-            raise ValueError(f"a table of {num_rows} rows has no {rows} rows from row {first_row} on")
+            raise ValueError(f"{rows} rows from row {first_row} on are out of range for a table of {num_rows} rows")
         if not self.row_share:
             return rows / num_rows if num_rows else 0.0
         ends = np.array([first_row, first_row + rows]) * (len(self.row_share) / num_rows)
@@ -84,6 +84,6 @@ class TableStats:
 
 
 def _used(rows: Any, share: Any, ids: float) -> Any:
-    """Expected number of rows that `ids` ids use, each of which is a certain one of them with probability `share`."""
+    """Return the expected number of distinct rows of `ids` ids, where an id is a given row with probability `share`."""
     with np.errstate(divide="ignore"):
         return np.minimum(-rows * np.expm1(ids * np.log1p(-np.minimum(share, 1.0))), ids * rows * share)

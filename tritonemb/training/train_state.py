@@ -241,7 +241,7 @@ def caches_of(model: nn.Module) -> list[RowCache]:
 def table_sets_of(model: nn.Module) -> list[TableSet]:
     """Those of a model, this rank's shards among them."""
     sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
-    return [*table_sets(model), *(shard for module in sharded for shard in module.locals)]
+    return [*table_sets(model), *(tables for module in sharded for tables in module.table_sets)]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -395,7 +395,7 @@ def shards_in(
     if option.kind == "row_wise":
         ranges = len(option.edges) - 1
         if isinstance(given, RowWise) and given.rows is not None:  # maybe of fewer rows than the table has by now
-            ranks, counts = list(given.places or range(plan.world_size)), np.array(given.rows, dtype=np.float64)
+            ranks, counts = list(given.targets or range(plan.world_size)), np.array(given.rows, dtype=np.float64)
         else:
             shards = plan.shards(table)
             ranks = [each.rank for each in shards]

@@ -165,7 +165,7 @@ def _made(
             shardings[table.name], placements[table.name] = previous.tables[table.name], previous.placement(table.name)
             kind = next(name for name, each in SHARDINGS.items() if each is type(previous.tables[table.name]))
             tier = placements[table.name].placement
-            found = found._replace(kind=kind, placement=tier, parts=len(previous.tables[table.name].places or [0]))
+            found = found._replace(kind=kind, placement=tier, parts=len(previous.tables[table.name].targets or [0]))
         elif option.kind == "server":
             shardings[table.name] = RowWise() if rows_to_shard(table) >= model.ranks > 1 else TableWise(0)
         parts_of = solution.parts[first : first + len(of_table)]

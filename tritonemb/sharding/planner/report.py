@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from tritonemb.layout import rows_to_shard
-from tritonemb.sharding.plan import SHOWN, PlanDiff, Shard, ShardingPlan
+from tritonemb.sharding.plan import MAX_TABLES_SHOWN, PlanDiff, Shard, ShardingPlan
 from tritonemb.sharding.planner.cost_model import STAGES, CostModel, Prediction
 from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.topology import Topology
@@ -81,8 +81,8 @@ class PlanReport:
 
     def __str__(self) -> str:
         lines = [*self._head(), "", *self._table()]
-        if len(self.tables) > SHOWN:
-            lines.append(f"… and {len(self.tables) - SHOWN} more; plan.explain(name) tells of any")
+        if len(self.tables) > MAX_TABLES_SHOWN:
+            lines.append(f"… and {len(self.tables) - MAX_TABLES_SHOWN} more; plan.explain(name) tells of any")
         return "\n".join(lines)
 
     def _head(self) -> list[str]:
@@ -122,7 +122,7 @@ class PlanReport:
             ("time, all ranks", lambda each: duration(each.seconds)),
             ("next best", lambda each: f"{_on(each.runner_up)}, {duration(each.extra, '+')}" if each.runner_up else ""),
         ]
-        shown = sorted(self.tables, key=lambda each: -each.seconds)[:SHOWN]
+        shown = sorted(self.tables, key=lambda each: -each.seconds)[:MAX_TABLES_SHOWN]
         return align_columns([[name for name, _ in parts], *([cell(each) for _, cell in parts] for each in shown)])
 
     def explain(self, name: str) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, described, refuse_gaps
+from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, check_coverage, dtype_and_shape
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import MANIFEST, ROWS, CheckpointPlanner, CheckpointReader, read_manifest_text
@@ -95,7 +95,7 @@ def load_tensors(
     path = Path(path)
     files.ignore_single_process_warning()
     stored = stored_tensors(path, group)
-    local = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    local = {name: dtype_and_shape(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if problems := _differences(stored, on_all_ranks(group, lambda: local), ignore):
         more = len(problems) - MAX_LISTED
         listed = "\n  ".join(problems[:MAX_LISTED] + [f"and {more} more"] * (more > 0))
@@ -138,7 +138,7 @@ def _differences(stored: Stored, entries_by_rank: list[dict[str, str]], ignore: 
         if name not in stored:
             problems.append(f"{name} is not in the checkpoint")
         elif name in expected:
-            stored_description = described(stored[name].properties.dtype, stored[name].size)
+            stored_description = dtype_and_shape(stored[name].properties.dtype, stored[name].size)
             for description, rank in expected[name].items():
                 where = "here" if len(expected[name]) == 1 else f"on rank {rank}"
                 problems += (
@@ -219,7 +219,7 @@ def _parts_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The manifest's parts of a table, which make up the whole of it."""
     try:
         rectangles = [Rectangle(*part["rows"], *part["columns"]) for part in entry["parts"]]
-        refuse_gaps(torch.Size(entry["fields"]["weight"][1]), rectangles)
+        check_coverage(torch.Size(entry["fields"]["weight"][1]), rectangles)
     except ValueError as error:
         raise ValueError(f"{path / MANIFEST} is damaged ({error}); use another checkpoint") from None
     return entry["parts"]

@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, described, refuse_gaps
+from tritonemb.sharding.sharded_tensor import (
+    PIECE_BYTES,
+    LocalShard,
+    Rectangle,
+    TableShards,
+    check_coverage,
+    dtype_and_shape,
+)
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.checkpoint import CHANGES, ROWS, Files, size_and_checksum, size_of
@@ -117,10 +124,10 @@ def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
     """Raise ValueError unless the ranks' shards make up each sharded table."""
     for name in dict.fromkeys(name for shards in ranks for name in shards):
         copies = [shards[name] for shards in ranks if name in shards]
-        if len(kinds := sorted({described(dtype, shape) for shape, dtype, _ in copies})) > 1:
+        if len(kinds := sorted({dtype_and_shape(dtype, shape) for shape, dtype, _ in copies})) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(kinds)}")
         try:
-            refuse_gaps(copies[0][0], [rectangle for *_, rectangles in copies for rectangle in rectangles])
+            check_coverage(copies[0][0], [rectangle for *_, rectangles in copies for rectangle in rectangles])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -168,7 +175,7 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     tables: dict[str, DiskTable] = {}
     for name, value in tensors.items():
         shards = value.shards if isinstance(value, TableShards) else [LocalShard(value)]
-        on_disk = [(shard.tensor.table, shard.mine) for shard in shards if isinstance(shard.tensor, DiskTensor)]
+        on_disk = [(shard.tensor.table, shard.is_primary) for shard in shards if isinstance(shard.tensor, DiskTensor)]
         if not on_disk:
             in_memory[name] = value
             continue
@@ -377,7 +384,7 @@ class HostStager(BlockingAsyncStager):
         def copy(name: str, tensor: Tensor) -> Tensor:
             if isinstance(tensor, TableShards):
                 numbers = count()
-                return tensor.map(lambda part: fill(f"{name} {next(numbers)}", part), only_mine=True)
+                return tensor.map(lambda part: fill(f"{name} {next(numbers)}", part), only_primary=True)
             if isinstance(tensor, DTensor):
                 return DTensor(fill(name, tensor.to_local()), tensor._spec, requires_grad=False)
             return fill(name, tensor)
