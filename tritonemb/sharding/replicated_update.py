@@ -1,10 +1,11 @@
-"""Updates of rows that several ranks have, by the gradients of all of them: exact, and bitwise identical on every rank.
+"""Optimizer updates of rows that several ranks have: exact, and bitwise identical on every rank.
 
-Each rank sums the gradients of its distinct rows. *Replicas* gather these sums, and each applies the optimizer to the
-sum over ranks, in their order. Where a table's *columns* are spread over ranks and the optimizer needs a row's mean of
-squares, the ranks exchange sums of squares of their columns. Where it needs more of whole rows (a norm), they exchange
-what they have of the batch's rows, and each updates the whole rows and keeps its own columns. Both are bitwise
-identical to the unsharded update.
+Each rank sums the gradients of its distinct rows. *Replicas* all-gather these sums, and each applies the optimizer to
+the sum over ranks, added in the order of ranks.
+
+Column-wise sharded tables, if the optimizer reads whole rows: for a mean of squares, ranks exchange sums of squares of
+their columns; for more (a norm), they exchange their columns of the batch's rows, and each updates whole rows and
+stores its own columns. Both are bitwise identical to the unsharded update.
 """
 
 import itertools
@@ -31,65 +32,66 @@ from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
 from tritonemb.utils import on_error
 
-NO_BACKWARD = -1  # what autograd calls it when it is not running
+NO_GRAPH_TASK = -1  # autograd's id of the graph task outside of a backward pass
 
 
 def needs_whole_rows(optimizer: Optimizer) -> bool:
-    """Whether the update of an element depends on others of its row."""
+    """Return whether the update of an element depends on other elements of its row."""
     return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.on_nonfinite != "ignore"
 
 
 class ShardUpdate(LocalUpdate):
-    """Of rows that no other rank has: nothing diverges, whatever averages the dense network."""
+    """Update of rows that only this rank has: tables cannot diverge, however dense layers are averaged."""
 
     is_of_shards = True
 
 
 @dataclass(frozen=True)
 class ReplicatedUpdate(ShardUpdate):
-    """Of rows that other ranks have, too."""
+    """Update of rows that other ranks have, too."""
 
     is_shared = True
 
-    replicas: SumsExchange  # of ranks with the same rows and columns
-    # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:
-    # they exchange the rows of their batches before these are trained
-    for_prefetch: RankGroup | None = None
-    whole_rows: "WholeRowUpdate | None" = None  # where other ranks have other columns of the same rows
-    blocks: tuple[ColumnBlock, ...] = ()  # for that, the block of columns that each of the tables is
+    exchange: SumsExchange  # between ranks with the same rows and columns
+    # the same ranks, in a separate CPU group for prefetches, if some tables are cached: replicas exchange the rows of
+    # their batches before they train
+    prefetch_group: RankGroup | None = None
+    whole_row_update: "WholeRowUpdate | None" = None  # if the optimizer needs columns of other ranks
+    blocks: tuple[ColumnBlock, ...] = ()  # column block of each table, for `whole_row_update`
 
     @property
-    def average(self) -> int:
-        """Sums over replicas are divided by this."""
-        return self.replicas.group.size
+    def num_replicas(self) -> int:
+        """Number of replicas, which divides sums of gradients."""
+        return self.exchange.group.size
 
     def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
-        group, cache = self.for_prefetch, tables.cache
+        group, cache = self.prefetch_group, tables.cache
         if group is None:
             return None
         assert cache is not None
-        ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
-        cached = torch.tensor([*(table is not None for table in cache.tables), False], device=cache.device)
+        row_ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
+        is_cached = torch.tensor([*(table is not None for table in cache.tables), False], device=cache.device)
 
         def find(rows: Tensor, problem: ValueError | None) -> Tensor:
-            """Rows of cached tables in the batches of all replicas, without those of no table; a collective."""
-            own = rows[cached[torch.searchsorted(ends, rows, right=True)]]
-            return all_gather_rows(group, own.cpu(), problem).to(rows.device)
+            """Return rows of cached tables in the batches of all replicas; a collective."""
+            cached_rows = rows[is_cached[torch.searchsorted(row_ends, rows, right=True)]]
+            return all_gather_rows(group, cached_rows.cpu(), problem).to(rows.device)
 
         return find
 
     @torch.no_grad()
     def step(self, tables: TableSet, grad: Tensor | list[Tensor], lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
-        """One step on the rows of the batches of all these ranks, in place, which are unpinned then; a collective."""
+        """Update the rows of all replicas' batches in place, and unpin them; a collective."""
         pinned, configs, optimizer = PinnedRows(tables, pins), tables.configs, tables.optimizer
         assert optimizer is not None
         with on_error(pinned.release):
-            # The bound is of the gradient of the mean over replicas.
-            bound = None if optimizer.max_gradient is None else optimizer.max_gradient * self.average
-            sums = self._with_replicas(configs, pinned.in_rows(RowSums(*row_sums(grad, lookup, bound))))
-            if self.whole_rows is not None:
-                of_tables = enumerate(zip(self.blocks, configs, sums.rows, sums.sums, strict=True))
-                self.whole_rows.add([_Cut(block, n, table, pinned, *own) for n, (block, table, *own) in of_tables])
+            # `max_gradient` bounds the mean over replicas.
+            bound = None if optimizer.max_gradient is None else optimizer.max_gradient * self.num_replicas
+            sums = self._gather_gradients(configs, pinned.by_row(RowSums(*row_sums(grad, lookup, bound))))
+            if self.whole_row_update is not None:
+                gradients = zip(self.blocks, configs, sums.rows, sums.sums, strict=True)
+                updates = [_BlockUpdate(b, n, t, pinned, *fields) for n, (b, t, *fields) in enumerate(gradients)]
+                self.whole_row_update.add(updates)
                 return
             slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
             with tables.memory():
@@ -97,93 +99,95 @@ class ReplicatedUpdate(ShardUpdate):
                 _apply(configs, spec, tables.fused_tables(), slots, pinned.row_ids())
         pinned.release()
 
-    def _with_replicas(self, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
-        """The gradients of the rows of all replicas' batches; a collective."""
-        if self.average == 1:
+    def _gather_gradients(self, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+        """Gather the mean gradients of the rows of all replicas' batches; a collective."""
+        if self.num_replicas == 1:
             return sums
-        sums = self.replicas(sums)
-        for of_table in sums.sums:
-            of_table.mul_(1.0 / self.average)
-        if self.whole_rows is None:
+        sums = self.exchange(sums)
+        for table_sums in sums.sums:
+            table_sums.mul_(1.0 / self.num_replicas)
+        if self.whole_row_update is None:
             return sums
-        values, offsets, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
+        values, offsets, layout = _to_batch(tables, sums)  # merges rows that several ranks have
         lookup = Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout)
         return RowSums(*row_sums(sums.sums, lookup))
 
 
 class PinnedRows:
-    """The rows of a table set of shards, for one update; those of cached tables are in slots that batches have pinned.
+    """Rows of a table set for one update; rows of cached tables are in cache slots that batches have pinned.
 
-    Rows have the same numbers on every rank; their slots may differ from rank to rank. Nothing here waits for another
-    rank. `pins`: of the batches whose rows are updated; this object releases them.
+    Row numbers are the same on every rank, slots are not. No method is a collective. `pins`: lookups of the batches to
+    update, which are marked dirty, and unpinned by `release`.
     """
 
     def __init__(self, tables: TableSet, pins: Sequence[Lookup] = ()) -> None:
         self.tables, self.configs, self._pins = tables, tables.configs, pins
         for pinned in pins:
             pinned.dirty = True
-        self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and slots
-        for table, cached in enumerate([] if tables.cache is None else tables.cache.tables):
-            if cached is not None:
-                parts = [pinned.rows_of(table) for pinned in pins]
-                rows, which = torch.cat([rows for rows, _ in parts]).unique(return_inverse=True)
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and their slots
+        for table, cached_table in enumerate([] if tables.cache is None else tables.cache.tables):
+            if cached_table is not None:
+                pairs = [pinned.rows_of(table) for pinned in pins]
+                rows, inverse = torch.cat([rows for rows, _ in pairs]).unique(return_inverse=True)
                 slots = torch.empty_like(rows)
-                slots[which] = torch.cat([slots for _, slots in parts])  # a row that several have pinned is in one slot
+                slots[inverse] = torch.cat(
+                    [slots for _, slots in pairs]
+                )  # a row has one slot, however many batches pin it
                 self._slots[table] = rows, slots
 
     def slots(self, table: int, rows: Tensor) -> Tensor:
-        """The slots of a table's rows; the rows themselves if it is not cached. RuntimeError if one is not pinned."""
+        """Return the slots of a table's rows, or the rows if it is not cached; RuntimeError if one is not pinned."""
         if table not in self._slots or not rows.numel():
             return rows
-        own, slots = self._slots[table]
-        index = torch.searchsorted(own, rows).clamp_(max=max(0, own.numel() - 1))
-        if not own.numel() or not torch.equal(own[index], rows):
+        pinned_rows, slots = self._slots[table]
+        index = torch.searchsorted(pinned_rows, rows).clamp_(max=max(0, pinned_rows.numel() - 1))
+        if not pinned_rows.numel() or not torch.equal(pinned_rows[index], rows):
             raise RuntimeError(
                 f"other ranks train rows of table {self.configs[table].name!r} that are not pinned on this one's "
                 "device; all ranks must prefetch, look up and train their batches in the same order"
             )
         return slots[index]
 
-    def in_rows(self, sums: RowSums) -> RowSums:
-        """Sums by slot as sums by row, ascending."""
-        found = RowSums(list(sums.rows), list(sums.sums))
+    def by_row(self, sums: RowSums) -> RowSums:
+        """Convert sums by slot to sums by row, ascending."""
+        result = RowSums(list(sums.rows), list(sums.sums))
         for table, (rows, slots) in self._slots.items():
             ascending, order = slots.sort()
             index = torch.searchsorted(ascending, sums.rows[table])
-            found.rows[table], back = rows[order[index]].sort()
-            found.sums[table] = sums.sums[table][back]
-        return found
+            result.rows[table], row_order = rows[order[index]].sort()
+            result.sums[table] = sums.sums[table][row_order]
+        return result
 
     def row_ids(self) -> list[Tensor | None]:
-        """For each table, int64, the row in each slot; None if it is not cached. For use within its `memory`."""
+        """Return int64 rows by slot for each table, None if it is not cached; for use within `TableSet.memory`."""
         cache, tables = self.tables.cache, range(len(self.configs))
         return [cache.row_ids(table) if cache is not None and table in self._slots else None for table in tables]
 
     def release(self) -> None:
-        """Unpin the rows: this thread's stream has been given the update."""
+        """Unpin the rows, once this thread has launched the update."""
         for pinned in self._pins:
             pinned.release()
 
 
-def _as_batch(
+def _to_batch(
     tables: Sequence[TableConfig], sums: RowSums, row_ids: Sequence[Tensor | None] = ()
 ) -> tuple[Tensor, Tensor, Layout]:
-    """Rows as an unpooled batch of one sample: values, offsets, layout.
+    """Convert rows to an unpooled batch of one sample: values, offsets, layout.
 
-    `row_ids`: of tables whose "rows" are slots, the row in each.
+    `row_ids`: for tables whose `sums.rows` are slots, the row in each slot.
     """
-    ids = row_ids or [None] * len(tables)
-    named = [
+    slot_rows = row_ids or [None] * len(tables)
+    configs = [
         TableConfig(str(n), t.num_embeddings if i is None else i.numel(), t.embedding_dim, dtype=t.dtype)
-        for n, (t, i) in enumerate(zip(tables, ids, strict=True))
+        for n, (t, i) in enumerate(zip(tables, slot_rows, strict=True))
     ]
     values = torch.cat(sums.rows)
-    layout = make_layout(named, [table.name for table in named], False, values.device)
-    random = [[table.seed, table.row_origin, table.column_origin] for table in tables]
-    layout.tables[:, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]] = torch.tensor(random, device=values.device)
-    for table, of_slots in enumerate(ids):
-        if of_slots is not None:
-            set_row_ids(layout, table, of_slots, tables[table].row_origin)
+    layout = make_layout(configs, [table.name for table in configs], False, values.device)
+    origins = [[table.seed, table.row_origin, table.column_origin] for table in tables]
+    layout.tables[:, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]] = torch.tensor(origins, device=values.device)
+    for table, rows_of_slots in enumerate(slot_rows):
+        if rows_of_slots is not None:
+            set_row_ids(layout, table, rows_of_slots, tables[table].row_origin)
     layout = layout._replace(table_names=pack_names(table.name for table in tables))
     offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
     return values, offsets, layout
@@ -193,165 +197,186 @@ def _apply(
     tables: Sequence[TableConfig], optimizer: Optimizer, fused: ops.FusedTables, sums: RowSums,
     row_ids: Sequence[Tensor | None] = (),
 ) -> None:  # fmt: skip
-    """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
-    values, offsets, layout = _as_batch(tables, sums, row_ids)
+    """Apply an optimizer step to rows; several gradients of a row are added in their order."""
+    values, offsets, layout = _to_batch(tables, sums, row_ids)
     fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
     ops.row_update_(fused, sums.sums, offsets, None, values, layout)
 
 
-class _Cut(NamedTuple):
-    """A block of a table's columns, and the gradients of its rows."""
+class _BlockUpdate(NamedTuple):
+    """Pending update of a table's column block: the gradients of its rows."""
 
     block: ColumnBlock
-    place: int  # of the block among the tables that are updated with it
-    table: TableConfig  # the block as a table
-    pinned: PinnedRows  # its rows
+    position: int  # of the block in its table set
+    table: TableConfig  # config of the block as a table
+    pinned: PinnedRows
     rows: Tensor  # distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`
     sums: Tensor
 
     def read(self) -> tuple[Tensor, list[Tensor]]:
-        """Its rows' weights in float32, and states."""
-        slots, tables = self.pinned.slots(self.place, self.rows), self.pinned.tables
+        """Read the rows' weights, in float32, and states."""
+        slots, tables = self.pinned.slots(self.position, self.rows), self.pinned.tables
         with tables.memory():
             fused = tables.fused_tables()
-            return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
+            return fused.weights[self.position][slots].float(), [
+                state[slots] for state in fused.states_of(self.position)
+            ]
 
     def write(self, rows: Tensor, weight: Tensor, states: Sequence[Tensor], step: int, optimizer: Optimizer) -> None:
-        """Change some of its rows, bool `[U]`, to these weights, in float32, and states."""
-        slots, tables = self.pinned.slots(self.place, self.rows)[rows], self.pinned.tables
-        rounded = _rounded(self.table, weight, self.rows[rows], step, optimizer)
+        """Write float32 weights, and states, to the rows of a mask, bool `[U]`."""
+        slots, tables = self.pinned.slots(self.position, self.rows)[rows], self.pinned.tables
+        new_weight = _round_rows(self.table, weight, self.rows[rows], step, optimizer)
         with tables.memory():
             fused = tables.fused_tables()
-            fused.weights[self.place][slots] = rounded
-            for own, new in zip(fused.states_of(self.place), states, strict=True):
-                own[slots] = new
+            fused.weights[self.position][slots] = new_weight
+            for state, new_state in zip(fused.states_of(self.position), states, strict=True):
+                state[slots] = new_state
 
 
-# What a cut's update needs: whether each row's gradient is finite; gradients, weights and states, of whole rows or of
-# its own columns; where its own columns are in these; whole rows' mean of squares, unless they are whole.
-_Known = tuple[Tensor, Tensor, Tensor, list[Tensor], slice, Tensor | None]
+class _UpdateInputs(NamedTuple):
+    """Inputs of a column block's optimizer step: whole rows, or its columns with the mean of squares of whole rows."""
+
+    finite: Tensor  # bool `[U]`: whether the gradient of the whole row is finite
+    gradient: Tensor
+    weight: Tensor
+    states: list[Tensor]
+    columns: slice  # the block's columns in the above
+    mean_of_squares: Tensor | None
 
 
 class WholeRowUpdate:
-    """Updates blocks of columns by whole rows, or their means of squares, when a backward pass ends.
+    """Updates column blocks that need whole rows, or their means of squares, when a backward pass ends.
 
-    Another rank may wait for gradients that this one has yet to send, so nothing is exchanged before the pass ends.
-    `group` are the ranks with columns of the tables, `blocks` those of all of them; a block's table is a number for a
-    table, or for a run of its rows, the same on every rank.
+    It exchanges columns only then: before, other ranks may wait for gradients that this rank has yet to send.
+
+    Args:
+        group: ranks with columns of the tables.
+        blocks: column blocks of all ranks. `ColumnBlock.table` numbers tables, or blocks of their rows, the same on
+            every rank.
+        optimizer: without regard to `max_gradient`, which has been applied.
     """
 
     def __init__(self, group: RankGroup, blocks: tuple[ColumnBlock, ...], optimizer: Optimizer) -> None:
         self._group, self._blocks = group, blocks
         self._optimizer = replace(optimizer, max_gradient=None)
         self._per_element = [state.per_element for state in optimizer.states]
-        # Squares are added in a tree, neighbours in pairs: so many of them are together in all of a table's blocks.
-        # Where an element depends on its row only in that all of the row is skipped, they are negative or of no use.
-        self._by_squares = optimizer.max_norm is None and (optimizer.reads_squares or not optimizer.reads_whole_rows)
-        self._together = defaultdict[int, int](lambda: 1 << 62)
+        # Squares are added in a binary tree. Sum width: columns of a subtree that no block of the table splits.
+        # An optimizer that reads whole rows only to skip nonfinite ones uses just the sign of the sums.
+        self._exchanges_squares = optimizer.max_norm is None and (
+            optimizer.reads_squares or not optimizer.reads_whole_rows
+        )
+        self._sum_width = defaultdict[int, int](lambda: 1 << 62)
         for block in blocks:
-            self._together[block.table] = math.gcd(self._together[block.table], block.first_column)
-        self._pending: list[list[_Cut]] = []  # of each lookup
-        self._backward = NO_BACKWARD  # at whose end they are applied
+            self._sum_width[block.table] = math.gcd(self._sum_width[block.table], block.first_column)
+        self._pending: list[list[_BlockUpdate]] = []  # by lookup
+        self._graph_task = NO_GRAPH_TASK  # at its end, pending updates are applied
 
-    def add(self, cuts: list[_Cut]) -> None:
-        """Keep gradients until the backward pass ends; outside of one, until `flush`."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # what a failed pass has left is void
-            self._pending, self._backward = [], backward
-        if not self._pending and backward != NO_BACKWARD:
+    def add(self, updates: list[_BlockUpdate]) -> None:
+        """Queue updates until the backward pass ends; outside of a pass, until `flush`."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:  # discard the updates of a failed pass
+            self._pending, self._graph_task = [], graph_task
+        if not self._pending and graph_task != NO_GRAPH_TASK:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self._pending.append(cuts)
+        self._pending.append(updates)
 
     def discard(self) -> None:
-        """Discard all kept gradients."""
+        """Discard all queued updates."""
         self._pending = []
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply all kept gradients; a collective. A table is updated as often as it was looked up, in order."""
+        """Apply all queued updates; a collective. A table is updated once per lookup, in order."""
         pending, self._pending = self._pending, []
-        lookups = defaultdict[ColumnBlock, list[list[_Cut]]](list)  # of each table set
-        for cuts in pending:
-            lookups[cuts[0].block].append(cuts)
+        lookups = defaultdict[ColumnBlock, list[list[_BlockUpdate]]](list)  # by table set
+        for updates in pending:
+            lookups[updates[0].block].append(updates)
         try:
-            for each in itertools.zip_longest(*lookups.values()):
-                self._apply([cuts for cuts in each if cuts is not None])
+            for lookups_per_set in itertools.zip_longest(*lookups.values()):
+                self._apply([updates for updates in lookups_per_set if updates is not None])
         finally:
-            for cuts in pending:
-                cuts[0].pinned.release()
+            for updates in pending:
+                updates[0].pinned.release()
 
-    def _apply(self, lookups: list[list[_Cut]]) -> None:
-        """Exchange what the optimizer needs of other columns, step in float32, keep the own columns."""
-        optimizer, cuts = self._optimizer, [cut for part in lookups for cut in part]
-        before, counters = [cut.read() for cut in cuts], cuts[0].pinned.tables.counters
-        own = [self._to_send(cut, *read) for cut, read in zip(cuts, before, strict=True)]
-        blocks, mine = ([self._as_sent(block) for block in each] for each in (self._blocks, [c.block for c in cuts]))
-        kind = "row squares" if self._by_squares else "row columns"
-        received = exchange_columns(self._group, blocks, mine, own, kind)
-        known = [self._known(cut, *read, received) for cut, read in zip(cuts, before, strict=True) if len(cut.rows)]
-        step, updated = int(counters["step"]) + 1, [cut for cut in cuts if len(cut.rows)]
-        for cut, (finite, *_) in zip(updated, known, strict=True):
+    def _apply(self, lookups: list[list[_BlockUpdate]]) -> None:
+        """Exchange columns or squares, apply the optimizer in float32, and store the local columns."""
+        # Exchange what the optimizer reads of other ranks' columns.
+        optimizer, block_updates = self._optimizer, [update for lookup_updates in lookups for update in lookup_updates]
+        current, counters = [update.read() for update in block_updates], block_updates[0].pinned.tables.counters
+        messages = [self._message(update, *read) for update, read in zip(block_updates, current, strict=True)]
+        blocks = [self._message_block(block) for block in self._blocks]
+        local_blocks = [self._message_block(update.block) for update in block_updates]
+        kind = "row squares" if self._exchanges_squares else "row columns"
+        received = exchange_columns(self._group, blocks, local_blocks, messages, kind)
+        pairs = [(u, read) for u, read in zip(block_updates, current, strict=True) if len(u.rows)]
+        updated, inputs = [u for u, _ in pairs], [self._update_inputs(u, *read, received) for u, read in pairs]
+        # Raise for nonfinite gradients before any row is changed.
+        step = int(counters["step"]) + 1
+        for update, (finite, *_) in zip(updated, inputs, strict=True):
             if optimizer.on_nonfinite == "raise" and not bool(finite.all()):
-                raise gradient_not_finite(cut.table.name, int(cut.rows[~finite][0]))
+                raise gradient_not_finite(update.table.name, int(update.rows[~finite][0]))
         count_pass(counters["learning_rate"])
-        changes = []  # which are made when all steps have been
-        for cut, (finite, gradient, weight, states, columns, mean) in zip(updated, known, strict=True):
-            rows = finite if optimizer.on_nonfinite == "skip" else torch.ones_like(finite)
+        # Compute all steps, then write: several blocks of a table may be on this rank.
+        changes = []
+        for update, (finite, gradient, weight, states, columns, mean) in zip(updated, inputs, strict=True):
+            mask = finite if optimizer.on_nonfinite == "skip" else torch.ones_like(finite)
             weight, states = step_by_torch(
-                optimizer.name, weight[rows], [state.view(len(rows), -1)[rows] for state in states], gradient[rows],
-                counters["learning_rate"], step, optimizer.hyperparameters, None if mean is None else mean[rows],
-                cut.table.name,
+                optimizer.name, weight[mask], [state.view(len(mask), -1)[mask] for state in states], gradient[mask],
+                counters["learning_rate"], step, optimizer.hyperparameters, None if mean is None else mean[mask],
+                update.table.name,
             )  # fmt: skip
-            pairs = zip(optimizer.states, states, strict=True)
-            new = [state[:, columns] if spec.per_element else state.flatten() for spec, state in pairs]
-            changes.append((cut, rows, weight[:, columns], new))
-        for cut, rows, weight, new in changes:
-            cut.write(rows, weight, new, step, optimizer)
-            if num_skipped := int((~rows).sum()):
-                cut.pinned.tables.counters["skipped"][cut.place] += num_skipped
-                warn_of_skipped_rows(cut.table.name)
-        for part in lookups:
-            part[0].pinned.tables.counters["step"] += 1
+            per_element = zip(self._per_element, states, strict=True)
+            new_states = [state[:, columns] if wide else state.flatten() for wide, state in per_element]
+            changes.append((update, mask, weight[:, columns], new_states))
+        for update, mask, weight, new_states in changes:
+            update.write(mask, weight, new_states, step, optimizer)
+            if num_skipped := int((~mask).sum()):
+                update.pinned.tables.counters["skipped"][update.position] += num_skipped
+                warn_of_skipped_rows(update.table.name)
+        for lookup_updates in lookups:
+            lookup_updates[0].pinned.tables.counters["step"] += 1
 
-    def _to_send(self, cut: _Cut, weight: Tensor, states: list[Tensor]) -> Tensor:
-        """What single columns have, one under the other: gradient, weight, states. Or sums of squares of gradients."""
-        optimizer, gradient = self._optimizer, cut.sums
-        if not self._by_squares:
+    def _message(self, update: _BlockUpdate, weight: Tensor, states: list[Tensor]) -> Tensor:
+        """Message of a block: gradient, weight and per-element states, stacked; or sums of squares of gradients."""
+        optimizer, gradient = self._optimizer, update.sums
+        if not self._exchanges_squares:
             return torch.cat([gradient, weight, *itertools.compress(states, self._per_element)])
         if optimizer.weight_decay and optimizer.weight_decay_mode == "l2":
             gradient = gradient + optimizer.weight_decay * weight
-        together = self._together[cut.block.table]
-        padded = torch.nn.functional.pad(gradient, (0, -gradient.shape[1] % together))
-        squares = row_sum_by_torch(padded.square().unflatten(1, (-1, together))).squeeze(2)
-        if optimizer.on_nonfinite != "ignore":  # no sum of squares is negative
-            squares[~cut.sums.isfinite().all(1)] = -1.0
+        width = self._sum_width[update.block.table]
+        padded = torch.nn.functional.pad(gradient, (0, -gradient.shape[1] % width))
+        squares = row_sum_by_torch(padded.square().unflatten(1, (-1, width))).squeeze(2)
+        if optimizer.on_nonfinite != "ignore":  # negative: the row is not finite
+            squares[~update.sums.isfinite().all(1)] = -1.0
         return squares
 
-    def _as_sent(self, block: ColumnBlock) -> ColumnBlock:
-        """A block of columns, or of sums of columns."""
-        together = self._together[block.table] if self._by_squares else 1
-        return ColumnBlock(*block[:2], block.first_column // together, -(-block.num_columns // together))
+    def _message_block(self, block: ColumnBlock) -> ColumnBlock:
+        """Column block of the message: the columns, or their sums of squares."""
+        width = self._sum_width[block.table] if self._exchanges_squares else 1
+        return ColumnBlock(*block[:2], block.first_column // width, -(-block.num_columns // width))
 
-    def _known(self, cut: _Cut, weight: Tensor, states: list[Tensor], received: dict[int, Tensor]) -> _Known:
-        of_table = received[cut.block.table]
-        if self._by_squares:
-            dim = of_table.new_tensor(sum(b.num_columns for b in self._blocks if b.table == cut.block.table))
-            finite, mean = ~(of_table < 0).any(1), row_sum_by_torch(of_table) / dim
-            return finite, cut.sums, weight, states, slice(None), mean
-        gradient, weight, *others = of_table.chunk(2 + sum(self._per_element))
-        states = [others.pop(0) if each else own for own, each in zip(states, self._per_element, strict=True)]
-        columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
-        return gradient.isfinite().all(1), gradient, weight, states, columns, None
+    def _update_inputs(
+        self, update: _BlockUpdate, weight: Tensor, states: list[Tensor], received: dict[int, Tensor]
+    ) -> _UpdateInputs:
+        table_columns = received[update.block.table]
+        if self._exchanges_squares:
+            dim = table_columns.new_tensor(sum(b.num_columns for b in self._blocks if b.table == update.block.table))
+            finite, mean = ~(table_columns < 0).any(1), row_sum_by_torch(table_columns) / dim
+            return _UpdateInputs(finite, update.sums, weight, states, slice(None), mean)
+        gradient, weight, *wide_states = table_columns.chunk(2 + sum(self._per_element))
+        states = [wide_states.pop(0) if wide else state for state, wide in zip(states, self._per_element, strict=True)]
+        columns = slice(update.block.first_column, update.block.first_column + update.block.num_columns)
+        return _UpdateInputs(gradient.isfinite().all(1), gradient, weight, states, columns, None)
 
 
-def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
-    """float32 rows in the table's dtype, rounded as the update of the whole table rounds them."""
+def _round_rows(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
+    """Round float32 rows to the table's dtype, bitwise identical to the update of the unsharded table."""
     if table.dtype == torch.float32 or not rows.numel():
         return values.to(table.dtype)
-    # A step of gradient descent from zero with learning rate -1 leaves the values themselves, rounded.
-    device, spec = values.device, SGD(stochastic_rounding=optimizer.stochastic_rounding, on_nonfinite="ignore")
-    narrowed = torch.zeros(values.shape, dtype=table.dtype, device=device)
-    before, skipped = torch.full((), step - 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    fused = ops.FusedTables([narrowed], [], [before], [skipped], torch.full((), -1.0, device=device), "", [])
-    _apply([table], spec, fused, RowSums([torch.arange(rows.numel(), device=device)], [values]), [rows])
-    return narrowed
+    # A step of SGD from zero with learning rate -1 yields the values, rounded.
+    device, rounding = values.device, SGD(stochastic_rounding=optimizer.stochastic_rounding, on_nonfinite="ignore")
+    result = torch.zeros(values.shape, dtype=table.dtype, device=device)
+    previous_step, skipped = torch.full((), step - 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    fused = ops.FusedTables([result], [], [previous_step], [skipped], torch.full((), -1.0, device=device), "", [])
+    _apply([table], rounding, fused, RowSums([torch.arange(rows.numel(), device=device)], [values]), [rows])
+    return result
