@@ -219,7 +219,7 @@ def test_what_cannot_be_computed_in_sub_batches_is_refused():
     with pytest.raises(ValueError, match='pipeline=2 is for pooled collections and dense="ddp"'):
         te.HybridParallel(dlrm(), pipeline=2, dense="fsdp")
     dense, sparse, _ = batch(0, 1)
-    with pytest.raises(TypeError, match="returns tensors with a row for each sample"):
+    with pytest.raises(TypeError, match="must return tensors with a row per sample"):
         te.HybridParallel(Scalar(), pipeline=2)(sparse)
     with pytest.raises(ValueError, match="pipeline=2 needs one argument with features, got 0"):
         te.HybridParallel(dlrm(), pipeline=2)(dense, None)
@@ -505,7 +505,7 @@ def test_a_layer_on_meta_that_cannot_fill_itself():
             self.scale = nn.Parameter(torch.ones(1, device="meta"))
 
     model = nn.Sequential(te.nn.EmbeddingBagCollection(tables(), te.optim.SGD(lr=0.1), device="meta"), Scale())
-    with pytest.raises(ValueError, match=r"Scale was made on the meta device and has no reset_parameters"):
+    with pytest.raises(ValueError, match=r"Scale is on the meta device and has no reset_parameters"):
         te.HybridParallel(model)
 
 

@@ -1,4 +1,4 @@
-"""`HybridParallel`: tables sharded over ranks (model parallel), other layers data parallel, or sharded by FSDP2."""
+"""`HybridParallel`: model-parallel (sharded) tables, with data-parallel dense layers, by DDP or FSDP2."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,45 +33,48 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.utils import join_names, split_evenly
 
 Dense = Literal["ddp", "fsdp"]
+_FEATURES = KeyedJaggedTensor | PrefetchedFeatures
 
 
 class HybridParallel(ParallelModel):
-    """A model whose fused embedding collections are sharded over the ranks of a job; other layers are on each rank.
+    """Model whose fused embedding collections are sharded over the ranks of a job; dense layers are data parallel.
 
-    Every rank calls it with its own samples, in step with the others. Gradients of tables and other layers are averaged
-    over ranks: with a loss that is a mean over as many samples on each rank, it trains as the model itself does on all.
+    Every rank calls it with its own samples, in the same order of batches. Gradients of tables and dense layers are
+    averaged over ranks: if the loss is a mean over samples and all ranks have equally many, training equals that of the
+    unsharded model on the global batch.
 
     Args:
-        model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer; changed in
-            place. If made on the "meta" device, parameters are drawn here: those of a table by torch's seed and the
-            table's name, the same however it is sharded; those of other layers by their `reset_parameters`. Otherwise
-            values are copied; of layers that every rank has, rank 0's.
-        plan: how tables are sharded, for the ranks of one replica, on which tiers, and in how many copies. If not
-            given, `te.plan` makes one for tables that stay on their tiers; on rank 0 `plan.report` says why.
-        mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
-        dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the other layers too.
-        exchange: quantized communication of vectors and gradients.
-        device: of the tables, and of layers made on "meta"; by default the model's own, or for "meta" the current CUDA
+        model: contains `EmbeddingBagCollection` or `EmbeddingCollection` modules with a fused optimizer; changed in
+            place. If created on the "meta" device, parameters are initialized here: tables by torch's seed and their
+            name, independently of the sharding, other layers by their `reset_parameters`. Otherwise values are copied;
+            those of dense layers from rank 0.
+        plan: shardings, tiers and replicas of the tables, for the ranks of one replica. By default `te.plan` makes one
+            that keeps tables on their tiers; on rank 0 `plan.report` explains it.
+        mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts replicas of the tables.
+        dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the dense layers, too.
+        exchange: quantized communication of outputs and gradients.
+        device: of the tables, and of layers on "meta"; by default the model's device, or for "meta" the current CUDA
             device if the job can use it, else the CPU.
-        local_world_size: ranks of a node; what torchrun says by default.
-        average_every: with several copies of the tables, their gradients are gathered in every step (1); or the copies
-            train alone and are averaged every so many steps, when `end_step` is called (local SGD).
-        timeout: of collectives between tables; torch's default if not given.
-        pipeline: compute a batch in so many sub-batches, whose exchanges have all begun before the first is computed,
-            for a model that reads its embeddings at once. Its results have a row for each sample. Tables are updated
-            once, by the whole batch; other layers add the gradients of sub-batches, so their last bits differ. For
-            pooled collections, and not with "fsdp".
-        batch_size: samples of a rank, for the plan that is made if none is given; 1,024 if not given.
-        ids_over: the network that ids cross: that of the "cpu", or of the tables' "device". NCCL is not safe in two
-            threads at once: then, on GPUs, `prefetch` in the thread that trains, and use `Trainer(pipeline=False)`.
+        local_world_size: ranks per node; torchrun's value by default.
+        average_every: with several replicas of the tables, gather their gradients in every step (1), or train replicas
+            independently and average them every `average_every` steps, in `end_step` (local SGD).
+        timeout: of collectives of tables; torch's default if None.
+        pipeline: number of sub-batches per batch, all of whose exchanges start before the first is computed. For models
+            that look up all embeddings at once, and whose outputs have a row per sample. Tables are updated once per
+            batch; dense layers add the gradients of sub-batches, so their last bits differ. Only for pooled
+            collections, and not with "fsdp".
+        batch_size: samples per rank and batch, for the default plan; 1,024 if None.
+        ids_over: network of the ID exchange: of the "cpu", or of the tables' "device". NCCL does not allow concurrent
+            use by two threads: with "device" on GPUs call `prefetch` in the training thread, and use
+            `Trainer(pipeline=False)`.
 
-    `module` is the model, `plan` says how its tables are sharded, `groups` has the process groups.
+    Attributes: `module` is the model, `plan` its sharding plan, `groups` the process groups.
 
     Raises:
-        ValueError: the model has no collection to shard, or plan and ranks do not fit together.
+        ValueError: the model has no collection to shard, or the plan does not fit the ranks.
 
-    `torch.distributed` must be initialized in a job of several processes: torchrun, and
-    `torch.distributed.init_process_group("cpu:gloo,cuda:nccl")`. One process needs nothing, and no plan.
+    A job of several processes must initialize `torch.distributed`: torchrun, and
+    `torch.distributed.init_process_group("cpu:gloo,cuda:nccl")`. One process needs neither that nor a plan.
     """
 
     def __init__(
@@ -85,21 +88,22 @@ class HybridParallel(ParallelModel):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
         if ids_over not in ("cpu", "device"):
             raise ValueError(f"ids_over must be 'cpu' or 'device', got {ids_over!r}")
-        for name, least in (("average_every", average_every), ("pipeline", pipeline)):
-            if least < 1:
-                raise ValueError(f"{name} must be at least 1, got {least}")
-        kinds = EmbeddingBagCollection | EmbeddingCollection
-        fused = [module for module in model.modules() if isinstance(module, kinds) and module.optimizer is not None]
-        found = [collection for collection in fused if not collection.table_set.on_servers]
+        for name, value in (("average_every", average_every), ("pipeline", pipeline)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        # Collections to shard: those with a fused optimizer, unless their tables are on embedding servers.
+        collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection)]
+        fused = [collection for collection in collections if collection.optimizer is not None]
+        local_collections = [collection for collection in fused if not collection.table_set.on_servers]
         if not fused:
             raise ValueError(
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
                 "an optimizer, or wrap a model without one in DistributedDataParallel"
             )
-        tables = [config for collection in found for config in collection.configs]
-        sequences = [each for each in found if isinstance(each, EmbeddingCollection)]
-        if pipeline > 1 and (dense == "fsdp" or sequences):
+        tables = [config for collection in local_collections for config in collection.configs]
+        if pipeline > 1 and (dense == "fsdp" or any(isinstance(c, EmbeddingCollection) for c in local_collections)):
             raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
+        # Process groups.
         if plan is not None and mesh is None and local_world_size is None:
             local_world_size = plan.local_world_size
         if plan is not None and mesh is None and plan.copies > 1:
@@ -108,228 +112,246 @@ class HybridParallel(ParallelModel):
         self.groups = ShardGroups.create(mesh, local_world_size, timeout, ids_over == "device")
         if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
             raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
-        size, node = self.groups.shards.size, self.groups.node.size
+        # The plan, which must fit the model and the ranks.
+        num_shards, node = self.groups.shards.size, self.groups.node.size
         table_device = _device_for(model, device)
-        job = fused[0].optimizer, self.groups.world, size, node, table_device, batch_size
+        job = fused[0].optimizer, self.groups.world, num_shards, node, table_device, batch_size
         self.plan = plan_job([config for each in fused for config in each.configs], *job) if plan is None else plan
-        named = {config.name for module in model.modules() if isinstance(module, kinds) for config in module.configs}
-        if unknown := sorted(self.plan.tables.keys() - named):
+        table_names = {config.name for collection in collections for config in collection.configs}
+        if unknown := sorted(self.plan.tables.keys() - table_names):
             raise ValueError(f"the plan has tables that the model does not have: {join_names(unknown)}")
-        if (self.plan.world_size, self.plan.local_world_size) != (size, node):
+        if (self.plan.world_size, self.plan.local_world_size) != (num_shards, node):
             raise ValueError(
-                f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "
-                f"{size}, {node} a node"
+                f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} per node; the tables have "
+                f"{num_shards}, {node} per node"
             )
-        if away := [t.name for t in tables if self.plan.apply(t).placement == "server"]:
+        if on_servers := [table.name for table in tables if self.plan.apply(table).placement == "server"]:
             raise ValueError(
-                f"the plan has the table {away[0]!r} on embedding servers; make the model with plan.apply(table)"
+                f"the plan has the table {on_servers[0]!r} on embedding servers; make the model with plan.apply(table)"
             )
+        # Sharded collections, then the dense layers: the called module wraps the computed one in DDP or FSDP2. Tuples
+        # keep both from being submodules.
         self.exchange = ExchangePrecision() if exchange is None else exchange
         self.average_every, self._steps = average_every, 0
         self._table_device = table_device
-        sharded = self._sharded(found)
-        self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
-        self._on_servers = [collection for collection in fused if collection.table_set.on_servers]
-        self.module = _replace(model, sharded)
-        _materialise(self.module, table_device)
+        sharded_collections = self._shard(local_collections)
+        self.collections: tuple[ShardedCollection, ...] = tuple(sharded_collections.values())
+        self._server_collections = [collection for collection in fused if collection.table_set.on_servers]
+        self.module = _replace_modules(model, sharded_collections)
+        _materialize(self.module, table_device)
         self.pipeline = pipeline
-        computed = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
-        self._computed = (computed,)
-        self._called = (_parallel(computed, dense, mesh, table_device, self.groups.world),)
-        self._in_graphs, self._some = GraphDataParallel(self.groups.world, computed), torch.zeros(1)
+        compute_module = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
+        self._compute_module = (compute_module,)
+        self._called_module = (_data_parallel(compute_module, dense, mesh, table_device, self.groups.world),)
+        self._graph_data_parallel = GraphDataParallel(self.groups.world, compute_module)
+        self._graph_input = torch.zeros(1)
 
-    def _sharded(self, collections: Sequence[Any]) -> dict[Any, ShardedCollection]:
+    def _shard(self, collections: Sequence[Any]) -> dict[Any, ShardedCollection]:
         options = self.plan, self.groups, self.exchange, self._table_device, self.average_every == 1
-        pooled, unpooled = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-        kinds = {each: pooled if isinstance(each, EmbeddingBagCollection) else unpooled for each in collections}
-        return {each: kind(each, *options) for each, kind in kinds.items()}
+        pooled_type, sequence_type = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+        return {
+            module: (pooled_type if isinstance(module, EmbeddingBagCollection) else sequence_type)(module, *options)
+            for module in collections
+        }
 
     def shard_server_tables(self) -> None:
-        """Shard collections on embedding servers, too: each rank holds the rows of its shards while it uses them.
+        """Shard collections on embedding servers, too: a rank leases the rows of its shards while it uses them.
 
         A collective, before servers are attached.
         """
         if self.groups.replicas.size > 1:
             raise ValueError("tables on embedding servers have no replicas; give a mesh of one dimension")
-        sharded, self._on_servers = self._sharded(self._on_servers), []
+        sharded, self._server_collections = self._shard(self._server_collections), []
         self.collections += tuple(sharded.values())
-        self.module = _replace(self.module, sharded)
-        called: Any = self._called[0]
-        if self._computed[0] in sharded:
-            self._computed = self._called = (self.module,)
-        elif isinstance(called, DistributedDataParallel):
-            called._assign_modules_buffers()  # without those of the collections
+        self.module = _replace_modules(self.module, sharded)
+        called_module: Any = self._called_module[0]
+        if self._compute_module[0] in sharded:
+            self._compute_module = self._called_module = (self.module,)
+        elif isinstance(called_module, DistributedDataParallel):
+            called_module._assign_modules_buffers()  # without the collections' buffers
 
     @property
     def group(self) -> RankGroup:
-        """All ranks of the job."""
+        """Group of all ranks of the job."""
         return self.groups.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for this rank's samples. Features may be given as `prefetch` returns them.
+        """Return the model's output for this rank's samples; accepts features that `prefetch` returned.
 
         Compiled with prefetched features it is one graph, unless `dense` is "fsdp"; else ids are exchanged before it.
         """
         if self.pipeline > 1:
-            whole = KeyedJaggedTensor | PrefetchedFeatures
-            args, kwargs = tree_map_only(whole, self.prefetch, (args, kwargs), lambda value: isinstance(value, whole))
+            args, kwargs = tree_map_only(_FEATURES, self.prefetch, (args, kwargs), _is_features)
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
-            called: Any = self._called[0]
-            graph_order[:] = [self._some.clone(), self._some.clone()]  # whatever a call that failed has left
-            syncs = isinstance(called, DistributedDataParallel) and called.require_backward_grad_sync
-            averaged = syncs and torch.is_grad_enabled()
-            parameters = self._in_graphs.parameters(called.modules_buffers) if averaged else {}
-            result = torch.func.functional_call(self._computed[0], parameters, args, kwargs)
+            called_module: Any = self._called_module[0]
+            graph_order[:] = [self._graph_input.clone(), self._graph_input.clone()]  # overwrites those of a failed call
+            syncs = isinstance(called_module, DistributedDataParallel) and called_module.require_backward_grad_sync
+            averages = syncs and torch.is_grad_enabled()
+            parameters = self._graph_data_parallel.parameters(called_module.modules_buffers) if averages else {}
+            output = torch.func.functional_call(self._compute_module[0], parameters, args, kwargs)
             graph_order.clear()
-            return result
-        return tree_map_only(Tensor, ordinary, self._called[0](*args, **kwargs))
+            return output
+        return tree_map_only(Tensor, ordinary, self._called_module[0](*args, **kwargs))
 
     def prefetch(self, features: Features | PrefetchedFeatures, assign: bool = True) -> PrefetchedFeatures:
-        """Exchange the ids of a batch, and prefetch its rows, before `forward`; all ranks, in the same order.
+        """Exchange the ids of a batch, and prefetch its rows, before `forward`; on all ranks, in the same order.
 
-        Another thread may do so for the next batch while this one is computed. New ids of dynamic tables get rows now
-        unless gradients are disabled, or, without `assign`, in the forward.
+        Another thread may prefetch the next batch while this one is computed. New ids of dynamic tables are assigned
+        rows now, unless gradients are disabled, or, without `assign`, in the forward.
         """
         if isinstance(features, PrefetchedFeatures):
             return features
         keys, values, offsets, weights = unpack_features(features)
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-        for each in self.collections[:1]:
-            batch = each.convert_batch(batch)
-        found: dict[int, Any] = {id(each): each.prefetch(batch, assign) for each in self.collections}
-        others = [collection.table_set for collection in self._on_servers]
-        return PrefetchedFeatures(batch, found | {id(each): each.prefetch(batch) for each in others})
+        if self.collections:
+            batch = self.collections[0].convert_batch(batch)
+        prefetched: dict[int, Any] = {id(module): module.prefetch(batch, assign) for module in self.collections}
+        server_tables = [collection.table_set for collection in self._server_collections]
+        return PrefetchedFeatures(batch, prefetched | {id(tables): tables.prefetch(batch) for tables in server_tables})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this block leave gradients of the other layers on their ranks, for accumulation."""
-        called = self._called[0]
+        """Do not synchronize gradients of dense layers in backward passes of this block, for accumulation."""
+        called_module = self._called_module[0]
         with ExitStack() as stack:
-            if isinstance(called, DistributedDataParallel):
-                stack.enter_context(called.no_sync())
-            elif isinstance(called, FSDPModule):
-                called.set_requires_gradient_sync(False)
-                stack.callback(called.set_requires_gradient_sync, True)
+            if isinstance(called_module, DistributedDataParallel):
+                stack.enter_context(called_module.no_sync())
+            elif isinstance(called_module, FSDPModule):
+                called_module.set_requires_gradient_sync(False)
+                stack.callback(called_module.set_requires_gradient_sync, True)
             yield
 
     def end_step(self) -> None:
-        """To be called after each step where `average_every` is not 1: averages copies of the tables if it is time."""
+        """End a step: average the replicas of the tables after every `average_every` steps."""
         self._steps += 1
         if self.average_every > 1 and self.groups.replicas.size > 1 and self._steps % self.average_every == 0:
             for collection in self.collections:
                 collection.average_replicas()
 
     def saturated(self) -> int:
-        """Elements that were too large for the exchanges' codecs so far, on this rank. Waits for the device."""
+        """Number of elements that saturated in the exchanges' codecs on this rank so far; synchronizes."""
         return sum(collection.saturated() for collection in self.collections)
 
     def table_weights(self) -> dict[str, Tensor]:
-        """The whole tables' weights by path, of which this rank has some shards."""
-        prefixed = self._by_prefix()
-        return {prefix + name: weight for prefix, each in prefixed for name, weight in each.table_weights().items()}
+        """Return the sharded weight of each table by path."""
+        weights = [(prefix, module.table_weights()) for prefix, module in self._named_collections()]
+        return {prefix + name: weight for prefix, by_name in weights for name, weight in by_name.items()}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The keys of the model itself; tables are `TableShards`."""
+        """Return the state under the keys of the unsharded model; tables are `TableShards`."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Whole tensors, or what `state_dict` returned; every rank is to be given the same.
+        """Load full tensors, or the values of `state_dict`; the same on every rank.
 
         Raises:
-            RuntimeError: for keys that are missing or unexpected, if `strict`, for values of other shapes, and for
-                tables of another dtype or plan; nothing has been changed then.
+            RuntimeError: for missing or unexpected keys, if `strict`, for values of other shapes, and for tables of
+                another dtype or plan; nothing is changed.
         """
-        own = self.state_dict()
-        of_dynamic = [f"{prefix}{c.name}." for prefix, each in self._by_prefix() for c in each.configs if c.is_dynamic]
-        _check_state(own, state_dict, strict, tuple(of_dynamic))
-        given = OrderedDict((key, _as_distributed(own.get(key), value)) for key, value in state_dict.items())
+        current = self.state_dict()
+        named_configs = [(prefix, c) for prefix, module in self._named_collections() for c in module.configs]
+        _check_state(
+            current, state_dict, strict, tuple(f"{prefix}{c.name}." for prefix, c in named_configs if c.is_dynamic)
+        )
+        converted = OrderedDict((key, _to_dtensor(current.get(key), value)) for key, value in state_dict.items())
         if hasattr(state_dict, "_metadata"):
-            given._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        return self.module.load_state_dict(given, strict=strict, assign=assign)
+            converted._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return self.module.load_state_dict(converted, strict=strict, assign=assign)
 
-    def _by_prefix(self) -> list[tuple[str, ShardedCollection]]:
-        """Sharded collections, each with the prefix of its tables' keys."""
+    def _named_collections(self) -> list[tuple[str, ShardedCollection]]:
+        """Sharded collections, with the prefixes of their state-dict keys."""
         modules = self.module.named_modules()
-        return [(f"{path}." if path else "", each) for path, each in modules if isinstance(each, ShardedCollection)]
+        return [
+            (f"{path}." if path else "", module) for path, module in modules if isinstance(module, ShardedCollection)
+        ]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train tables and other layers, or freeze them; a collection of `collections` has its own `requires_grad_`."""
+        """Train or freeze tables and dense layers; see `requires_grad_` of a single collection in `collections`."""
         for module in self.module.modules():
             if isinstance(module, ShardedCollection | TableCollection):
                 module.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the other layers, under their names in the model."""
+        """Parameters of the dense layers, under their names in the model."""
         return self.module.named_parameters(*args, **kwargs)
 
 
-class _SubBatches(nn.Module):
-    """Calls a model once for each sub-batch, with parts of what has a row for each sample."""
+def _is_features(value: Any) -> bool:
+    return isinstance(value, _FEATURES)
 
-    def __init__(self, model: nn.Module, collections: Sequence[Any], number: int) -> None:
+
+class _SubBatches(nn.Module):
+    """Model that runs once per sub-batch; features and tensors with a row per sample are split."""
+
+    def __init__(self, model: nn.Module, collections: Sequence[Any], num_sub_batches: int) -> None:
         super().__init__()
-        self.model, self._collections, self._number = model, tuple(collections), number
+        self.model, self._collections, self._num_sub_batches = model, tuple(collections), num_sub_batches
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given, structure = tree_flatten((args, kwargs), lambda value: isinstance(value, PrefetchedFeatures))
-        features = [value for value in given if isinstance(value, PrefetchedFeatures)]
+        arguments, structure = tree_flatten((args, kwargs), lambda value: isinstance(value, PrefetchedFeatures))
+        features = [value for value in arguments if isinstance(value, PrefetchedFeatures)]
         if len(features) != 1:
-            raise ValueError(f"pipeline={self._number} needs one argument with features, got {len(features)}")
-        sizes = split_evenly(features[0].stride(), self._number)
-        by_part = zip(*(self._parts(value, sizes) for value in given), strict=True)
-        calls = [tree_unflatten(list(part), structure) for part in by_part]
-        return tree_map(_joined, *(self.model(*args, **kwargs) for args, kwargs in calls))
+            raise ValueError(f"pipeline={self._num_sub_batches} needs one argument with features, got {len(features)}")
+        sizes = split_evenly(features[0].stride(), self._num_sub_batches)
+        sub_batches = zip(*(self._split(value, sizes) for value in arguments), strict=True)
+        calls = [tree_unflatten(list(sub_batch), structure) for sub_batch in sub_batches]
+        return tree_map(_concat_outputs, *(self.model(*args, **kwargs) for args, kwargs in calls))
 
-    def _parts(self, value: Any, sizes: list[int]) -> Sequence[Any]:
+    def _split(self, value: Any, sizes: list[int]) -> Sequence[Any]:
         if isinstance(value, PrefetchedFeatures):
-            outputs = zip(*(each.look_up(value.of(each), len(sizes)) for each in self._collections), strict=True)
-            by_id = [dict(zip(map(id, self._collections), of_part, strict=True)) for of_part in outputs]
-            return [value.sub_batch(size, found) for size, found in zip(sizes, by_id, strict=True)]
+            outputs = [collection.look_up(value.of(collection), len(sizes)) for collection in self._collections]
+            ids = [id(collection) for collection in self._collections]
+            by_sub_batch = [dict(zip(ids, pooled, strict=True)) for pooled in zip(*outputs, strict=True)]
+            return [value.sub_batch(size, pooled) for size, pooled in zip(sizes, by_sub_batch, strict=True)]
         has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == sum(sizes)
         return value.split(sizes) if has_rows else [value] * len(sizes)
 
 
-def _joined(*parts: Any) -> Any:
-    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
-        raise TypeError(f"a model in sub-batches returns tensors with a row for each sample, got {parts[0]!r}")
-    return torch.cat(parts)
+def _concat_outputs(*outputs: Any) -> Any:
+    if not all(isinstance(output, Tensor) and output.dim() for output in outputs):
+        raise TypeError(f"a model with pipeline > 1 must return tensors with a row per sample, got {outputs[0]!r}")
+    return torch.cat(outputs)
 
 
-def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool, dynamic: tuple[str, ...]) -> None:
-    missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
+def _check_state(
+    current: Mapping[str, Any], state_dict: Mapping[str, Any], strict: bool, dynamic: tuple[str, ...]
+) -> None:
+    missing = [key for key in current if key not in state_dict]
+    unexpected = [key for key in state_dict if key not in current]
     problems = [f"it lacks {missing}"] if strict and missing else []
     problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
-    for key, here in own.items():
+    for key, tensor in current.items():
         if key.startswith(dynamic):
-            continue  # whose shapes change as rows come: a table checks its own
-        if key in given and isinstance(here, TableShards):
-            problem = here.why_not_loadable(given[key])
+            continue  # their shapes depend on the number of ids; the table checks them
+        value = state_dict.get(key)
+        if key in state_dict and isinstance(tensor, TableShards):
+            problem = tensor.why_not_loadable(value)
             problems += [] if problem is None else [f"{key}: {problem}"]
-        elif key in given and isinstance(here, Tensor) and getattr(given[key], "shape", None) != here.shape:
-            problems.append(f"{key} has shape {list(here.shape)}, got {list(getattr(given[key], 'shape', []))}")
+        elif key in state_dict and isinstance(tensor, Tensor) and getattr(value, "shape", None) != tensor.shape:
+            problems.append(f"{key} has shape {list(tensor.shape)}, got {list(getattr(value, 'shape', []))}")
     if problems:
         raise RuntimeError("this state cannot be loaded: " + "; ".join(problems))
 
 
-def _as_distributed(here: Any, given: Any) -> Any:
-    if isinstance(here, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
-        return distribute_tensor(given.to(here.device), here.device_mesh, here.placements, src_data_rank=None)
-    return given
+def _to_dtensor(current: Any, value: Any) -> Any:
+    if isinstance(current, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value.to(current.device), current.device_mesh, current.placements, src_data_rank=None)
+    return value
 
 
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    own = next(model.parameters()).device
-    if own.type != "meta":
-        return own
+    model_device = next(model.parameters()).device
+    if model_device.type != "meta":
+        return model_device
     backend = torch.distributed.get_backend_config() if torch.distributed.is_initialized() else "nccl"
     on_cuda = torch.cuda.is_available() and "nccl" in str(backend)
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
+def _replace_modules(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
     if model in sharded:
         return sharded[model]
     for parent in list(model.modules()):
@@ -339,23 +361,23 @@ def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Modu
     return model
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
+def _materialize(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in own):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in tensors):
             if not callable(getattr(module, "reset_parameters", None)):
                 raise ValueError(
-                    f"{type(module).__name__} was made on the meta device and has no reset_parameters() to fill it; "
-                    "make it on a device, or give it one"
+                    f"{type(module).__name__} is on the meta device and has no reset_parameters() to initialize it; "
+                    "create it on a device, or define reset_parameters()"
                 )
             module.to_empty(device=device, recurse=False).reset_parameters()  # type: ignore[operator]
 
 
-def _parallel(
+def _data_parallel(
     model: nn.Module, dense: Dense, mesh: DeviceMesh | None, device: torch.device, world: RankGroup
 ) -> nn.Module:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if world.size == 1 or not trained:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if world.size == 1 or not trainable:
         return model
     if dense == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -265,7 +265,8 @@ class PlanDiff:
         return self.bytes / self.total if self.total else 0.0
 
     def __str__(self) -> str:
-        lines = [f"{format_bytes(self.bytes)} of {format_bytes(self.total)} move between ranks ({self.fraction:.1%})"]
+        moved_bytes = f"{format_bytes(self.bytes)} of {format_bytes(self.total)}"
+        lines = [f"{moved_bytes} move between ranks ({100 * self.fraction:.1f} %)"]
         moved = sorted(self.moved.items(), key=lambda entry: (-entry[1], entry[0]))
         lines += [f"  {name}: {format_bytes(size)}" for name, size in moved[:MAX_TABLES_SHOWN] if size]
         lines += [f"  {name}: from {old} to {new}" for name, (old, new) in sorted(self.tiers.items())]
