@@ -353,7 +353,7 @@ def test_triton_rounds_to_fp8_like_pytorch(device, codec):
 
 def test_user_mistakes_have_a_name():
     matrix, packing, saturated = torch.randn(3, 4), make_packing([[(0, 4)]], 4, "fp16"), counter()
-    with pytest.raises(ValueError, match="no codec is called 'fp12'"):
+    with pytest.raises(ValueError, match="unknown codec 'fp12'"):
         make_packing([[(0, 4)]], 4, "fp12")
     with pytest.raises(ValueError, match="part 1: 2 columns from column 3 on are not in a matrix of 4 columns"):
         make_packing([[(0, 3)], [(3, 2)]], 4, "fp16")

@@ -1,17 +1,17 @@
 """DLRM's feature interaction: the dense vector, then the dot products of all pairs of a sample's vectors.
 
-With `x_0` a sample's dense vector and `x_1 .. x_F` its pooled rows, all of dim `D` (Naumov et al., arXiv:1906.00091,
-section 2), and `G` the symmetric matrix of the products' gradients, zeros on its diagonal:
+`x_0` is a sample's dense vector, `x_1 .. x_F` its pooled rows, all of dim `D` (Naumov et al., arXiv:1906.00091,
+section 2); `G` is the symmetric matrix of the products' gradients, with a zero diagonal:
 
     out = [x_0, x_1·x_0, x_2·x_0, x_2·x_1, x_3·x_0, ..]         D + F (F + 1) / 2 numbers
     grad x_i = Σ_j G_ij x_j, plus the first D gradients for x_0
 
-Vectors are read where they lie; neither they side by side nor the matrices are ever in memory. Sums are float32,
-without atomics; an output is rounded once, to the inputs' dtype. A sample's bits depend on nothing else in the batch.
+Vectors are read in place; neither stacked vectors nor the matrices are materialized. Sums are float32, without atomics;
+an output is rounded once, to the inputs' dtype. A sample's result does not depend on the rest of the batch.
 
-Bytes, for `e` an element and `n = F + 1`: forward `B e (n D + D + P)` for `B n² D` multiply-adds, of which half are
-needed; backward `B e (2 n D + D + P)` for `B n² D`. For 27 vectors of 128 bfloat16: 7.9 KB and 15 KB a sample, 24 and
-13 operations a byte, so that with tensor cores both are bound by memory.
+Bytes, for elements of `e` bytes, `n = F + 1` and `P` products: forward `B e (n D + D + P)` for `B n² D` multiply-adds,
+of which half are needed; backward `B e (2 n D + D + P)` for `B n² D`. For 27 vectors of 128 bfloat16: 7.9 KB and 15 KB
+per sample, 24 and 13 operations per byte, so that with tensor cores both are bound by memory.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, r
 
 @jit
 def _rows(sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """`[ROWS, SIZE]` elements of a sample's vectors from `x_first`, element `block` on; zeros for x_0 and x_F+1 on."""
+    """Load `[ROWS, SIZE]` of a sample's vectors from `x_first`, element `block` on; zeros for x_0 and x_F+1 on."""
     vector = first + tl.arange(0, ROWS)[:, None]
     column = block + tl.arange(0, SIZE)[None, :]
     pointers = sparse + sample * (F * D) + ((vector - 1) * D + column)
@@ -37,6 +37,7 @@ def _rows(sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: 
 def _vectors(
     dense, sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
 ):
+    """Load `[ROWS, SIZE]` as `_rows`, with x_0 in its row."""
     column = block + tl.arange(0, SIZE)[None, :]
     head = tl.load(dense + sample * D + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
     vector = first + tl.arange(0, ROWS)[:, None]
@@ -49,57 +50,62 @@ def _forward(
     F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, DENSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program for a sample and ROWS of its vectors: their products with all vectors before them."""
+    """One program for a sample and ROWS of its vectors: their products with all preceding vectors."""
     sample = tl.program_id(0).to(tl.int64)
-    first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is but one tile
+    first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is only one tile
+    # Copy the dense vector.
     out += sample * (D + F * (F + 1) // 2)
     if first == 0:
         column = tl.arange(0, DENSE)
         tl.store(out + column, tl.load(dense + sample * D + column, mask=column < D), mask=column < D)
+    # Multiply tiles, accumulating over SIZE columns at a time.
     row = first + tl.arange(0, ROWS)[:, None]
-    for before in range(0, 1 if ROWS > F else first + 1, ROWS):
+    for first_partner in range(0, 1 if ROWS > F else first + 1, ROWS):
         products = tl.zeros((ROWS, ROWS), tl.float32)
         for block in range(0, D, SIZE):
-            left = _vectors(dense, sparse, sample, first, block, F, D, ROWS, SIZE)
-            right = left if ROWS > F else _vectors(dense, sparse, sample, before, block, F, D, ROWS, SIZE)
-            products = tl.dot(left, tl.trans(right), products, input_precision=PRECISION)
-        other = before + tl.arange(0, ROWS)[None, :]
-        packed = out + D + (row * (row - 1) // 2 + other)
-        tl.store(packed, products.to(out.dtype.element_ty), mask=(other < row) & (row <= F))
+            vectors = _vectors(dense, sparse, sample, first, block, F, D, ROWS, SIZE)
+            partners = vectors if ROWS > F else _vectors(dense, sparse, sample, first_partner, block, F, D, ROWS, SIZE)
+            products = tl.dot(vectors, tl.trans(partners), products, input_precision=PRECISION)
+        # Store the lower triangle, packed by rows.
+        partner = first_partner + tl.arange(0, ROWS)[None, :]
+        packed = out + D + (row * (row - 1) // 2 + partner)
+        tl.store(packed, products.to(out.dtype.element_ty), mask=(partner < row) & (row <= F))
 
 
 @jit
 def _backward(
     grad, dense, sparse, grad_dense, grad_sparse,
-    F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr, SIZE: tl.constexpr,
-    APART: tl.constexpr, PRECISION: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTNERS: tl.constexpr, SIZE: tl.constexpr,
+    SEPARATE_DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program for a sample and ROWS of its vectors: their gradients, summed over OTHERS vectors at a time.
+    """One program for a sample and ROWS of its vectors: their gradients, summed over PARTNERS vectors at a time.
 
-    APART: x_0 is no row of the dots; its products are added by themselves.
+    SEPARATE_DENSE: x_0 is not a row of the dots; its term is added separately.
     """
     sample = tl.program_id(0).to(tl.int64)
-    first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is but one tile
+    first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is only one tile
     grad += sample * (D + F * (F + 1) // 2)
     row = first + tl.arange(0, ROWS)[:, None]
     for block in range(0, D, SIZE):
         column = block + tl.arange(0, SIZE)[None, :]
+        # Multiply a tile of the symmetric matrix, unpacked from the triangle, with a tile of vectors.
         total = tl.zeros((ROWS, SIZE), tl.float32)
-        for start in range(0, F + 1, OTHERS):
-            other = start + tl.arange(0, OTHERS)[None, :]
-            high, low = tl.maximum(row, other), tl.minimum(row, other)
-            inside = (high <= F) & (high != low)
-            pairs = tl.load(grad + D + (high * (high - 1) // 2 + low), mask=inside, other=0.0)
-            if APART:
-                vectors = _rows(sparse, sample, start, block, F, D, OTHERS, SIZE)
+        for start in range(0, F + 1, PARTNERS):
+            partner = start + tl.arange(0, PARTNERS)[None, :]
+            high, low = tl.maximum(row, partner), tl.minimum(row, partner)
+            is_pair = (high <= F) & (high != low)
+            pairs = tl.load(grad + D + (high * (high - 1) // 2 + low), mask=is_pair, other=0.0)
+            if SEPARATE_DENSE:
+                vectors = _rows(sparse, sample, start, block, F, D, PARTNERS, SIZE)
             else:
-                vectors = _vectors(dense, sparse, sample, start, block, F, D, OTHERS, SIZE)
+                vectors = _vectors(dense, sparse, sample, start, block, F, D, PARTNERS, SIZE)
             total = tl.dot(pairs, vectors, total, input_precision=PRECISION)
-        if APART:
+        if SEPARATE_DENSE:
             scale = tl.load(grad + D + row * (row - 1) // 2, mask=(row > 0) & (row <= F), other=0.0)
             total += scale * tl.load(dense + sample * D + column, mask=column < D, other=0.0)
-        passed = tl.load(grad + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
-        total += tl.where(row == 0, passed, 0.0)
+        # The gradient of the copied dense vector is added to that of x_0.
+        dense_grad = tl.load(grad + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
+        total += tl.where(row == 0, dense_grad, 0.0)
         total = total.to(grad_dense.dtype.element_ty)
         rows = grad_sparse + sample * (F * D) + ((row - 1) * D + column)
         tl.store(rows, total, mask=(row > 0) & (row <= F) & (column < D))
@@ -110,9 +116,10 @@ def _backward(
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """Launch the forward.
 
-    float32 products are exact float32 ones (`ieee`), unless the user allows TF32: `torch.backends.cuda.matmul`.
+    float32 products are exact (`ieee`), unless the user allows TF32 by `torch.backends.cuda.matmul`.
 
-    Shapes: `dense [B, D]`, `sparse [B, F * D]` of one dtype, float32, float16 or bfloat16; `[B, D + F (F + 1) / 2]`.
+    Shapes: `dense [B, D]`, `sparse [B, F * D]` of one dtype, float32, float16 or bfloat16; returns
+    `[B, D + F (F + 1) / 2]`.
     """
     dtype = dense.dtype
     dense, sparse = readable(dense), readable(sparse)
@@ -120,7 +127,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     tiles = _tiles(F, D, dense)
     out = dense.new_empty(dense.shape[0], D + F * (F + 1) // 2)
     if tiles["ROWS"] <= F:
-        tiles["num_warps"] *= 2  # two tiles at a time, not one with itself
+        tiles["num_warps"] *= 2  # the dots have two distinct tiles, not one with itself
     launch(
         _forward, (dense.shape[0], cdiv(F + 1, tiles["ROWS"])), dense, sparse, out,
         F=F, D=D, DENSE=next_power_of_2(D), **tiles,
@@ -135,24 +142,26 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     F, D = sparse.shape[1] // dense.shape[1], dense.shape[1]
     tiles = _tiles(F, D, dense)
     rows = tiles["ROWS"]
-    wide = dense.dtype == torch.float32  # exact dots hold what they read in registers: fewer rows, and x_0 apart
+    is_float32 = dense.dtype == torch.float32  # exact dots keep operands in registers: fewer rows, and x_0 separately
     grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
     launch(
         _backward, (dense.shape[0], cdiv(F + 1, rows)), grad, dense, sparse, grad_dense, grad_sparse,
-        F=F, D=D, OTHERS=16 if wide and rows == 64 else min(rows, 32), APART=wide and rows > 16, **tiles,
+        F=F, D=D, PARTNERS=16 if is_float32 and rows == 64 else min(rows, 32),
+        SEPARATE_DENSE=is_float32 and rows > 16, **tiles,
     )  # fmt: skip
     return grad_dense.to(dtype), grad_sparse.to(dtype)
 
 
 def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
-    """Vectors and elements at a time, warps and the precision of products.
+    """Choose tile sizes, warps and the precision of products.
 
-    By what ptxas makes of them for sm_80, sm_90 and sm_100: no spills, at most 128 registers a thread, if not in TF32.
+    Tuned by ptxas's register counts for sm_80, sm_90 and sm_100: no spills, at most 128 registers per thread without
+    TF32.
     """
     rows = min(64, max(16, next_power_of_2(F + 1)))
     size = 64 if rows <= F or D > 128 or dense.dtype == torch.float32 else 128
     if dense.dtype == torch.float32 and rows == 64:
-        size = 16  # exact dots hold what they read in registers
+        size = 16  # exact dots keep operands in registers
     size = max(16, min(size, next_power_of_2(D)))
     tf32 = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {"ROWS": rows, "SIZE": size, "PRECISION": "tf32" if tf32 else "ieee", "num_warps": rows // 8}

@@ -1,17 +1,17 @@
-"""Codecs for exchanges between ranks, fused with the order of columns and rows that an all-to-all needs.
+"""Codecs for quantized communication, fused with the permutation of columns and rows that an all-to-all needs.
 
-`packing` says where each column goes (`kernels/packing.py`). An element `x` of the matrix travels as
-`code(float32(x) · scale)` and arrives as `value(code) · (1 / scale)`; `scale` is a loss scale, 1 if absent.
+`packing` maps columns to the message (`kernels/packing.py`). An element `x` of the matrix is encoded as
+`code(float32(x) · scale)` and decoded as `value(code) · (1 / scale)`; `scale` is a loss scale, 1 if absent.
 
-- "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2": to nearest, ties to even. What is finite saturates at the largest
-  value. NaN stays NaN, infinities stay infinite (e4m3 has none: NaN), as PyTorch's casts have it.
-- "int8": row-wise, each row of a piece by itself, as FBGEMM's fused 8-bit rows (Guan et al., 2019, and
+- "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2": to nearest, ties to even. Finite values saturate at the largest value.
+  NaN stays NaN, infinities stay infinite (e4m3 has none: NaN), as in PyTorch's casts.
+- "int8": row-wise, each row of a piece separately, as FBGEMM's fused 8-bit rows (Guan et al., 2019, and
   `FloatToFused8BitRowwiseQuantized`): offset = min, scale = (max - min) / 255, code = round((x - min) · 255 / (max -
-  min)); it arrives as `code · scale + offset`. Magnitudes saturate at 2^125, so that ranges are finite. A range below
-  255 / (largest float32) counts as 0. A row with a NaN or an infinity arrives as NaN: its codes could hide them.
+  min)); decoded `code · scale + offset`. Magnitudes saturate at 2^125, so that ranges are finite. A range below
+  255 / (largest float32) counts as 0. A row with a NaN or an infinity is decoded as NaN: its codes could hide them.
 
-Each element that is finite and saturates, on either side, adds 1 to `saturated` (int64).
-Bytes: `R · width · (element size + code size)`, and with "int8" 8 for each row of a piece.
+Each finite element that saturates, in the sender or the receiver, adds 1 to `saturated` (int64).
+Bytes: `R · width · (element size + code size)`, and with "int8" 8 per row of a piece.
 """
 
 from typing import Any
@@ -26,124 +26,133 @@ from tritonemb.kernels.triton_utils import CODES, bits_of, cdiv, jit, launch, na
 from tritonemb.types import CODECS
 
 INT8_CODE = 5
-_TILE = 2048  # elements of a program; half as many if each is reached by itself, with an address and a mask of its own
+_TILE = 2048  # elements per program; half as many unaligned ones, each of which needs registers for address and mask
 _FIELDS, _INT8 = tl.constexpr(7), tl.constexpr(INT8_CODE)
 
 
 @jit
-def _place(pieces, rows, num_rows, num_message_rows, VECTOR: tl.constexpr, ROWS: tl.constexpr):
-    """This program's rows of the matrix, whether they are there, and in the message; its piece's first column, columns
-    and codes; where each row's codes and its scale lie in the message, in codes and in float32s."""
+def _locate(pieces, rows, num_rows, num_message_rows, VECTOR: tl.constexpr, ROWS: tl.constexpr):
+    """Locate this program's tile: its rows of the matrix, and the masks of those in the matrix and in the message; its
+    piece's first column, columns and codes; offsets of each row's codes and scale in the message, in codes and floats.
+    """
+    # Rows, of the matrix and of the message.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
+    valid = row < num_rows
     message_row = row
-    known = inside
+    in_message = valid
     if rows is not None:
-        message_row = tl.load(rows + row, mask=inside, other=-1).to(tl.int64)
-        known = (message_row >= 0) & (message_row < num_message_rows)
+        message_row = tl.load(rows + row, mask=valid, other=-1).to(tl.int64)
+        in_message = (message_row >= 0) & (message_row < num_message_rows)
+    # Fields of the piece; all but the scales' are multiples of VECTOR.
     piece = pieces + tl.program_id(1) * _FIELDS
     column = tl.multiple_of(tl.load(piece), VECTOR)
     width = tl.multiple_of(tl.load(piece + 1), VECTOR)
     num_codes = tl.multiple_of(tl.load(piece + 2), VECTOR)
     part = tl.multiple_of(tl.load(piece + 3), VECTOR) * num_message_rows
     stride = tl.multiple_of(tl.load(piece + 5), VECTOR)
-    codes_at = part + tl.multiple_of(tl.load(piece + 4), VECTOR) + message_row * stride
-    scales_at = (part + tl.load(piece + 6) + message_row * stride) // 4
-    return row, inside, known, column, width, num_codes, codes_at, scales_at
+    codes_base = part + tl.multiple_of(tl.load(piece + 4), VECTOR) + message_row * stride
+    scales_base = (part + tl.load(piece + 6) + message_row * stride) // 4
+    return row, valid, in_message, column, width, num_codes, codes_base, scales_base
 
 
 @jit
-def _times(x, factor, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr):
-    """`x · factor` with what is finite in `x` kept from FIRST_LOST on at LARGEST, and where that was so."""
-    y = x
+def _scale_and_saturate(x, factor, COUNTED: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr):
+    """Return `x · factor`, with finite elements of `x` from THRESHOLD on at ±LARGEST; and a mask of them."""
+    scaled = x
     if factor is not None:
-        y = x * factor
-    lost = (tl.abs(y) >= FIRST_LOST) & (tl.abs(x) < float("inf"))
+        scaled = x * factor
+    is_saturated = (tl.abs(scaled) >= THRESHOLD) & (tl.abs(x) < float("inf"))
     if COUNTED:
-        y = tl.where(lost, tl.where(y > 0, LARGEST, -LARGEST), y)
-    return y, lost
+        scaled = tl.where(is_saturated, tl.where(scaled > 0, LARGEST, -LARGEST), scaled)
+    return scaled, is_saturated
 
 
 @jit
-def _count(lost, saturated):
-    count = tl.sum(tl.sum(lost.to(tl.int32), axis=1), axis=0)
+def _count(is_saturated, saturated):
+    count = tl.sum(tl.sum(is_saturated.to(tl.int32), axis=1), axis=0)
     if count > 0:
         tl.atomic_add(saturated, count.to(tl.int64), sem="relaxed")
 
 
 @jit
 def _row_codes(x, mask):
-    """The codes of a tile of which only `mask` counts, and its rows' scales and offsets."""
-    finite = tl.abs(x) < float("inf")
-    largest = tl.max(tl.where(mask, tl.where(finite, x, float("inf")), float("-inf")), axis=1)
-    smallest = tl.min(tl.where(mask & finite, x, float("inf")), axis=1)
+    """Return the int8 codes of a tile, whose elements outside `mask` do not count, and its rows' scales and offsets."""
+    is_finite = tl.abs(x) < float("inf")
+    largest = tl.max(tl.where(mask, tl.where(is_finite, x, float("inf")), float("-inf")), axis=1)
+    smallest = tl.min(tl.where(mask & is_finite, x, float("inf")), axis=1)
     smallest = tl.where(smallest == 0, 0.0, smallest)  # never -0
-    bad = largest == float("inf")
+    has_nonfinite = largest == float("inf")
     extent = tl.abs(largest - smallest)  # never -0
     steps = tl.full(extent.shape, 255.0, tl.float32)
     inverse = tl.div_rn(steps, extent)
     inverse = tl.where(inverse < float("inf"), inverse, 0.0)
-    # The sum with 2^23 rounds to an integer, in its low bits.
+    # Adding 2^23 rounds to an integer, in the low bits.
     rounded = (x - smallest[:, None]) * inverse[:, None] + 8388608.0
-    codes = tl.where(mask & (bad == 0)[:, None], rounded.to(tl.int32, bitcast=True) & 0xFF, 0)
-    scales = tl.where(bad, float("nan"), tl.div_rn(extent, steps))
-    return codes.to(tl.uint8), scales, tl.where(bad, float("nan"), smallest)
+    codes = tl.where(mask & (has_nonfinite == 0)[:, None], rounded.to(tl.int32, bitcast=True) & 0xFF, 0)
+    scales = tl.where(has_nonfinite, float("nan"), tl.div_rn(extent, steps))
+    return codes.to(tl.uint8), scales, tl.where(has_nonfinite, float("nan"), smallest)
 
 
 @jit(varying=["num_rows", "num_message_rows"])
 def _pack_kernel(
     matrix, message, scales, pieces, rows, factor, saturated, matrix_stride, num_rows, num_message_rows,
-    MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr,
+    MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr,
     VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row, _, known, column, width, num_codes, codes_at, scales_at = _place(
+    """Encode a tile: ROWS rows of one piece."""
+    row, _, in_message, column, width, num_codes, codes_base, scales_base = _locate(
         pieces, rows, num_rows, num_message_rows, VECTOR, ROWS
     )
+    # Load and scale.
     offset = tl.arange(0, COLUMNS)
-    mask = known[:, None] & (offset < width)[None, :]
-    row_at = row * tl.multiple_of(tl.full((), 0, tl.int64) + matrix_stride, VECTOR) + column
-    x = widen(tl.load(matrix + row_at[:, None] + offset[None, :], mask=mask, other=0), MATRIX)
+    mask = in_message[:, None] & (offset < width)[None, :]
+    row_offset = row * tl.multiple_of(tl.full((), 0, tl.int64) + matrix_stride, VECTOR) + column
+    x = widen(tl.load(matrix + row_offset[:, None] + offset[None, :], mask=mask, other=0), MATRIX)
     if factor is not None:
         factor = tl.load(factor)
-    x, lost = _times(x, factor, COUNTED, FIRST_LOST, LARGEST)
+    x, is_saturated = _scale_and_saturate(x, factor, COUNTED, THRESHOLD, LARGEST)
     if COUNTED:
-        _count(lost & mask, saturated)
-    to = message + codes_at[:, None] + offset[None, :]
+        _count(is_saturated & mask, saturated)
+    # Store codes, and scales and offsets of int8.
+    targets = message + codes_base[:, None] + offset[None, :]
     if CODE == _INT8:
         codes, row_scales, row_offsets = _row_codes(x, mask)
-        tl.store(to, codes, mask=known[:, None] & (offset < num_codes)[None, :])
-        tl.store(scales + scales_at, row_scales, mask=known)
-        tl.store(scales + scales_at + 1, row_offsets, mask=known)
+        tl.store(targets, codes, mask=in_message[:, None] & (offset < num_codes)[None, :])
+        tl.store(scales + scales_base, row_scales, mask=in_message)
+        tl.store(scales + scales_base + 1, row_offsets, mask=in_message)
     else:
-        tl.store(to, narrow(x, CODE), mask=mask)
+        tl.store(targets, narrow(x, CODE), mask=mask)
 
 
 @jit(varying=["num_rows", "num_message_rows"])
 def _unpack_kernel(
     matrix, message, scales, pieces, rows, factor, saturated, matrix_stride, num_rows, num_message_rows,
-    MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr,
+    MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr,
     VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row, inside, known, column, width, _, codes_at, scales_at = _place(
+    """Decode a tile: ROWS rows of one piece; rows without a row of the message become zeros."""
+    row, valid, in_message, column, width, _, codes_base, scales_base = _locate(
         pieces, rows, num_rows, num_message_rows, VECTOR, ROWS
     )
+    # Load and decode.
     offset = tl.arange(0, COLUMNS)
-    mask = known[:, None] & (offset < width)[None, :]
-    codes = tl.load(message + codes_at[:, None] + offset[None, :], mask=mask, other=0)
+    mask = in_message[:, None] & (offset < width)[None, :]
+    codes = tl.load(message + codes_base[:, None] + offset[None, :], mask=mask, other=0)
     if CODE == _INT8:
-        row_scales = tl.load(scales + scales_at, mask=known, other=0.0)
-        row_offsets = tl.load(scales + scales_at + 1, mask=known, other=0.0)
+        row_scales = tl.load(scales + scales_base, mask=in_message, other=0.0)
+        row_offsets = tl.load(scales + scales_base + 1, mask=in_message, other=0.0)
         x = codes.to(tl.float32) * row_scales[:, None] + row_offsets[:, None]
     else:
         x = widen(codes, CODE)
+    # Undo the loss scale.
     if factor is not None:
         factor = tl.div_rn(1.0, tl.load(factor))
-    x, lost = _times(x, factor, COUNTED, FIRST_LOST, LARGEST)
+    x, is_saturated = _scale_and_saturate(x, factor, COUNTED, THRESHOLD, LARGEST)
     if COUNTED:
-        _count(lost & mask, saturated)
-    row_at = row * tl.multiple_of(tl.full((), 0, tl.int64) + matrix_stride, VECTOR) + column
-    to = matrix + row_at[:, None] + offset[None, :]
-    tl.store(to, narrow(x, MATRIX), mask=inside[:, None] & (offset < width)[None, :])
+        _count(is_saturated & mask, saturated)
+    row_offset = row * tl.multiple_of(tl.full((), 0, tl.int64) + matrix_stride, VECTOR) + column
+    targets = matrix + row_offset[:, None] + offset[None, :]
+    tl.store(targets, narrow(x, MATRIX), mask=valid[:, None] & (offset < width)[None, :])
 
 
 def quantize_pack(
@@ -177,6 +186,7 @@ def _launch(
     kernel: Any, matrix: Tensor, message: Tensor, packing: Packing, num_message_rows: int, saturated: Tensor,
     scale: Tensor | None, rows: Tensor | None, written: torch.dtype, counted: bool,
 ) -> None:  # fmt: skip
+    """Launch a kernel over tiles of rows and pieces; vectorize if all of them are aligned."""
     codec, num_rows = CODECS[packing.codec], matrix.shape[0]
     stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
     aligned = matrix.data_ptr() % 16 == 0 and message.data_ptr() % 16 == 0 and stride % packing.vector == 0
@@ -189,6 +199,6 @@ def _launch(
         packing.pieces, None if rows is None else rows.contiguous(), scale, saturated,
         stride, num_rows, num_message_rows,
         MATRIX=CODES[matrix.dtype], CODE=INT8_CODE if codec.row_wise else CODES[codec.dtype], COUNTED=counted,
-        LARGEST=LIMITS[written][0], FIRST_LOST=LIMITS[written][1],
+        LARGEST=LIMITS[written][0], THRESHOLD=LIMITS[written][1],
         VECTOR=vector, ROWS=ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip
