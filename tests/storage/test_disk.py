@@ -209,7 +209,7 @@ if child == 0:
     try:
         read(store, [1])
     except StorageError as error:
-        code = 3 if "before this process was forked off" in str(error) else 2
+        code = 3 if "before this process was forked" in str(error) else 2
     store.close()  # does nothing, and does not hang
     with disk_rows(Path(sys.argv[1]) / "own", 1000, 100) as own:  # a table of its own works, with threads of its own
         write(own, range(1000), 2)
@@ -311,8 +311,8 @@ print(sorted({"numba", "llvmlite"} & (set(sys.modules) - before)))
         (torch.tensor([[1]]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, r"rows must be \[n\]"),
         (torch.tensor([2, 1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, r"rows\[0\] is 2 and rows\[1\] is 1"),
         (torch.tensor([1, 1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "drop repetitions"),
-        (torch.tensor([-1]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, "rows 0 to 3; there is no row -1"),
-        (torch.tensor([0, 4]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "there is no row 4"),
+        (torch.tensor([-1]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, "rows 0 to 3, got row -1"),
+        (torch.tensor([0, 4]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "got row 4"),
     ],
 )
 def test_bad_requests_have_a_name(tmp_path, rows, records, error, message):

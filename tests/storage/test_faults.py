@@ -46,7 +46,7 @@ def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch, threads):
             read(store, [6, 7, 20])
         message = str(caught.value)
         assert message.startswith(
-            f"table 'user', file {filled}: the part with rows 0 to 20, at byte 4,096, could not be"
+            f"table 'user', file {filled}: the extent with rows 0 to 20, at byte 4,096, could not be"
         )
         assert "read: [Errno 5] Input/output error; check the disk" in message
         assert read(store, [3, 21]).equal(some_records(100, 516, 1)[[3, 21]])
@@ -73,9 +73,7 @@ def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, thre
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\] Input/output error; check the disk"):
         first.wait()
     for later in (second.wait, third.wait, lambda: read(store, [1]), lambda: write(store, [1], 0), store.flush):
-        with pytest.raises(
-            StorageError, match=r"takes nothing more, because a write has failed: table 'user'.*Errno 5"
-        ):
+        with pytest.raises(StorageError, match=r"is unusable because a write failed: table 'user'.*Errno 5"):
             later()
     store.close()  # everybody knows by now
     monkeypatch.undo()
@@ -107,9 +105,9 @@ def test_a_disk_that_loses_what_was_written_is_told(filled, monkeypatch):
 
     write(store, [1], 2).wait()
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(StorageError, match="what was written could not be flushed to disk"):
+    with pytest.raises(StorageError, match="writes could not be flushed to disk"):
         store.flush().wait()
-    with pytest.raises(StorageError, match="takes nothing more"):
+    with pytest.raises(StorageError, match="is unusable"):
         read(store, [1])
     store.close()
 
@@ -131,7 +129,7 @@ def test_a_disk_that_takes_nothing_more_ends_the_write(filled, monkeypatch):
     store = disk_rows(filled, 100, 516)
     shorten_queues(monkeypatch, 0)
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
-    with pytest.raises(StorageError, match="nothing more could be written"):
+    with pytest.raises(StorageError, match="no further byte could be written"):
         write(store, [1], 2).wait()
     store.close()
 
@@ -146,7 +144,7 @@ def test_a_full_disk(small_disk, monkeypatch):
     model.write(range(700), 1)
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 28\] No space left on device; make room"):
         write(store, range(700, 4000), 2).wait()
-    with pytest.raises(StorageError, match="takes nothing more"):
+    with pytest.raises(StorageError, match="is unusable"):
         read(store, [0])
     store.close()
     with disk_rows(path, 100_000, 516) as store:
@@ -159,9 +157,9 @@ def test_a_full_disk(small_disk, monkeypatch):
 
 
 def test_a_table_too_large_for_the_file_system_or_without_a_folder(tmp_path):
-    with pytest.raises(StorageError, match=r"table 'user': file .* rows cannot be made: .*choose another"):
+    with pytest.raises(StorageError, match=r"table 'user': file .* rows cannot be created: .*choose another"):
         disk_rows(tmp_path / "rows", 10**16, 4000)
-    with pytest.raises(StorageError, match=r"cannot be made: .*No such file"):
+    with pytest.raises(StorageError, match=r"cannot be created: .*No such file"):
         disk_rows(tmp_path / "nowhere" / "rows", 10, 4)
     assert list(tmp_path.iterdir()) == []
 
@@ -182,10 +180,12 @@ def test_damage_is_found_and_not_written_over(filled, ask):
         damage(filled, 3 * PAGE + 1000, 4)
         content = filled.read_bytes()
         assert read(store, [0, 30]).equal(some_records(100, 516, 1)[[0, 30]])
-        with pytest.raises(StorageError, match="the part with rows 14 to 20, at byte 12,288, is damaged: its checksum"):
+        with pytest.raises(
+            StorageError, match="the extent with rows 14 to 20, at byte 12,288, is damaged: its checksum"
+        ):
             ask(store)
     assert filled.read_bytes()[PAGE:] == content[PAGE:]
-    with pytest.raises(StorageError, match="the part at byte 12,288 is damaged: its checksum is not that"):
+    with pytest.raises(StorageError, match="the extent at byte 12,288 is damaged: its checksum is not that"):
         disk_rows(filled, 100, 516)
 
 
@@ -222,7 +222,7 @@ def test_a_page_at_a_wrong_place_is_damage(filled):
     content = bytearray(filled.read_bytes())
     content[2 * PAGE : 3 * PAGE] = content[PAGE : 2 * PAGE]
     filled.write_bytes(content)
-    with pytest.raises(StorageError, match="it is damaged: the part with rows 0 to 6 is there twice"):
+    with pytest.raises(StorageError, match="it is damaged: the extent with rows 0 to 6 occurs twice"):
         disk_rows(filled, 100, 516)
 
 
@@ -247,7 +247,7 @@ def test_a_record_of_which_only_a_part_was_written_is_damage(tmp_path):
     place = PAGE * (1 + 3 + 1)  # of the second row that was written
     content[place : place + PAGE] = old[place : place + PAGE]
     path.write_bytes(content)
-    with pytest.raises(StorageError, match="the part at byte 16,384 is damaged"):
+    with pytest.raises(StorageError, match="the extent at byte 16,384 is damaged"):
         disk_rows(path, 10, 10000)
 
 
@@ -256,11 +256,11 @@ def test_a_file_that_is_cut_short(filled):
     os.truncate(filled, 6 * PAGE)
     assert read(store, [34]).equal(some_records(100, 516, 1)[[34]])
     with pytest.raises(
-        StorageError, match=r"rows 35 to 41, .* could not be read: the file ends at byte 24,576; somebody"
+        StorageError, match=r"rows 35 to 41, .* could not be read: the file ends at byte 24,576; another process"
     ):
         read(store, [35])
     store.close()
-    with pytest.raises(StorageError, match="has 24,576 bytes instead of 65,536, it was cut"):
+    with pytest.raises(StorageError, match="has 24,576 bytes instead of 65,536, it was truncated"):
         disk_rows(filled, 100, 516)
     os.truncate(filled, 100)
     with pytest.raises(StorageError, match="is too short to have a header"):
@@ -292,29 +292,29 @@ def test_a_file_of_another_table_is_refused_with_each_difference(tmp_path):
     given = {"table": "user", "num_rows": 100, "record": record, "seed": 7, "row_origin": 0, "column_origin": 0}
     DiskRows.create(path, TableIdentity(**given), initial).close()
     cases = [
-        ({"table": "item"}, "the table's name: 'user' in the file, 'item' here"),
-        ({"num_rows": 101}, "the number of rows: 100 in the file, 101 here"),
-        ({"seed": 8}, "the seed: 7 in the file, 8 here"),
-        ({"row_origin": 9}, "the first row in the whole table: 0 in the file, 9 here"),
-        ({"column_origin": 9}, "the first column in the whole table: 0 in the file, 9 here"),
+        ({"table": "item"}, "the table's name: 'user' in the file, expected 'item'"),
+        ({"num_rows": 101}, "the number of rows: 100 in the file, expected 101"),
+        ({"seed": 8}, "the seed: 7 in the file, expected 8"),
+        ({"row_origin": 9}, "the first row in the whole table: 0 in the file, expected 9"),
+        ({"column_origin": 9}, "the first column in the whole table: 0 in the file, expected 9"),
         (
             {"record": record_of(8, torch.float32, RowWiseAdagrad.states)},
-            "the weight of a row: 16 float32 at byte 0 in the file, 8 float32 at byte 0 here",
+            "the weight of a row: 16 float32 at byte 0 in the file, expected 8 float32 at byte 0",
         ),
         (
             {"record": record_of(16, torch.bfloat16, RowWiseAdagrad.states)},
-            "the weight of a row: 16 float32 at byte 0 in the file, 16 bfloat16 at byte 0 here",
+            "the weight of a row: 16 float32 at byte 0 in the file, expected 16 bfloat16 at byte 0",
         ),
         (
             {"record": record_of(16, torch.float32, Adam.states)},
-            "optimizer state 'sum': one float32 at byte 64 in the file, none here\n"
-            "  optimizer state 'exp_avg': none in the file, 16 float32 at byte 64 here",
+            "optimizer state 'sum': one float32 at byte 64 in the file, expected none\n"
+            "  optimizer state 'exp_avg': none in the file, expected 16 float32 at byte 64",
         ),
     ]
     for change, message in cases:
         with pytest.raises(StorageError) as caught:
             DiskRows.open(path, TableIdentity(**given | change), initial)
-        assert f"file {path} is of another table or optimizer:\n" in str(caught.value)
+        assert f"file {path} belongs to another table or optimizer:\n" in str(caught.value)
         assert message in str(caught.value)
     DiskRows.open(path, TableIdentity(**given), initial).close()
 
@@ -324,7 +324,7 @@ def test_a_file_has_one_owner_and_is_not_overwritten(filled):
     with pytest.raises(StorageError, match="is open for another table or process; close it there first"):
         disk_rows(filled, 100, 516)
     store.close()
-    with pytest.raises(StorageError, match=r"there is a file .* already; open it, remove it"):
+    with pytest.raises(StorageError, match=r"file .* exists already; open it, remove it"):
         DiskRows.create(filled, identity(100, 516), initial)
     with pytest.raises(StorageError, match=r"cannot be opened: .*No such file"):
         DiskRows.open(filled.with_name("none"), identity(100, 516), initial)

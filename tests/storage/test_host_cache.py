@@ -85,7 +85,7 @@ def test_the_policies_choose(tmp_path):
                 read(store, rows)
             before = store.counts()
             read(store, [0, 1])
-            assert store.counts().found - before.found == 1
+            assert store.counts().cache_hits - before.cache_hits == 1
             read(store, sorted({0, 1} - set(gone)))
             assert store.counts().read - before.read == len(gone) * 5
 
@@ -164,9 +164,7 @@ def test_rows_that_cannot_be_written_back_are_the_last_operation(filled, monkeyp
         ask[operation]()
     monkeypatch.undo()
     for later in (lambda: read(store, [1]), lambda: write(store, [1], 0), store.flush, store.changed_pages):
-        with pytest.raises(
-            StorageError, match=r"takes nothing more, because a write has failed: table 'user'.*Errno 5"
-        ):
+        with pytest.raises(StorageError, match=r"is unusable because a write failed: table 'user'.*Errno 5"):
             later()
     assert not filled.with_name("saved").exists()
     store.counts()  # can be asked for even so
@@ -183,7 +181,7 @@ def test_what_was_asked_for_behind_a_failure_is_refused(filled, monkeypatch):
     with pytest.raises(StorageError, match="could not be written"):
         first.wait()
     for later in (second, third):
-        with pytest.raises(StorageError, match="takes nothing more"):
+        with pytest.raises(StorageError, match="is unusable"):
             later.wait()
     store.close()
 
@@ -209,10 +207,10 @@ def test_what_fails_in_memory_is_told_too(filled, monkeypatch):
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(store._cache, "_make", fail)
+    monkeypatch.setattr(store._cache, "_empty_records", fail)
     with pytest.raises(StorageError, match="rows could not be written back: no room"):
         write(store, [50], 3).wait()
-    with pytest.raises(StorageError, match="takes nothing more"):
+    with pytest.raises(StorageError, match="is unusable"):
         read(store, [1])
 
 
@@ -235,7 +233,7 @@ def test_changes_need_a_snapshot_to_follow(filled):
     store = disk_rows(filled, 100, 516, host_rows=32)
     name = store.last_snapshot
     write(store, [1], 2).wait()
-    with pytest.raises(StorageError, match="take a whole one before one of changes only"):
+    with pytest.raises(StorageError, match="take a whole snapshot first"):
         store.snapshot(filled.with_name("changes"), changes_only=True).wait()
     assert (name, store.counts()) == (None, Counts())
     store.close()

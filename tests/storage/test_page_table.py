@@ -65,7 +65,7 @@ def test_a_file_has_a_limited_number_of_positions(tmp_path, monkeypatch):
     monkeypatch.setattr(page_table, "MAX_POSITIONS", 3)
     store = disk_rows(tmp_path / "rows", 100, 516)
     write(store, [0, 50, 99], 1).wait()
-    with pytest.raises(StorageError, match="a file has at most 3 blocks of 4,096 bytes; cut the table"):
+    with pytest.raises(StorageError, match="a file has at most 3 blocks of 4,096 bytes; split the table"):
         write(store, [0, 20], 2).wait()
     store.close()
     monkeypatch.undo()

@@ -129,7 +129,7 @@ def test_increments_are_put_on_in_their_order_only(tmp_path, chain):
     (base, first, second), expected = chain
     target = tmp_path / "again"
     refused(
-        target, base, [second], "changes-2 do not follow the snapshot before them; give all of them, in their order"
+        target, base, [second], "changes-2 do not follow the snapshot before them; pass all of them, in their order"
     )
     refused(target, base, [second, first], "changes-2 do not follow")
     refused(target, base, [first, first], "changes-1 do not follow")
@@ -140,10 +140,10 @@ def test_increments_are_put_on_in_their_order_only(tmp_path, chain):
     refused(target, tmp_path / "rows", [first], "is not a snapshot, or was written to since")
     with disk_rows(tmp_path / "other", 50, 4088) as store:
         store.snapshot(tmp_path / "other-base").wait()
-    refused(target, tmp_path / "other-base", [first], "changes-1 are of another table than their base")
+    refused(target, tmp_path / "other-base", [first], "changes-1 belong to another table or optimizer")
     restore(target, base, [first, second])
     assert content(target, 50, 4089).equal(expected)
-    with pytest.raises(StorageError, match=r"there is a file .*again already"):
+    with pytest.raises(StorageError, match=r"file .*again exists already"):
         restore(target, base)
 
 
@@ -157,14 +157,14 @@ def test_a_snapshot_that_was_written_to_is_a_base_no_more(tmp_path, chain):
     refused(tmp_path / "third", base, [first], "is not a snapshot, or was written to since")
     with (
         disk_rows(base, 50, 4089) as store,
-        pytest.raises(StorageError, match="take a whole one before one of changes"),
+        pytest.raises(StorageError, match="take a whole snapshot first"),
     ):
         store.snapshot(tmp_path / "changes", changes_only=True).wait()
 
 
 def test_changes_need_something_that_they_follow(tmp_path):
     with disk_rows(tmp_path / "rows", 50, 516) as store:
-        with pytest.raises(StorageError, match="take a whole one before one of changes only"):
+        with pytest.raises(StorageError, match="take a whole snapshot first"):
             store.snapshot(tmp_path / "changes", changes_only=True).wait()
         with pytest.raises(ValueError, match="is the table's own file"):
             store.snapshot(tmp_path / "rows")
@@ -306,7 +306,7 @@ def test_pieces_hold_all_parts_once_and_are_small(gaps_and_lengths):
     for gap, length in gaps_and_lengths:
         parts.append(((end + gap) * PAGE, (end + gap + length) * PAGE))
         end += gap + length
-    pieces = list(sparse._parts_to_copy(iter(parts)))
+    pieces = list(sparse._copy_ranges(iter(parts)))
     assert all(0 < stop - begin <= sparse.COPY_BYTES for begin, stop in pieces)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
     covered = {page for begin, stop in pieces for page in range(begin // PAGE, stop // PAGE)}

@@ -130,11 +130,11 @@ def test_damage_is_found(tmp_path):
     data = next(path for path in folder.path(1).iterdir() if path.suffix == ".distcp")
     whole = data.read_bytes()
     data.write_bytes(whole[:-1])
-    message = f"is damaged: {data.name} has {len(whole) - 1:,} bytes instead of {len(whole):,} bytes; use another"
+    message = f"is damaged: {data.name} has {len(whole) - 1:,} bytes, expected {len(whole):,} bytes; use another"
     with pytest.raises(ValueError, match=message):
         read_manifest(folder.path(1))
     data.unlink()
-    with pytest.raises(ValueError, match=f"is damaged: {data.name} has vanished instead of"):
+    with pytest.raises(ValueError, match=f"is damaged: {data.name} does not exist"):
         read_manifest(folder.path(1))
     (folder.path(1) / MANIFEST).write_text("{")
     with pytest.raises(ValueError, match=r"trainer\.json is damaged"):

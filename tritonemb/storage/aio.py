@@ -1,9 +1,9 @@
-"""Files that are read and written page by page, past the system's page cache where it allows that; asynchronous I/O.
+"""Direct and asynchronous file I/O: page-aligned files, kernel queues, and I/O contexts with a buffer.
 
-Linux's `io_submit(2)` takes hundreds of reads or writes in one call, without a thread for each; else a pool of
-threads does it. Random pages of a virtual solid-state disk, 2 cores: 72 thousand a second at 3 microseconds of CPU
-each, where 16 threads reach 49 thousand at 11, and `io_uring` 67 thousand at 4. Containers' usual filters of system
-calls let it through, unlike `io_uring`. It is asynchronous for direct I/O alone.
+Linux's `io_submit(2)` takes hundreds of reads or writes per call, without a thread for each; a pool of threads is the
+fallback. Random page reads of a virtual solid-state disk on 2 cores: 72 thousand per second at 3 microseconds of CPU
+each; 16 threads reach 49 thousand at 11, `io_uring` 67 thousand at 4. The default system-call filters of containers
+allow it, unlike `io_uring`. It is asynchronous for direct I/O only.
 """
 
 import ctypes
@@ -29,17 +29,17 @@ from tritonemb.utils import on_error
 
 PAGE_BYTES = 4096
 HUGE_PAGE = 2 << 20  # bytes
-SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to drop what has reached the disk
-DEPTH = 512  # extents in flight
-HALF_BYTES = HUGE_PAGE  # of a context's buffer
-NUM_CONTEXTS = 8
-_CALLS = {  # the numbers of io_setup, io_destroy, io_getevents, io_submit
+SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to drop pages that have reached the disk
+DEPTH = 512  # extents in flight per queue
+HALF_BYTES = HUGE_PAGE  # half of a context's buffer
+NUM_CONTEXTS = 8  # operations at once, of all tables; further ones wait for a context
+_CALLS = {  # system-call numbers of io_setup, io_destroy, io_getevents, io_submit
     "x86_64": (206, 207, 208, 209),
     "aarch64": (0, 1, 4, 2),
 }
 _SETUP, _DESTROY, _GET_EVENTS, _SUBMIT = range(4)
 _READ, _WRITE = 0, 1
-_WIPE_ON_FORK = 18  # Linux: a forked process has zeros there, and may unmap them
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK: a forked process reads zeros
 _REQUEST = np.dtype(  # struct iocb
     {
         "names": ["tag", "opcode", "handle", "address", "num_bytes", "offset"],
@@ -49,47 +49,47 @@ _REQUEST = np.dtype(  # struct iocb
     }
 )
 _EVENT = np.dtype([("tag", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result_2", "<i8")])
-_NO_CALLS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EAGAIN, errno.ENOMEM)
+_UNAVAILABLE = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EAGAIN, errno.ENOMEM)
 
 
 class IoBuffer:
-    """Page-aligned memory for direct I/O, in huge pages if it fills them: these are contiguous for a disk."""
+    """Page-aligned memory for direct I/O; in huge pages, which are contiguous for the disk, from one huge page on."""
 
     def __init__(self, num_bytes: int) -> None:
         spare = HUGE_PAGE if num_bytes >= HUGE_PAGE else 0
         memory = reserve(num_bytes + spare)
-        whole = np.frombuffer(memory, dtype=np.uint8)
-        begin = -int(whole.ctypes.data) % HUGE_PAGE if spare else 0
+        memory_bytes = np.frombuffer(memory, dtype=np.uint8)
+        begin = -int(memory_bytes.ctypes.data) % HUGE_PAGE if spare else 0
         if spare:
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        with suppress(OSError):  # gVisor, where it makes no difference
-            memory.madvise(_WIPE_ON_FORK)  # a fork while the disk writes into it must not copy pages
-        self.array = whole[begin : begin + num_bytes]
+        with suppress(OSError):  # not supported by gVisor, which does not need it
+            memory.madvise(_WIPE_ON_FORK)  # copy-on-write after a fork would redirect the disk's writes
+        self.array = memory_bytes[begin : begin + num_bytes]
         self.view = memoryview(memory)[begin : begin + num_bytes]
         self.address = int(self.array.ctypes.data)
 
 
 def reserve(num_bytes: int) -> mmap.mmap:
-    """Private zeros, whose memory the system allocates page by page when they are written to."""
+    """Map private zeros; the system allocates their memory page by page on first write."""
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Memory(NamedTuple):
-    """Page-aligned memory that is not the context's own: its address, and its bytes."""
+    """Page-aligned memory outside a context's buffer."""
 
     address: int
     view: memoryview
 
 
 class PageFile:
-    """An open file, for direct I/O if the file system has it.
+    """An open file, for direct I/O where the file system supports it.
 
     Otherwise it is read and written through the page cache, which is advised to drop its pages. Many threads may read
-    and write whole pages, from and to page-aligned memory. The file is closed when it is garbage collected at last.
+    and write whole pages, to and from page-aligned memory. Garbage collection closes the file.
 
     Raises:
-        OSError: as `os.open`; EOFError: from `read`, the file ends before.
+        OSError: as `os.open`; EOFError: from `read`, at the end of the file.
     """
 
     def __init__(self, path: Path, writable: bool = True) -> None:
@@ -101,26 +101,26 @@ class PageFile:
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fill `view` from `offset` on."""
-        done, size = 0, len(view)
-        while done < size:
-            count = os.preadv(self.handle, [view[done:]], offset + done)
-            done += count
-            # A read that ends within a page has met the end of a file that is open for direct I/O.
-            if count == 0 or (done % PAGE_BYTES and done < size and self.size() <= offset + done):
-                raise EOFError(f"the file ends at byte {offset + done:,}")
+        num_read, size = 0, len(view)
+        while num_read < size:
+            count = os.preadv(self.handle, [view[num_read:]], offset + num_read)
+            num_read += count
+            # With direct I/O a read that ends within a page has reached the end of the file.
+            if count == 0 or (num_read % PAGE_BYTES and num_read < size and self.size() <= offset + num_read):
+                raise EOFError(f"the file ends at byte {offset + num_read:,}")
         if not self.direct:
             self._drop(offset, size)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of `view` at `offset`."""
-        done, size = 0, len(view)
-        while done < size:
-            if (count := os.pwritev(self.handle, [view[done:]], offset + done)) == 0:
-                raise OSError(errno.EIO, "nothing more could be written")
-            done += count
+        num_written, size = 0, len(view)
+        while num_written < size:
+            if (count := os.pwritev(self.handle, [view[num_written:]], offset + num_written)) == 0:
+                raise OSError(errno.EIO, "no further byte could be written")
+            num_written += count
         if not self.direct:
             self._drop(offset, size)  # starts the write-back to disk, so that a sweep can drop the pages
-            self._written += size  # may miss what another thread adds: then the sweep comes later
+            self._written += size  # unsynchronized: a lost update only delays the sweep
             if self._written >= SWEEP_BYTES:
                 self._written = 0
                 self._drop(0, 0)
@@ -129,7 +129,7 @@ class PageFile:
         return os.fstat(self.handle).st_size
 
     def is_linked(self) -> bool:
-        """Whether a folder lists the file, so that it can be opened again."""
+        """Return whether the file still has a name, so that it can be opened again."""
         return os.fstat(self.handle).st_nlink > 0
 
     def resize(self, num_bytes: int) -> None:
@@ -140,7 +140,7 @@ class PageFile:
         os.fsync(self.handle)
 
     def lock(self) -> bool:
-        """Lock the file; whether nobody else had. True where files have no locks."""
+        """Lock the file exclusively; return False if it is locked already. True on file systems without locks."""
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -151,7 +151,7 @@ class PageFile:
         return True
 
     def close(self) -> None:
-        """Close and unlock the file, even if a forked process has it open. A second call does nothing."""
+        """Unlock and close the file, even if a forked process has it open. Idempotent."""
         self.handle = -1
         self._release()
 
@@ -160,15 +160,15 @@ class PageFile:
 
 
 def _release(handle: int, process: int) -> None:
-    """Close a file; a forked process leaves the lock of its parent alone."""
+    """Unlock and close a file; a forked process does not unlock its parent's."""
     if os.getpid() == process:
-        with suppress(OSError):  # where there are no locks, none is held
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """A handle, and whether it is for direct I/O, which a file system may refuse at `open` or at the first read."""
+    """Return a handle, and whether it is for direct I/O; a file system may reject that at `open` or the first read."""
     try:
         handle = os.open(path, flags | os.O_DIRECT)
         with on_error(lambda: os.close(handle)):
@@ -181,7 +181,7 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
 
 
 class Extents(NamedTuple):
-    """Parts of a file, and where they are in memory: int64 `[n]`, in bytes; for direct I/O multiples of a page's."""
+    """Extents of a file and their addresses in memory: int64 `[n]`, in bytes; whole pages for direct I/O."""
 
     addresses: np.ndarray
     sizes: np.ndarray
@@ -189,27 +189,28 @@ class Extents(NamedTuple):
 
 
 class AioTransfer:
-    """Extents that were submitted; results int64 `[n]`: bytes moved of each, or the negative number of its error."""
+    """Extents in flight. `results` is int64 `[n]`: bytes moved per extent, or its negative errno."""
 
     def __init__(self, reap: Callable[[int], None], num_extents: int) -> None:
-        self.results, self.left = np.zeros(num_extents, dtype=np.int64), num_extents
+        self.results, self.num_pending = np.zeros(num_extents, dtype=np.int64), num_extents
         self._reap = reap
 
     def wait(self) -> np.ndarray:
-        """Wait until all are done or have failed; the results."""
-        while self.left:
-            self._reap(self.left)
+        """Wait until all have succeeded or failed; return `results`."""
+        while self.num_pending:
+            self._reap(self.num_pending)
         return self.results
 
     def finish(self, extents: np.ndarray, results: np.ndarray) -> None:
         self.results[extents] = results
-        self.left -= extents.size
+        self.num_pending -= extents.size
 
 
 class AioQueue:
-    """A queue of the kernel's, for one thread at a time; OSError if there are no such calls, or no queues left.
+    """A kernel queue for asynchronous I/O, used by one thread at a time.
 
-    The system has room for some 100 of them, so each is given back when it is garbage collected.
+    OSError if the system has no such calls or no queue left. It has about 100 of them, so garbage collection destroys
+    the queue.
     """
 
     def __init__(self) -> None:
@@ -222,63 +223,67 @@ class AioQueue:
         self._next = self._in_flight = 0
 
     def submit(self, handle: int, extents: Extents, write: bool) -> AioTransfer:
-        """Read or write extents, in any order. Their memory must be left alone until all are done."""
+        """Start to read or write extents, in any order. Their memory must not be touched until all are done."""
         number, count = self._next, extents.sizes.size
         self._next = (number + 1) & 0x7FFFFFFF
         transfer = self._running[number] = AioTransfer(self.reap, count)
+        # Build a request per extent. Its tag has the transfer's number and the extent's.
         requests = np.zeros(count, dtype=_REQUEST)
         requests["tag"] = (number << 32) + np.arange(count)
         requests["opcode"], requests["handle"] = _WRITE if write else _READ, handle
         requests["address"], requests["num_bytes"], requests["offset"] = extents
         addresses = requests.ctypes.data + np.arange(count) * _REQUEST.itemsize
-        done = 0
-        while done < count:
+        # Submit them, as many as fit in the queue.
+        num_submitted = 0
+        while num_submitted < count:
             if self._in_flight == DEPTH:
                 self.reap(DEPTH // 4)
-            some = min(DEPTH - self._in_flight, count - done)
-            done += self._submit(transfer, done, addresses[done : done + some])
+            batch_size = min(DEPTH - self._in_flight, count - num_submitted)
+            num_submitted += self._submit(
+                transfer, num_submitted, addresses[num_submitted : num_submitted + batch_size]
+            )
         return transfer
 
-    def reap(self, least: int) -> None:
-        """Wait until at least this many extents are done."""
-        count = _call(_GET_EVENTS, self._context, least, DEPTH, self._events.ctypes.data, 0)
+    def reap(self, min_extents: int) -> None:
+        """Wait until at least `min_extents` extents are done."""
+        count = _call(_GET_EVENTS, self._context, min_extents, DEPTH, self._events.ctypes.data, 0)
         self._in_flight -= count
         tags, results = self._events["tag"][:count].astype(np.int64), self._events["result"][:count]
         numbers, extents = tags >> 32, tags & 0xFFFFFFFF
         for number, transfer in self._running.items():
-            mine = numbers == number
-            transfer.finish(extents[mine], results[mine])
-        self._running = {number: transfer for number, transfer in self._running.items() if transfer.left}
+            finished = numbers == number
+            transfer.finish(extents[finished], results[finished])
+        self._running = {number: transfer for number, transfer in self._running.items() if transfer.num_pending}
 
-    def _submit(self, transfer: AioTransfer, first: int, addresses: np.ndarray) -> int:
-        """Submit the requests of the extents from number `first` on; how many the kernel has taken, or refused."""
+    def _submit(self, transfer: AioTransfer, first_extent: int, addresses: np.ndarray) -> int:
+        """Submit the requests of extents from `first_extent` on; return how many were accepted or have failed."""
         try:
-            taken = _call(_SUBMIT, self._context, addresses.size, addresses.ctypes.data)
+            num_submitted = _call(_SUBMIT, self._context, addresses.size, addresses.ctypes.data)
         except OSError as error:
-            if error.errno != errno.EAGAIN:  # of the first extent
-                transfer.finish(np.array([first]), np.array([-int(error.errno or errno.EIO)]))
+            if error.errno != errno.EAGAIN:  # an error of the first extent
+                transfer.finish(np.array([first_extent]), np.array([-int(error.errno or errno.EIO)]))
                 return 1
             if self._in_flight:
                 self.reap(1)
             else:
-                time.sleep(0.001)  # other processes use up what the system has
+                time.sleep(0.001)  # other processes use all of the system's queue entries
             return 0
-        self._in_flight += taken
-        return taken
+        self._in_flight += num_submitted
+        return num_submitted
 
 
 def _destroy(context: int, process: int) -> None:
-    """Give a queue back, once what is in flight is done; a forked process does not have it."""
+    """Destroy a queue after its extents in flight; a forked process does not own it."""
     if os.getpid() == process:
         _call(_DESTROY, context)
 
 
 def make_queue() -> AioQueue | None:
-    """A queue, where the system has them."""
+    """Return a queue, or None where the system has none."""
     try:
         return AioQueue() if platform.machine() in _CALLS else None
     except OSError as error:
-        if error.errno not in _NO_CALLS:
+        if error.errno not in _UNAVAILABLE:
             raise
         return None
 
@@ -288,30 +293,30 @@ _system_call.restype = ctypes.c_long
 _system_call.argtypes = (ctypes.c_long, ctypes.c_ulong, *(ctypes.c_long,) * 4)
 
 
-def _call(which: int, *arguments: int) -> int:
-    number, more = _CALLS[platform.machine()][which], (0,) * (5 - len(arguments))
+def _call(call: int, *arguments: int) -> int:
+    number, padding = _CALLS[platform.machine()][call], (0,) * (5 - len(arguments))
     while True:
-        if (found := int(_system_call(number, *arguments, *more))) >= 0:
-            return found
+        if (result := int(_system_call(number, *arguments, *padding))) >= 0:
+            return result
         if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
 
 class ExtentError(Exception):
-    """The extent of this number could not be read or written, and why."""
+    """The extent of this number could not be read or written, for this reason."""
 
     def __init__(self, extent: int, reason: OSError | EOFError) -> None:
         super().__init__(extent, reason)
         self.extent, self.reason = extent, reason
 
 
-Transfer = Callable[[], None]  # waits for extents that were submitted; raises the ExtentError of the first that failed
+Transfer = Callable[[], None]  # waits for submitted extents; raises the ExtentError of the first that failed
 
 
 class IoContext:
-    """An I/O buffer, and what moves extents of files between it and the disk. It serves one operation at a time.
+    """An I/O buffer and a queue that moves extents between it and files. It serves one operation at a time.
 
-    The buffer has two halves: the disk has one while the other is worked on.
+    The buffer has two halves: the disk reads or writes one while the CPU works on the other.
     """
 
     def __init__(self) -> None:
@@ -320,20 +325,20 @@ class IoContext:
         self._in_flight: list[Transfer] = []
 
     def reserve(self, num_bytes: int) -> IoBuffer:
-        """The buffer, each of whose halves has at least this size. Its content may be lost."""
+        """Return the buffer, with halves of at least this size. Its content may be lost."""
         if self.buffer.array.size < 2 * num_bytes:
             self.buffer = IoBuffer(2 * num_bytes)
         return self.buffer
 
     def submit(self, file: PageFile, extents: Extents, write: bool, memory: Memory | None = None) -> Transfer:
-        """Read or write extents, in any order; their addresses count from the start of the buffer, or of `memory`.
+        """Start to read or write extents, in any order; addresses are relative to the buffer, or to `memory`.
 
-        Asynchronous I/O does it for a file that is open for direct I/O, if the system has it, else the shared threads.
-        Their part of the memory must be left alone meanwhile.
+        Uses asynchronous I/O for a file that is open for direct I/O, if the system has it, else the shared threads. The
+        memory of the extents must not be touched until the transfer is done.
         """
         raise_if_cancelled()
         buffer, count = memory or self.buffer, extents.sizes.size
-        move = functools.partial(_move_rest, file, buffer, extents, write)
+        move = functools.partial(_move_remainder, file, buffer, extents, write)
         if self._queue is not None and file.direct:
             absolute = extents._replace(addresses=extents.addresses + buffer.address)
             submitted = self._queue.submit(file.handle, absolute, write)
@@ -354,26 +359,26 @@ class IoContext:
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until the extents are read or written; raises the ExtentError of the first that failed."""
+        """Wait until the extents are read or written; raise the ExtentError of the first that failed."""
         self._in_flight.remove(transfer)
         transfer()
 
     def drain(self) -> None:
-        """Wait for all that is in flight, whether or not it fails."""
+        """Wait for all transfers in flight, and ignore their failures."""
         while self._in_flight:
             with suppress(ExtentError):  # the operation has failed already
                 self._in_flight.pop()()
 
 
-def _move_rest(
-    file: PageFile, buffer: IoBuffer | Memory, extents: Extents, write: bool, extent: int, done: int
+def _move_remainder(
+    file: PageFile, buffer: IoBuffer | Memory, extents: Extents, write: bool, extent: int, num_moved: int
 ) -> None:
-    """Move what is left of an extent, of which `done` bytes are moved; below 0 that is the number of its error."""
-    begin, size, offset = (int(part[extent]) for part in extents)
+    """Move the remainder of an extent after `num_moved` bytes; a negative number is its errno."""
+    begin, size, offset = (int(values[extent]) for values in extents)
     try:
-        if done < 0:
-            raise OSError(-done, os.strerror(-done))
-        (file.write if write else file.read)(buffer.view[begin + done : begin + size], offset + done)
+        if num_moved < 0:
+            raise OSError(-num_moved, os.strerror(-num_moved))
+        (file.write if write else file.read)(buffer.view[begin + num_moved : begin + size], offset + num_moved)
     except (OSError, EOFError) as error:
         raise ExtentError(extent, error) from error
 
@@ -391,9 +396,9 @@ os.register_at_fork(after_in_child=lambda: globals().update(_free_contexts=_make
 
 @contextmanager
 def io_context() -> Iterator[IoContext]:
-    """An I/O context for as long as the block runs; waits until one is free.
+    """Acquire an I/O context for the block; waits until one is free.
 
-    Not for the main thread, see `shielded`: a signal handler that raises there could lose what the kernel has returned.
+    Not for the main thread, see `shielded`: a signal handler that raises there could lose the result of a system call.
     """
     free = _free_contexts
     context = free.get()

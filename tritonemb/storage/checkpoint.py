@@ -1,7 +1,7 @@
 """Checkpoints in the format of `torch.distributed.checkpoint`: written with checksums, read without running code.
 
-Torch unpickles `.metadata` and other values than tensors, and a pickle may call any function. The reader here knows
-tensors, plain values and the metadata of tensors, and refuses all else.
+Torch unpickles `.metadata` and values other than tensors, and a pickle may call any function. This reader accepts
+tensors, plain values and the metadata of tensors only.
 """
 
 import io
@@ -33,9 +33,9 @@ from tritonemb.utils import read_sealed
 
 FORMAT = 1
 MANIFEST, METADATA = "trainer.json", ".metadata"
-ROWS, CHANGES = ".rows", ".changes"  # of a table on disk: sparse files
-Files = dict[str, list[int]]  # size and checksum of each, by name
-# What metadata refers to, besides dtypes; torch before 2.3 had TensorProperties in the last module.
+ROWS, CHANGES = ".rows", ".changes"  # suffixes of the sparse files of a table on disk
+Files = dict[str, list[int]]  # by file name: size and checksum
+# Classes that metadata may name, besides dtypes; torch before 2.3 had TensorProperties in the last module.
 _NAMES = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
@@ -47,13 +47,13 @@ _NAMES = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Written in Python: with the one in C a file could change attributes of classes."""
+    """Unpickler of tensor metadata. The C unpickler would let a file change attributes of classes."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local"):
-            return PurePath  # where it was written
+            return PurePath  # the folder that it was written to
         if name in _NAMES.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -69,22 +69,22 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def _refused(path: Path, error: Exception) -> ValueError:
-    """For a file that was not unpickled."""
+def _unsafe_file_error(path: Path, error: Exception) -> ValueError:
+    """Return the error of a file that was not unpickled."""
     if name := re.search(r"GLOBAL (\S+)", str(error)):
-        what = f"{path} refers to {name[1]}"
-        return ValueError(f"{what}, which could run code, so it is not loaded; use another checkpoint")
+        reference = f"{path} refers to {name[1]}"
+        return ValueError(f"{reference}, which could run code, so it is not loaded; use another checkpoint")
     return ValueError(f"{path} is damaged ({error!r}); use another checkpoint")
 
 
 class CheckpointReader(FileSystemReader):
     """Reads a checkpoint, its metadata once.
 
-    ValueError names a file that is damaged or could run code, and what it refers to.
+    ValueError names a file that is damaged, or that refers to code.
     """
 
     _metadata: Metadata | None = None
-    _file = ""  # that is being read
+    _file = ""  # being read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
@@ -94,9 +94,9 @@ class CheckpointReader(FileSystemReader):
                 metadata = _MetadataUnpickler(io.BytesIO(content)).load()
                 names = {info.relative_path for info in metadata.storage_data.values()}
                 if any(name != PurePath(name).name for name in names):
-                    raise ValueError("it refers to files elsewhere")
+                    raise ValueError("it refers to files in other folders")
             except Exception as error:
-                raise _refused(path, error) from error
+                raise _unsafe_file_error(path, error) from error
             self._metadata = metadata
         return self._metadata
 
@@ -108,7 +108,7 @@ class CheckpointReader(FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
-            raise _refused(Path(self.path, self._file), error) from error
+            raise _unsafe_file_error(Path(self.path, self._file), error) from error
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
@@ -120,79 +120,79 @@ class CheckpointPlanner(DefaultLoadPlanner):
 
 
 @contextmanager
-def checkpoint_errors(what: str) -> Iterator[None]:
-    """Raise the failure of a rank, which torch wraps in a BaseException, as a ValueError or a StorageError."""
+def checkpoint_errors(subject: str) -> Iterator[None]:
+    """Raise the failure of a rank, which torch wraps in a BaseException, as a ValueError or StorageError."""
     try:
         yield
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
-        if not isinstance(failure, Exception):  # the process is to end
+        if not isinstance(failure, Exception):  # e.g. KeyboardInterrupt
             raise failure from error
-        if isinstance(failure.__context__, OSError):  # a full disk, which torch's archive did not expect
+        if isinstance(failure.__context__, OSError):  # torch's archive hides a full disk behind its own error
             failure = failure.__context__
         kind = ValueError if isinstance(failure, ValueError) else StorageError
-        raise kind(f"{what}: rank {rank}: {type(failure).__name__}: {failure}") from error
+        raise kind(f"{subject}: rank {rank}: {type(failure).__name__}: {failure}") from error
 
 
 def ignore_single_process_warning() -> None:
-    """Silence torch's warning that a checkpoint is of a single process, which may come from a thread of its own."""
+    """Silence torch's warning about single-process checkpoints; it may be raised in another thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def read_manifest_text(path: Path, name: str = MANIFEST) -> tuple[bytes, dict[str, Any]]:
-    """A checkpoint's manifest, as text and parsed; FileNotFoundError or ValueError, see `read_manifest`."""
+    """Return a checkpoint's manifest as text and parsed; FileNotFoundError or ValueError as `read_manifest`."""
     if not (path / name).is_file():
         raise FileNotFoundError(f"{path} is not a checkpoint: it has no {name}")
     text = read_sealed(path / name)
     try:
         manifest = json.loads(text)
-        _, found = dict(manifest["files"]), manifest["format"]
+        _, file_format = dict(manifest["files"]), manifest["format"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / name} is damaged ({error!r}); use another checkpoint") from error
-    if found != FORMAT:
+    if file_format != FORMAT:
         raise ValueError(
-            f"{path} has checkpoint format {found}, this version of tritonemb reads format {FORMAT}; it was written by "
-            f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
+            f"{path} has checkpoint format {file_format}, this version of tritonemb reads format {FORMAT}; it was "
+            f"written by tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
         )
     return text, manifest
 
 
 def check_files(path: Path, files: Mapping[str, Sequence[int]], rank: int, ranks: int) -> None:
-    """Raise ValueError unless the files of a manifest are what was written; each of several ranks checks some."""
-    by_size = sorted(files.items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
-    for name, (size, crc) in by_size[rank::ranks]:
-        if (there := size_of(path / name)) != size:
+    """Raise ValueError unless the files have the sizes and checksums of the manifest; the ranks share the files."""
+    by_size = sorted(files.items(), key=lambda entry: -entry[1][0])  # so that each rank gets large and small ones
+    for name, (expected_size, expected_crc) in by_size[rank::ranks]:
+        if (actual_size := size_of(path / name)) != expected_size:
+            problem = "does not exist" if actual_size is None else f"has {actual_size:,} bytes"
             raise ValueError(
-                f"{path} is damaged: {name} has {'vanished' if there is None else f'{there:,} bytes'} "
-                f"instead of {size:,} bytes; use another checkpoint"
+                f"{path} is damaged: {name} {problem}, expected {expected_size:,} bytes; use another checkpoint"
             )
-        if checksum(path / name) != crc:
+        if checksum(path / name) != expected_crc:
             raise ValueError(f"{path} is damaged: {name} does not have the checksum that was written; use another one")
 
 
 def size_of(path: Path) -> int | None:
-    """None if there is no such file."""
+    """Return a file's size in bytes, None if it does not exist."""
     return path.stat().st_size if path.is_file() else None
 
 
 def size_and_checksum(path: Path) -> list[int]:
-    """A file's entry in the manifest."""
+    """Return a file's entry in the manifest."""
     return [path.stat().st_size, checksum(path)]
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file; of a table's rows, whose file may be nearly all holes, their `digest`."""
+    """Return the CRC-32 of a file; for the sparse file of a table's rows its `digest`."""
     if path.suffix in (ROWS, CHANGES):
         return digest(path)
-    found = 0
+    crc = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            found = zlib.crc32(block, found)
-    return found
+        while chunk := file.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make a hard link; where the file system has none, a copy that has been fsynced."""
+    """Make a hard link, or an fsynced copy where the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:

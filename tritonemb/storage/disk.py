@@ -1,4 +1,4 @@
-"""Rows in a file on disk, some of them cached in host memory."""
+"""Rows of a table in a file on disk, optionally with a host cache."""
 
 import atexit
 import os
@@ -27,20 +27,20 @@ T = TypeVar("T")
 
 
 class RowFile:
-    """A `DiskRows`' file, which is opened, checked and locked, for one thread at a time; unusable after a `failure`."""
+    """The opened, checked and locked file of a `DiskRows`, for one thread at a time; unusable after a `failure`."""
 
     def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
-        what = f"table {identity.table!r}: file {path}"
-        self.file, header = open_file(what, path, ROWS, writable=True)
+        subject = f"table {identity.table!r}: file {path}"
+        self.file, header = open_file(subject, path, ROWS, writable=True)
         try:
             check_identity(header, identity, path)
             if not self.file.lock():
-                raise StorageError(f"{what} is open for another table or process; close it there first")
+                raise StorageError(f"{subject} is open for another table or process; close it there first")
             self.blocks = BlockFile(identity.table, self.file, FileLayout.of(header))
         except BaseException as error:
             self.file.close()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise StorageError(f"{what} cannot be opened: {error}") from error
+                raise StorageError(f"{subject} cannot be opened: {error}") from error
             raise
         self.identity, self._initializer = identity, initializer
         self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
@@ -51,7 +51,7 @@ class RowFile:
         store.fill_unwritten(self.blocks.read(rows.numpy(), records.data_ptr()), rows, records, self._initializer)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
-        """Write the records of the rows; an error is the table's failure."""
+        """Write the records of the rows; an error makes the table fail."""
         if rows.numel() == 0:
             return
         with self.fail_on_error("a write has failed"):
@@ -61,13 +61,13 @@ class RowFile:
             self.blocks.write(rows.numpy(), records.data_ptr())
 
     def sync(self) -> None:
-        """Flush what was written to the disk."""
-        # The system reports a failure once, and may have dropped what it could not write.
-        with self.fail_on_error("what was written could not be flushed to disk"):
+        """Flush writes to the disk."""
+        # The system reports a failed flush once, and may have dropped the pages.
+        with self.fail_on_error("writes could not be flushed to disk"):
             self.file.sync()
 
     def finalize(self) -> None:
-        """Flush the file, and then its header, which says how many blocks it has."""
+        """Flush the file, then write and flush its header with the number of blocks."""
         self.sync()
         if not self._is_final:
             count = self.blocks.page_table.count
@@ -76,21 +76,21 @@ class RowFile:
                 self._write_header(count)
 
     def changed_pages(self) -> Tensor:
-        """int64, ascending: pages of the file written since the last snapshot."""
+        """Return the pages of the file written since the last snapshot, int64, ascending."""
         size, positions = self.blocks.layout.pages_per_block, self.blocks.page_table.find(self.blocks.changed.blocks())
         return torch.from_numpy((1 + np.sort(positions)[:, None] * size + np.arange(size)).reshape(-1))
 
     @contextmanager
-    def fail_on_error(self, what: str) -> Iterator[None]:
-        """An error in the block is the table's failure."""
+    def fail_on_error(self, problem: str) -> Iterator[None]:
+        """Make an error in the block the table's failure."""
         try:
             yield
         except StorageError as failure:
             self.failure = failure
             raise
         except BaseException as error:
-            where = f"table {self.identity.table!r}, file {self.file.path}"
-            self.failure = StorageError(f"{where}: {what}: {error}; {RESTORE}")
+            subject = f"table {self.identity.table!r}, file {self.file.path}"
+            self.failure = StorageError(f"{subject}: {problem}: {error}; {RESTORE}")
             raise self.failure from error
 
     def _write_header(self, num_blocks: int | None) -> None:
@@ -100,20 +100,24 @@ class RowFile:
 
 
 class DiskRows(Closeable):
-    """Records of rows 0 to `num_rows` - 1 in one file; rows never written take no room, and read as initial values.
+    """Records of rows 0 to `num_rows` - 1 in one file; rows never written take no space, and read as initial values.
 
-    Operations take effect in the order in which they are submitted, by any thread: a read after a write of the same row
-    returns what was written. Rows are int64 `[n]` on the CPU, ascending and distinct, records uint8 `[n, num_bytes]`,
-    contiguous, on the CPU; neither may be changed until the operation is done. Methods raise a ValueError or TypeError
-    at once for others, and a StorageError if the table is closed, has failed, or is another process's.
+    Operations take effect in the order of their submission, from any thread: a read after a write of the same row
+    returns the written record. Rows are int64 `[n]` on the CPU, ascending and distinct; records are uint8
+    `[n, num_bytes]`, contiguous, on the CPU. Neither may be changed until the operation is done. Methods raise a
+    ValueError or TypeError at once for other arguments, and a StorageError if the table is closed, has failed, or was
+    opened by another process.
 
-    Made by `create` or `open`. Pages have checksums. A write that is done has reached the file; `flush` and `snapshot`
-    flush it to the disk. A failed write leaves some of its rows written, so it is the last operation that the table
-    takes; a failed read harms nothing else. At its exit the process waits for what was submitted.
+    Construct it by `create` or `open`. Pages have checksums. A write that is done has reached the file; `flush` and
+    `snapshot` flush it to the disk. A failed write may have written some of its rows, so the table fails with it; a
+    failed read has no other effect. The process waits for pending operations when it exits.
 
     With `host_rows` some rows are cached in host memory. Dirty rows are written back when they are evicted, and before
-    `flush`, `snapshot` and `close` flush the file; a file that no folder lists, which ends with the table, is not
-    written to at `close`. Whether the file is read and written past the system's page cache, says `direct`.
+    `flush`, `snapshot` and `close` flush the file. An unlinked file, which ends with the table, is not written to at
+    `close`.
+
+    Attributes:
+        direct: whether the file is read and written past the system's page cache.
     """
 
     def __init__(self, file: RowFile, cache: HostCache | None) -> None:
@@ -125,26 +129,26 @@ class DiskRows(Closeable):
         self._closing: IoFuture | None = None
         self._lock, self._process = threading.Lock(), os.getpid()
         _OPEN.add(self)
-        # Nobody can submit or wait for an operation of a table that is garbage.
+        # After garbage collection no operation can be submitted or waited for.
         self._dropped = weakref.finalize(self, _close_dropped, self._process, self._operations, file, cache)
         self._dropped.atexit = False
 
     @classmethod
     def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> Self:
-        """A new table, none of whose rows is written yet: takes milliseconds and no room, whatever its size.
+        """Create the file of a new table without written rows, in milliseconds and without disk space at any size.
 
-        There must be no file of that name, and its folder. Other arguments as of `open`. ValueError if the table's name
-        is too long; StorageError if the file cannot be made, or the memory cannot be allocated.
+        The folder must exist, the file must not. For other arguments see `open`. ValueError if the table's name is too
+        long; StorageError if the file cannot be created, or the memory cannot be allocated.
         """
-        path, what = Path(path), f"table {identity.table!r}: file {path}"
+        path, subject = Path(path), f"table {identity.table!r}: file {path}"
         page = identity.header()
         if path.exists():
             raise StorageError(
-                f"table {identity.table!r}: there is a file {path} already; open it, remove it, or choose another name"
+                f"table {identity.table!r}: file {path} exists already; open it, remove it, or choose another name"
             )
-        otherwise = "choose another folder, or cut the table into smaller shards"
-        with storage_errors(f"{what} for {identity.num_rows:,} rows cannot be made", otherwise):
-            PageTable(FileLayout(identity.num_rows, identity.record.num_bytes).num_blocks)  # or it could not be opened
+        remedy = "choose another folder, or split the table into smaller shards"
+        with storage_errors(f"{subject} for {identity.num_rows:,} rows cannot be created", remedy):
+            PageTable(FileLayout(identity.num_rows, identity.record.num_bytes).num_blocks)  # `open` needs its memory
             with new_file(path, replace=False) as file:
                 write_page(file, page)
         return cls.open(path, identity, initializer, **options)
@@ -154,16 +158,16 @@ class DiskRows(Closeable):
         cls, path: str | Path, identity: TableIdentity, initializer: Initializer, *, host_rows: int | None = None,
         policy: Policy = "lru",
     ) -> Self:  # fmt: skip
-        """The table in a file that `create`, `snapshot` or `restore` has written.
+        """Open a file that `create`, `snapshot` or `restore` has written.
 
         Args:
-            initializer: gives rows that were never written their values, from `identity.seed`.
-            host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
-            policy: which of them is evicted.
+            initializer: writes the initial values of rows that were never written, from `identity.seed`.
+            host_rows: number of rows cached in host memory, see `HostCache`; none by default.
+            policy: eviction policy of the host cache.
 
         Raises:
-            StorageError: the file does not exist, is damaged, in use, of another format, or of another table, and how
-                it differs.
+            StorageError: if the file does not exist, is damaged, is in use, or has another format or table; the text
+                lists the differences.
         """
 
         def opened() -> tuple[RowFile, HostCache | None]:
@@ -184,57 +188,59 @@ class DiskRows(Closeable):
         return self._submit(lambda: self._rows.write(rows, records))
 
     def flush(self) -> IoFuture:
-        """Flush what was written before to the disk."""
+        """Flush earlier writes to the disk."""
         return self._submit(self._flush)
 
     def snapshot(self, path: str | Path, changes_only: bool = False) -> IoFuture:
-        """Copy the table's file as of the operations submitted before.
+        """Copy the table's file, with all earlier operations.
 
-        The copy is a reflink where the file system, which must be the table's, supports it, else a sparse copy. When
-        this is done the copy is on the disk. It gets its name when it is whole, and replaces a file of that name. A
-        failed snapshot does not harm the table.
+        The copy is a reflink where the file system supports it and is the table's, else a sparse copy. It is flushed to
+        the disk, then renamed to `path`, and replaces a file of that name. A failed snapshot does not harm the table.
 
-        With `changes_only` it is incremental: the blocks that were written since the last snapshot, of either kind;
-        `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has written, and
-        not written to since, has that file for its last snapshot.
+        With `changes_only` the snapshot is incremental: the blocks written since the last snapshot, whole or
+        incremental; `restore` applies it to that. A table opened from a file that `snapshot` or `restore` has written
+        has that file as its last snapshot until it is written to.
 
-        ValueError if `path` is the table's own file; StorageError, from the future, if the file cannot be written or
-        there is no last snapshot.
+        ValueError if `path` is the table's file; StorageError, from the future, if the file cannot be written, or if an
+        incremental snapshot has no predecessor.
         """
         path = Path(path)
         if path.exists() and self.path.exists() and path.samefile(self.path):
             raise ValueError(
-                f"table {self.table_name!r}: {path} is the table's own file; name another for its snapshot"
+                f"table {self.table_name!r}: {path} is the table's own file; choose another name for its snapshot"
             )
         return self._submit(lambda: self._take_snapshot(path, changes_only))
 
     @property
     def last_snapshot(self) -> str | None:
-        """The name of the snapshot that an incremental one would follow; None if there is none."""
+        """Name of the snapshot that an incremental one would follow, or None."""
         return self._file.last_snapshot
 
     def bytes_on_disk(self) -> int:
-        """The bytes that the file takes on the disk. Dirty rows are written back first."""
-        return self._ask(lambda: allocated(self._file.file.handle))
+        """Return the bytes that the file takes on the disk, after writing back dirty rows."""
+        return self._query(lambda: allocated(self._file.file.handle))
 
     def changed_pages(self) -> Tensor:
-        """int64, ascending: pages written since the last snapshot or the table's opening; writes dirty rows back."""
-        return self._ask(self._file.changed_pages)
+        """Return pages written since the last snapshot or `open`, int64, ascending; writes back dirty rows first."""
+        return self._query(self._file.changed_pages)
 
     def counts(self) -> Counts:
-        """What the cache in host memory has saved; waits for the operations submitted before."""
+        """Return the counters of the host cache, after waiting for earlier operations."""
         if self._cache is None:
             return Counts()
         if os.getpid() == self._process:
             with self._lock:
-                last = None if self._closing else self._operations.submit(lambda: None)
-            if last is not None:
-                last.wait()
+                barrier = None if self._closing else self._operations.submit(lambda: None)
+            if barrier is not None:
+                barrier.wait()
         return self._cache.counts
 
     def close(self) -> None:
-        """Wait for what was submitted, flush it and close the file; StorageError if that or an earlier write has failed
-        that nobody has waited for. A second call waits only for what an interrupted one has begun."""
+        """Wait for pending operations, flush and close the file.
+
+        StorageError if that fails, or if an earlier write failed and no caller has seen it. A second call only waits
+        for an interrupted first one.
+        """
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -249,40 +255,40 @@ class DiskRows(Closeable):
                 if self._closing.done():
                     _OPEN.discard(self)
 
-    def _submit(self, work: Callable[[], None]) -> IoFuture:
+    def _submit(self, operation: Callable[[], None]) -> IoFuture:
         if os.getpid() != self._process:
             raise StorageError(
-                f"table {self.table_name!r} was opened before this process was forked off, and its threads are not in "
-                "this process; use it in the process that opened it"
+                f"table {self.table_name!r} was opened before this process was forked, and its threads are not in this "
+                "process; use it in the process that opened it"
             )
 
-        def checked() -> None:
+        def checked_operation() -> None:
             self._check_failure()
-            work()
+            operation()
 
         with self._lock:
             if self._closing is not None:
                 raise StorageError(f"table {self.table_name!r}: file {self.path} is closed; open it again")
             self._check_failure()
-            return self._operations.submit(checked)
+            return self._operations.submit(checked_operation)
 
     def _check_failure(self) -> None:
         if (failure := self._file.failure) is not None:
             failure.raised = True
             raise StorageError(
-                f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: {failure}"
+                f"table {self.table_name!r}: file {self.path} is unusable because a write failed: {failure}"
             ) from failure
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """What a question finds out of the file as of the operations submitted before."""
-        found: list[T] = []
+    def _query(self, query: Callable[[], T]) -> T:
+        """Return the result of `query` after earlier operations and a write-back."""
+        results: list[T] = []
 
-        def answer() -> None:
+        def run_query() -> None:
             self._write_back()
-            found.append(question())
+            results.append(query())
 
-        self._submit(answer).wait()
-        return found[0]
+        self._submit(run_query).wait()
+        return results[0]
 
     def _write_back(self) -> None:
         if self._cache is not None:
@@ -295,17 +301,17 @@ class DiskRows(Closeable):
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
         if changes_only and self.last_snapshot is None:
             raise StorageError(
-                f"table {self.table_name!r}: file {self.path} has changed since its last snapshot, in another session "
-                "or before there was any; take a whole one before one of changes only"
+                f"table {self.table_name!r}: file {self.path} has no last snapshot: none was taken, or the file was "
+                "written to after it and opened again; take a whole snapshot first"
             )
         self._flush()
-        file, after = self._file, self.last_snapshot if changes_only else None
-        file.last_snapshot = take_snapshot(file.blocks, file.identity, path, after)
+        file, parent = self._file, self.last_snapshot if changes_only else None
+        file.last_snapshot = take_snapshot(file.blocks, file.identity, path, parent)
         file.blocks.changed.clear()
 
 
 def _close(file: RowFile, cache: HostCache | None) -> None:
-    """Write back, flush and close; raise the table's failure, if no caller has seen it."""
+    """Write back, flush and close; raise the table's failure if no caller has seen it."""
     with closing(file.file):
         if file.failure is None:
             if cache is not None and cache.needs_write_back():
@@ -316,8 +322,8 @@ def _close(file: RowFile, cache: HostCache | None) -> None:
 
 
 def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cache: HostCache | None) -> None:
-    """Close the file of a table that is garbage; dirty rows are written back without waiting."""
-    if os.getpid() != process:  # without the thread; it must leave the file alone
+    """Close the file of a garbage-collected table; its dirty rows are written back without waiting."""
+    if os.getpid() != process:  # forked without the thread; the file belongs to the parent
         return
     if cache is not None and cache.needs_write_back():
         operations.close(partial(print_error, partial(_close, file, cache)))
@@ -331,6 +337,6 @@ _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """At exit: wait for what was submitted, and print failures that no caller has seen."""
+    """Wait for pending operations at exit, and print failures that no caller has seen."""
     for rows in list(_OPEN):
         print_error(rows.close)

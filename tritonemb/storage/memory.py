@@ -1,4 +1,4 @@
-"""Rows in host memory: all of a table (`HostRows`), or those of a table on disk that are in use (`HostCache`)."""
+"""Rows in host memory: all rows of a table (`HostRows`), or a cache of a table on disk (`HostCache`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ from tritonemb.memory import advise_huge_pages, empty_pinned
 from tritonemb.storage.store import CacheDirectory, Counts, Initializer, Record, StorageError, cpu_kernels
 
 Policy = Literal["lru", "lfu"]
-RowFile = Any  # that of `disk.py`, which imports this module
-FILL_BYTES = 64 << 20  # of records that the initializer fills at once
-CHUNK_BYTES = 1 << 26  # of records that are written back at once
+RowFile = Any  # `disk.RowFile`; disk.py imports this module
+FILL_BYTES = 64 << 20  # bytes of records per call of the initializer; bounds its temporary memory
+CHUNK_BYTES = 1 << 26  # bytes of records per write-back; bounds their temporary memory
 
 
 class HostRows:
-    """All rows of a table in host memory: one tensor uint8 `[num_rows, num_bytes]`, at first of initial values.
+    """All rows of a table in host memory: one tensor uint8 `[num_rows, num_bytes]`, filled with initial values.
 
-    A `gpu` reads and writes it by itself: then it is pinned. StorageError if it cannot be allocated.
+    With a `gpu`, whose kernels read and write it, the memory is pinned. StorageError if it cannot be allocated.
     """
 
     def __init__(
@@ -42,26 +42,26 @@ class HostRows:
             initializer(torch.arange(begin, end), self._bytes[begin:end])
 
     def fields(self) -> dict[str, Tensor]:
-        """Views of each field of all rows, `[num_rows, size]` or `[num_rows]`; writing to them writes to the store."""
+        """Return views of the fields of all rows, `[num_rows, size]` or `[num_rows]`; writes go to the store."""
         return self.record.views(self._bytes)
 
 
 class HostCache:
-    """The rows of a `RowFile`, some of which are cached in host memory.
+    """Write-back cache in host memory of the rows of a `RowFile`.
 
-    The cache has the same directory as one on a device. Every row that is read or written is cached, and evicts a row
-    of its set; a dirty one is written back. Overflow rows, for which others of the same call leave no way of their set,
-    are read from the file and written to it. Nobody else may write to the file.
+    It uses the same directory as a device cache. Each row that is read or written is cached and may evict a row of its
+    set; a dirty victim is written back. Overflow rows, whose set is full of rows of the same call, are read from and
+    written to the file directly. The cache must be the file's only writer.
 
     Args:
-        rows: how many to cache, rounded up to sets of 32; all of them, if the table has no more.
+        rows: number of rows to cache, rounded up to sets of 32; at most the table's.
     """
 
     def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:
         identity = file.identity
         self._file, self._num_bytes = file, identity.record.num_bytes
         num_sets = -(-min(rows, identity.num_rows) // WAYS)
-        num_slots, cpu = num_sets * WAYS, torch.device("cpu")  # whatever device the user has set
+        num_slots, cpu = num_sets * WAYS, torch.device("cpu")  # overrides the user's default device
         try:
             self._records = advise_huge_pages(torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu))
             self._directory = CacheDirectory([num_sets], policy, cpu)
@@ -71,30 +71,34 @@ class HostCache:
                 f"for {num_slots:,} cached rows ({error}); reduce CacheConfig(host_rows=...)"
             ) from error
         self._tags, self._dirty = self._directory.tags, self._directory.dirty
-        self._dirty_flags = self._dirty.numpy()  # for garbage collection, even while operators are traced
+        self._dirty_flags = self._dirty.numpy()  # readable by finalizers even while operators are traced
         self._table = torch.zeros(1, TABLE_SIZE, dtype=torch.int64, device=cpu)
         self._table[0, NUM_ROWS] = identity.num_rows
         self.counts = Counts()
 
     def read(self, rows: Tensor, records: Tensor) -> None:
-        """Fill `records` with the records of the rows. If it fails, nothing else has changed."""
+        """Fill `records` with the records of the rows. A failure changes nothing else."""
         with self._look_up(rows) as slots:
+            # Read misses from the file, and copy hits from the cache.
             missing = (slots < 0).nonzero()[:, 0]
-            wanted = rows[missing]
-            some = records if wanted.numel() == rows.numel() else self._make(wanted.numel())
-            self._file.read(wanted, some)
-            self.counts = self.counts.plus(found=rows.numel() - wanted.numel(), read=some.numel())
+            missing_rows = rows[missing]
+            missing_records = (
+                records if missing_rows.numel() == rows.numel() else self._empty_records(missing_rows.numel())
+            )
+            self._file.read(missing_rows, missing_records)
+            self.counts = self.counts.plus(cache_hits=rows.numel() - missing_rows.numel(), read=missing_records.numel())
             _move(records, self._records, torch.arange(rows.numel()), slots)
-            if wanted.numel() == 0:
+            if missing_rows.numel() == 0:
                 return
-            if some is not records:
-                _move(records, some, missing, torch.arange(wanted.numel()))
+            if missing_records is not records:
+                _move(records, missing_records, missing, torch.arange(missing_rows.numel()))
+            # Cache the missing rows, as far as their sets have ways.
             with self._file.fail_on_error("rows could not be written back"):
                 self._allocate(rows, slots)
-                _move(self._records, some, slots[missing], torch.arange(wanted.numel()))
+                _move(self._records, missing_records, slots[missing], torch.arange(missing_rows.numel()))
 
     def write(self, rows: Tensor, records: Tensor) -> None:
-        """Write the records of the rows; an error is the table's failure."""
+        """Write the records of the rows; an error makes the table fail."""
         with self._look_up(rows) as slots, self._file.fail_on_error("rows could not be written back"):
             self._allocate(rows, slots)
             _move(self._records, records, slots, torch.arange(rows.numel()))
@@ -110,12 +114,12 @@ class HostCache:
             self._write_slots(self._tags[chunk], chunk)
 
     def needs_write_back(self) -> bool:
-        """Whether there are dirty rows, and a file that takes them and can be opened again."""
+        """Return whether there are dirty rows, and the file is usable and can be opened again."""
         return bool(self._dirty_flags.any()) and self._file.failure is None and self._file.file.is_linked()
 
     @contextmanager
     def _look_up(self, rows: Tensor) -> Iterator[Tensor]:
-        """The slots of rows, -1 of those that have none; they are pinned meanwhile."""
+        """Look up rows and pin their slots inside the block; yields slots, -1 for misses."""
         slots = self._directory.look_up(rows, self._table)
         try:
             yield slots
@@ -123,7 +127,7 @@ class HostCache:
             self._directory.pins[slots[slots >= 0]] = 0
 
     def _allocate(self, rows: Tensor, slots: Tensor) -> None:
-        """Allocate slots to those of the rows that have none, as far as there are; write back what is evicted."""
+        """Allocate slots for misses as far as their sets have ways; write back dirty victims."""
         evicted = self._directory.allocate(rows, slots, self._table)
         victims = evicted != NO_ROW
         victims[victims.clone()] = self._dirty[slots[victims]]
@@ -133,7 +137,7 @@ class HostCache:
     def _write_slots(self, rows: Tensor, slots: Tensor) -> None:
         if rows.numel() == 0:
             return
-        records = self._make(rows.numel())
+        records = self._empty_records(rows.numel())
         _move(records, self._records, torch.arange(rows.numel()), slots)
         self._write_to_file(rows, records)
         self._dirty[slots] = False
@@ -142,9 +146,9 @@ class HostCache:
         self._file.write(rows, records)
         self.counts = self.counts.plus(written=rows.numel() * self._num_bytes)
 
-    def _make(self, number: int) -> Tensor:
-        return torch.empty(number, self._num_bytes, dtype=torch.uint8)
+    def _empty_records(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._num_bytes, dtype=torch.uint8)
 
 
-def _move(to: Tensor, source: Tensor, to_rows: Tensor, from_rows: Tensor) -> None:
-    cpu_kernels("row_cache").move_rows_([to], [source], to_rows, from_rows)
+def _move(target: Tensor, source: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
+    cpu_kernels("row_cache").move_rows_([target], [source], target_rows, source_rows)

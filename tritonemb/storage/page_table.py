@@ -1,6 +1,6 @@
-"""A file's blocks of pages that hold rows: where each block stands, and how many are read or written at once.
+"""Files of blocks of rows: the page table, which maps blocks to positions, and pipelined reads and writes.
 
-Blocks are checked when they are read, and sealed when they are written: each page ends with a checksum.
+Each page ends with a checksum: blocks are sealed when they are written, and checked when they are read.
 """
 
 import mmap
@@ -15,25 +15,25 @@ import numpy as np
 from tritonemb.storage.aio import HALF_BYTES, PAGE_BYTES, ExtentError, Extents, IoContext, PageFile, io_context, reserve
 from tritonemb.storage.store import StorageError, advice, cpu_kernels
 
-PAYLOAD_BYTES = PAGE_BYTES - 16  # the number of its block, and a checksum, end each page
-LEAF = 32  # neighbouring blocks whose entries stand side by side
+PAYLOAD_BYTES = PAGE_BYTES - 16  # each page ends with the number of its block and a checksum
+LEAF = 32  # consecutive blocks whose entries are contiguous
 CHUNK_BITS = mmap.PAGESIZE * 8  # blocks whose bits share a page of memory
-MAX_POSITIONS = (1 << 32) - 2
-BUFFER_BYTES = HALF_BYTES  # that a part of a request must fit
-MAX_GROWTH = 1 << 30  # bytes by which a file grows at once
-SCAN_BYTES = 1 << 18  # that a recovery scan reads at once
+MAX_POSITIONS = (1 << 32) - 2  # entries are uint32, position + 1
+BUFFER_BYTES = HALF_BYTES  # size of a request chunk
+MAX_GROWTH = 1 << 30  # bytes by which a file grows ahead of its writes, at most
+SCAN_BYTES = 1 << 18  # extent size of a recovery scan
 RESTORE = "check the disk, then restore the table from a snapshot"
 _LOG = "check the disk and the system's log"
 _BITS = LEAF.bit_length() - 1
 _MIN_LEAVES = 256
-_CHUNK = 1 << 16  # leaves looked through at once
+_CHUNK = 1 << 16  # leaves per iteration; bounds temporary memory
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A header page, then blocks: pages of as many records as fit, or for each record as many pages as it needs.
+    """Layout of a file: a header page, then blocks, each a page of several records, or several pages of one record.
 
-    Blocks are in the order in which they were first written. A byte before each record says whether its row was.
+    Blocks are in the order of their first write. A byte before each record says whether its row was written.
     """
 
     num_rows: int
@@ -41,7 +41,7 @@ class FileLayout:
 
     @classmethod
     def of(cls, header: Mapping[str, Any]) -> Self:
-        """The layout of the file that has this header."""
+        """Return the layout of the file with this header."""
         return cls(header["num_rows"], header["record_bytes"])
 
     @cached_property
@@ -61,81 +61,81 @@ class FileLayout:
         return -(-self.num_rows // self.rows_per_block)
 
     def offset(self, position: Any) -> Any:
-        """Of one position, or of an array of them, in bytes: the size of a file with that number of blocks."""
+        """Return the byte offset of a position, or of an array of them; of `n`, the size of a file of `n` blocks."""
         return PAGE_BYTES + position * self.block_bytes
 
     def describe_rows(self, first: int, last: int) -> str:
-        """In words: the rows of the blocks from `first` to `last`."""
+        """Describe the rows of the blocks from `first` to `last` in words."""
         begin, end = first * self.rows_per_block, min((last + 1) * self.rows_per_block, self.num_rows)
         return f"row {begin}" if end - begin == 1 else f"rows {begin} to {end - 1}"
 
     def request(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks int64 `[b]` of rows int64 `[n]`, ascending; int64 `[b + 1]`: where the rows of each begin."""
-        of_rows = rows // self.rows_per_block
-        starts = np.flatnonzero(np.diff(of_rows, prepend=-1))
-        return of_rows[starts], np.append(starts, rows.size)
+        """Return the blocks, int64 `[b]`, of ascending rows, int64 `[n]`, and the offsets of their rows, `[b + 1]`."""
+        row_blocks = rows // self.rows_per_block
+        starts = np.flatnonzero(np.diff(row_blocks, prepend=-1))
+        return row_blocks[starts], np.append(starts, rows.size)
 
-    def is_whole(self, blocks: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """bool `[b]`: whether a block's rows are all in a request."""
+    def is_complete(self, blocks: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return which blocks have all of their rows in a request, bool `[b]`."""
         return np.diff(starts) == np.minimum(self.num_rows - blocks * self.rows_per_block, self.rows_per_block)
 
 
 def runs(*numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of consecutive numbers, in all of some int64 `[n]`: the index where each begins, and where it ends."""
+    """Split int64 `[n]` arrays into runs in which all of them are consecutive; return the runs' begins and ends."""
     if numbers[0].size == 0:
         return numbers[0], numbers[0]
-    cuts = np.flatnonzero(np.any([np.diff(each) != 1 for each in numbers], axis=0)) + 1
+    cuts = np.flatnonzero(np.any([np.diff(array) != 1 for array in numbers], axis=0)) + 1
     return np.append(0, cuts), np.append(cuts, numbers[0].size)
 
 
 class PageTable:
-    """The position of each block in the file, in two levels; they are in the order in which they were first written.
+    """Two-level table of the position of each block in the file. Positions follow the order of first writes.
 
-    So a file grows at its end alone: it has no holes, however large the table is, and blocks that were first written
-    together stand together. A block takes 4 bytes of memory, as does every group of `LEAF` blocks of the table; where
-    single blocks are far apart, each takes 4 `LEAF` bytes. Positions 0 to `count` - 1 are allocated.
+    So a file grows at its end only: it has no holes at any table size, and blocks that were first written together are
+    adjacent. Memory is 4 bytes per block that was written and 4 per `LEAF` blocks of the table; a sparsely written leaf
+    takes 4 `LEAF` bytes. Positions 0 to `count` - 1 are allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks, self.count = num_blocks, 0
-        self._leaf_of = _zeros(-(-num_blocks // LEAF))  # by block // LEAF; 0: none of them is allocated
-        self._leaves = _zeros(_MIN_LEAVES * LEAF).reshape(-1, LEAF)  # position + 1, 0: none; the first leaf stays empty
+        self._leaf_of = _zeros(-(-num_blocks // LEAF))  # by block // LEAF; 0: not allocated
+        self._leaves = _zeros(_MIN_LEAVES * LEAF).reshape(-1, LEAF)  # position + 1, 0: none; leaf 0 stays empty
         self._num_leaves = 1
 
     def find(self, blocks: np.ndarray) -> np.ndarray:
-        """int64 `[b]`: the positions of blocks int64 `[b]`, -1 where none is allocated."""
+        """Return the positions of blocks int64 `[b]`, -1 where none is allocated."""
         return self._leaves[self._leaf_of[blocks >> _BITS], blocks & (LEAF - 1)].astype(np.int64) - 1
 
     def allocate(self, blocks: np.ndarray) -> np.ndarray:
-        """Allocate positions to those of blocks int64 `[b]`, ascending, that have none; the positions of all."""
+        """Allocate positions for blocks int64 `[b]`, ascending, that have none; return all positions."""
         positions = self.find(blocks)
-        new = positions < 0
-        positions[new] = self.count + np.arange(np.count_nonzero(new))
-        self.insert(blocks[new], positions[new])
+        new_mask = positions < 0
+        positions[new_mask] = self.count + np.arange(np.count_nonzero(new_mask))
+        self.insert(blocks[new_mask], positions[new_mask])
         return positions
 
     def insert(self, blocks: np.ndarray, positions: np.ndarray) -> None:
-        """Note the positions of blocks, ascending or not, that have none."""
+        """Set the positions of blocks that have none, in any order."""
         if blocks.size == 0:
             return
-        above = blocks >> _BITS
-        new = np.unique(above[self._leaf_of[above] == 0])
-        if (num_leaves := self._num_leaves + new.size) > self._leaves.shape[0]:
+        leaf_keys = blocks >> _BITS
+        new_leaves = np.unique(leaf_keys[self._leaf_of[leaf_keys] == 0])
+        if (num_leaves := self._num_leaves + new_leaves.size) > self._leaves.shape[0]:
             larger = _zeros(max(num_leaves, 2 * self._leaves.shape[0]) * LEAF).reshape(-1, LEAF)
             larger[: self._num_leaves] = self._leaves[: self._num_leaves]
             self._leaves = larger
-        self._leaf_of[new] = np.arange(self._num_leaves, num_leaves)
+        self._leaf_of[new_leaves] = np.arange(self._num_leaves, num_leaves)
         self._num_leaves = num_leaves
-        self._leaves[self._leaf_of[above], blocks & (LEAF - 1)] = positions + 1
+        self._leaves[self._leaf_of[leaf_keys], blocks & (LEAF - 1)] = positions + 1
         self.count = max(self.count, int(positions.max()) + 1)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """int64, ascending, in pieces: the blocks that have positions."""
+        """Yield the blocks that have positions, int64, ascending, in chunks."""
         for first in range(0, self._leaf_of.size, _CHUNK):
-            above = np.flatnonzero(self._leaf_of[first : first + _CHUNK]) + first
-            within, blocks = np.nonzero(self._leaves[self._leaf_of[above]])
+            leaf_keys = np.flatnonzero(self._leaf_of[first : first + _CHUNK]) + first
+            within, blocks = np.nonzero(self._leaves[self._leaf_of[leaf_keys]])
             if within.size:
-                yield above[within] * LEAF + blocks
+                yield leaf_keys[within] * LEAF + blocks
 
 
 def _zeros(count: int) -> np.ndarray:
@@ -143,7 +143,7 @@ def _zeros(count: int) -> np.ndarray:
 
 
 class ChangedBlocks:
-    """A bitmap of the blocks that were written since the last snapshot; its memory is allocated as bits are set."""
+    """Bitmap of the blocks written since the last snapshot; its memory is allocated as bits are set."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -152,55 +152,59 @@ class ChangedBlocks:
     def clear(self) -> None:
         num_chunks = -(-self._num_blocks // CHUNK_BITS)
         self._bits = np.frombuffer(reserve(num_chunks * CHUNK_BITS // 8), dtype=np.uint8)
-        self._touched = np.zeros(num_chunks, dtype=bool)
+        self._changed_chunks = np.zeros(num_chunks, dtype=bool)
 
     def add(self, blocks: np.ndarray) -> None:
         """Set the bits of blocks int64 `[b]`, ascending."""
         if blocks.size == 0:
             return
-        self._touched[blocks // CHUNK_BITS] = True
+        self._changed_chunks[blocks // CHUNK_BITS] = True
         octets = blocks >> 3
         starts = np.flatnonzero(np.diff(octets, prepend=-1))
         bits = np.left_shift(np.uint8(1), (blocks & 7).astype(np.uint8))
         self._bits[octets[starts]] |= np.bitwise_or.reduceat(bits, starts)
 
     def blocks(self) -> np.ndarray:
-        """int64, ascending: those that have changed."""
-        found = [np.empty(0, dtype=np.int64)]
-        for chunk in np.flatnonzero(self._touched).tolist():
+        """Return the blocks whose bits are set, int64, ascending."""
+        by_chunk = [np.empty(0, dtype=np.int64)]
+        for chunk in np.flatnonzero(self._changed_chunks).tolist():
             begin = chunk * CHUNK_BITS // 8
             bits = np.unpackbits(self._bits[begin : begin + CHUNK_BITS // 8], bitorder="little")
-            found.append(np.flatnonzero(bits) + chunk * CHUNK_BITS)
-        return np.concatenate(found)
+            by_chunk.append(np.flatnonzero(bits) + chunk * CHUNK_BITS)
+        return np.concatenate(by_chunk)
 
 
-class _RequestPart:
-    """A part of a request that fits a half of the I/O buffer."""
+class _RequestChunk:
+    """A chunk of a request that fits half of the I/O buffer."""
 
     blocks: np.ndarray  # int64 `[b]`
-    positions: np.ndarray  # int64 `[b]`: where they are in the file, -1 for nowhere
-    slots: np.ndarray  # int64 `[b]`: where they are in the buffer, in blocks from `begin` on, -1 for nowhere
-    wait: Callable[[], None]  # for what was submitted of it; raises a StorageError
+    positions: np.ndarray  # int64 `[b]`: of the blocks in the file, -1 for none
+    slots: np.ndarray  # int64 `[b]`: of the blocks in the buffer, counted from `begin`, -1 for none
+    wait: Callable[[], None]  # waits for the submitted transfer; raises a StorageError
 
-    def __init__(self, which: slice, begin: int) -> None:
-        self.which, self.begin = which, begin  # of the request's blocks; in bytes, where it is in the buffer
+    def __init__(self, block_range: slice, begin: int) -> None:
+        self.block_range = block_range  # among the request's blocks
+        self.begin = begin  # byte offset in the buffer
 
     def sort(self, blocks: np.ndarray, positions: np.ndarray) -> None:
-        """Give its blocks, of a request's, slots in the order of their positions."""
-        self.blocks, self.positions = blocks[self.which], positions[self.which]
+        """Take this chunk's blocks from a request's, and assign slots in the order of their positions."""
+        self.blocks, self.positions = blocks[self.block_range], positions[self.block_range]
         order = np.argsort(self.positions)
         order = order[np.searchsorted(self.positions[order], 0) :]
         self.slots = np.full(self.blocks.size, -1)
         self.slots[order] = np.arange(order.size)
 
 
-_PartStage = Callable[[_RequestPart], None]
+_ChunkStage = Callable[[_RequestChunk], None]
 
 
 class BlockFile:
-    """A file's blocks, for one thread at a time, and which have `changed` since the last snapshot.
+    """Blocks of a file, for one thread at a time.
 
-    Opening it scans the whole file, to recover where each block stands and to check them all.
+    Opening runs a recovery scan: it reads the whole file, checks each block, and rebuilds the page table.
+
+    Attributes:
+        changed: blocks written since the last snapshot.
     """
 
     def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:
@@ -211,154 +215,155 @@ class BlockFile:
             self._scan(context)
 
     def read(self, rows: np.ndarray, records: int) -> np.ndarray:
-        """Copy the records of rows, int64 `[n]`, ascending, out of the file to the address of `n` records.
+        """Read rows, int64 `[n]`, ascending, into `n` records at the address `records`.
 
-        Those that were never written are left alone. Returns uint8 `[n]`: whether a row was ever written.
+        Records of rows that were never written are left unchanged. Return uint8 `[n]`: whether each row was written.
         """
         layout, written = self.layout, np.empty(rows.size, dtype=np.uint8)
         blocks, starts = layout.request(rows)
         positions = self.page_table.find(blocks)
 
-        def begin(part: _RequestPart) -> None:
-            part.sort(blocks, positions)
-            self._submit(context, part, np.flatnonzero(part.positions >= 0), False)
+        def begin(chunk: _RequestChunk) -> None:
+            chunk.sort(blocks, positions)
+            self._submit(context, chunk, np.flatnonzero(chunk.positions >= 0), False)
 
-        def finish(part: _RequestPart) -> None:
-            part.wait()
-            some = slice(int(starts[part.which.start]), int(starts[part.which.stop]))
+        def finish(chunk: _RequestChunk) -> None:
+            chunk.wait()
+            row_range = slice(int(starts[chunk.block_range.start]), int(starts[chunk.block_range.stop]))
             num_good = cpu_kernels("pages").copy_out(
-                context.buffer.address + part.begin, part.blocks, part.slots, rows[some], layout.rows_per_block,
-                layout.pages_per_block, layout.record_bytes, records + some.start * layout.record_bytes, written[some],
+                context.buffer.address + chunk.begin, chunk.blocks, chunk.slots, rows[row_range], layout.rows_per_block,
+                layout.pages_per_block, layout.record_bytes, records + row_range.start * layout.record_bytes,
+                written[row_range],
             )  # fmt: skip
-            self._raise_damaged(part.blocks, num_good)
+            self._raise_damaged(chunk.blocks, num_good)
 
         with io_context() as context:
             self._overlap(context, blocks.size, begin, finish)
         return written
 
     def write(self, rows: np.ndarray, records: int) -> None:
-        """Write records into their blocks. A block whose rows are not all written is read and checked first.
+        """Write records into their blocks. A block is read and checked first unless all of its rows are written.
 
         After a StorageError some blocks may have been written.
         """
         layout, (blocks, starts) = self.layout, self.layout.request(rows)
-        positions, new = self._allocate(blocks)
-        clear = new | layout.is_whole(blocks, starts)
-        writing: deque[_RequestPart] = deque()
+        positions, new_mask = self._allocate(blocks)
+        clear_mask = new_mask | layout.is_complete(blocks, starts)
+        writing: deque[_RequestChunk] = deque()
 
-        def begin(part: _RequestPart) -> None:
+        def begin(chunk: _RequestChunk) -> None:
             if writing:
                 writing.popleft().wait()  # its half of the buffer is reused
-            part.sort(blocks, positions)
-            self._submit(context, part, np.flatnonzero(~clear[part.which]), False)
+            chunk.sort(blocks, positions)
+            self._submit(context, chunk, np.flatnonzero(~clear_mask[chunk.block_range]), False)
 
-        def finish(part: _RequestPart) -> None:
-            part.wait()
-            some = slice(int(starts[part.which.start]), int(starts[part.which.stop]))
+        def finish(chunk: _RequestChunk) -> None:
+            chunk.wait()
+            row_range = slice(int(starts[chunk.block_range.start]), int(starts[chunk.block_range.stop]))
             num_good = cpu_kernels("pages").copy_in(
-                context.buffer.address + part.begin, part.blocks, part.slots, clear[part.which], rows[some],
-                layout.rows_per_block, layout.pages_per_block, layout.record_bytes,
-                records + some.start * layout.record_bytes,
+                context.buffer.address + chunk.begin, chunk.blocks, chunk.slots, clear_mask[chunk.block_range],
+                rows[row_range], layout.rows_per_block, layout.pages_per_block, layout.record_bytes,
+                records + row_range.start * layout.record_bytes,
             )  # fmt: skip
-            self._raise_damaged(part.blocks, num_good)
-            self._submit(context, part, np.arange(part.blocks.size), True)
-            writing.append(part)
+            self._raise_damaged(chunk.blocks, num_good)
+            self._submit(context, chunk, np.arange(chunk.blocks.size), True)
+            writing.append(chunk)
 
         with io_context() as context:
             self._overlap(context, blocks.size, begin, finish)
-            for part in writing:
-                part.wait()
+            for chunk in writing:
+                chunk.wait()
 
     def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
-        """Read blocks that have positions, one behind the other, from byte `begin` of the buffer on; check them."""
+        """Read blocks that have positions into consecutive slots from byte `begin` of the buffer on; check them."""
         self._move(context, blocks, self.page_table.find(blocks), begin, False)
         num_good = cpu_kernels("pages").check(context.buffer.address + begin, blocks, self.layout.pages_per_block)
         self._raise_damaged(blocks, num_good)
 
     def store(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
-        """Write sealed blocks, ascending, that stand one behind the other from byte `begin` of the buffer on."""
+        """Write sealed blocks, ascending, from consecutive slots from byte `begin` of the buffer on."""
         self._move(context, blocks, self._allocate(blocks)[0], begin, True)
 
     def _allocate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of blocks int64 `[b]`, ascending, that are about to change: their positions, and which were never written."""
-        new = self.page_table.find(blocks) < 0
-        if self.page_table.count + np.count_nonzero(new) > MAX_POSITIONS:
+        """Allocate blocks int64 `[b]`, ascending, for a write; return their positions, and which are new."""
+        new_mask = self.page_table.find(blocks) < 0
+        if self.page_table.count + np.count_nonzero(new_mask) > MAX_POSITIONS:
             raise StorageError(
                 f"table {self.table!r}, file {self.file.path}: a file has at most {MAX_POSITIONS:,} blocks of "
-                f"{self.layout.block_bytes:,} bytes; cut the table into smaller shards"
+                f"{self.layout.block_bytes:,} bytes; split the table into smaller shards"
             )
         positions = self.page_table.allocate(blocks)
-        needed, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
-        if needed > self._size:  # ahead of what is written, which would wait for the file to grow each time
-            size = needed + min(needed // 4, MAX_GROWTH) // step * step
+        num_bytes, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
+        if num_bytes > self._size:  # grow the file ahead of writes: growing it on each write is slow
+            size = num_bytes + min(num_bytes // 4, MAX_GROWTH) // step * step
             self.file.resize(size)
             self._size = size
         self.changed.add(blocks)
-        return positions, new
+        return positions, new_mask
 
     def _scan(self, context: IoContext) -> None:
         layout, step = self.layout, self.layout.block_bytes
-        where = f"table {self.table!r}, file {self.file.path}: "
+        subject = f"table {self.table!r}, file {self.file.path}: "
 
-        def begin(part: _RequestPart) -> None:
-            starts = np.arange(part.which.start, part.which.stop, max(1, SCAN_BYTES // step))
-            sizes = np.diff(starts, append=part.which.stop) * step
-            extents = Extents(part.begin + (starts - part.which.start) * step, sizes, layout.offset(starts))
-            part.wait = partial(context.wait, context.submit(self.file, extents, False))
+        def begin(chunk: _RequestChunk) -> None:
+            starts = np.arange(chunk.block_range.start, chunk.block_range.stop, max(1, SCAN_BYTES // step))
+            sizes = np.diff(starts, append=chunk.block_range.stop) * step
+            extents = Extents(chunk.begin + (starts - chunk.block_range.start) * step, sizes, layout.offset(starts))
+            chunk.wait = partial(context.wait, context.submit(self.file, extents, False))
 
-        def finish(part: _RequestPart) -> None:
-            first = part.which.start
+        def finish(chunk: _RequestChunk) -> None:
+            first = chunk.block_range.start
             try:
-                part.wait()
+                chunk.wait()
             except ExtentError as error:
                 raise StorageError(
-                    f"{where}the part behind byte {layout.offset(first):,} could not be read: {error.reason}; "
+                    f"{subject}the extent at byte {layout.offset(first):,} could not be read: {error.reason}; "
                     f"{_LOG}, then restore the table from a snapshot"
                 ) from error.reason
-            kernels, blocks = cpu_kernels("pages"), np.empty(part.which.stop - first, dtype=np.int64)
-            address = context.buffer.address + part.begin
+            kernels, blocks = cpu_kernels("pages"), np.empty(chunk.block_range.stop - first, dtype=np.int64)
+            address = context.buffer.address + chunk.begin
             num_good = kernels.identify(address, blocks, layout.pages_per_block, layout.num_blocks)
             if num_good < blocks.size:
                 raise StorageError(
-                    f"{where}the part at byte {layout.offset(first + num_good):,} is damaged: its checksum is not "
+                    f"{subject}the extent at byte {layout.offset(first + num_good):,} is damaged: its checksum is not "
                     f"that of its content; {RESTORE}"
                 )
             written = np.flatnonzero(blocks != kernels.NEVER_WRITTEN)
-            found, counts = np.unique(blocks[written], return_counts=True)
-            if (twice := found[(counts > 1) | (self.page_table.find(found) >= 0)]).size:
-                rows = layout.describe_rows(int(twice[0]), int(twice[0]))
-                raise StorageError(f"{where}it is damaged: the part with {rows} is there twice; {RESTORE}")
+            unique_blocks, counts = np.unique(blocks[written], return_counts=True)
+            if (duplicates := unique_blocks[(counts > 1) | (self.page_table.find(unique_blocks) >= 0)]).size:
+                rows = layout.describe_rows(int(duplicates[0]), int(duplicates[0]))
+                raise StorageError(f"{subject}it is damaged: the extent with {rows} occurs twice; {RESTORE}")
             self.page_table.insert(blocks[written], first + written)
 
         self._overlap(context, (self._size - layout.offset(0)) // step, begin, finish)
 
-    def _overlap(self, context: IoContext, num_blocks: int, begin: _PartStage, finish: _PartStage) -> None:
-        """Cut blocks into parts, in turns in a half of the buffer; begin each before the one before it is finished."""
-        half, before = max(BUFFER_BYTES, self.layout.block_bytes), None
+    def _overlap(self, context: IoContext, num_blocks: int, begin: _ChunkStage, finish: _ChunkStage) -> None:
+        """Split blocks into chunks, in alternating halves of the buffer; begin each before finishing the previous."""
+        half, previous = max(BUFFER_BYTES, self.layout.block_bytes), None
         context.reserve(half)
         size = half // self.layout.block_bytes
         for number, first in enumerate(range(0, num_blocks, size)):
-            part = _RequestPart(slice(first, min(first + size, num_blocks)), number % 2 * half)
-            begin(part)
-            if before is not None:
-                finish(before)
-            before = part
-        if before is not None:
-            finish(before)
+            chunk = _RequestChunk(slice(first, min(first + size, num_blocks)), number % 2 * half)
+            begin(chunk)
+            if previous is not None:
+                finish(previous)
+            previous = chunk
+        if previous is not None:
+            finish(previous)
 
     def _move(self, context: IoContext, blocks: np.ndarray, positions: np.ndarray, begin: int, write: bool) -> None:
-        """Read or write blocks that stand one behind the other in the buffer, and wait for it."""
-        part = _RequestPart(slice(0, blocks.size), begin)
-        part.blocks, part.positions, part.slots = blocks, positions, np.arange(blocks.size)
-        self._submit(context, part, part.slots, write)
-        part.wait()
+        """Read or write blocks from or to consecutive slots of the buffer, and wait."""
+        chunk = _RequestChunk(slice(0, blocks.size), begin)
+        chunk.blocks, chunk.positions, chunk.slots = blocks, positions, np.arange(blocks.size)
+        self._submit(context, chunk, chunk.slots, write)
+        chunk.wait()
 
-    def _submit(self, context: IoContext, part: _RequestPart, which: np.ndarray, write: bool) -> None:
-        """Move some of a part's blocks, int64, to or from their slots; neighbours are one extent."""
-        step, order = self.layout.block_bytes, which[np.argsort(part.positions[which])]
-        positions, slots = part.positions[order], part.slots[order]
+    def _submit(self, context: IoContext, chunk: _RequestChunk, indices: np.ndarray, write: bool) -> None:
+        """Start to read or write a chunk's blocks at these indices; adjacent blocks form one extent."""
+        step, order = self.layout.block_bytes, indices[np.argsort(chunk.positions[indices])]
+        positions, slots = chunk.positions[order], chunk.slots[order]
         firsts, lasts = runs(positions, slots)
-        addresses, sizes = part.begin + slots[firsts] * step, (lasts - firsts) * step
+        addresses, sizes = chunk.begin + slots[firsts] * step, (lasts - firsts) * step
         extents = Extents(addresses, sizes, self.layout.offset(positions[firsts]))
         transfer = context.submit(self.file, extents, write)
 
@@ -366,24 +371,26 @@ class BlockFile:
             try:
                 context.wait(transfer)
             except ExtentError as error:
-                reason, moved = error.reason, part.blocks[order[firsts[error.extent] : lasts[error.extent]]]
-                then = f"{advice(reason, _LOG)}, then restore the table from a snapshot"
+                reason, failed_blocks = error.reason, chunk.blocks[order[firsts[error.extent] : lasts[error.extent]]]
+                remedy = f"{advice(reason, _LOG)}, then restore the table from a snapshot"
                 if isinstance(reason, EOFError):
-                    then = "somebody has cut the file short; restore it from a snapshot"
-                what = "written" if write else "read"
-                raise StorageError(f"{self._describe(moved)} could not be {what}: {reason}; {then}") from reason
+                    remedy = "another process has truncated the file; restore it from a snapshot"
+                action = "written" if write else "read"
+                raise StorageError(
+                    f"{self._describe(failed_blocks)} could not be {action}: {reason}; {remedy}"
+                ) from reason
 
-        part.wait = wait
+        chunk.wait = wait
 
     def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
         if num_good < blocks.size:
-            where = self._describe(blocks[num_good : num_good + 1])
-            raise StorageError(f"{where} is damaged: its checksum is not that of its content; {RESTORE}")
+            subject = self._describe(blocks[num_good : num_good + 1])
+            raise StorageError(f"{subject} is damaged: its checksum is not that of its content; {RESTORE}")
 
     def _describe(self, blocks: np.ndarray) -> str:
         begin = int(self.layout.offset(self.page_table.find(blocks[:1])[0]))
         first, last = int(blocks.min()), int(blocks.max())
-        rows = self.layout.describe_rows(first, last)
+        description = self.layout.describe_rows(first, last)
         if last - first >= blocks.size:
-            rows = f"{blocks.size} blocks of {self.layout.rows_per_block} rows among {rows}"
-        return f"table {self.table!r}, file {self.file.path}: the part with {rows}, at byte {begin:,},"
+            description = f"{blocks.size} blocks of {self.layout.rows_per_block} rows among {description}"
+        return f"table {self.table!r}, file {self.file.path}: the extent with {description}, at byte {begin:,},"

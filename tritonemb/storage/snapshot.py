@@ -1,7 +1,7 @@
-"""Snapshots of a table's file, whole and incremental, and the way back.
+"""Whole and incremental snapshots of a table's file, and their restoration.
 
-An incremental snapshot is a file of changes: a header page, which names the snapshot it follows, then groups: a page of
-up to `_NUMBERS` block numbers, then those blocks as they are in the table's file. Every page has a checksum.
+An incremental snapshot is a file of changes: a header page, which names the snapshot it follows, then groups of a page
+with up to `_NUMBERS` block numbers and those blocks as they are in the table's file. Each page has a checksum.
 """
 
 import threading
@@ -24,27 +24,27 @@ from tritonemb.storage.store import Field, Initializer, Record, StorageError, cp
 from tritonemb.storage.threads import shielded
 from tritonemb.utils import Closeable, on_error
 
-_NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, after their count
-_INDEX_SEED = 1 << 62  # of that page's checksum, to which the group's number is added: no block has such a number
-_OF_FILE = ("snapshot", "after", "changed", "places")  # what a header says of its file, beside the table's identity
+_NUMBERS = PAYLOAD_BYTES // 8 - 1  # capacity of a group's first page, after their count
+_INDEX_SEED = 1 << 62  # seed of that page's checksum, plus the group's number; larger than any block's number
+_FILE_KEYS = ("snapshot", "after", "changed", "places")  # keys of a header besides the table's identity
 
 
-def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, after: str | None) -> str:
-    """Write a snapshot, of the changes since the one called `after` if that is given; its name.
+def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, parent: str | None) -> str:
+    """Write a snapshot and flush it; return its name. With `parent`, only the changes since the snapshot of that name.
 
-    The file is on the disk then. StorageError if it cannot be written; nothing is left of it.
+    StorageError if it cannot be written; the file is removed then.
     """
     name, count = uuid.uuid4().hex, blocks.page_table.count
-    what = f"table {identity.table!r}: snapshot {path}{'' if after is None else ' of changes'}"
-    with storage_errors(f"{what} could not be written", "check the disk"), new_file(path) as file:
-        if after is None:
+    subject = f"table {identity.table!r}: snapshot {path}{'' if parent is None else ' of changes'}"
+    with storage_errors(f"{subject} could not be written", "check the disk"), new_file(path) as file:
+        if parent is None:
             reflink_or_copy(blocks.file, file)
             file.resize(blocks.layout.offset(count))
             write_page(file, identity.header(name, count))
         else:
             changed = _write_changes(file, blocks)
-            state = {"after": after, "snapshot": name, "changed": changed, "places": count}
-            write_page(file, encode_header(CHANGES, identity.as_json() | state))
+            snapshot_fields = {"after": parent, "snapshot": name, "changed": changed, "places": count}
+            write_page(file, encode_header(CHANGES, identity.as_json() | snapshot_fields))
     return name
 
 
@@ -68,20 +68,19 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
 
 
 def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path] = ()) -> None:
-    """Make a table's file from a snapshot and the incremental snapshots that follow it, in their order.
+    """Create a table's file from a whole snapshot and the incremental snapshots that follow it, in their order.
 
-    What it was restored from is the table's last snapshot. The file gets its name when it is whole and on the disk.
-    StorageError if a file is missing, damaged or of another table, one does not follow the one before, or the file
-    cannot be written; nothing is left of it then.
+    The last of these becomes the table's last snapshot. The file is created atomically. StorageError if a snapshot is
+    missing, damaged or of another table, if one does not follow its predecessor, or if the file cannot be written.
 
     Args:
-        path: there must be no file of that name; it is a reflink copy where the file system supports that.
-        base: a whole snapshot.
-        increments: what `snapshot(changes_only=True)` has written since.
+        path: new file; a reflink copy where the file system supports that.
+        base: whole snapshot.
+        increments: files that `snapshot(changes_only=True)` has written since.
     """
     path, base = Path(path), Path(base)
     if path.exists():
-        raise StorageError(f"there is a file {path} already; remove it, or restore to another name")
+        raise StorageError(f"file {path} exists already; remove it, or restore to another name")
     shielded(lambda: _restore(path, base, [Path(increment) for increment in increments]))
 
 
@@ -98,20 +97,20 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
                     header = _apply(increment, blocks, header)
                 assert blocks.page_table.count == header["places"]
                 file.resize(blocks.layout.offset(header["places"]))
-            whole = {key: value for key, value in header.items() if key not in ("after", "changed")}
-            write_page(file, encode_header(ROWS, whole))
+            full_header = {key: value for key, value in header.items() if key not in ("after", "changed")}
+            write_page(file, encode_header(ROWS, full_header))
 
 
-def _apply(path: Path, blocks: BlockFile, before: dict[str, Any]) -> dict[str, Any]:
-    """Write the blocks of a file of changes to the file of the snapshot with header `before`; the changes' header."""
+def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[str, Any]:
+    """Apply a file of changes to a copy of the snapshot with this header; return the header of the changes."""
     layout, (file, header) = blocks.layout, open_file(f"snapshot {path}", path, CHANGES)
-    what = f"the changes {path}"
+    subject = f"the changes {path}"
     with closing(file):
-        identities = [{key: value for key, value in h.items() if key not in _OF_FILE} for h in (before, header)]
+        identities = [{key: value for key, value in h.items() if key not in _FILE_KEYS} for h in (base_header, header)]
         if identities[0] != identities[1]:
-            raise StorageError(f"{what} are of another table than their base, or of another optimizer")
-        if header["after"] != before["snapshot"]:
-            raise StorageError(f"{what} do not follow the snapshot before them; give all of them, in their order")
+            raise StorageError(f"{subject} belong to another table or optimizer than their base")
+        if header["after"] != base_header["snapshot"]:
+            raise StorageError(f"{subject} do not follow the snapshot before them; pass all of them, in their order")
         changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
         if file.size() != (expected := _group_offset(layout, changed)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes instead of {expected:,}; use another one")
@@ -120,56 +119,58 @@ def _apply(path: Path, blocks: BlockFile, before: dict[str, Any]) -> dict[str, A
                 count = min(size, changed - first)
                 end = PAGE_BYTES + count * layout.block_bytes
                 buffer = context.reserve(end)
-                with storage_errors(f"{what} cannot be read", "use others"):
+                with storage_errors(f"{subject} cannot be read", "use others"):
                     file.read(buffer.view[:end], _group_offset(layout, first))
                 numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
                 num_good = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
                 if num_good:
                     num_good += pages.check(buffer.address + PAGE_BYTES, numbers, layout.pages_per_block)
                 if num_good <= count:
-                    raise StorageError(f"{what} are damaged: a checksum is not that of its page; use others")
+                    raise StorageError(f"{subject} are damaged: a checksum is not that of its page; use others")
                 blocks.store(context, numbers, PAGE_BYTES)
         return header
 
 
 def _group_size(layout: FileLayout) -> int:
-    """Blocks in a group, which with its first page fits a buffer."""
+    """Return the blocks per group, such that a group fits a buffer."""
     return max(1, min(_NUMBERS, (BUFFER_BYTES - PAGE_BYTES) // layout.block_bytes))
 
 
 def _group_offset(layout: FileLayout, first: int) -> int:
-    """Of the group that begins with the change of this number; the size of a file with that number of changes."""
+    """Return the offset of the group whose first block has this number; of `n`, the size of a file of `n` changes."""
     return PAGE_BYTES * (1 + -(-first // _group_size(layout))) + first * layout.block_bytes
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
-    """The header of a snapshot: `TableIdentity.as_json`, its name, which one changes follow. StorageError if none."""
+    """Return the header of a snapshot: `TableIdentity.as_json`, its name, and its parent's. StorageError if invalid."""
     file, header = open_file(f"snapshot {path}", Path(path), ROWS, CHANGES)
     file.close()
     return header
 
 
 class SnapshotReader(Closeable):
-    """Reads the rows of a whole snapshot, which many may do. StorageError if there is none, or it is damaged."""
+    """Reads the rows of a whole snapshot, shared with other readers. StorageError if it is missing or damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-        def opened() -> tuple[dict[str, Any], BlockFile]:
+        def open_blocks() -> tuple[dict[str, Any], BlockFile]:
             file, header = open_file(f"snapshot {path}", self.path, ROWS)
             with on_error(file.close):
                 return header, BlockFile(header["table"], file, FileLayout.of(header))
 
-        self.header, self._blocks = shielded(opened)
+        self.header, self._blocks = shielded(open_blocks)
         self.num_rows: int = self.header["num_rows"]
-        fields = [Field(name, getattr(torch, dtype), *rest) for name, dtype, *rest in self.header["fields"]]
+        fields = [
+            Field(name, getattr(torch, dtype), *field_layout) for name, dtype, *field_layout in self.header["fields"]
+        ]
         self.record = Record(tuple(fields), self.header["record_bytes"])
-        self._in_use = threading.Lock()  # a cancelled read may still run when the file is to be closed
+        self._in_use = threading.Lock()  # a cancelled read may still run at `close`
 
     def read(self, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
-        """Fill `records` with the records of the rows, and wait for it; arguments as of `DiskRows.read`.
+        """Fill `records` with the records of the rows, and wait; for arguments see `DiskRows.read`.
 
-        `initializer` gives rows that were never written their values. StorageError if the file is damaged.
+        Rows that were never written get values from `initializer`. StorageError if the file is damaged.
         """
         store.check_request(self.header["table"], self.num_rows, self.record, rows, records)
 
@@ -180,7 +181,7 @@ class SnapshotReader(Closeable):
         store.fill_unwritten(shielded(read), rows, records, initializer)
 
     def written(self) -> Iterator[tuple[int, int]]:
-        """Bounds of ranges of rows, ascending, outside of which no row was ever written."""
+        """Yield bounds of ranges of rows, ascending, that include all rows ever written."""
         size = self._blocks.layout.rows_per_block
         for blocks in self._blocks.page_table.blocks():
             firsts, lasts = runs(blocks)

@@ -1,4 +1,4 @@
-"""Files with holes: reflink copies, else copies of their written parts, and digests that do not read holes."""
+"""Sparse files: reflink copies or copies of their written ranges, and digests that do not read holes."""
 
 import errno
 import fcntl
@@ -19,17 +19,16 @@ from tritonemb.storage.page_table import runs
 from tritonemb.storage.store import cpu_kernels, storage_errors
 from tritonemb.storage.threads import shared_threads, shielded
 
-COPY_BYTES = 1 << 20  # that each thread copies at once
-BATCH = 512  # pieces in a job
+COPY_BYTES = 1 << 20  # bytes per task of a copy
+BATCH = 512  # tasks per job
 T = TypeVar("T")
-_FICLONE = 0x40049409  # Linux: make a file a reflink copy of another one
-# No reflinks on this file system, across two of them, or of such files.
+_FICLONE = 0x40049409  # Linux ioctl: make a file a reflink copy of another
+# Reflinks are not supported by this file system, across file systems, or for such files.
 _NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
 def reflink_or_copy(source: PageFile, target: PageFile) -> None:
-    """Copy a file, whose size is a multiple of a page's, into an empty one; holes stay holes. OSError and EOFError say
-    what could not be read or written; the target is useless then."""
+    """Copy a file of whole pages into an empty one; holes stay holes. Discard it after an OSError or EOFError."""
     try:
         fcntl.ioctl(target.handle, _FICLONE, source.handle)
         return
@@ -38,7 +37,7 @@ def reflink_or_copy(source: PageFile, target: PageFile) -> None:
             raise
     size = source.size()
     target.resize(size)
-    _for_each(_parts_to_copy(written_parts(source, size)), lambda piece: _copy(source, target, piece))
+    _for_each(_copy_ranges(written_ranges(source, size)), lambda piece: _copy(source, target, piece))
 
 
 def _for_each(pieces: Iterator[T], work: Callable[[T], object]) -> None:
@@ -50,15 +49,15 @@ def copy_rows(source: Path, target: Path) -> None:
     """Copy a file of rows, or of changes, as `reflink_or_copy` does, and flush the copy to the disk."""
 
     def copy() -> None:
-        with closing(PageFile(source, writable=False)) as old, closing(create_file(target)) as new:
-            reflink_or_copy(old, new)
-            new.sync()
+        with closing(PageFile(source, writable=False)) as source_file, closing(create_file(target)) as target_file:
+            reflink_or_copy(source_file, target_file)
+            target_file.sync()
 
     shielded(copy)
 
 
-def written_parts(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
-    """Bounds of what is not a hole, in whole pages, ascending; the whole file where the system does not tell."""
+def written_ranges(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
+    """Yield bounds of the ranges that are not holes, in whole pages, ascending; the whole file if unsupported."""
     end = 0
     while end < size:
         try:
@@ -75,10 +74,10 @@ def written_parts(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _parts_to_copy(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Pieces of at most `COPY_BYTES`: long parts are cut, near ones joined, as reading a hole costs little."""
+def _copy_ranges(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Split long ranges and join near ones, as reading a hole is cheap, into pieces of at most `COPY_BYTES`."""
     first = last = -1
-    for begin, end in parts:
+    for begin, end in ranges:
         if first >= 0 and end - first <= COPY_BYTES:
             last = end
             continue
@@ -92,15 +91,15 @@ def _parts_to_copy(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]
         yield first, last
 
 
-_own = threading.local()
+_thread_local = threading.local()
 
 
 def thread_buffer(num_bytes: int) -> IoBuffer:
-    """This thread's buffer, of at least this size; each call returns the same memory."""
-    found: IoBuffer | None = getattr(_own, "buffer", None)
-    if found is None or found.array.size < num_bytes:
-        found = _own.buffer = IoBuffer(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
-    return found
+    """Return this thread's buffer, of at least this size; successive calls share its memory."""
+    buffer: IoBuffer | None = getattr(_thread_local, "buffer", None)
+    if buffer is None or buffer.array.size < num_bytes:
+        buffer = _thread_local.buffer = IoBuffer(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
+    return buffer
 
 
 def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:
@@ -114,22 +113,22 @@ def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:
         target.write(buffer.view[start:stop], begin + start)
 
 
-DIGEST_BYTES = 1 << 18  # that are checked at once; a part of the digest's definition
+DIGEST_BYTES = 1 << 18  # piece size; part of the digest's definition, so it must not change
 
 
 def digest(path: Path) -> int:
-    """64 bits of a file's content, from the CRC-32 of each piece that is not all zeros, and its number.
+    """Return a 64-bit digest of a file of whole pages: of the CRC-32 of each nonzero piece, and its number.
 
-    Holes are not read, and how a file system stores zeros does not matter. The file's size, a multiple of a page's, is
-    not a part of it. StorageError if the file cannot be read.
+    Holes are not read, and equal zeros, so it does not depend on how a file system stores zeros, nor on the file's
+    size. StorageError if the file cannot be read.
     """
     with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
         return shielded(lambda: _digest(path))
 
 
 def _digest(path: Path) -> int:
-    found: list[int] = []
-    mix = cpu_kernels("pages").splitmix64  # so that pieces that were swapped do not cancel
+    piece_digests: list[int] = []
+    mix = cpu_kernels("pages").splitmix64  # so that swapped pieces change the sum
     with closing(PageFile(path, writable=False)) as file:
         size = file.size()
 
@@ -138,15 +137,15 @@ def _digest(path: Path) -> int:
             count = min(DIGEST_BYTES, size - begin)
             file.read(buffer.view[:count], begin)
             if buffer.array[:count].any():
-                found.append(mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
+                piece_digests.append(mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
 
-        _for_each(_digest_pieces(written_parts(file, size)), add)
-    return sum(found) % (1 << 64)
+        _for_each(_digest_pieces(written_ranges(file, size)), add)
+    return sum(piece_digests) % (1 << 64)
 
 
-def _digest_pieces(parts: Iterator[tuple[int, int]]) -> Iterator[int]:
-    following = 0
-    for begin, end in parts:
-        first = max(following, begin // DIGEST_BYTES)
-        following = max(following, -(-end // DIGEST_BYTES))
-        yield from range(first, following)
+def _digest_pieces(ranges: Iterator[tuple[int, int]]) -> Iterator[int]:
+    next_piece = 0
+    for begin, end in ranges:
+        first_piece = max(next_piece, begin // DIGEST_BYTES)
+        next_piece = max(next_piece, -(-end // DIGEST_BYTES))
+        yield from range(first_piece, next_piece)

@@ -1,7 +1,7 @@
-"""What stores of rows share: errors, operations that are waited for, records, and the directory of a cache.
+"""Shared by all stores of rows: errors, futures, operation queues, records, and the directory of a cache.
 
-A row is one record of bytes: its weights and its optimizer state, which travel together. A store that waits for a disk
-has one thread that runs its operations in order.
+A row is one record of bytes, which has its weights and its optimizer state. A store on disk runs its operations in
+order, in one thread.
 """
 
 import errno
@@ -29,34 +29,34 @@ from tritonemb.optimizers import StateSpec
 Initializer = Callable[[Tensor, Tensor], object]
 """`initializer(rows, records)` fills uint8 `[n, num_bytes]` with the initial values of rows int64 `[n]`, ascending.
 
-What it writes may depend on a row's number alone, never on the other rows of the call. Any thread may call it, but one
-store never calls it twice at once.
+Values may depend on a row's number alone, never on the other rows of the call. Any thread may call it, but a store
+never calls it concurrently.
 """
 
 
 class StorageError(OSError):
-    """Rows could not be read or written; says of which table, where, why, and what to do."""
+    """Rows could not be read or written. The text names the table, the file, the reason and a remedy."""
 
-    raised = False  # to a caller
+    raised = False  # whether a caller has seen it
 
 
 @contextmanager
-def storage_errors(what: str, otherwise: str) -> Iterator[None]:
-    """Raise errors of the system as a StorageError: `what`, the error, and what to do, see `advice`."""
+def storage_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise OSErrors as a StorageError with the text "{what}: {error}; {advice}"."""
     try:
         yield
     except StorageError:
         raise
     except (OSError, EOFError, OverflowError) as error:
-        raise StorageError(f"{what}: {error}; {advice(error, otherwise)}") from error
+        raise StorageError(f"{what}: {error}; {advice(error, remedy)}") from error
 
 
-def advice(error: BaseException, otherwise: str) -> str:
-    """What to do about an error: have more of what has run out, or `otherwise`."""
+def advice(error: BaseException, remedy: str) -> str:
+    """Return the remedy of a full disk or of too many open files, or `remedy` for any other error."""
     code = getattr(error, "errno", None)
     if code in (errno.EMFILE, errno.ENFILE):
         return "each table on disk has a file open: raise the limit of open files (`ulimit -n`)"
-    return "make room there" if code in (errno.ENOSPC, errno.EDQUOT) else otherwise
+    return "make room there" if code in (errno.ENOSPC, errno.EDQUOT) else remedy
 
 
 class Cancelled(Exception):
@@ -64,7 +64,7 @@ class Cancelled(Exception):
 
 
 def is_cancelled() -> bool:
-    """Whether this is a thread of `shielded` whose caller was interrupted."""
+    """Return whether this is a thread of `shielded` whose caller was interrupted."""
     return getattr(threading.current_thread(), "cancelled", False)
 
 
@@ -77,8 +77,8 @@ def raise_if_cancelled() -> None:
 class Completion:
     """An event that is set once, for the main thread too.
 
-    A signal handler may raise in the midst of `threading.Event.wait`, as of any method of a condition variable, and
-    leave its lock locked: `set` would then never return. Here each waiter has a lock of its own.
+    A signal handler may raise within `threading.Event.wait`, as within any method of a condition variable, and leave
+    its lock locked, so that `set` never returns. Here each waiter has its own lock.
     """
 
     def __init__(self) -> None:
@@ -98,28 +98,29 @@ class Completion:
             waiter = threading.Lock()
             waiter.acquire()
             self._waiters.append(waiter)
-            if not self._is_set:  # else `set` may not have seen the waiter
+            if not self._is_set:  # otherwise `set` may have missed the waiter
                 waiter.acquire()
 
 
 class IoFuture:
-    """An operation that was submitted."""
+    """Future of a submitted operation."""
 
     def __init__(self) -> None:
         self._done, self._process = Completion(), os.getpid()
         self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether the operation is done or has failed."""
+        """Return whether the operation is done or has failed."""
         return self._done.is_set()
 
     def wait(self) -> None:
         """Wait until the operation is done.
 
-        StorageError if it has failed, or was submitted before this process was forked; or what an initializer raised.
+        Raises StorageError if it failed or was submitted before this process was forked, and any error of an
+        initializer.
         """
         if os.getpid() != self._process and not self._done.is_set():
-            raise StorageError("this operation runs in the process that this one was forked from; wait for it there")
+            raise StorageError("this operation was submitted before the fork; wait for it in the parent process")
         self._done.wait()
         if self._failure is not None:
             if isinstance(self._failure, StorageError):
@@ -127,7 +128,7 @@ class IoFuture:
             raise self._failure
 
     def run(self, work: Callable[[], object]) -> None:
-        """For stores: run the operation in this thread; who waits for it goes on after `finish`."""
+        """Run the operation in this thread, for stores; waiters return after `finish`."""
         try:
             work()
         except BaseException as failure:
@@ -141,7 +142,7 @@ _Operation = tuple[Callable[[], None], IoFuture]
 
 
 class OperationQueue:
-    """Runs operations in a thread of its own, which has this name, first in, first out."""
+    """Runs operations in its own thread, of this name, first in, first out."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
@@ -151,75 +152,77 @@ class OperationQueue:
     def submit(self, work: Callable[[], None]) -> IoFuture:
         future = IoFuture()
         with self._lock:
-            if self._thread is None:  # the thread knows the queue alone: a store that is dropped must be collected
+            if self._thread is None:  # the thread references the queue alone, so that a dropped store is collected
                 thread = threading.Thread(target=_run_operations, args=(self._queue,), name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
             self._queue.put((work, future))
         return future
 
-    def close(self, last: Callable[[], None]) -> IoFuture:
-        """Submit the last operation; if there is no thread yet, it runs in this one."""
+    def close(self, operation: Callable[[], None]) -> IoFuture:
+        """Submit the last operation, and end the thread after it. Without a thread it runs in the caller's."""
         future = IoFuture()
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
-                self._queue.put((last, future))
+                self._queue.put((operation, future))
                 self._queue.put(None)
         if thread is None:
-            future.run(last)
+            future.run(operation)
             future.finish()
         return future
 
 
-@torch.inference_mode()  # tensors that were made in that mode can be changed in it alone, others everywhere
+@torch.inference_mode()  # inference tensors can be changed in this mode only, others in any
 def _run_operations(operations: queue.SimpleQueue[_Operation | None]) -> None:
     while (operation := operations.get()) is not None:
         work, future = operation
         future.run(work)
-        del operation, work  # who waits may want the memory that it held
+        del operation, work  # frees their memory before waiters return
         future.finish()
         del future
 
 
 class Counts(NamedTuple):
-    """Rows that were read and were cached in host memory; bytes read from the file, and written to it."""
+    """Rows that were read from the host cache; bytes read from the file, and written to it."""
 
-    found: int = 0
+    cache_hits: int = 0
     read: int = 0
     written: int = 0
 
-    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Self:
-        """The sums of these and others."""
-        return self._replace(found=self.found + found, read=self.read + read, written=self.written + written)
+    def plus(self, cache_hits: int = 0, read: int = 0, written: int = 0) -> Self:
+        """Return the sums of two counts."""
+        return self._replace(
+            cache_hits=self.cache_hits + cache_hits, read=self.read + read, written=self.written + written
+        )
 
 
 def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
-    """Give the records of rows that were never written, says `written`, uint8 `[n]`, their initial values."""
-    never = torch.from_numpy(np.flatnonzero(written == 0))
-    if 0 < never.numel() < rows.numel():
-        some = records[never]
-        initializer(rows[never], some)
-        records[never] = some
-    elif never.numel():
+    """Write initial values to the records of rows that were never written: `written`, uint8 `[n]`, is 0."""
+    unwritten = torch.from_numpy(np.flatnonzero(written == 0))
+    if 0 < unwritten.numel() < rows.numel():
+        initial = records[unwritten]
+        initializer(rows[unwritten], initial)
+        records[unwritten] = initial
+    elif unwritten.numel():
         initializer(rows, records)
 
 
 @functools.cache
 def cpu_kernels(name: str) -> ModuleType:
-    """A file of `kernels/cpu`, whose compiler is loaded when it is first used."""
+    """Return a module of `kernels/cpu`; its compiler is loaded on first use."""
     return importlib.import_module(f"tritonemb.kernels.cpu.{name}")
 
 
 @dataclass(frozen=True)
 class Field:
-    """A part of a record: the weight, or a piece of optimizer state."""
+    """A field of a record: the weight, or an optimizer state."""
 
     name: str
     dtype: torch.dtype
-    size: int  # how many values a row has
-    offset: int  # of the first, in bytes from the record's start
-    one_a_row: bool = False  # of a size of 1: it is a value of the row, whose view is `[n]`, and no row of one element
+    size: int  # values per row
+    offset: int  # in bytes from the record's start
+    is_scalar: bool = False  # a scalar per row: its view is `[n]`, not `[n, 1]`
 
     @property
     def num_bytes(self) -> int:
@@ -234,21 +237,21 @@ class Record:
     num_bytes: int
 
     def views(self, records: Tensor) -> dict[str, Tensor]:
-        """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
+        """Return views of each field of records, uint8 `[n, num_bytes]`, contiguous, by name.
 
-        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. ValueError for other records.
+        A view has the field's dtype and is `[n, size]`, or `[n]` for one value per row. ValueError for other records.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
             raise ValueError(f"records must be uint8 [n, {self.num_bytes}], got {records.dtype} {list(records.shape)}")
-        found = {}
+        views = {}
         for field in self.fields:
-            part = records[:, field.offset : field.offset + field.num_bytes].view(field.dtype)
-            found[field.name] = part.squeeze(1) if field.one_a_row else part
-        return found
+            values = records[:, field.offset : field.offset + field.num_bytes].view(field.dtype)
+            views[field.name] = values.squeeze(1) if field.is_scalar else values
+        return views
 
 
 def check_request(table: str, num_rows: int, record: Record, rows: Tensor, records: Tensor) -> None:
-    """Raise unless rows and records are what `DiskRows` says."""
+    """Raise TypeError or ValueError unless rows and records are arguments of `DiskRows.read`."""
     for name, tensor, dtype in (("rows", rows, torch.int64), ("records", records, torch.uint8)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"table {table!r}: {name} must be a tensor, got {type(tensor).__name__}")
@@ -261,21 +264,21 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
             f"got {list(rows.shape)} and {list(records.shape)}"
         )
     numbers = rows.numpy()
-    if (wrong_order := numbers[1:] <= numbers[:-1]).any():
-        at = int(wrong_order.argmax())
+    if (unordered := numbers[1:] <= numbers[:-1]).any():
+        position = int(unordered.argmax())
         raise ValueError(
-            f"table {table!r}: rows must be ascending and distinct, but rows[{at}] is {numbers[at]} and rows[{at + 1}] "
-            f"is {numbers[at + 1]}; sort them and drop repetitions"
+            f"table {table!r}: rows must be ascending and distinct, but rows[{position}] is {numbers[position]} and "
+            f"rows[{position + 1}] is {numbers[position + 1]}; sort them and drop repetitions"
         )
     for row in numbers[:1].tolist() + numbers[-1:].tolist():
         if not 0 <= row < num_rows:
-            raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}; there is no row {row}")
+            raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}, got row {row}")
 
 
 def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec], has_ids: bool = False) -> Record:
-    """The record of a table's rows: the weight first, then the optimizer's states, always float32, and perhaps its id.
+    """Return the record of a table's rows: the weight, the optimizer's states, always float32, and the id if any.
 
-    Its size is a multiple of 4 bytes, so every field of many records has a view.
+    Its size is a multiple of 4 bytes, so that each field of an array of records has a view.
     """
     fields = [Field("weight", dtype, embedding_dim, 0)]
     end = -(-fields[0].num_bytes // 4) * 4
@@ -291,45 +294,47 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
 
 @dataclass(frozen=True)
 class InitialValues:
-    """Initial values of records: the weight depends on its row and column in the whole table, states are zero."""
+    """Initializer of records: the weight depends on its row and column in the unsharded table, states are zero."""
 
     record: Record
-    seed: int  # of the weight, which is uniform in ± `bound`
-    bound: float
-    row_origin: int = 0  # the first row and column in the whole table
+    seed: int
+    bound: float  # the weight is uniform in ± `bound`
+    row_origin: int = 0  # first row and column of this shard in the unsharded table
     column_origin: int = 0
 
     def __call__(self, rows: Tensor, records: Tensor) -> None:
         records.zero_()
         weight = self.record.views(records)["weight"]
-        own = rows + self.row_origin if self.row_origin else rows
-        fill_initial_(weight, self.seed, self.bound, first_column=self.column_origin, rows=own)
+        global_rows = rows + self.row_origin if self.row_origin else rows
+        fill_initial_(weight, self.seed, self.bound, first_column=self.column_origin, rows=global_rows)
 
 
 class CacheDirectory:
-    """Tags, uses, pins and dirty flags of the slots of tables' caches, side by side.
+    """Tags, last uses, pins and dirty flags of the `S` slots of all tables' caches, table by table.
 
-    The caches are set-associative, see `kernels/row_cache.py`. The slots of a table are those of its sets, then its
-    overflow: rows of a batch whose set has no way left, as pinned rows fill it. The overflow grows as batches need it.
+    The caches are set-associative, see `kernels/row_cache.py`. A table has the slots of its sets, then its overflow:
+    slots of rows whose set is full of pinned rows. The overflow grows on demand.
 
     Args:
-        num_sets: of each table; 0 of one that is not cached.
-        policy: which row is evicted, the one used longest ago ("lru") or least often ("lfu").
+        num_sets: per table; 0 for one that is not cached.
+        policy: evict the least recently ("lru") or least frequently used row ("lfu").
 
     Attributes:
-        tags, used, pins, dirty: of `S` slots, int64 the row, or `NO_ROW`; int64 when it was used last, or how often;
-            int32 how many batches have pinned it; bool whether it differs from the store's, as of released batches.
-        parts: tags, uses and pins of each table: views.
-        now: int64 `[]`, how many batches were looked up.
-        num_slots: of each table, and `in_sets` without its overflow; 0 of one that is not cached.
-        starts: of each table, where its slots begin; `first_slots` is the same, int64 `[T]`.
-        overflow: int64, the slots of all overflows among all slots, ascending; as a rule there are none.
+        tags: int64 `[S]`, the row in each slot, or `NO_ROW`.
+        used: int64 `[S]`, the batch that used it last, or the number of its uses.
+        pins: int32 `[S]`, number of batches that have pinned it.
+        dirty: bool `[S]`, whether it differs from the store, updates of released batches included.
+        table_views: lists of views of tags, used and pins, by table.
+        clock: int64 `[]`, number of batches that were looked up.
+        num_slots: per table; `in_sets` without its overflow.
+        starts: first slot of each table; `first_slots` is the same, int64 `[T]`.
+        overflow: int64, overflow slots of all tables, ascending; usually empty.
     """
 
     def __init__(self, num_sets: Sequence[int], policy: str, device: torch.device) -> None:
         self.policy, self.device = policy, device
         self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
-        self.now = torch.zeros((), dtype=torch.int64, device=device)
+        self.clock = torch.zeros((), dtype=torch.int64, device=device)
         self.in_sets = [sets * WAYS for sets in num_sets]
         self.num_slots = list(self.in_sets)
         size = sum(self.num_slots)
@@ -337,49 +342,49 @@ class CacheDirectory:
         self.used = torch.zeros(size, dtype=torch.int64, device=device)
         self.pins = torch.zeros(size, dtype=torch.int32, device=device)
         self.dirty = torch.zeros(size, dtype=torch.bool, device=device)
-        self._split()
+        self._update_views()
 
     def look_up(self, rows: Tensor, tables: Tensor) -> Tensor:
-        """The slots of a batch's distinct rows; those that are in slots are pinned. See `ops.row_cache_look_up_`."""
-        self.now += 1
-        return row_cache_look_up_(*self.parts, rows, tables, self.num_sets, self.now, self.policy)
+        """Pin the cached rows of a batch's distinct rows; return slots, -1 for misses. See `ops.row_cache_look_up_`."""
+        self.clock += 1
+        return row_cache_look_up_(*self.table_views, rows, tables, self.num_sets, self.clock, self.policy)
 
     def allocate(self, rows: Tensor, slots: Tensor, tables: Tensor) -> Tensor:
-        """Give slots to rows that have none, and pin them; returns what they evict. See `ops.row_cache_allocate_`."""
-        return row_cache_allocate_(*self.parts, rows, slots, tables, self.num_sets, self.now, self.policy)
+        """Allocate and pin slots for misses; return the evicted rows. See `ops.row_cache_allocate_`."""
+        return row_cache_allocate_(*self.table_views, rows, slots, tables, self.num_sets, self.clock, self.policy)
 
-    def empty(self, table: int) -> None:
-        """Forget which rows of a table are in slots."""
-        for name, nothing in _EMPTY:
-            getattr(self, name)[self.slice_of(table)] = nothing
+    def clear(self, table: int) -> None:
+        """Empty a table's slots."""
+        for name, empty_value in _EMPTY:
+            getattr(self, name)[self.slice_of(table)] = empty_value
 
     def slice_of(self, table: int) -> slice:
-        """Where a table's slots are among all."""
+        """Slots of a table, among those of all."""
         return slice(self.starts[table], self.starts[table] + self.num_slots[table])
 
-    def grow(self, more: Sequence[int]) -> None:
-        """Give each table's overflow so many more slots; `starts` change."""
-        for name, nothing in _EMPTY:
-            parts = zip(getattr(self, name).split(self.num_slots), more, strict=True)
-            grown = [each for part, number in parts for each in (part, part.new_full((number,), nothing))]
+    def grow(self, num_new: Sequence[int]) -> None:
+        """Add `num_new` slots to the tables' overflows; `starts` change."""
+        for name, empty_value in _EMPTY:
+            by_table = zip(getattr(self, name).split(self.num_slots), num_new, strict=True)
+            grown = [tensor for old, size in by_table for tensor in (old, old.new_full((size,), empty_value))]
             setattr(self, name, torch.cat(grown))
-        self.num_slots = [slots + number for slots, number in zip(self.num_slots, more, strict=True)]
-        self._split()
+        self.num_slots = [num_slots + size for num_slots, size in zip(self.num_slots, num_new, strict=True)]
+        self._update_views()
 
     def free_overflow(self, table: int) -> Tensor:
-        """The slots of a table's overflow that have no row, ascending."""
+        """Return the free slots of a table's overflow, ascending."""
         first = self.in_sets[table]
-        return (self.parts[0][table][first:] == NO_ROW).nonzero()[:, 0] + first
+        return (self.table_views[0][table][first:] == NO_ROW).nonzero()[:, 0] + first
 
-    def _split(self) -> None:
+    def _update_views(self) -> None:
         ends = list(accumulate(self.num_slots))
         self.starts = [0, *ends[:-1]]
         self.first_slots = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
-        tags, used, pins = (list(each.split(self.num_slots)) for each in (self.tags, self.used, self.pins))
-        self.parts = tags, used, pins
+        tags, used, pins = (list(values.split(self.num_slots)) for values in (self.tags, self.used, self.pins))
+        self.table_views = tags, used, pins
         slots = torch.arange(sum(self.num_slots), device=self.device)
         bounds = zip(self.starts, self.in_sets, ends, strict=True)
         self.overflow = torch.cat([slots[begin + sets : end] for begin, sets, end in bounds])
 
 
-_EMPTY = ("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)  # what a slot without a row has
+_EMPTY = ("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)  # values of an empty slot

@@ -1,8 +1,8 @@
-"""Threads that wait for a disk: a pool, and one that the main thread leaves its I/O to.
+"""Threads for disk I/O: a pool, and a helper thread that shields I/O of the main thread from signal handlers.
 
-Signal handlers run in the main thread alone, and may raise anywhere in it: between a system call and the line that
-notes its result, say. So the main thread leaves I/O to other threads, see `shielded`, and waits for them on plain locks
-alone, see `Completion`.
+Signal handlers run in the main thread and may raise anywhere in it, for example between a system call and the
+assignment of its result. So the main thread delegates I/O to other threads, see `shielded`, and waits for them on plain
+locks only, see `Completion`.
 """
 
 import os
@@ -17,16 +17,16 @@ from tritonemb.storage.store import Completion, is_cancelled, raise_if_cancelled
 from tritonemb.utils import on_error
 
 T = TypeVar("T")
-# Random pages of a virtual disk on 2 cores: 12, 41, 54, 61, 63 thousand a second by 1, 4, 8, 16, 32 threads.
+# Random page reads of a virtual disk on 2 cores: 12, 41, 54, 61, 63 thousand per second by 1, 4, 8, 16, 32 threads.
 DEFAULT_THREADS = 16
 
 
 def shielded(work: Callable[[], T]) -> T:
-    """What `work` returns or raises. The main thread has another thread run it, and waits.
+    """Call `work` and return its result; on behalf of the main thread, in another thread.
 
-    If a signal handler raises meanwhile, as Ctrl-C's does, that is raised here when the work is done, at the next
-    `raise_if_cancelled` at the latest. If one raises once more, this returns at once: what the work uses must be its
-    own, or stay whole until it is done.
+    An exception of a signal handler, such as KeyboardInterrupt, is raised here when the work is done or reaches its
+    next `raise_if_cancelled`. A second one is raised at once: the work must own the resources that it uses until its
+    end.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -40,7 +40,7 @@ def shielded(work: Callable[[], T]) -> T:
                 raise error.__context__ from None  # type: ignore[misc]
             return work()  # the interpreter exits
         return call.result()
-    except BaseException:  # have it end early and wait for that, or never start
+    except BaseException:  # cancel the work and wait for its end, unless it has not begun
         thread.cancelled = True  # type: ignore[attr-defined]  # see `is_cancelled`
         if not call.cancel():
             call.ended.wait()
@@ -49,11 +49,11 @@ def shielded(work: Callable[[], T]) -> T:
 
 
 class _ShieldedCall(Generic[T]):
-    """Work that another thread runs, unless it is cancelled before."""
+    """Work that another thread runs unless it is cancelled first."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
-        self._claim = threading.Lock()  # never released: whoever takes it runs the work or cancels it
+        self._claim = threading.Lock()  # never released: its owner runs or cancels the work
         self._result: T | None = None
         self._failure: BaseException | None = None
         self.ended = Completion()
@@ -66,14 +66,14 @@ class _ShieldedCall(Generic[T]):
             result = self._work()
         except BaseException as failure:
             self._failure = failure
-        else:  # a file, say, that nobody takes is closed when nobody refers to it
+        else:  # drop an unused result, so that a file, for example, is closed
             self._result = None if is_cancelled() else result
             del result
         self._work = None
         self.ended.set()
 
     def cancel(self) -> bool:
-        """Have the work never begin; whether it has not begun."""
+        """Cancel the work unless it has begun; return whether it was cancelled."""
         if self._claim.acquire(blocking=False):
             self._work = None
             return True
@@ -90,7 +90,7 @@ class _ShieldedCall(Generic[T]):
 
 
 class Job:
-    """Numbered tasks that several threads take in turn; after a failure no more are taken."""
+    """Numbered tasks run by several threads; none is started after a failure."""
 
     def __init__(self, work: Callable[[int], object], num_tasks: int) -> None:
         self._work: Callable[[int], object] | None = work
@@ -101,7 +101,7 @@ class Job:
         self._check_end()
 
     def run_next(self) -> bool:
-        """Run a task, if one is left; whether there may be more."""
+        """Run the next task, if any; return whether more may remain."""
         with self._lock:
             if (task := self._next) >= self.num_tasks:
                 return False
@@ -133,12 +133,12 @@ class Job:
 
     def _check_end(self) -> None:
         if self._next >= self.num_tasks and self._running == 0:
-            self._work = None  # who waits may want the memory that it held
+            self._work = None  # frees its memory before waiters return
             self._ended.set()
 
 
 class IoThreads:
-    """A pool of threads for tasks that wait for a disk. Jobs that are submitted at once have their tasks in turn."""
+    """Thread pool for disk I/O. Tasks of concurrent jobs are interleaved."""
 
     def __init__(self, num_threads: int = DEFAULT_THREADS) -> None:
         self.num_threads = num_threads
@@ -150,9 +150,10 @@ class IoThreads:
         self._lock, self._started = threading.Lock(), 0
 
     def run(self, work: Callable[[int], object], num_tasks: int) -> None:
-        """Call `work(0) … work(num_tasks - 1)`, each once; returns when all are done. Many threads may call it.
+        """Call `work(0) … work(num_tasks - 1)` and wait for all. Thread-safe.
 
-        What the first failed task or a signal handler has raised is raised when running tasks are done; no others run.
+        After a failure or an exception of a signal handler no further task starts; it is raised when the running ones
+        are done.
         """
         raise_if_cancelled()
         job = Job(work, num_tasks)
@@ -161,20 +162,20 @@ class IoThreads:
             job.wait()
 
     def submit(self, work: Callable[[int], object], num_tasks: int) -> Job:
-        """As `run`, without waiting."""
+        """Start the tasks of `run` without waiting."""
         job = Job(work, num_tasks)
         self._start(job)
         return job
 
     def _start(self, job: Job) -> None:
-        wanted = min(job.num_tasks, self.num_threads)
+        max_threads = min(job.num_tasks, self.num_threads)
         with self._lock:
             with suppress(RuntimeError):  # at interpreter exit no thread can be started
-                while self._started < wanted:
+                while self._started < max_threads:
                     name = f"tritonemb-disk-{self._started}"
                     threading.Thread(target=_run_tasks, args=(self._jobs,), name=name, daemon=True).start()
                     self._started += 1
-            num_threads = min(wanted, self._started)
+            num_threads = min(max_threads, self._started)
         for _ in range(num_threads):
             self._jobs.put(job)
         while num_threads == 0 and job.run_next():
@@ -186,7 +187,7 @@ def _run_tasks(jobs: queue.SimpleQueue[Job]) -> None:
         job = jobs.get()
         if job.run_next():
             jobs.put(job)
-        del job  # while it waits for the next one, it must not keep this one's memory
+        del job  # frees its memory while this thread waits for the next
 
 
-shared_threads = IoThreads()  # the process's
+shared_threads = IoThreads()  # of the process

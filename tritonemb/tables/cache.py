@@ -1,12 +1,12 @@
-"""The cache on the device of rows in host memory or on disk.
+"""Device cache of tables whose rows are in host memory or on disk.
 
-Before a batch is looked up its distinct rows are pinned in slots: those that are in none are read from their store, and
-evict rows that no batch has pinned; dirty ones are written back. A pinned row is never evicted, and a row is in one
-slot only. So prefetched batches see every update of those before them: staleness 0, whatever the cache's size.
+Before a batch is looked up, its distinct rows are pinned in slots. Missing rows are read from their store and evict
+unpinned rows; dirty victims are written back first. A pinned row is never evicted, and a row is in at most one slot, so
+a prefetched batch sees every update of the batches before it: staleness 0 at any cache size.
 
-A prefetch waits for the device once, however many tables there are, for all counts; more often while overflows have
-slots or get some, and for transfers of tables on disk. So it is done in another thread and on another stream than
-training. Until then it has as many rows as the batch has ids; what stands behind the last is of a table without slots.
+A prefetch copies the counts of all tables to the host in one synchronization. It synchronizes more often while overflow
+slots are used or grown, and for transfers from disk. It therefore runs in another thread and on another stream than
+training. Up to that copy its tensors are padded to the batch's number of ids with rows of a table without slots.
 """
 
 import threading
@@ -28,86 +28,100 @@ from tritonemb.tables.dynamic_table import CachedHashTable
 from tritonemb.tables.lookup import Lookup, sequence_number
 from tritonemb.tables.table import Table
 
-MAX_PENDING_BYTES = 1 << 28  # of rows that wait to be written; then their first write is waited for
-TableRows = tuple[CachedTable, Tensor, Tensor]  # distinct rows of a table, and their slots
-Compacted = tuple[Sequence[Tensor], list[list[int]]]  # positions, and how many there are of each table, by flag
-LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # what is counted
+MAX_PENDING_BYTES = 1 << 28  # bounds the host memory of pending writes to disk; beyond it, wait for the oldest write
+TableRows = tuple[CachedTable, Tensor, Tensor]  # a table, distinct rows of it, and their slots
+Compacted = tuple[Sequence[Tensor], list[list[int]]]  # by flag: positions where it is set, and their number per table
+LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # rows of the counters
 
 
 class RowCache:
-    """The cache of a collection's tables, of which at least one is in host memory or on disk.
+    """Device cache of a collection's tables, at least one of which is in host memory or on disk.
 
-    Any thread may prefetch batches; one does at a time. `policy` says which row is evicted. `tables` has, by number,
-    those that are cached, None for one on the device; `stall` the seconds in which lookups waited for rows, as their
-    batch had not been prefetched.
+    Any thread may prefetch batches; a lock serializes them.
+
+    Args:
+        tables: all tables of the collection.
+        policy: eviction policy, "lru" or "lfu".
+
+    Attributes:
+        tables: by table number; None for a table on the device.
+        stall: seconds that lookups waited for rows of batches that had not been prefetched.
+        storage: memory of the slots.
     """
 
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
         self.tables = [table if isinstance(table, CachedTable) else None for table in tables]
         self.device = tables[0].weight.device
+        # Directory. A last table of one row and no slots takes the padding of a batch.
         num_sets = [0 if table is None else table.num_sets for table in (*self.tables, None)]
         self._directory = CacheDirectory(num_sets, policy, self.device)
-        whole = [*(TableRow(0, table.row_config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
-        self._whole = build_layout(whole, [], [], [], False, self.device).tables
-        self._first_rows = self._whole[:, FIRST_ROW].contiguous()
+        table_rows = [*(TableRow(0, table.row_config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
+        self._table_layout = build_layout(table_rows, [], [], [], False, self.device).tables
+        self._first_rows = self._table_layout[:, FIRST_ROW].contiguous()
         self._first_slots = self._first_rows + self._directory.first_slots  # in layouts of the slots
-        self._now = self._directory.now
+        self._clock = self._directory.clock
+        self.storage, self._lock = CacheStorage(tables, self._directory), threading.RLock()
+        # Statistics.
         self._counts = np.zeros((WRITTEN + 1, len(tables)), dtype=np.int64)
         self.stall = 0.0
-        self.storage, self._lock = CacheStorage(tables, self._directory), threading.RLock()
-        self._releases: deque[Lookup] = deque()
-        self._last: torch.cuda.Event | None = None  # behind all transfers so far
+        # Transfers and releases.
         self._transfer = RowTransfer(self.device)
-        self._failure: BaseException | None = None
+        self._last_transfer: torch.cuda.Event | None = None  # recorded after the latest transfer
+        self._releases: deque[Lookup] = deque()  # released batches whose slots are still pinned
+        self._failure: BaseException | None = None  # of a transfer; the cache is unusable after it
         for table in self.tables:
             if table is not None:
                 table.cache = self
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """By cached table. Waits for the host caches of tables on disk."""
-        found = {}
+        """Return statistics by name of cached table. Waits for the host caches of tables on disk."""
+        by_table = {}
         for index, table in enumerate(self.tables):
             if table is not None:
-                store, host = table.store, table.counted
-                host = host if isinstance(store, HostRows) else host.plus(*store.counts())
-                found[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *host])
-        return found
+                store, counts = table.store, table.counted
+                counts = counts if isinstance(store, HostRows) else counts.plus(*store.counts())
+                by_table[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *counts])
+        return by_table
 
-    def pin(self, lookup: Lookup, bad: Tensor | None, before: int | None) -> bool:
-        """Pin the rows of a batch and its replica rows in slots, which take the place of the rows in `lookup`.
+    def pin(self, lookup: Lookup, invalid: Tensor | None, released_before: int | None) -> bool:
+        """Pin the rows of a batch and its replica rows in slots, and replace rows by slots in `lookup`.
 
-        StorageError if rows cannot be read or written; the cache is in an undefined state then.
+        Return False if nothing was pinned. StorageError if rows cannot be read or written; the cache is in an undefined
+        state then.
 
         Args:
-            lookup: a batch of whole tables, with one key for each lookup; its layout is that of the slots already.
-            bad: bool `[]`, on the device. If true, or no row is cached, only releases take effect; returns False.
-            before: rows whose pins are released from this sequence number on are not evicted; None: all may be.
+            lookup: batch of table rows, one key per lookup; its layout is already that of the slots.
+            invalid: bool `[]`, on the device. If true, or if no row is cached, only earlier releases take effect.
+            released_before: unpin only batches released before this sequence number; None: all released batches.
         """
+        # Find the table of each distinct row, padding included.
         groups, first_rows = lookup.groups, self._first_rows
-        own = groups.rows[: int(groups.num_groups) if jagged.is_host_readable(groups.num_groups) else None]
-        own = linear = own if bad is None else torch.where(bad, first_rows[-1], own)
+        local_rows = groups.rows[: int(groups.num_groups) if jagged.is_host_readable(groups.num_groups) else None]
+        local_rows = linear = local_rows if invalid is None else torch.where(invalid, first_rows[-1], local_rows)
         if lookup.replica_rows is not None:
-            linear = torch.cat([own, lookup.replica_rows]).unique()
+            linear = torch.cat([local_rows, lookup.replica_rows]).unique()
         tables = torch.searchsorted(first_rows, linear, right=True) - 1
-        with self._exclusive(before):
+        # Pin the rows. A batch without cached rows does not count as a lookup.
+        with self._exclusive(released_before):
             slots, pinned = self._pin(linear, tables)
-            if bad is not None and not pinned.numel():
-                self._now -= 1
+            if invalid is not None and not pinned.numel():
+                self._clock -= 1
                 return False
             lookup.tables, lookup.slots = tables.index_select(0, pinned), slots.index_select(0, pinned)
             lookup.rows = linear.index_select(0, pinned) - first_rows.index_select(0, lookup.tables)
             lookup.on_release = self.release
+        # Replace rows by slots in the values and groups of the local batch.
         if lookup.replica_rows is not None:
-            index = torch.searchsorted(linear, own)
+            index = torch.searchsorted(linear, local_rows)
             tables, slots = tables[index], slots[index]
-        rows, by_group = groups.rows.clone(), torch.full_like(groups.rows, -1)
-        rows[: own.numel()], by_group[: own.numel()] = self._first_slots.index_select(0, tables) + slots, slots
+        rows, by_group, size = groups.rows.clone(), torch.full_like(groups.rows, -1), local_rows.numel()
+        rows[:size], by_group[:size] = self._first_slots.index_select(0, tables) + slots, slots
         lookup.values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
         lookup.groups, lookup.ready = groups._replace(rows=rows), self._event()
         return True
 
     def acquire(self, lookup: Lookup) -> bool:
-        """Let a lookup by this thread's stream use pinned slots; False if another one has had them.
+        """Make this thread's stream wait for the pinned slots of a batch; return False if they were acquired before.
 
         ValueError if another collection's cache pinned them.
         """
@@ -126,14 +140,14 @@ class RowCache:
         return True
 
     def row_ids(self, table: int) -> Tensor:
-        """int64, the row in each slot of a table; for who holds `storage.lock`."""
-        return self._directory.parts[0][table]
+        """Return the row in each slot of a table, int64 `[slots]`. The caller holds `storage.lock`."""
+        return self._directory.table_views[0][table]
 
     def release(self, lookup: Lookup) -> None:
-        """Unpin slots of a batch before the next prefetch."""
+        """Queue a batch to be unpinned by a later prefetch."""
         if self.device.type == "cuda":
-            here = torch.cuda.current_stream(self.device)
-            lookup.events = [used.record_event() for used in (here, lookup.stream) if used is not None]
+            streams = torch.cuda.current_stream(self.device), lookup.stream
+            lookup.events = [stream.record_event() for stream in streams if stream is not None]
         lookup.number = sequence_number()
         self._releases.append(lookup)
 
@@ -142,18 +156,19 @@ class RowCache:
         with self._exclusive():
             directory = self._directory
             for index in range(len(self.tables)):
-                mine = directory.slice_of(index)
-                for slots in self._chunks(index, directory.dirty[mine].nonzero()[:, 0]):
-                    self._transfer.write([self._part(WRITTEN, index, directory.tags[mine][slots], slots)])
+                table_slots = directory.slice_of(index)
+                tags = directory.tags[table_slots]
+                for slots in self._chunks(index, directory.dirty[table_slots].nonzero()[:, 0]):
+                    self._transfer.write([self._transfer_rows(WRITTEN, index, tags[slots], slots)])
                     self._transfer.finish_writes()
             directory.dirty.zero_()
             synchronize(self.device)  # the host reads next
 
     @contextmanager
     def reloading(self, table: CachedTable, unpinned: bool = False) -> Iterator[None]:
-        """While the store of a table changes; then its rows in slots are read again, even if the change fails.
+        """Change a table's store inside the block; afterwards reload its cached rows, even if the change fails.
 
-        Batches keep their slots. With `unpinned` no row is in a slot any more; RuntimeError if a batch has pinned some.
+        Batches keep their slots. With `unpinned` all rows are evicted first; RuntimeError if a batch has pinned some.
         """
         with self._lock, torch.inference_mode(False):
             with self._exclusive():
@@ -161,12 +176,12 @@ class RowCache:
                 synchronize(self.device)
             if unpinned:
                 index = self.tables.index(table)
-                if bool((self._directory.parts[2][index] > 0).any()):
+                if bool((self._directory.table_views[2][index] > 0).any()):
                     raise RuntimeError(
                         f"a batch has pinned rows of table {table.config.name!r}; finish its backward pass, or drop "
                         "it, first"
                     )
-                self._directory.empty(index)
+                self._directory.clear(index)
             try:
                 yield
             finally:
@@ -175,16 +190,16 @@ class RowCache:
 
     def _reload(self, table: CachedTable) -> None:
         index, directory = self.tables.index(table), self._directory
-        mine = directory.slice_of(index)
-        rows, order = directory.tags[mine].sort()
+        table_slots = directory.slice_of(index)
+        rows, order = directory.tags[table_slots].sort()
         for slots in self._chunks(index, order[rows != NO_ROW]):
-            self._transfer.read([self._part(READ, index, directory.tags[mine][slots], slots)])
-        directory.dirty[mine] = False
+            self._transfer.read([self._transfer_rows(READ, index, directory.tags[table_slots][slots], slots)])
+        directory.dirty[table_slots] = False
         synchronize(self.device)
 
     @contextmanager
-    def _exclusive(self, before: int | None = None) -> Iterator[None]:
-        """One thread at a time transfers rows, on its own stream, behind all others. A failure here is the cache's."""
+    def _exclusive(self, released_before: int | None = None) -> Iterator[None]:
+        """Let one thread at a time transfer rows, behind earlier transfers. Any failure disables the cache."""
         with self._lock, torch.no_grad(), torch.inference_mode(False):
             if self._failure is not None:
                 raise RuntimeError(
@@ -192,17 +207,17 @@ class RowCache:
                     "an undefined state: load a checkpoint into a new module"
                 ) from self._failure
             try:
-                if self._last is not None:
-                    torch.cuda.current_stream(self.device).wait_event(self._last)
-                self._unpin_released(before)
+                if self._last_transfer is not None:
+                    torch.cuda.current_stream(self.device).wait_event(self._last_transfer)
+                self._unpin_released(released_before)
                 yield
-                self._last = self._event()
+                self._last_transfer = self._event()
             except BaseException as error:
                 self._failure = error
                 raise
 
-    def _unpin_released(self, before: int | None = None) -> None:
-        while self._releases and (before is None or self._releases[0].number < before):
+    def _unpin_released(self, released_before: int | None = None) -> None:
+        while self._releases and (released_before is None or self._releases[0].number < released_before):
             released = self._releases.popleft()
             for event in released.events:
                 torch.cuda.current_stream(self.device).wait_event(event)
@@ -213,85 +228,99 @@ class RowCache:
                     self._directory.dirty.index_fill_(0, slots, True)
 
     def _pin(self, rows: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Pin a batch's distinct rows in slots, and read those that were in none: the slots, and which are cached."""
+        """Pin a batch's distinct rows, and read missing rows. Return their slots, and the positions of cached rows."""
         directory = self._directory
-        found = directory.look_up(rows, self._whole)  # rows of tables on the device, and of no table, have slots
+        # Find hits. Rows of tables on the device and padding count as hits.
+        hit_slots = directory.look_up(rows, self._table_layout)
         if directory.overflow.numel():
-            found = self._pin_overflow(rows, found, tables)
-        slots = found.clone()
-        evicted = directory.allocate(rows, slots, self._whole)
-        flags = found < 0, slots < 0, directory.num_sets.index_select(0, tables) > 0
+            hit_slots = self._pin_overflow(rows, hit_slots, tables)
+        # Allocate slots for misses: in their sets, else in the overflow.
+        slots = hit_slots.clone()
+        evicted = directory.allocate(rows, slots, self._table_layout)
+        flags = hit_slots < 0, slots < 0, directory.num_sets.index_select(0, tables) > 0
         (missing, overflowing, cached), (misses, overflows, lookups) = self._evict(tables, evicted, slots, *flags)
         self._counts[LOOKUPS] += lookups
         self._counts[HITS] += np.subtract(lookups, misses)
         rows = rows - self._first_rows.index_select(0, tables)
         if sum(overflows):
             slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
-        parts, to_read = zip(rows[missing].split(misses), slots[missing].split(misses), strict=True), list[TableRows]()
-        for index, (some, into) in enumerate(parts):
+        # Read missing rows; new ids of dynamic tables get initial values instead.
+        to_read = list[TableRows]()
+        missing_by_table = zip(rows[missing].split(misses), slots[missing].split(misses), strict=True)
+        for index, (table_rows, table_slots) in enumerate(missing_by_table):
             if isinstance(table := self.tables[index], CachedHashTable):
-                known = ~table.is_new(some)
-                some, into = some[known], into[known]
-            if some.numel():
-                to_read.append(self._part(READ, index, some, into))
+                stored_mask = ~table.is_new(table_rows)
+                table_rows, table_slots = table_rows[stored_mask], table_slots[stored_mask]
+            if table_rows.numel():
+                to_read.append(self._transfer_rows(READ, index, table_rows, table_slots))
         self._transfer.read(to_read)
         for index, table in enumerate(self.tables):
             if isinstance(table, CachedHashTable):
-                mine = tables == index
-                new = table.initialize_slots(rows[mine], slots[mine])
-                directory.dirty.index_fill_(0, new + directory.starts[index], True)
+                table_mask = tables == index
+                new_slots = table.initialize_slots(rows[table_mask], slots[table_mask])
+                directory.dirty.index_fill_(0, new_slots + directory.starts[index], True)
         return slots, cached
 
-    def _pin_overflow(self, rows: Tensor, found: Tensor, tables: Tensor) -> Tensor:
-        """Pin linear rows that are in an overflow already; if some are in no set, evict what no batch has pinned there.
+    def _pin_overflow(self, rows: Tensor, slots: Tensor, tables: Tensor) -> Tensor:
+        """Pin linear rows that are in overflow slots; if others miss their set, evict unpinned overflow rows.
 
-        Returns the slots of all that were found.
+        `slots` has the rows' slots in sets, -1 for misses. Return it with the overflow slots filled in.
         """
-        directory, places = self._directory, self._directory.overflow
-        held, owners = directory.tags[places], torch.searchsorted(directory.first_slots, places, right=True) - 1
-        linear, order = torch.where(held == NO_ROW, NO_ROW, held + self._first_rows[owners]).sort()
+        directory, overflow_slots = self._directory, self._directory.overflow
+        tags = directory.tags[overflow_slots]
+        overflow_tables = torch.searchsorted(directory.first_slots, overflow_slots, right=True) - 1
+        # Find and pin rows in overflow slots, by binary search.
+        linear, order = torch.where(tags == NO_ROW, NO_ROW, tags + self._first_rows[overflow_tables]).sort()
         index = torch.searchsorted(linear, rows).clamp_(max=linear.numel() - 1)
-        there, place = linear[index] == rows, places[order[index]]
-        directory.pins.index_add_(0, place, there.to(torch.int32))
-        idle = (held != NO_ROW) & (directory.pins[places] <= 0) & (found < 0).any()
-        self._evict(owners, torch.where(idle, held, NO_ROW), places - directory.first_slots[owners])
-        directory.tags[places] = torch.where(idle, NO_ROW, held)
-        return torch.where(there, place - directory.first_slots[tables], found)
+        hit_mask, hit_slots = linear[index] == rows, overflow_slots[order[index]]
+        directory.pins.index_add_(0, hit_slots, hit_mask.to(torch.int32))
+        # Evict unpinned ones.
+        evictable = (tags != NO_ROW) & (directory.pins[overflow_slots] <= 0) & (slots < 0).any()
+        victims = torch.where(evictable, tags, NO_ROW)
+        self._evict(overflow_tables, victims, overflow_slots - directory.first_slots[overflow_tables])
+        directory.tags[overflow_slots] = torch.where(evictable, NO_ROW, tags)
+        return torch.where(hit_mask, hit_slots - directory.first_slots[tables], slots)
 
-    def _allocate_overflow(self, tables: Tensor, rows: Tensor, sizes: list[int]) -> Tensor:
-        """Slots of overflows for rows whose sets are full; `sizes` of each table."""
+    def _allocate_overflow(self, tables: Tensor, rows: Tensor, num_rows: list[int]) -> Tensor:
+        """Return overflow slots for rows whose sets are full, `num_rows` per table."""
         directory = self._directory
-        lacking = [number - directory.free_overflow(t).numel() if number else 0 for t, number in enumerate(sizes)]
-        if max(lacking) > 0:
-            self.storage.grow_overflows(lacking)
-        self._counts[OVERFLOWS] += sizes
-        slots = torch.cat([directory.free_overflow(table)[:number] for table, number in enumerate(sizes) if number])
+        shortages = [number - directory.free_overflow(t).numel() if number else 0 for t, number in enumerate(num_rows)]
+        if max(shortages) > 0:
+            self.storage.grow_overflows(shortages)
+        self._counts[OVERFLOWS] += num_rows
+        slots = torch.cat([directory.free_overflow(table)[:number] for table, number in enumerate(num_rows) if number])
         index = directory.first_slots[tables] + slots
-        directory.tags[index], directory.used[index] = rows, self._now
+        directory.tags[index], directory.used[index] = rows, self._clock
         directory.pins.index_fill_(0, index, 1)
         return slots
 
     def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor, *flags: Tensor) -> Compacted:
-        """Write back the dirty ones of rows that leave their slots, `NO_ROW` where none does; and `_compact` flags."""
-        directory, leaving = self._directory, rows != NO_ROW
-        index = torch.where(leaving, directory.first_slots.index_select(0, tables) + slots, 0)
-        chosen, sizes = _compact([leaving & directory.dirty[index], leaving, *flags], tables, len(self.tables))
-        self._counts[EVICTIONS] += sizes[1]
-        dirty = chosen[0]
-        directory.dirty.index_fill_(0, index[dirty], False)
-        parts = enumerate(zip(rows[dirty].split(sizes[0]), slots[dirty].split(sizes[0]), strict=True))
-        self._transfer.write([self._part(WRITTEN, table, *part) for table, part in parts if part[0].numel()])
-        return chosen[2:], sizes[2:]
+        """Write back dirty rows among the victims `rows`, which are `NO_ROW` where nothing is evicted.
 
-    def _part(self, kind: int, index: int, rows: Tensor, slots: Tensor) -> TableRows:
-        """Rows of a table for a transfer, whose bytes are counted."""
+        Also `_compact` the flags, in the same synchronization.
+        """
+        directory, evicted_mask = self._directory, rows != NO_ROW
+        index = torch.where(evicted_mask, directory.first_slots.index_select(0, tables) + slots, 0)
+        masks = [evicted_mask & directory.dirty[index], evicted_mask, *flags]
+        positions, sizes = _compact(masks, tables, len(self.tables))
+        self._counts[EVICTIONS] += sizes[1]
+        dirty = positions[0]
+        directory.dirty.index_fill_(0, index[dirty], False)
+        by_table = enumerate(zip(rows[dirty].split(sizes[0]), slots[dirty].split(sizes[0]), strict=True))
+        self._transfer.write(
+            [self._transfer_rows(WRITTEN, table, *victims) for table, victims in by_table if victims[0].numel()]
+        )
+        return positions[2:], sizes[2:]
+
+    def _transfer_rows(self, kind: int, index: int, rows: Tensor, slots: Tensor) -> TableRows:
+        """Rows of a table to transfer; counts their bytes."""
         table = self.tables[index]
         assert table is not None
         self._counts[kind, index] += rows.numel() * table.record.num_bytes
         return table, rows, slots
 
     def _chunks(self, index: int, slots: Tensor) -> Sequence[Tensor]:
-        """Slots of a table, so few at once that their records take little memory."""
+        """Slots of a table, in chunks whose records take at most `CHUNK_BYTES`."""
         table = self.tables[index]
         return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if table is not None and slots.numel() else ()
 
@@ -300,31 +329,37 @@ class RowCache:
 
 
 def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> Compacted:
-    """Where each of some flags bool `[n]` is set, as ascending positions; `tables`, int64 `[n]`, ascend. Waits once."""
+    """Return the ascending positions where each flag, bool `[n]`, is set, and their number per table.
+
+    `tables` is int64 `[n]`, ascending. Synchronizes with the device once.
+    """
     masks = torch.stack(tuple(flags))
     size, num_rows = masks.numel(), masks.shape[1]
     ends = torch.searchsorted(tables, torch.arange(num_tables, device=tables.device), right=True)
-    found = masks.flatten().nonzero_static(size=size, fill_value=size)[:, 0]  # whose length would be waited for
+    flagged = masks.flatten().nonzero_static(size=size, fill_value=size)[:, 0]  # `nonzero` would synchronize
     bounds = torch.arange(len(flags), device=tables.device)[:, None] * num_rows + ends
-    counts = torch.searchsorted(found, bounds.flatten())
+    counts = torch.searchsorted(flagged, bounds.flatten())
     sizes: list[list[int]] = counts.diff(prepend=counts.new_zeros(1)).view(-1, num_tables).tolist()
-    totals = [sum(each) for each in sizes]
-    parts = found[: sum(totals)].split(totals)
-    return [part - flag * num_rows for flag, part in enumerate(parts)], sizes
+    totals = [sum(table_counts) for table_counts in sizes]
+    by_flag = flagged[: sum(totals)].split(totals)
+    return [positions - number * num_rows for number, positions in enumerate(by_flag)], sizes
 
 
 class RowTransfer:
-    """Copies rows with their states between slots and stores, for one thread at a time; host memory at once."""
+    """Copies rows with their states between slots and stores, for one thread at a time.
+
+    Copies to and from host memory are kernels on the current stream; writes to disk are asynchronous.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._writes: deque[tuple[IoFuture, int]] = deque()
-        self._writing = 0  # bytes of these
+        self._writes: deque[tuple[IoFuture, int]] = deque()  # pending writes with their sizes in bytes
+        self._pending_bytes = 0
 
-    def write(self, parts: Sequence[TableRows]) -> None:
-        """Start to write distinct rows from their slots, which may be reused; StorageError if an earlier one failed."""
+    def write(self, transfers: Sequence[TableRows]) -> None:
+        """Start to write distinct rows; their slots may be reused at once. StorageError if an earlier write failed."""
         on_disk = []
-        for table, rows, slots in parts:
+        for table, rows, slots in transfers:
             if isinstance(table.store, HostRows):
                 _move(table.store.fields(), Table.tensors(table), rows, slots)
                 continue
@@ -332,29 +367,29 @@ class RowTransfer:
             records, target = self._records(table, rows)
             _move(table.record.views(records), Table.tensors(table), target, slots[order])
             on_disk.append((table.store, rows, records))
-        numbers = _on_host([rows for _, rows, _ in on_disk])  # on a GPU, behind the records
-        for (store, _, records), rows in zip(on_disk, numbers, strict=True):
+        host_rows = _on_host([rows for _, rows, _ in on_disk])  # on a GPU this also waits for the records
+        for (store, _, records), rows in zip(on_disk, host_rows, strict=True):
             self._writes.append((store.write(rows, records), records.numel()))
-            self._writing += records.numel()
+            self._pending_bytes += records.numel()
             self.finish_writes(MAX_PENDING_BYTES)
 
-    def finish_writes(self, most: int = -1) -> None:
-        """Wait until at most so many bytes wait to be written, -1: until nothing does; StorageError if one failed."""
-        while self._writes and (self._writing > most or self._writes[0][0].done()):
+    def finish_writes(self, max_pending: int = -1) -> None:
+        """Wait until at most `max_pending` bytes of writes are pending, -1: none. StorageError if a write failed."""
+        while self._writes and (self._pending_bytes > max_pending or self._writes[0][0].done()):
             future, size = self._writes.popleft()
-            self._writing -= size
+            self._pending_bytes -= size
             future.wait()
 
-    def read(self, parts: Sequence[TableRows]) -> None:
+    def read(self, transfers: Sequence[TableRows]) -> None:
         """Read rows, ascending, into slots. StorageError if a read failed."""
         on_disk = []
-        for table, rows, slots in parts:
+        for table, rows, slots in transfers:
             if isinstance(table.store, HostRows):
                 _move(Table.tensors(table), table.store.fields(), slots, rows)
             else:
                 on_disk.append((table, table.store, rows, slots))
-        numbers, pending = _on_host([rows for _, _, rows, _ in on_disk]), []
-        for (table, store, _, slots), rows in zip(on_disk, numbers, strict=True):
+        host_rows, pending = _on_host([rows for _, _, rows, _ in on_disk]), []
+        for (table, store, _, slots), rows in zip(on_disk, host_rows, strict=True):
             records, source = self._records(table, slots)
             pending.append((table, slots, store.read(rows, records), records, source))
         for table, slots, future, records, source in pending:
@@ -364,7 +399,7 @@ class RowTransfer:
             torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
 
     def _records(self, table: CachedTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Records in host memory for rows of a table, and their numbers."""
+        """Return empty records in host memory, one per row, and their row numbers on the device."""
         size, pin = (rows.numel(), table.record.num_bytes), self._device.type == "cuda"
         records = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
         return records, torch.arange(rows.numel(), device=self._device)
@@ -374,6 +409,6 @@ def _move(to: dict[str, Tensor], source: dict[str, Tensor], to_rows: Tensor, fro
     ops.move_rows_(list(to.values()), [source[name] for name in to], to_rows, from_rows)
 
 
-def _on_host(parts: list[Tensor]) -> Sequence[Tensor]:
-    """Waits for the device once, if there are some."""
-    return torch.cat(parts).cpu().split([part.numel() for part in parts]) if parts else ()
+def _on_host(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Copy int64 tensors to the host, in one synchronization."""
+    return torch.cat(tensors).cpu().split([tensor.numel() for tensor in tensors]) if tensors else ()

@@ -1,4 +1,4 @@
-"""The memory of cached tables' slots on the device, the layouts of it, and what caches have counted."""
+"""Device memory of the slots of cached tables, its layouts, and the caches' statistics."""
 
 import threading
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from tritonemb.storage.store import CacheDirectory
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
-MIN_GROWTH = 256  # slots by which an overflow grows
+MIN_GROWTH = 256  # slots by which an overflow grows at least, as each growth synchronizes and copies the table's slots
 
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """What a table's cache has done so far.
+    """Cumulative counters of a table's cache.
 
     Args:
-        lookups: distinct rows of batches, counted in each batch.
-        hits: of those, rows that were in slots already.
-        overflows: of the others, rows for which their set had no way left.
+        lookups: distinct rows per batch, summed over batches.
+        hits: lookups of rows that were in slots.
+        overflows: misses whose set was full of pinned rows.
         evictions: rows that were evicted.
-        read: bytes read from the store, be it by way of host memory.
+        read: bytes read from the store, through the host cache or not.
         written: bytes written back to the store.
-        host_hits: of a table on disk with rows in host memory (`CacheConfig.host_rows`), rows that were read and found
-            there; 0 of others, as the next two.
-        disk_read: bytes of rows that its disk has read.
-        disk_written: bytes of rows that its disk has written; some may be in memory alone yet.
+        host_hits: rows of a table on disk that were read from its host cache (`CacheConfig.host_rows`). This and the
+            next two are 0 for a table in host memory.
+        disk_read: bytes of rows read from the disk.
+        disk_written: bytes of rows written to the disk. The host cache may have dirty rows besides.
     """
 
     lookups: int = 0
@@ -43,15 +43,16 @@ class CacheStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Hits a lookup; 1 if there were none."""
+        """Hits per lookup; 1 without lookups."""
         return self.hits / self.lookups if self.lookups else 1.0
 
 
 class CacheStorage:
-    """Weight and states of the slots of a collection's tables, and the layouts that describe them to lookups.
+    """Weight and states of the slots of a collection's tables, and the layouts by which lookups address them.
 
-    One thread at a time may grow overflows. `lock` is held while the tables' tensors are used or replaced by larger
-    ones. `layouts` has, by keys, that of whole tables and that of their slots.
+    Attributes:
+        lock: held while the tables' tensors are used, or replaced by larger ones.
+        layouts: by keys, the layouts of whole tables and of their slots.
     """
 
     def __init__(self, tables: Sequence[Table], directory: CacheDirectory) -> None:
@@ -59,35 +60,35 @@ class CacheStorage:
         self.lock = threading.RLock()
         self.layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}
 
-    def add_layout(self, keys: tuple[str, ...], whole: Layout) -> tuple[Layout, Layout]:
-        """Keep a layout of whole tables, and make one of their slots.
+    def add_layout(self, keys: tuple[str, ...], table_layout: Layout) -> tuple[Layout, Layout]:
+        """Add a layout of whole tables, and derive that of their slots.
 
-        A table has slot numbers for as many slots as there could ever be: an overflow has distinct rows.
+        An overflow has distinct rows, so a table's slot numbers are reserved up to its sets' slots plus its rows.
         """
-        with self.lock:  # or it would miss slots that grow meanwhile
+        with self.lock:  # against a concurrent growth
             if keys not in self.layouts:
-                rows, in_sets = whole.tables.clone(), self._directory.in_sets
+                rows, in_sets = table_layout.tables.clone(), self._directory.in_sets
                 rows[1:, FIRST_ROW] += rows.new_tensor(in_sets).cumsum(0)[: len(rows) - 1]
-                own = whole._replace(tables=rows, num_rows=whole.num_rows + sum(in_sets))
-                self._update_layouts(own)
-                self.layouts[keys] = whole, own
+                slot_layout = table_layout._replace(tables=rows, num_rows=table_layout.num_rows + sum(in_sets))
+                self._update_layouts(slot_layout)
+                self.layouts[keys] = table_layout, slot_layout
             return self.layouts[keys]
 
-    def grow_overflows(self, lacking: Sequence[int]) -> None:
-        """Grow the overflows, all at once, of tables that lack so many slots."""
-        directory, more = self._directory, []
-        for index, number in enumerate(lacking):
+    def grow_overflows(self, shortages: Sequence[int]) -> None:
+        """Grow the overflows of all tables by at least `shortages` slots. One thread at a time may call this."""
+        directory, num_new = self._directory, []
+        for index, number in enumerate(shortages):
             size = directory.num_slots[index] - directory.in_sets[index]
-            room = self._tables[index].row_config.num_embeddings - size
-            more.append(min(max(number, size, MIN_GROWTH), room) if number > 0 else 0)
+            max_size = self._tables[index].row_config.num_embeddings - size
+            num_new.append(min(max(number, size, MIN_GROWTH), max_size) if number > 0 else 0)
         with self.lock:
-            synchronize(directory.device)  # nobody may be reading what is about to move
-            directory.grow([*more, 0])
-            for index, number in enumerate(more):
+            synchronize(directory.device)  # other streams may be reading the old tensors
+            directory.grow([*num_new, 0])
+            for index, number in enumerate(num_new):
                 if number:
                     self._resize(index)
-            self._update_layouts(*[own for _, own in self.layouts.values()])
-            synchronize(directory.device)  # nor what has not arrived
+            self._update_layouts(*[slot_layout for _, slot_layout in self.layouts.values()])
+            synchronize(directory.device)  # other streams may read the new ones at once
 
     def _resize(self, index: int) -> None:
         table, num_slots = self._tables[index], self._directory.num_slots[index]
@@ -104,12 +105,12 @@ class CacheStorage:
             for index, table in enumerate(self._tables):
                 if isinstance(table, CachedTable):
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    set_row_ids(layout, index, self._directory.parts[0][index], table.row_config.row_origin)
+                    set_row_ids(layout, index, self._directory.table_views[0][index], table.row_config.row_origin)
                 if (row_ids := table.row_ids()) is not None:
                     set_row_ids(layout, index, row_ids)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
+    """Wait for all streams of a GPU; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

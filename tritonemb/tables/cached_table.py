@@ -180,7 +180,7 @@ class CachedTable(Table):
         """References to the fields of a table on disk, within `metadata_only`."""
         if not _metadata_only.get() or self.config.placement != "disk":
             return None
-        sizes = {f.name: [f.size] * (not f.one_a_row) for f in self.record.fields}
+        sizes = {f.name: [f.size] * (not f.is_scalar) for f in self.record.fields}
         return {
             f.name: DiskTensor(self, f.name, (self.row_config.num_embeddings, *sizes[f.name]), f.dtype)
             for f in self.record.fields
@@ -242,7 +242,7 @@ class CachedTable(Table):
         rows, given, problems = self.config.num_embeddings, dict[str, Tensor](), list[str]()
         known = {prefix + field.name: field for field in self.record.fields}
         for key, field in known.items():
-            shape, value = (rows,) if field.one_a_row else (rows, field.size), state_dict.get(key)
+            shape, value = (rows,) if field.is_scalar else (rows, field.size), state_dict.get(key)
             if key not in state_dict:
                 missing_keys.append(key)
             elif not isinstance(value, Tensor):
