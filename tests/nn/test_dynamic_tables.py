@@ -358,10 +358,10 @@ def test_a_batch_without_room_changes_nothing(tier):
 def test_rows_of_a_snapshot_without_room_change_nothing(tier, all_new):
     collection = te.nn.EmbeddingBagCollection([config(capacity=9, **TIERS[tier])], te.optim.SGD(lr=0.1))
     step(collection, bag(*range(9)))
-    before, saved = collection.state_dict(), table_of(collection).saved()
+    before, saved = collection.state_dict(), table_of(collection).get_state()
     saved = {name: saved[name][:2] for name in ("weight", "step", "count")}
     with pytest.raises(ValueError, match=f"has no room for {1 + all_new} of {1 + all_new} new ids"):
-        table_of(collection).put({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved})
+        table_of(collection).load_row_state({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved})
     assert_same_bits(collection.state_dict(), before)
 
 

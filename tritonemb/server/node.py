@@ -495,7 +495,7 @@ class EmbeddingServer(Closeable):
         served.flush(rank, steps, lambda error: answer(({}, []) if error is None else error))
 
     def _do_read(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
-        found = self._table(values).saved()
+        found = self._table(values).get_state()
         answer(({"names": list(found)}, [value.contiguous() for value in found.values()]))
 
     def _do_load(self, values: Values, tensors: Sequence[Tensor], answer: Any) -> None:
@@ -503,7 +503,7 @@ class EmbeddingServer(Closeable):
         mine = served.spec.in_part(served.spec.number(values["table"]), saved["ids"])
         if not mine.all():
             saved |= {n: each[mine] for n, each in saved.items() if each.dim() and len(each) == len(mine)}
-        self._table(values).adopt(saved)
+        self._table(values).load_state(saved)
         served.versions = None
         answer(({}, []))
 

@@ -50,11 +50,11 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
         if last is not None:
             removed = torch.cat([table.index.ids[:0], *last.removed[place]]).unique()
             yield {"table": number, "kind": "removed", "names": ["ids"]}, [removed]
-        others = table.saved_others()
+        others = table.get_table_state()
         yield {"table": number, "kind": "others", "names": list(others), "rows": ids.numel()}, list(others.values())
         step = max(1, PIECE_BYTES // served.spec.tables[number].row_bytes)
         for some in range(0, ids.numel(), step):
-            found = table.saved_rows(ids[some : some + step], rows[some : some + step])
+            found = table.get_row_state(ids[some : some + step], rows[some : some + step])
             if served.spec.leases_rows:  # which knows the rows' numbers, also when the server is started again
                 found["row"] = rows[some : some + step] + table.row_config.row_origin
             yield {"table": number, "kind": "rows", "names": list(found)}, list(found.values())
@@ -140,9 +140,9 @@ class SavedShard:
                     continue
                 there_has = spec.partitions(number, self.header["server"])
                 if values["kind"] == "others":
-                    table.expect(values["rows"] // there_has[1])
+                    table.reserve(values["rows"] // there_has[1])
                 elif values["kind"] == "removed":
-                    table.forget(found["ids"])
+                    table.discard(found["ids"])
                 else:
                     here = served.spec
                     if (there_has, spec.parts) != (here.partitions(number, served.server), here.parts):
@@ -150,7 +150,7 @@ class SavedShard:
                         found = {name: value[mine] for name, value in found.items()}
                     if not numbers:
                         found.pop("row", None)
-                    table.put(found)
+                    table.load_row_state(found)
 
 
 def saved_shards(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[SavedShard]:
@@ -176,8 +176,8 @@ def restore(served: ServedTables, parts: Sequence[SavedShard], numbers: bool = F
     for number, table in zip(served.numbers, served.dynamic, strict=True):
         having = [part for part in parts if number in part.others]
         having.sort(key=lambda part: part.spec.partitions(number, part.header["server"])[0])
-        table.adopt_others(_joined([part.others[number] for part in having]))
-        table.settle()
+        table.load_table_state(_joined([part.others[number] for part in having]))
+        table.apply_row_numbers()
     served.cancel_pending()
     served.held = numbers and any(part.header["held"] for part in parts)
     served.next_pull, served.next_push = parts[0].header["pulls"], parts[0].header["steps"]
@@ -230,7 +230,7 @@ def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]
     for rank in range(spec.trainers):
         served.flush(rank, served.next_pull // spec.batches, lambda error: None)
     tables = zip(spec.tables, served.dynamic, strict=True)
-    return {of.name: whole_table(of, [table.saved()]) for of, table in tables}
+    return {of.name: whole_table(of, [table.get_state()]) for of, table in tables}
 
 
 def steps_of_snapshot(path: Path) -> int:

@@ -348,17 +348,17 @@ class ServedTables:
         """Note from now on what changes after a snapshot, the last one of a chain."""
         changed = [torch.zeros(len(table.index.ids), dtype=torch.bool) for table in self.dynamic]
         for table in self.dynamic:
-            table.removed = []
+            table.removed_ids = []
         self.chains[name] = Chain(snapshot, changed, [[] for _ in self.dynamic])
 
     def note_removed(self) -> None:
         """Let chains know the ids that have lost their rows; those are forgotten whose next snapshot must be whole."""
         for place, table in enumerate(self.dynamic):
             for name, chain in list(self.chains.items()):
-                chain.removed[place] += table.removed or []
-                if table.removed is None or sum(map(len, chain.removed[place])) > len(table.index.ids):
+                chain.removed[place] += table.removed_ids or []
+                if table.removed_ids is None or sum(map(len, chain.removed[place])) > len(table.index.ids):
                     del self.chains[name]
-            table.removed = []
+            table.removed_ids = []
 
     def when(self, condition: Callable[[], bool], action: Action) -> None:
         """Act when this holds, and nothing else can be done."""
@@ -468,8 +468,8 @@ class ServedTables:
     def _note_assigned(self, place: int, rows: Tensor) -> None:
         self._mark(place, rows)
         table = self.dynamic[place]
-        if table.removed is not None and sum(each.numel() for each in table.removed) > len(table.index.ids):
-            table.removed = None  # a whole snapshot is smaller
+        if table.removed_ids is not None and sum(each.numel() for each in table.removed_ids) > len(table.index.ids):
+            table.removed_ids = None  # a whole snapshot is smaller
 
     def _renew(self, place: int, rows: Tensor) -> None:
         """Give changed rows another version."""

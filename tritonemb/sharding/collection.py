@@ -293,7 +293,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
                 assert isinstance(source, DynamicTable)
                 table.reset_parameters(int(seeds[placed.table]))
                 if not on_meta:
-                    table.adopt(source.saved() | {"seed": seeds[placed.table]})
+                    table.load_state(source.get_state() | {"seed": seeds[placed.table]})
             elif not on_meta:
                 copy_shard(table, collection.tables[placed.table].tensors(), placed.shard)
             elif isinstance(table, CachedTable) and config.init is None:
@@ -376,13 +376,13 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             else:
                 shard, table = None, cast(DynamicTable, kind_of(config)(config, self.optimizer.states, "meta"))
             # Size of the global tensor, and offset of this rank's rows in it.
-            for name, value in table.saved().items():
+            for name, value in table.get_state().items():
                 size, first, is_primary = list(value.shape), (first_row, 0), shard is not None
                 if name in ("clock", "seed"):
                     is_primary = is_primary and not preceding
                 elif name in ("sketch", "added"):
                     assert table.sketch is not None
-                    size, first = table.sketch.place(name)
+                    size, first = table.sketch.shard_spec(name)
                 elif name.startswith("rows."):  # all storage slots of a table on disk
                     partitions, (all_partitions, _) = table.index.num_sets.numel(), table.index.shard.tolist()
                     size[0], first = size[0] // partitions * all_partitions, (table.row_config.row_origin, 0)
@@ -414,7 +414,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             )
             if table is not None and not any(value is None for value in tensors.values()):
                 try:
-                    table.adopt({name: _local_tensor(value) for name, value in tensors.items()})
+                    table.load_state({name: _local_tensor(value) for name, value in tensors.items()})
                 except ValueError as error:
                     problems.append(str(error))
         return problems

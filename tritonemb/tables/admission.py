@@ -39,7 +39,7 @@ class Sketch:
         cells = torch.empty(NUM_HASHES, self._whole * self._width, dtype=torch.int32)  # gloo sends no int16
         return {"sketch": cells, "added": torch.empty(self._whole, dtype=torch.int64)}
 
-    def place(self, name: str) -> tuple[list[int], tuple[int, int]]:
+    def shard_spec(self, name: str) -> tuple[list[int], tuple[int, int]]:
         """The shape of the whole table's `sketch` or `added`, and where this part's begins."""
         whole, first = self._whole, self._first
         if name == "added":
@@ -55,7 +55,7 @@ class Sketch:
             found = tuple(saved["sketch"].shape)
             raise ValueError(f"{title}: sketch must have shape {shape}, got {found}; it is of another capacity")
 
-    def adopt(self, saved: Mapping[str, Tensor]) -> None:
+    def load(self, saved: Mapping[str, Tensor]) -> None:
         self._cells.copy_(saved["sketch"][:, self._first * self._width :][:, : self._cells.shape[1]])
         self._added.copy_(saved["added"][self._first :][: self._partitions])
 

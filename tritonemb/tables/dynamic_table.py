@@ -149,7 +149,7 @@ def insert_batch(
             for number, begin, end in of_keys:
                 if number >= 0:
                     undo_use(indexes[number], rows[begin:end], before[begin:end])
-            raise table.no_room(of_table[NEEDED], of_table[MISSING], is_step)
+            raise table.capacity_error(of_table[NEEDED], of_table[MISSING], is_step)
     # Insert new ones.
     ends_of_tables = [*accumulate((of_table[DISTINCT] for of_table in by_table), initial=0)]
     if size := ends_of_tables[-1]:
@@ -157,10 +157,10 @@ def insert_batch(
         new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, new, starts, rules, rows)
         for table, of_table, (begin, end) in zip(tables, by_table, pairwise(ends_of_tables), strict=True):
             table.count(inserts=of_table[NEEDED], evictions=of_table[EVICTED])
-            if table.removed is not None and of_table[EVICTED]:
-                table.removed.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
+            if table.removed_ids is not None and of_table[EVICTED]:
+                table.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:
-                table.note_inserted(new.ids[begin:end], new_rows[begin:end], new.begins[begin : end + 1])
+                table.record_inserted(new.ids[begin:end], new_rows[begin:end], new.begins[begin : end + 1])
         if is_step and not all(isinstance(table, CachedHashTable) for table in tables):
             initialize(tables, tables[0].state_names, new.ids, new_rows, new.tables)
     if is_step:
@@ -293,8 +293,8 @@ class DynamicTable(Table):
         self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self.state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
-        self.removed: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
-        self._numbers: Tensor | None = None  # of rows by those that ids have, see `put`
+        self.removed_ids: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
+        self._numbers: Tensor | None = None  # of rows by those that ids have, see `load_row_state`
         self.lock = Lock(there)
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
@@ -323,7 +323,7 @@ class DynamicTable(Table):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weight and states by name, of all rows by id; copies."""
-        return {name: value for name, value in self.saved().items() if name in ("weight", *self.state_names)}
+        return {name: value for name, value in self.get_state().items() if name in ("weight", *self.state_names)}
 
     def statistics(self) -> DynamicStatistics:
         """What the table has done so far."""
@@ -341,7 +341,7 @@ class DynamicTable(Table):
         """Rows int64 `[N]` of ids, -1 of those that have none."""
         return find_all([self], [ids])[0]
 
-    def no_room(self, needed: int, missing: int, in_batch: bool) -> ValueError:
+    def capacity_error(self, needed: int, missing: int, in_batch: bool) -> ValueError:
         """Of so many new ids, for some of which there is no row."""
         title, eviction = f"table {self.config.name!r}", self.config.eviction
         if not in_batch:
@@ -358,7 +358,7 @@ class DynamicTable(Table):
         eviction = self.config.eviction
         return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
 
-    def note_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
+    def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
         """Note new ids of a step, and the rows they got, -1 if refused; `begins` as of `PendingInsert`."""
         if self.config.admission != AdmissionConfig():
             if self.sketch is not None:
@@ -372,7 +372,7 @@ class DynamicTable(Table):
             old = expired_ids(self.index, partition, self.clock - ttl - 1)
             self.count(evictions=old.numel())
             self._call("dynamic_remove_", old)
-            self.note_removed(old)
+            self.record_removed(old)
 
     def initial_values(self, ids: Tensor) -> Tensor:
         """`[N, embedding_dim]`, of ids that have no row."""
@@ -408,10 +408,10 @@ class DynamicTable(Table):
             raise ValueError(f"ids must have one dimension, got shape {tuple(found.shape)}")
         return found.contiguous()
 
-    def note_removed(self, ids: Tensor) -> None:
-        """Let who asks for `removed` know that ids have lost their rows."""
-        if self.removed is not None and ids.numel():
-            self.removed.append(ids)
+    def record_removed(self, ids: Tensor) -> None:
+        """Let who asks for `removed_ids` know that ids have lost their rows."""
+        if self.removed_ids is not None and ids.numel():
+            self.removed_ids.append(ids)
 
     def count(self, **numbers: int) -> None:
         """Add to `statistics`."""
@@ -467,7 +467,7 @@ class DynamicTable(Table):
         Rows of batches that are prefetched or whose backward has not run must not be removed.
         """
         distinct = self._as_ids(ids).unique()
-        self.note_removed(distinct)
+        self.record_removed(distinct)
         return int((self._call("dynamic_remove_", distinct) >= 0).sum())
 
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
@@ -475,7 +475,7 @@ class DynamicTable(Table):
 
         ValueError for another kind of file.
         """
-        saved = self.saved()
+        saved = self.get_state()
         found = {name: saved[name] for name in ("ids", "weight", *self.state_names, "step", "count")}
         if path is None:
             return found
@@ -524,7 +524,7 @@ class DynamicTable(Table):
 
     def clear(self) -> None:
         """Forget all ids."""
-        self.removed = None
+        self.removed_ids = None
         if self.sketch is not None:
             self.sketch.clear()
         if not self.index.num_allocated.any():
@@ -535,21 +535,21 @@ class DynamicTable(Table):
         index.num_sets.fill_(1)
 
     @_locked
-    def saved(self) -> dict[str, Tensor]:
+    def get_state(self) -> dict[str, Tensor]:
         """What `state_dict` has; copies."""
-        return self.saved_rows(*dynamic_rows(self.index)) | self.saved_others()
+        return self.get_row_state(*dynamic_rows(self.index)) | self.get_table_state()
 
-    def saved_rows(self, ids: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    def get_row_state(self, ids: Tensor, rows: Tensor) -> dict[str, Tensor]:
         """What `state_dict` has of some ids, whose rows these are."""
         uses = {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
-        return {"ids": ids, **self._saved_rows(rows), **uses}
+        return {"ids": ids, **self._get_stored_rows(rows), **uses}
 
-    def saved_others(self) -> dict[str, Tensor]:
+    def get_table_state(self) -> dict[str, Tensor]:
         """What it has but for rows."""
         found = {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
         return found | ({} if self.sketch is None else self.sketch.tensors())
 
-    def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
+    def _get_stored_rows(self, rows: Tensor) -> dict[str, Tensor]:
         return self.read_rows(rows)
 
     def templates(self, num_rows: int) -> dict[str, Tensor]:
@@ -563,10 +563,10 @@ class DynamicTable(Table):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if only_parameters():
             return
-        destination.update({prefix + name: tensor for name, tensor in self.saved().items()})
+        destination.update({prefix + name: tensor for name, tensor in self.get_state().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        load_all(self.templates(0), self.adopt, state_dict, prefix, *args)
+        load_all(self.templates(0), self.load_state, state_dict, prefix, *args)
 
     def owns(self, ids: Tensor) -> Tensor:
         """bool `[N]`: whether ids belong to this part of the table."""
@@ -575,7 +575,7 @@ class DynamicTable(Table):
         return (places >= 0) & (places < self.index.num_sets.numel())
 
     @_locked
-    def adopt(self, saved: Mapping[str, Tensor]) -> None:
+    def load_state(self, saved: Mapping[str, Tensor]) -> None:
         """Become what `state_dict` had saved; of a part of a table, its own part of that.
 
         With `row`, int64 `[rows]`, these are the rows' numbers; weight and states may be left out then, if the store of
@@ -595,28 +595,28 @@ class DynamicTable(Table):
                 f"for {room:,}; give it more capacity"
             )
         self.clear()
-        self.expect(ids.numel() // self.index.num_sets.numel())
-        self.put(saved, order)
-        self.settle()
-        self.adopt_others(saved)
+        self.reserve(ids.numel() // self.index.num_sets.numel())
+        self.load_row_state(saved, order)
+        self.apply_row_numbers()
+        self.load_table_state(saved)
 
-    def adopt_others(self, saved: Mapping[str, Tensor]) -> None:
+    def load_table_state(self, saved: Mapping[str, Tensor]) -> None:
         """Take what `state_dict` had saved but for rows."""
         self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
         if self.sketch is not None:
-            self.sketch.adopt(saved)
+            self.sketch.load(saved)
 
-    def expect(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
         """Make ready for so many rows per partition, about, if there are none."""
         index, partitions = self.index, self.index.num_sets.numel()
         if self.num_rows == 0:
             sets = max(1, min(rows // MAX_ROWS_PER_SET, index.overflowed.numel() // partitions))
             index.num_sets.fill_(sets)
 
-    def put(self, saved: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
+    def load_row_state(self, saved: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
         """Take what `state_dict` had of some ids, all those that are at `order` in it.
 
-        With `row`, they get rows with these numbers when `settle` is called, and not before.
+        With `row`, they get rows with these numbers when `apply_row_numbers` is called, and not before.
         """
         ids, step, count = (saved[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
         rows = self._place(ids, step, count)
@@ -629,8 +629,8 @@ class DynamicTable(Table):
         if values := {name: saved[name] for name in ("weight", *self.state_names) if name in saved}:
             self._write(rows, values, None if isinstance(order, slice) else order, ids)
 
-    def settle(self) -> None:
-        """Let all ids have the rows that `put` was told."""
+    def apply_row_numbers(self) -> None:
+        """Let all ids have the rows that `load_row_state` was told."""
         if self._numbers is not None:
             _, rows = dynamic_rows(self.index)
             renumber(self.index, rows, self._numbers[rows])
@@ -644,7 +644,7 @@ class DynamicTable(Table):
         self.index.uses[rows] = uses
         return rows
 
-    def forget(self, ids: Tensor) -> None:
+    def discard(self, ids: Tensor) -> None:
         """Remove distinct ids, if they are here."""
         self._call("dynamic_remove_", ids)
 
@@ -678,7 +678,7 @@ class CachedHashTable(CachedTable):
     def row_ids(self) -> Tensor | None:
         return self._buffers["id"]
 
-    def note_new(self, rows: Tensor, ids: Tensor) -> None:
+    def set_new_rows(self, rows: Tensor, ids: Tensor) -> None:
         """Ids of the next batch that is pinned have just got these rows."""
         self._new = rows, ids
 
@@ -703,7 +703,7 @@ class CachedDynamicTable(DynamicTable, CachedHashTable):
     _allocate = CachedHashTable._allocate
     row_ids = CachedHashTable.row_ids
 
-    def _saved_rows(self, rows: Tensor) -> dict[str, Tensor]:
+    def _get_stored_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""
         if (found := self.disk_tensors()) is None:
             return self.read_rows(rows)
@@ -726,10 +726,10 @@ class CachedDynamicTable(DynamicTable, CachedHashTable):
         CachedTable.reset_parameters(self, 0)
         DynamicTable.reset_parameters(self, seed)
 
-    def note_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
-        super().note_inserted(ids, rows, begins)
+    def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
+        super().record_inserted(ids, rows, begins)
         given = nonzero(rows >= 0)
-        self.note_new(rows[given], ids[given])
+        self.set_new_rows(rows[given], ids[given])
         rows.fill_(-1)  # their slots are initialized, not they
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:

@@ -358,7 +358,7 @@ def _rows_on_servers(tables: Tables, batch: KeyedJaggedTensor, occurrences: Tens
         places, new = (each.to(ids.device) for each in answer)
         if training:
             tables.dynamic[number].clock += 1
-            tables.dynamic[number].note_new(places[new], ids[new])
+            tables.dynamic[number].set_new_rows(places[new], ids[new])
         rows[at] = places[inverse]
     return rows
 

@@ -155,7 +155,7 @@ def load_model(
     reader.load_tensors(path, tensors | {**extra_tensors}, ignore, group)
     train_state.write_offloaded(model, tensors)
     for table, saved in dynamic.items():
-        table.adopt(_by_id(saved, path))
+        table.load_state(_by_id(saved, path))
     if servers_to_tables:
         model.load_state_dict(servers_to_tables, strict=False)
     steps = {
