@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(kind, log, tmp_path, capsy
         folder = tmp_path / "file" / "cache"
         options = ["--placement", "disk", "--placed-rows", 10, "--cache-folder", folder, "--out", tmp_path / "run"]
         assert run("train", "--data", log, "--max-steps", 1, *options, *SMALL) == 2
-        assert f"cannot make its file in folder {folder}" in capsys.readouterr().err
+        assert f"cannot create its file in folder {folder}" in capsys.readouterr().err
         return
 
     def read_only(*_, **__):

@@ -91,7 +91,7 @@ def test_a_module_without_memory(placement):
     mine = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(), device="meta")
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in mine.state_dict().items() if name != "step"}
     assert shapes == {"t.weight": ((10**12, 4), torch.float32), "t.sum": ((10**12,), torch.float32)}
-    with pytest.raises(RuntimeError, match="make the module there"):
+    with pytest.raises(RuntimeError, match="build the module there"):
         mine.to_empty(device="cpu")
 
 
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_have_a_file(tmp_path):
     taken.write_text("a file")
     for folder in (taken, taken / "below", "/proc/none"):
         config = te.TableConfig("t", 9, 2, placement="disk", cache=CacheConfig(folder=folder))
-        with pytest.raises(StorageError, match=re.escape(f"table 't' cannot make its file in folder {folder}")):
+        with pytest.raises(StorageError, match=re.escape(f"table 't': cannot create its file in folder {folder}")):
             te.nn.EmbeddingBagCollection([config])
 
 
@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_have_a_file(tmp_path):
 def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
     config = te.TableConfig("t", 9, 2, placement="disk", cache=CacheConfig(folder=tmp_path))
-    with pytest.raises(StorageError, match=f"table 't' cannot make its file in folder {tmp_path}: .*denied"):
+    with pytest.raises(StorageError, match=f"table 't': cannot create its file in folder {tmp_path}: .*denied"):
         te.nn.EmbeddingBagCollection([config])
 
 

@@ -78,7 +78,7 @@ class RowCache:
         by_table = {}
         for index, table in enumerate(self.tables):
             if table is not None:
-                store, counts = table.store, table.counted
+                store, counts = table.store, table.closed_counts
                 counts = counts if isinstance(store, HostRows) else counts.plus(*store.counts())
                 by_table[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *counts])
         return by_table

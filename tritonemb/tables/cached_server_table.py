@@ -1,7 +1,7 @@
-"""Tables on embedding servers whose rows, with their states, are with the trainer while it uses them: staleness 0.
+"""Tables on embedding servers whose rows, with their states, are leased to the trainer while it uses them: staleness 0.
 
-They are a tier more for the cache that tables in host memory and on disk have: servers take the place of the disk, and
-of the index of dynamic tables. So prefetching hides the network, and bits are those of tables on the device.
+Servers are a tier behind the device cache, like host memory and disk; those of dynamic tables also have the index. So
+prefetching hides the network, and results are bitwise identical to tables on the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,54 +18,55 @@ from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.types import Device, TableConfig
 
-MOST_ROWS = 1 << 18  # that are cached of a table where its `CacheConfig` has no `rows`
+MAX_CACHED_ROWS = 1 << 18  # cached per table by default, without `CacheConfig(rows=...)`
 
 
 class RowStore(TableService, Protocol):
-    """Servers that keep rows with their states, and the index of dynamic tables; one trainer has what it uses.
+    """Servers that store rows with their states, and the index of dynamic tables; a trainer leases the rows it uses.
 
     Attributes:
-        updates: of trainers, that servers have the results of.
+        updates: number of updates of the trainers whose results the servers have.
     """
 
     @property
     def updates(self) -> int: ...
 
     def num_rows(self, table: str) -> int:
-        """Row numbers of a table: 0 and up."""
+        """Return the number of rows of a table; row numbers start at 0."""
 
     def seed_and_clock(self, table: str) -> tuple[int, int]:
-        """The seed of initial values, and how many batches were trained."""
+        """Return the seed of initial values, and the number of batches that were trained."""
 
     def statistics(self, table: str) -> dict[str, int]:
-        """Those of a dynamic table, of all servers together."""
+        """Return the statistics of a dynamic table, summed over servers."""
 
     def register_lessee(self, holder: Tables) -> None:
-        """Who has rows, and is asked to write them back where servers must have them all."""
+        """Register the tables that lease rows, so that they are written back when servers need all rows."""
 
     def begin_training(self) -> None:
-        """A batch is prefetched to be trained. ValueError if rows are missing that an earlier run has not returned."""
+        """Prepare for a batch prefetched for training. ValueError if an earlier run has not returned its rows."""
 
     def allocate_rows(
         self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """Of each dynamic table the row numbers of distinct ids, ascending, -1 without a row; and which ids are new.
+        """Find the rows of distinct ids, ascending, per dynamic table, and in training allocate rows for new ids.
 
-        In training new ids get rows. ValueError if they find no room; where others have got some on another server by
-        then, no batch can be trained after that.
+        Return per table the row numbers, -1 without a row, and which ids are new. ValueError if a table is full; if
+        other ids have got rows on another server by then, no further batch can be trained.
         """
 
     def read_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
-        """See `DiskRows.read`; row numbers of a static table are its rows. `wait` raises what servers have raised."""
+        """See `DiskRows.read`; in a static table ids are row numbers. `wait` raises errors of the servers."""
 
     def write_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
         """See `DiskRows.write`."""
 
 
 class ShardedServerTables(OptimizedTables):
-    """Tables on servers, sharded over trainers, each of which has the rows of its shards while it uses them.
+    """Tables on servers, sharded over trainers, each of which leases the rows of its shards.
 
-    `server_seeds` are those of tables whose placement is "server".
+    Attributes:
+        server_seeds: seeds of the tables whose placement is "server".
     """
 
     configs: tuple[TableConfig, ...]
@@ -73,48 +74,48 @@ class ShardedServerTables(OptimizedTables):
     service: TableService | None = None
 
     def server_rows(self) -> list[dict[int, tuple[int, int]]]:
-        """The first row and the number of rows of this trainer's shards, by table, a dict for each `RowStore`.
+        """Return the first row and the number of rows of this trainer's shards by table, one dict per `RowStore`.
 
-        ValueError where a table is not sharded by rows alone.
+        ValueError if a table is sharded other than row-wise.
         """
         raise NotImplementedError
 
     def attach(self, service: TableService, stores: Sequence[RowStore]) -> None:
-        """Let these servers have the rows of tables whose placement is "server": a store for each dict."""
+        """Attach servers to the tables whose placement is "server", one store per dict of `server_rows`."""
         raise NotImplementedError
 
 
 class ParallelModel(nn.Module):
-    """A model, `module`, that is trained on several ranks, and can shard its tables on servers over them."""
+    """A model, `module`, that is trained on several ranks and can shard its server tables over them."""
 
     module: nn.Module
 
     def shard_server_tables(self) -> None:
-        """Make `ShardedServerTables` of collections on servers; a collective, before servers are attached."""
+        """Replace collections on servers by `ShardedServerTables`; a collective, before servers are attached."""
         raise NotImplementedError
 
 
 class ServerRows:
-    """The rows of a table on servers, as of `DiskRows`: rows int64 `[n]`, ascending and distinct, on the CPU."""
+    """Rows of a table on servers, with the interface of `DiskRows`."""
 
     def __init__(self, service: RowStore, table: str) -> None:
         self._service, self._table = service, table
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
-        """Fill uint8 `[n, num_bytes]` with the records of the rows, when that is waited for."""
+        """Start to fill `records`, uint8 `[n, num_bytes]`, with the records of the rows, int64 `[n]`, ascending."""
         return self._service.read_records(self._table, rows, records)
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        """Write the records of the rows."""
+        """Start to write the records of the rows."""
         return self._service.write_records(self._table, rows, records)
 
     def counts(self) -> Counts:
-        """Nothing is cached in host memory, and no disk is here."""
+        """Return zeros: there is no host cache or disk."""
         return Counts()
 
 
 class CachedServerTable(ServerTable, CachedTable):
-    """Weight `[num_slots, embedding_dim]` with states, and servers that have all rows with theirs."""
+    """Table with a device cache, weight `[num_slots, embedding_dim]` and states, of rows on servers."""
 
     service: RowStore
 
@@ -123,12 +124,12 @@ class CachedServerTable(ServerTable, CachedTable):
         CachedTable.__init__(self, config, states, device)
         self.store = ServerRows(service, config.name)  # type: ignore[assignment]
 
-    def _rows_to_cache(self) -> int:
-        rows = CachedTable._rows_to_cache(self)
-        return rows if self.config.cache.rows is not None else min(rows, MOST_ROWS)
+    def _num_cached_rows(self) -> int:
+        rows = CachedTable._num_cached_rows(self)
+        return rows if self.config.cache.rows is not None else min(rows, MAX_CACHED_ROWS)
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """RuntimeError once there are rows, which servers have."""
+        """Draw the seed at construction; RuntimeError once servers have rows."""
         if self.has_store:
             ServerTable.reset_parameters(self)
 
@@ -141,10 +142,10 @@ class CachedServerTable(ServerTable, CachedTable):
 
 
 class CachedServerHashTable(CachedServerTable, CachedHashTable):
-    """A dynamic one, whose index is on servers.
+    """Dynamic table with a device cache, of rows and an index on servers.
 
     Attributes:
-        clock: batches that were trained, or prefetched to be trained.
+        clock: number of batches that were trained, or prefetched for training.
     """
 
     clock = 0
@@ -155,5 +156,5 @@ class CachedServerHashTable(CachedServerTable, CachedHashTable):
         return self.config.storage_config(self.service.num_rows(self.config.name))
 
     def statistics(self) -> DynamicStatistics:
-        """What the table has done so far; servers are asked."""
+        """Request the table's statistics from the servers."""
         return DynamicStatistics(**self.service.statistics(self.config.name))

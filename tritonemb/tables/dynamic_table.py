@@ -40,7 +40,7 @@ from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.admission import Sketch, admits
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, only_parameters
-from tritonemb.tables.table import Table, draw_seed, load_all
+from tritonemb.tables.table import Table, draw_seed, load_named_tensors
 from tritonemb.types import AdmissionConfig, Device, TableConfig
 from tritonemb.utils import require
 
@@ -566,7 +566,7 @@ class DynamicTable(Table):
         destination.update({prefix + name: tensor for name, tensor in self.get_state().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        load_all(self.templates(0), self.load_state, state_dict, prefix, *args)
+        load_named_tensors(self.templates(0), self.load_state, state_dict, prefix, *args)
 
     def owns(self, ids: Tensor) -> Tensor:
         """bool `[N]`: whether ids belong to this part of the table."""

@@ -216,7 +216,7 @@ def prefetch_batch(
         assigned = assign_rows(tables, features, occurrences=occurrences)
     given = KeyedJaggedTensor(keys, values, weights, offsets=offsets) if assigned is None else assigned.features
     layout = tables.layout(given.keys(), given.values().device)
-    batch = one_key_a_lookup(tables, given, layout)
+    batch = one_key_per_lookup(tables, given, layout)
     whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
     released = _released_before.get()
     find_replica_rows = tables.update.replica_rows(tables) if training else None
@@ -229,7 +229,7 @@ def prefetch_batch(
             asked = batch.lengths() * whole.key_starts.diff().repeat_interleave(batch.stride())
             bad = groups.starts[-1] != asked.sum()
         if find_replica_rows is not None or not tables.cache.pin(lookup, bad, released):
-            problem = find_invalid_id(given, uses(tables, keys)) if bad is not None and bad else None
+            problem = find_invalid_id(given, lookup_sizes(tables, keys)) if bad is not None and bad else None
             if find_replica_rows is not None and lookup.replica_rows is None:
                 lookup.replica_rows = find_replica_rows(groups.rows, problem)
             elif problem is not None:
@@ -311,10 +311,10 @@ def assign_rows(
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
     is_checked = getattr(features, "is_checked", False)  # ours, and its offsets were read
     batch: Any = features if is_checked else KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, uses(tables, keys))):
+    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, lookup_sizes(tables, keys))):
         raise problem
     if layout.multiplicity > 1:
-        batch = one_key_a_lookup(tables, batch, layout)
+        batch = one_key_per_lookup(tables, batch, layout)
         layout = tables.layout(batch.keys(), values.device)
     training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
@@ -345,7 +345,7 @@ def assign_rows(
 
 def _rows_on_servers(tables: Tables, batch: KeyedJaggedTensor, occurrences: Tensor | None, training: bool) -> Tensor:
     """As `insert_batch`, or, of a batch that is not trained, `find_all`, where servers have the index."""
-    values, positions = batch.values().long(), positions_of(batch, tables.table_keys[tuple(batch.keys())])
+    values, positions = batch.values().long(), value_positions(batch, tables.table_keys[tuple(batch.keys())])
     parts = []
     for at in positions.values():
         found, inverse, count = values[at].unique(return_inverse=True, return_counts=True)
@@ -363,7 +363,7 @@ def _rows_on_servers(tables: Tables, batch: KeyedJaggedTensor, occurrences: Tens
     return rows
 
 
-def uses(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
+def lookup_sizes(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
     """Keys, tables and their rows, of tables with so many rows."""
     static = [config for config in tables.configs if not config.is_dynamic]
     return [(key, c.name, c.num_embeddings) for key in keys for c in static if key in c.feature_names]
@@ -381,7 +381,7 @@ def check_protected(tables: Tables, step: int, what: str) -> None:
         )
 
 
-def positions_of(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
+def value_positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
     """Where the values of each dynamic table are: a slice, or of several keys int64 `[n]`."""
     size = batch.stride()
     ends = batch.offsets()[::size].tolist() if size else [0] * (len(batch.keys()) + 1)
@@ -395,7 +395,7 @@ def positions_of(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dic
 def _unknown_ids(
     tables: Tables, batch: KeyedJaggedTensor, rows: Tensor, layout: Layout, ahead: bool
 ) -> UnknownIds | None:
-    positions, values = positions_of(batch, tables.table_keys[tuple(batch.keys())]), batch.values().long()
+    positions, values = value_positions(batch, tables.table_keys[tuple(batch.keys())]), batch.values().long()
     unknown: Any = [number for number, at in positions.items() if (rows[at] < 0).any()]
     if not unknown:
         return None
@@ -419,7 +419,7 @@ def _of_slots(tables: Tables, lookup: Lookup) -> UnknownIds:
     assert lookup.assigned.unknown is not None
     batch, of_rows, found = lookup.assigned.features, lookup.assigned.unknown, dict[int, Tensor]()
     values, own = lookup.values.clone(), lookup.layout._replace(tables=lookup.layout.tables.clone())
-    positions = positions_of(batch, tables.table_keys[tuple(batch.keys())])
+    positions = value_positions(batch, tables.table_keys[tuple(batch.keys())])
     for number, distinct in of_rows.rows.items():
         if tables.cache.tables[number] is None:
             found[number] = distinct
@@ -510,7 +510,7 @@ def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[st
     }
 
 
-def one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
+def one_key_per_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
     """The batch with a key for each lookup: a value is one row of one table then."""
     by_key, parts = _lookup_keys(tables, batch.keys(), layout), []
     if by_key is None:
@@ -521,7 +521,7 @@ def one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -
     return KeyedJaggedTensor.concat(parts)
 
 
-def configs_of(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[TableConfig]:
+def configs_for_keys(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[TableConfig]:
     """Tables for a batch with these keys, or with one for each lookup; ValueError for keys that are missing."""
     missing = [feature for config in configs for feature in config.feature_names if feature not in keys]
     if not missing:
@@ -559,7 +559,7 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
     """
     found: tuple[Layout, Layout] | None = tables.cache.storage.layouts.get(keys)
     if found is None:
-        configs = configs_of(tables.row_configs, keys)
+        configs = configs_for_keys(tables.row_configs, keys)
         with torch.inference_mode(False):  # they are kept, for training too
             found = tables.cache.storage.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
     return found

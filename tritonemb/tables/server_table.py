@@ -21,73 +21,82 @@ from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.cached_table import is_metadata_only
-from tritonemb.tables.lookup import Lookup, Tables, check_gradients, one_key_a_lookup, positions_of, row_sums, uses
-from tritonemb.tables.table import Table, draw_seed, load_all
+from tritonemb.tables.lookup import (
+    Lookup,
+    Tables,
+    check_gradients,
+    lookup_sizes,
+    one_key_per_lookup,
+    row_sums,
+    value_positions,
+)
+from tritonemb.tables.table import Table, draw_seed, load_named_tensors
 from tritonemb.types import Device, TableConfig
 
 
 class Pull(Protocol):
-    """Rows that are on their way. One that is for training gets one `push`."""
+    """A pull in flight. A pull for training gets exactly one `push`."""
 
     def rows(self) -> list[Tensor]:
-        """For each table `[n, embedding_dim]` in its dtype, on the CPU. Waits; raises what the servers have raised."""
+        """Wait for the rows: per table `[n, embedding_dim]` in its dtype, on the CPU. Raises errors of the servers."""
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
-        """Send for each table the sums of the rows' gradients, float32 `[n, embedding_dim]`; None if there are none."""
+        """Send per table the sums of the rows' gradients, float32 `[n, embedding_dim]`; None without gradients."""
 
 
 class TableService(Protocol):
-    """The servers of a collection's tables: what they have, as a whole.
+    """Embedding servers of a collection's tables.
 
     Attributes:
-        applies_updates: whether they apply the optimizer, to what is pushed: a `RowService`. Else it is a `RowStore`.
+        applies_updates: whether servers apply the optimizer to pushed gradients (`RowService`), or trainers lease rows
+            and apply it (`RowStore`).
     """
 
     applies_updates: bool
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """What `state_dict` has of a table, as far as pushes have been applied; copies."""
+        """Return the tensors of a table in `state_dict`, after the pushes applied so far; copies."""
 
     def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
-        """The reverse; ValueError if it does not fit, and nothing has changed."""
+        """Load the tensors of a table from `state_dict`. ValueError if they do not fit; nothing is changed then."""
 
     def flush(self) -> None:
-        """Wait until servers have all that was trained, on all trainers. They all call this, after the same step."""
+        """Wait until servers have applied all training steps of all trainers. A collective, after the same step."""
 
     def return_leases(self) -> None:
-        """Let servers have the rows that trainers hold; all trainers call this, before one calls `snapshot`."""
+        """Write leased rows back to the servers; a collective of the trainers, before one calls `snapshot`."""
 
     def discard_leases(self) -> None:
-        """Another trainer has let servers load others."""
+        """Drop leased rows without writing them back, after another trainer has loaded other rows."""
 
     def snapshot(self, path: Path, changes_only: bool = False) -> list[dict[str, Any]]:
-        """Let each server write its tables to a file, when all trainers have come to this step; one calls this.
+        """Write each server's tables to a file once all trainers have reached this step; one trainer calls this.
 
-        The files have a number and ".server" behind `path`. Of each one: the snapshot's name, and that of
-        the one it follows, or None if it is whole. StorageError if one could not be written.
+        The files are named `path`, a number and ".server". Return per file the snapshot's name, and its parent's, or
+        None if it is whole. StorageError if a file cannot be written.
         """
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
-        """Let the servers become what snapshots of any servers after so many steps say, a chain of files each.
+        """Restore the servers from snapshots taken after `steps` steps, one chain of files per saved server.
 
-        One trainer calls this; the others give no chains, when it is done.
+        The number of servers may differ. One trainer calls this; then the others do, without chains.
         """
 
 
 class RowService(TableService, Protocol):
-    """Servers that apply the optimizer. Any thread may pull; pulls for training are in the order of batches."""
+    """Servers that apply the optimizer. Any thread may pull; pulls for training follow the order of batches."""
 
     def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> Pull:
-        """Ask for the rows of each table's distinct ids, int64 `[n]`, each of which is so often in the batch."""
+        """Request the rows of distinct ids, int64 `[n]` per table, with their occurrences in the batch."""
 
 
 class ServerTable(Table):
-    """A table without rows here: `weight` is `[0, embedding_dim]`, and no parameter.
+    """Table whose rows are on embedding servers: `weight` is `[0, embedding_dim]` and not a parameter.
 
-    `state_dict` has what it would have with rows on the device; embedding servers send it.
+    `state_dict` requests the tensors of a table on the device from the servers.
     """
 
-    weight: Any  # for tracing alone; no optimizer may have it
+    weight: Any  # for dtype, device and tracing only; not a parameter, so that no optimizer gets it
     service: TableService | None = None
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
@@ -105,7 +114,7 @@ class ServerTable(Table):
     def row_config(self) -> TableConfig:
         return self.config.storage_config(1) if self.config.is_dynamic else self.config
 
-    def _attached(self) -> TableService:
+    def _require_service(self) -> TableService:
         if self.service is None:
             raise ValueError(
                 f"table {self.config.name!r} is on embedding servers, and none are attached: call "
@@ -114,33 +123,33 @@ class ServerTable(Table):
         return self.service
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weight and states, of a dynamic table sorted by id; copies. ValueError if no servers are attached."""
-        found = self._attached().tensors(self.config.name)
-        return {name: found[name] for name in ("weight", *(spec.name for spec in self.state_specs))}
+        """Return copies of weight and states, sorted by id if dynamic. ValueError if no servers are attached."""
+        tensors = self._require_service().tensors(self.config.name)
+        return {name: tensors[name] for name in ("weight", *(spec.name for spec in self.state_specs))}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the seed of the initial values, from torch's generator; servers are told it when they are attached."""
+        """Draw the seed of the initial values from torch's generator; servers get it when they are attached."""
         if self.service is not None:
             raise RuntimeError(
-                f"table {self.config.name!r} is on embedding servers; begin anew with a new module, attached to them"
+                f"table {self.config.name!r} is on embedding servers and cannot be reset; attach a new module"
             )
         if not self.weight.is_meta:
             self.seed = draw_seed()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train the table, or freeze it. `requires_grad_` of a module around it does not reach its weight."""
+        """Train or freeze the table. `requires_grad_` of an enclosing module does not reach its weight."""
         self.weight.requires_grad_(requires_grad)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not is_metadata_only():
-            tensors = self._attached().tensors(self.config.name)
+            tensors = self._require_service().tensors(self.config.name)
             destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        service, name = self._attached(), self.config.name
-        load_all(service.tensors(name), partial(service.load, name), state_dict, prefix, *args)
+        service, name = self._require_service(), self.config.name
+        load_named_tensors(service.tensors(name), partial(service.load, name), state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.weight = fn(self.weight.detach()).requires_grad_(self.weight.requires_grad)
@@ -149,11 +158,11 @@ class ServerTable(Table):
 
 @dataclass(eq=False)
 class PulledBatch(Lookup):
-    """A batch whose `values` are numbers of the rows that it has pulled, of each table by itself.
+    """A batch whose `values` index the rows that it has pulled, per table.
 
     Attributes:
-        ids: of each table, int64 `[n]`, distinct and ascending.
-        pull: where the rows come from.
+        ids: per table, int64 `[n]`, distinct and ascending.
+        pull: the `Pull` that returns the rows.
     """
 
     ids: list[Tensor] = field(default_factory=list)
@@ -162,87 +171,88 @@ class PulledBatch(Lookup):
 
 @_disable_dynamo
 def pull_batch(tables: Tables, features: Features) -> PulledBatch:
-    """Ask the servers for the rows of a batch. ValueError for ids out of range, before anything has been sent."""
+    """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
     keys, values, offsets, weights = unpack_features(features)
-    batch, service = KeyedJaggedTensor(keys, values, weights, offsets=offsets), tables.tables[0]._attached()
-    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, uses(tables, keys))):
+    batch, service = KeyedJaggedTensor(keys, values, weights, offsets=offsets), tables.tables[0]._require_service()
+    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, lookup_sizes(tables, keys))):
         raise problem
-    batch = one_key_a_lookup(tables, batch, tables.layout(keys, values.device))
+    batch = one_key_per_lookup(tables, batch, tables.layout(keys, values.device))
     layout = tables.layout(batch.keys(), values.device)
     training = tables.trains()
     with torch.no_grad(), torch.inference_mode(False):
         any_dynamic = any(config.is_dynamic for config in tables.configs)
         lookup = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
         lookup.training, occurrences = training, lookup.groups.starts[: lookup.layout.num_rows + 1].diff().cpu()
-        sizes = [of_table.numel() for of_table in lookup.ids]
+        sizes = [ids.numel() for ids in lookup.ids]
         lookup.pull = service.pull(lookup.ids, occurrences.split(sizes), training)
         lookup.on_release = _push_nothing if training else None
         return lookup
 
 
 def _deduplicate_rows(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> PulledBatch:
-    """The batch with numbers of its distinct rows; of tables whose ids are row numbers. Waits for the device."""
-    groups, first = ops.row_groups(batch.values(), batch.offsets(), layout), layout.tables[:, FIRST_ROW].contiguous()
-    number = int(groups.num_groups)
-    rows, every = groups.rows[:number], torch.arange(groups.rows.numel(), device=first.device)
-    starts = torch.searchsorted(rows, first)
-    sizes = starts.diff(append=starts.new_tensor([number]))
-    by_group = torch.full_like(every, -1)
-    by_group[:number] = every[:number] - starts.repeat_interleave(sizes, output_size=number)
-    ids = (rows - first.repeat_interleave(sizes, output_size=number)).cpu().split(sizes.tolist())
+    """Replace ids by indices of the batch's distinct rows, for static tables. Waits for the device."""
+    groups = ops.row_groups(batch.values(), batch.offsets(), layout)
+    first_rows, num_rows = layout.tables[:, FIRST_ROW].contiguous(), int(groups.num_groups)
+    rows, positions = groups.rows[:num_rows], torch.arange(groups.rows.numel(), device=first_rows.device)
+    starts = torch.searchsorted(rows, first_rows)
+    sizes = starts.diff(append=starts.new_tensor([num_rows]))
+    by_group = torch.full_like(positions, -1)
+    by_group[:num_rows] = positions[:num_rows] - starts.repeat_interleave(sizes, output_size=num_rows)
+    ids = (rows - first_rows.repeat_interleave(sizes, output_size=num_rows)).cpu().split(sizes.tolist())
     values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
-    own = _layout_of(layout, sizes, number)
-    return PulledBatch(values, batch.offsets(), batch.weights_or_none(), groups._replace(rows=every), own, ids=[*ids])
+    pulled_layout = _pulled_layout(layout, sizes, num_rows)
+    groups = groups._replace(rows=positions)
+    return PulledBatch(values, batch.offsets(), batch.weights_or_none(), groups, pulled_layout, ids=[*ids])
 
 
 def _deduplicate(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> PulledBatch:
-    """Likewise, of tables of which some are dynamic."""
-    positions = positions_of(batch, tables.table_keys[tuple(batch.keys())])
+    """Replace ids by indices of the batch's distinct ids, for tables some of which are dynamic."""
+    positions = value_positions(batch, tables.table_keys[tuple(batch.keys())])
     values, all_ids = torch.full_like(batch.values(), -1, dtype=torch.int64), list[Tensor]()
     for number, config in enumerate(tables.configs):
         ids = batch.values()[positions[number]].long()
-        of_table = torch.full_like(ids, -1)
+        indices = torch.full_like(ids, -1)
         valid: Any = slice(None) if config.is_dynamic else (ids >= 0) & (ids < config.num_embeddings)
-        distinct, of_table[valid] = ids[valid].unique(return_inverse=True)
-        values[positions[number]] = of_table
+        distinct, indices[valid] = ids[valid].unique(return_inverse=True)
+        values[positions[number]] = indices
         all_ids.append(distinct.cpu())
     sizes = layout.tables.new_tensor([ids.numel() for ids in all_ids])
-    layout = _layout_of(layout, sizes, int(sizes.sum()))
+    layout = _pulled_layout(layout, sizes, int(sizes.sum()))
     groups = ops.row_groups(values, batch.offsets(), layout)
     return PulledBatch(values, batch.offsets(), batch.weights_or_none(), groups, layout, ids=all_ids)
 
 
-def _layout_of(layout: Layout, sizes: Tensor, num_rows: int) -> Layout:
-    """Of tables of the rows that a batch pulls."""
-    own = layout.tables.clone()
-    own[:, NUM_ROWS], own[:, FIRST_ROW] = sizes, sizes.cumsum(0) - sizes
-    return layout._replace(tables=own, num_rows=num_rows)
+def _pulled_layout(layout: Layout, sizes: Tensor, num_rows: int) -> Layout:
+    """Return a layout whose tables have the rows that a batch pulls."""
+    table_rows = layout.tables.clone()
+    table_rows[:, NUM_ROWS], table_rows[:, FIRST_ROW] = sizes, sizes.cumsum(0) - sizes
+    return layout._replace(tables=table_rows, num_rows=num_rows)
 
 
 def _push_nothing(lookup: Lookup) -> None:
-    """Of a batch that has been pulled to be trained, and was not: the servers wait for what it pushes."""
+    """Push no gradients for a batch that was pulled for training but not trained: the servers wait for its push."""
     assert isinstance(lookup, PulledBatch)
     lookup.pull.push(None, 0.0)
 
 
 @_disable_dynamo
 def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | None) -> Tensor:
-    """As `TableSet.look_up`: by rows that servers send; the backward pushes the sums of their gradients."""
+    """Look up a batch in the rows that servers send; the backward pushes the sums of their gradients."""
     if lookup is None or lookup.acquired:
         lookup = pull_batch(tables, features)
     lookup.acquired = True
     read = partial(_read, tables, lookup)
     if not tables.trains():
-        found: Tensor = read()
+        pooled: Tensor = read()
         lookup.release()
-        return found
+        return pooled
     check_gradients(tables, lookup.sample_weights, lookup.training)
     tables.remember_keys(unpack_features(features)[0])
     handle, pulled = tables.accumulator.current_handle, lookup
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
         if pulled.on_release is None:
-            raise RuntimeError("these rows have been updated by a backward pass already; look the batch up again")
+            raise RuntimeError("a backward pass has updated these rows already; look the batch up again")
         if handle == NOT_ACCUMULATING:
             push_gradients(tables, grad, pulled)
             tables.counters["step"] += 1
@@ -263,20 +273,21 @@ def _read(tables: Tables, lookup: PulledBatch) -> Tensor:
 
 @torch.no_grad()
 def push_gradients(tables: Tables, grad: Tensor, lookup: PulledBatch) -> None:
-    """Send the sums of a batch's gradients; for `on_nonfinite="raise"`, ValueError if one is not finite, and none is.
+    """Push the sums of a batch's gradients.
 
-    For "skip" such rows are counted here, and left as they are by the servers.
+    With `on_nonfinite="raise"`, ValueError for a gradient that is not finite; nothing is pushed then. With "skip" such
+    rows are counted, and the servers do not update them.
     """
     optimizer = tables.optimizer
     _, sums = row_sums(grad, lookup, optimizer.max_gradient)
-    for number, of_table in enumerate(sums if optimizer.on_nonfinite != "ignore" else ()):
-        if bool(of_table.sum().isfinite()):  # one pass; a sum that overflows is looked at again
+    for number, table_sums in enumerate(sums if optimizer.on_nonfinite != "ignore" else ()):
+        if bool(table_sums.sum().isfinite()):  # a cheap test; a finite sum that overflows is checked per row
             continue
-        config, bad = tables.configs[number], ~of_table.isfinite().all(1).cpu()
-        if optimizer.on_nonfinite == "raise" and bad.any():
-            raise gradient_not_finite(config.name, int(lookup.ids[number][bad][0]))
-        if num_skipped := int(bad.sum()):
+        config, invalid = tables.configs[number], ~table_sums.isfinite().all(1).cpu()
+        if optimizer.on_nonfinite == "raise" and invalid.any():
+            raise gradient_not_finite(config.name, int(lookup.ids[number][invalid][0]))
+        if num_skipped := int(invalid.sum()):
             tables.counters["skipped"][number] += num_skipped
             warn_of_skipped_rows(config.name)
     lookup.on_release = None
-    lookup.pull.push([of_table.cpu() for of_table in sums], tables.current_learning_rate)
+    lookup.pull.push([table_sums.cpu() for table_sums in sums], tables.current_learning_rate)

@@ -1,4 +1,4 @@
-"""One table of a collection: its weight and its optimizer state, under the names they have in `state_dict`."""
+"""A table of a collection: its weight and its optimizer states, under their names in `state_dict`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -14,17 +14,17 @@ from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 
 def draw_seed() -> int:
-    """A table's seed, 63 bits from torch's generator."""
+    """Draw a table's seed, 63 bits, from torch's generator."""
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
 def new_weight(num_rows: int, embedding_dim: int, device: Device, dtype: torch.dtype | None) -> Tensor:
-    """An empty table, in huge pages where there are any."""
+    """Return an uninitialized weight, in huge pages where the system has them."""
     return advise_huge_pages(torch.empty(num_rows, embedding_dim, dtype=dtype, device=device))
 
 
 def new_states(weight: Tensor, specs: Sequence[StateSpec]) -> dict[str, Tensor]:
-    """The optimizer states of a table by name, zeros, float32 `[num_rows]` or of the weight's shape."""
+    """Return the optimizer states of a table by name: float32 zeros, `[num_rows]` or of the weight's shape."""
     states = {}
     for spec in specs:
         shape = weight.shape if spec.per_element else weight.shape[:1]
@@ -32,10 +32,10 @@ def new_states(weight: Tensor, specs: Sequence[StateSpec]) -> dict[str, Tensor]:
     return states
 
 
-def keep_dtypes(buffers: dict[str, Tensor | None], before: Mapping[str, Tensor | None]) -> None:
-    """After a module's `_apply`: casting to 16 bits casts the weight; states stay float32, zeros if they were meta."""
+def keep_dtypes(buffers: dict[str, Tensor | None], originals: Mapping[str, Tensor | None]) -> None:
+    """Restore the dtypes of buffers after a module's `_apply`, which casts the weight only; zero buffers from meta."""
     for name, buffer in buffers.items():
-        original = before[name]
+        original = originals[name]
         if buffer is None or original is None:
             continue
         if original.is_meta and not buffer.is_meta:
@@ -44,10 +44,10 @@ def keep_dtypes(buffers: dict[str, Tensor | None], before: Mapping[str, Tensor |
             buffers[name] = original.to(buffer.device)
 
 
-def load_all(
+def load_named_tensors(
     names: Iterable[str], load: Callable[[dict[str, Tensor]], None], state_dict: Any, prefix: str, *args: Any
 ) -> None:
-    """`_load_from_state_dict` of a table that loads the tensors of these names at once; a ValueError is a message."""
+    """Implement `_load_from_state_dict` by one call of `load` with all named tensors; report its ValueError."""
     _, strict, missing_keys, unexpected_keys, error_msgs = args
     keys = {prefix + name: name for name in names}
     missing = [key for key in keys if key not in state_dict]
@@ -62,9 +62,10 @@ def load_all(
 
 
 class Table(nn.Module):
-    """Weight `[num_rows, embedding_dim]` and float32 states `[num_rows]` or of the weight's shape.
+    """Table with a weight `[num_rows, embedding_dim]` and float32 states, `[num_rows]` or of the weight's shape.
 
-    `num_rows`: on the device; all `num_embeddings` if not given.
+    Args:
+        num_rows: rows on the device, `num_embeddings` by default.
     """
 
     def __init__(
@@ -84,25 +85,25 @@ class Table(nn.Module):
 
     @property
     def row_config(self) -> TableConfig:
-        """Of the memory that lookups and updates see: of a dynamic table, whose rows are numbers that ids get."""
+        """Config of the memory that lookups and updates address; of a dynamic table, its rows instead of its ids."""
         return self.config
 
     def row_ids(self) -> Tensor | None:
-        """int64, what each row of `weight` is in the whole table; None where these are the rows' own numbers."""
+        """Return the id of each row of `weight`, int64 `[num_rows]`, or None where ids are row numbers."""
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weight and states by name."""
+        """Return weight and states by name."""
         states = {name: state for name, state in self._buffers.items() if state is not None}
         return {"weight": self.weight.detach(), **states}
 
     def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
-        """Let a function change weight and states in place."""
+        """Call a function that changes weight and states in place."""
         function(self.tensors())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the weight as the config says, states to zero."""
+        """Initialize the weight according to the config, and states to zero."""
         if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
         if self.config.init is None:
@@ -117,9 +118,9 @@ class Table(nn.Module):
             state.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = dict(self._buffers)
+        originals = dict(self._buffers)
         super()._apply(fn, recurse)
-        keep_dtypes(self._buffers, before)
+        keep_dtypes(self._buffers, originals)
         return self
 
     def extra_repr(self) -> str:

@@ -28,7 +28,7 @@ from tritonemb.tables.lookup import (
     assign_rows,
     check_prefetched,
     check_protected,
-    configs_of,
+    configs_for_keys,
     look_up_cached,
     look_up_pinned,
     look_up_unknown,
@@ -213,7 +213,7 @@ class TableSet(OptimizedTables):
         """The layout of these keys over the tables; made once for each order of keys."""
         key = (tuple(keys), device)
         if (found := self._layouts.get(key)) is None:
-            configs = configs_of(self.row_configs, key[0])
+            configs = configs_for_keys(self.row_configs, key[0])
             if torch.compiler.is_compiling():
                 return make_layout(configs, key[0], self.pooled, device)
             with torch.inference_mode(False):  # it is kept, for training too
