@@ -1,18 +1,18 @@
-"""Counter-based random numbers: stochastic rounding of float32 to 16 bits, and tables' initial values.
+"""Counter-based random numbers: stochastic rounding of float32 to 16 bits, and initial values of tables.
 
-Philox-4x32-10 (Salmon et al., SC 2011) with key = the table's seed. Rows and columns are those of the whole table, so a
-table that is a part of another gets what the whole one would, and a row's values can be had by themselves.
+Philox-4x32-10 (Salmon et al., SC 2011) with key = the table's seed. Rows and columns are those of the unsharded table,
+so that shards draw the same numbers as the unsharded table, and any row's numbers can be generated separately.
 
 Rounding: counter = (column // 8, row, row >> 32, step). Column `j` takes word `j % 8 // 2`, its low half if `j` is
-even: the bits that round an element depend on nothing else. Finite values saturate at the largest one.
+even: the noise of an element depends only on seed, row, column and step. Finite values saturate at the largest one.
 
 Initial values, uniform in ±bound:
 
     word = Philox-4x32-10(key = seed, counter = (column // 4, row, row >> 32, 0))[column % 4]      as a signed integer
     value = (word >> 8) · bound / 2^23
 
-One product of a 24-bit integer and a float32, so every device rounds alike.
-Bytes: `4 · R · D` written, `8 · R` read where rows are named. CPUs are bound by the generator: ten rounds for 16 bytes.
+A single product of a 24-bit integer and a float32, so all devices round alike.
+Bytes: `4 · R · D` written, `8 · R` read with ids. CPUs are bound by the generator: ten rounds per 16 bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ _MASK32 = 0xFFFFFFFF
 
 @jit
 def _words(seed, counter, row, step):
-    """int32 `[ROWS, 4 · C]`: the words of counters (counter `[ROWS, C]`, row `[ROWS]`, row >> 32, step)."""
+    """Return int32 `[ROWS, 4 · C]`: the words of counters (counter `[ROWS, C]`, row `[ROWS]`, row >> 32, step)."""
     zero = counter * 0
     low, high = zero + row.to(tl.int32)[:, None], zero + (row >> 32).to(tl.int32)[:, None]
     w0, w1, w2, w3 = tl.philox(seed, counter, low, high, zero + step)
@@ -51,9 +51,9 @@ def _words(seed, counter, row, step):
 
 @jit
 def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of BLOCK ≥ 8 elements of rows `row` from columns `column` on.
+    """Return int32 `[ROWS, BLOCK]` in [0, 2^16): noise of BLOCK ≥ 8 elements of rows `row` from columns `column` on.
 
-    `row` and `column` are int64 `[ROWS]`, columns multiples of 8; `step` is one for all rows, or `[ROWS]`.
+    `row` and `column` are int64 `[ROWS]`, columns multiples of 8; `step` is a scalar, or `[ROWS]`.
     """
     counter = (column >> 3).to(tl.int32)[:, None] + tl.arange(0, BLOCK // 8)[None, :]
     steps = step.to(tl.int32)
@@ -65,7 +65,7 @@ def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def narrow_stochastic(values, noise, CODE: tl.constexpr):
-    """float32 to the bits of a 16-bit kind, as `narrow_stochastic_by_torch`: int16, or float16."""
+    """Round float32 to bfloat16 bits (int16) or float16 stochastically, as `narrow_stochastic_by_torch`."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     if CODE == BFLOAT16:
@@ -74,17 +74,17 @@ def narrow_stochastic(values, noise, CODE: tl.constexpr):
         rounded = (rounded | ((bits >> 16) & 0x8000)).to(tl.int16)
     else:
         normal = magnitude >= 0x38800000
-        units = tl.where(normal, 0.0, tl.abs(values)) * 16777216.0  # of 2^-24, the gap of subnormal values
-        whole = units.to(tl.int32)
-        up = tl.where(normal, (noise >> 3) < (magnitude & 0x1FFF), noise.to(tl.float32) < (units - whole) * 65536.0)
-        below = tl.where(normal, (magnitude >> 13) - (112 << 10), whole)
-        rounded = tl.minimum(below + up.to(tl.int32), 0x7BFF) | ((bits >> 16) & 0x8000)
+        units = tl.where(normal, 0.0, tl.abs(values)) * 16777216.0  # in 2^-24, the gap of subnormal values
+        floor = units.to(tl.int32)
+        up = tl.where(normal, (noise >> 3) < (magnitude & 0x1FFF), noise.to(tl.float32) < (units - floor) * 65536.0)
+        truncated = tl.where(normal, (magnitude >> 13) - (112 << 10), floor)
+        rounded = tl.minimum(truncated + up.to(tl.int32), 0x7BFF) | ((bits >> 16) & 0x8000)
         rounded = rounded.to(tl.int16).to(tl.float16, bitcast=True)
     return tl.where(magnitude < 0x7F800000, rounded, narrow(values, CODE))
 
 
 def random16_by_torch(seed: int, rows: Tensor, step: int, dim: int, column: int = 0) -> Tensor:
-    """int64 `[R, dim]` in [0, 2^16): the noise of the table's rows `rows` (int64 `[R]`) from column `column` on.
+    """Return int64 `[R, dim]` in [0, 2^16): the noise of rows `rows` (int64 `[R]`) from column `column` on.
 
     `column` is a multiple of 8.
     """
@@ -94,7 +94,7 @@ def random16_by_torch(seed: int, rows: Tensor, step: int, dim: int, column: int 
 
 
 def philox_by_torch(seed: int, first: int, last: int, rows: Tensor, step: int) -> Tensor:
-    """int64 `[R, 4 C]` in [0, 2^32): words of counters (first … last - 1, row, row >> 32, step); `rows` int64 `[R]`."""
+    """Words of counters (first … last - 1, row, row >> 32, step), int64 `[R, 4 C]` in [0, 2^32); `rows` int64 `[R]`."""
     low, high = np.uint64(_MASK32), np.uint64(32)
     row, counter = np.broadcast_arrays(
         rows.cpu().numpy().astype(np.uint64)[:, None], np.arange(first, last, dtype=np.uint64)
@@ -102,7 +102,7 @@ def philox_by_torch(seed: int, first: int, last: int, rows: Tensor, step: int) -
     c0, c1, c2, c3 = counter & low, row & low, row >> high, np.full_like(row, step & _MASK32)
     k0, k1 = seed & _MASK32, seed >> 32
     for _ in range(10):
-        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2  # of 32 bits, so none is lost
+        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2  # of 32-bit numbers, hence exact
         c0, c1 = (product1 >> high) ^ c1 ^ np.uint64(k0), product1 & low
         c2, c3 = (product0 >> high) ^ c3 ^ np.uint64(k1), product0 & low
         k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
@@ -111,16 +111,17 @@ def philox_by_torch(seed: int, first: int, last: int, rows: Tensor, step: int) -
 
 
 def narrow_by_torch(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 to a 16-bit dtype, to nearest, ties to even."""
+    """Round float32 to a 16-bit dtype, to nearest, ties to even; finite values saturate."""
     largest = torch.finfo(dtype).max
     return torch.where(values.isfinite(), values.clamp(-largest, largest), values).to(dtype)
 
 
 def narrow_stochastic_by_torch(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """float32 to a 16-bit dtype, away from zero iff the noise's upper `b` bits are below `2^b` · (distance / gap).
+    """Round float32 to a 16-bit dtype, away from zero if the noise's upper `b` bits are below `2^b` · distance / gap.
 
-    `b` is 16, but 13 for normal float16 values, whose float32 form has 13 bits to lose. `noise` int64 in [0, 2^16).
+    `b` is 16, but 13 for normal float16 values, which drop 13 bits of the float32. `noise` is int64 in [0, 2^16).
     """
+    # Neighbours in the 16-bit grid, and the position of the value between them.
     finite = values.isfinite()
     magnitude = torch.where(finite, values, 0).to(torch.float64).abs().clamp(max=torch.finfo(dtype).max)
     nearest = magnitude.to(dtype)
@@ -136,39 +137,45 @@ def narrow_stochastic_by_torch(values: Tensor, dtype: torch.dtype, noise: Tensor
 
 
 UNIFORMS_PER_COUNTER = 4
-UNIT = 2.0**-23  # of the bound: what one unit of a 24-bit integer stands for
-_ELEMENTS = 1024  # of a program: each row has addresses of its own, which take registers; with more, short rows spill
+UNIT = 2.0**-23  # initial values are 24-bit integers times this, times the bound
+_ELEMENTS = 1024  # per program: addresses of each row take registers; with more, short rows spill
 
 
 @jit(varying=["num_rows", "first_row", "first_column"])
 def _initialize_kernel(
     weights, states, dims, seeds, scales, num_tables, ids, rows, tables, num_rows, first_row, first_column,
-    STATES: tl.constexpr, PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, NAMED: tl.constexpr,
-    PLACED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STATES: tl.constexpr, PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, HAS_IDS: tl.constexpr,
+    HAS_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid, row, table, id = place < num_rows, place, (place * 0).to(tl.int32), first_row + place
-    if NAMED:
-        id = tl.load(ids + place, mask=valid, other=0)
-    if PLACED:
-        row = tl.load(rows + place, mask=valid, other=-1)
+    """Initialize ROWS rows, BLOCK columns. HAS_IDS: `ids` determine values, else consecutive rows from `first_row` on.
+
+    HAS_ROWS: `tables` and `rows` say where to write, else all rows of one table.
+    """
+    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid, row, table, id = index < num_rows, index, (index * 0).to(tl.int32), first_row + index
+    if HAS_IDS:
+        id = tl.load(ids + index, mask=valid, other=0)
+    if HAS_ROWS:
+        row = tl.load(rows + index, mask=valid, other=-1)
         valid = row >= 0
-        table = tl.load(tables + place, mask=valid, other=0)
+        table = tl.load(tables + index, mask=valid, other=0)
+    # Draw words from the counter of the first column on.
     weight, dim = tl.load(weights + table), tl.load(dims + table)
     valid &= weight != 0
     first = tl.program_id(1) * BLOCK
     counter = ((first_column + first) // 4 + tl.arange(0, BLOCK // 4)).to(tl.int32)[None, :]
     words = _words(tl.load(seeds + table)[:, None], counter + (row * 0).to(tl.int32)[:, None], id, 0)
-    column = first - first_column % 4 + tl.arange(0, BLOCK)[None, :]  # the first counter may begin with others'
-    at, mask = (row * dim)[:, None] + column, valid[:, None] & (column >= 0) & (column < dim[:, None])
+    column = first - first_column % 4 + tl.arange(0, BLOCK)[None, :]  # the first counter may begin earlier
+    offset, mask = (row * dim)[:, None] + column, valid[:, None] & (column >= 0) & (column < dim[:, None])
+    # Write values, and zeros to states.
     values = (words >> 8).to(tl.float32) * tl.load(scales + table)[:, None]
-    tl.store(pointer_to(weight, CODE, ALIGN)[:, None] + at, narrow(values, CODE), mask=mask)
+    tl.store(pointer_to(weight, CODE, ALIGN)[:, None] + offset, narrow(values, CODE), mask=mask)
     for state in tl.static_range(STATES):
-        memory = tl.load(states + state * num_tables + table).to(tl.pointer_type(tl.float32))
+        state_pointer = tl.load(states + state * num_tables + table).to(tl.pointer_type(tl.float32))
         if PER_ELEMENT >> state & 1:
-            tl.store(memory[:, None] + at, values * 0.0, mask=mask)
+            tl.store(state_pointer[:, None] + offset, values * 0.0, mask=mask)
         else:
-            tl.store(memory + row, tl.zeros((ROWS,), tl.float32), mask=valid & (first == 0))
+            tl.store(state_pointer + row, tl.zeros((ROWS,), tl.float32), mask=valid & (first == 0))
 
 
 def initialize_rows_(
@@ -176,22 +183,22 @@ def initialize_rows_(
     ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None,
     origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
-    """A launch for each dtype. Arguments as in the reference."""
+    """One launch per dtype. Arguments as in the reference."""
     device, per_element = weights[0].device, sum((s.dim() > 1) << n for n, s in enumerate(states[:: len(weights)]))
-    facts = [weight.shape[1] for weight in weights], [seed for seed, _ in initial]
+    dims_and_seeds = [weight.shape[1] for weight in weights], [seed for seed, _ in initial]
     scales = on_device([bound * UNIT for _, bound in initial], device, torch.float32)
-    num_rows = next((numbers.numel() for numbers in (rows, ids) if numbers is not None), weights[0].shape[0])
-    places = [weights[0] if numbers is None else numbers.contiguous() for numbers in (ids, rows, tables)]
-    for part in by_dtype(weights):
-        num_columns = part.max_dim + origin[1] % UNIFORMS_PER_COUNTER
+    num_rows = next((values.numel() for values in (rows, ids) if values is not None), weights[0].shape[0])
+    index_tensors = [weights[0] if values is None else values.contiguous() for values in (ids, rows, tables)]
+    for group in by_dtype(weights):
+        num_columns = group.max_dim + origin[1] % UNIFORMS_PER_COUNTER
         block = min(next_power_of_2(max(num_columns, 16)), 1024)
         tile = max(1, _ELEMENTS // block)
         launch(
-            _initialize_kernel, (cdiv(num_rows, tile), cdiv(num_columns, block)), on_device(part.addresses, device),
-            on_device(pointers_to(states) or (0,), device), *(on_device(numbers, device) for numbers in facts), scales,
-            len(weights), *places, num_rows, *origin, STATES=len(states) // len(weights),
-            PER_ELEMENT=per_element, CODE=CODES[part.dtype], ALIGN=part.row_alignment, NAMED=ids is not None,
-            PLACED=rows is not None, ROWS=tile, BLOCK=block,
+            _initialize_kernel, (cdiv(num_rows, tile), cdiv(num_columns, block)), on_device(group.addresses, device),
+            on_device(pointers_to(states) or (0,), device), *(on_device(values, device) for values in dims_and_seeds),
+            scales, len(weights), *index_tensors, num_rows, *origin, STATES=len(states) // len(weights),
+            PER_ELEMENT=per_element, CODE=CODES[group.dtype], ALIGN=group.row_alignment, HAS_IDS=ids is not None,
+            HAS_ROWS=rows is not None, ROWS=tile, BLOCK=block,
         )  # fmt: skip
 
 
@@ -200,21 +207,22 @@ def initialize_rows_reference_(
     ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None,
     origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
-    """Give rows of several tables their initial values, from a column on, and states of zero.
+    """Initialize rows of several tables with random values, and their states with zeros.
 
     Args:
         weights: `[rows, dim]` of each table, contiguous, float32 or of 16 bits.
         states: the first state of each table, then the second; float32.
-        initial: of each table the seed, of 63 bits, and the bound.
-        ids: int64 `[U]`, any, which values depend on; else neighbours from the origin's row on.
-        rows, tables: int64 and int32 `[U]`, where they are; nothing is done where a row is negative. Else they are all
-            rows of one table, float32.
-        origin: row and column of a table of which this one is a part, where it begins.
+        initial: seed, of 63 bits, and bound of each table.
+        ids: int64 `[U]`, ids that determine the values; by default consecutive rows from the origin's row on.
+        rows, tables: int64 and int32 `[U]`, rows to initialize; negative rows are skipped. By default all rows of one
+            float32 table.
+        origin: first row and column of this shard in the unsharded table.
     """
     initialize_by(_draw_by_torch, weights, states, initial, ids, rows, tables, origin)
 
 
 def _draw_by_torch(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
+    """Fill `out` with the initial values of rows `ids`, or of consecutive rows from the origin's on."""
     first_row, first_column = origin
     ids = first_row + torch.arange(out.shape[0], device=out.device) if ids is None else ids
     first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
@@ -229,14 +237,14 @@ def initialize_by(
     initial: Sequence[tuple[int, float]], ids: Tensor | None = None, rows: Tensor | None = None,
     tables: Tensor | None = None, origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
-    """`initialize_rows_` where `draw` fills float32 values of one table."""
+    """Initialize rows as `initialize_rows_`; `draw` fills in float32 values of one table."""
     if ids is None or rows is None or tables is None:
         draw(weights[0], *initial[0], origin, ids)
         return
-    for number, (weight, of_table) in enumerate(zip(weights, initial, strict=True)):
-        places = nonzero((tables == number) & (rows >= 0))
-        drawn, into = torch.empty(places.numel(), weight.shape[1], device=weight.device), rows[places]
-        draw(drawn, *of_table, (0, 0), ids[places])
-        weight.index_copy_(0, into, drawn.to(weight.dtype))
-        for state in states[number :: len(weights)]:
-            state.index_fill_(0, into, 0.0)
+    for index, (weight, seed_and_bound) in enumerate(zip(weights, initial, strict=True)):
+        entries = nonzero((tables == index) & (rows >= 0))
+        values, table_rows = torch.empty(entries.numel(), weight.shape[1], device=weight.device), rows[entries]
+        draw(values, *seed_and_bound, (0, 0), ids[entries])
+        weight.index_copy_(0, table_rows, values.to(weight.dtype))
+        for state in states[index :: len(weights)]:
+            state.index_fill_(0, table_rows, 0.0)
