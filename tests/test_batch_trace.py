@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_visits_of_a_batch() -> None:
     command = [sys.executable, "tools/batch_trace.py", "--check"]
     result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
