@@ -159,7 +159,7 @@ def edited(state: dict[str, Tensor], end: str, edit: Callable[[Tensor], Any]) ->
         (ValueError, r"'weight': 0", lambda t, _: from_vocabulary(t, torch.tensor(1.0), IDS)),
         (ValueError, "rows 0 to 5", lambda t, _: from_vocabulary(t, ROWS, {1: 0, 2: 5})),
         (ValueError, "rows -1 to 2", lambda t, _: from_vocabulary(t, ROWS, {1: -1, 2: 2})),
-        (ValueError, "id 7 is given twice", lambda t, _: from_vocabulary(t, ROWS[:2], [7, 7])),
+        (ValueError, "duplicate id 7", lambda t, _: from_vocabulary(t, ROWS[:2], [7, 7])),
         (ValueError, r"weight must have shape \(5, 3\)", lambda t, _: from_vocabulary(t, ROWS[:, :2], IDS)),
         (ValueError, "no state 'moment'", lambda t, _: from_vocabulary(t, ROWS, IDS, moment=ROWS)),
         (ValueError, "no room for", lambda t, _: from_vocabulary(t, torch.ones(99, DIM), range(99))),

@@ -134,7 +134,7 @@ def stored(collection: TableCollection) -> dict[str, torch.Tensor]:
 def directory_of(collection: TableCollection) -> dict[str, torch.Tensor]:
     """Copies of all that a collection's cache knows of its slots, and of the rows that are in them."""
     cache = collection.cache
-    parts = {name: getattr(cache._directory, name).clone() for name in ("tags", "used", "pins", "dirty", "now")}
+    parts = {name: getattr(cache._directory, name).clone() for name in ("tags", "used", "pins", "dirty", "clock")}
     for index, table in enumerate(cache.tables):
         for name, tensor in ({} if table is None else Table.tensors(table)).items():
             parts[f"{index}.{name}"] = tensor.detach()[cache.row_ids(index) != NO_ROW]

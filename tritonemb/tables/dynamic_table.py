@@ -1,4 +1,4 @@
-"""A dynamic table: any int64 is an id, and gets a row when it is first trained."""
+"""Dynamic tables: hash tables from int64 ids to rows, which are assigned to ids on first use in training."""
 
 import functools
 import threading
@@ -49,16 +49,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class DynamicStatistics:
-    """What a dynamic table has done so far.
+    """Cumulative counters of a dynamic table, and its size.
 
     Args:
-        lookups: ids of batches that were trained, each as often as it occurs.
-        hits: of those, ids that had rows before.
-        inserts: rows that were given to new ids.
+        lookups: occurrences of ids in batches that were trained.
+        hits: lookups of ids that had a row.
+        inserts: rows assigned to new ids.
         refused: occurrences of ids that were not admitted.
-        evictions: rows that were taken from ids, to make room or after `EvictionConfig.ttl` steps.
-        rows, capacity: rows now, and at most.
-        num_bytes: of memory or disk that weights, states and the index take, as far as rows have reached.
+        evictions: rows evicted for new ids, or expired after `EvictionConfig.ttl` steps.
+        rows, capacity: rows in use, and their maximum.
+        num_bytes: bytes of memory or disk that weights, states and the index of allocated rows take.
     """
 
     lookups: int = 0
@@ -72,34 +72,34 @@ class DynamicStatistics:
 
     @property
     def load(self) -> float:
-        """Rows of the capacity."""
+        """Load factor: rows in use per row of capacity."""
         return self.rows / self.capacity if self.capacity else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Hits a lookup; 1 if there were none."""
+        """Hits per lookup; 1 without lookups."""
         return self.hits / self.lookups if self.lookups else 1.0
 
     @property
     def bytes_per_row(self) -> float:
-        """0 without rows."""
+        """Bytes per row in use; 0 without rows."""
         return self.num_bytes / self.rows if self.rows else 0.0
 
 
 def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
-    """`DynamicTable.find` of each table."""
+    """Find rows of ids, one tensor per table; see `DynamicTable.find`."""
     return list(find_batch(tables, *batch_of(ids)).split([*map(len, ids)])) if tables else []
 
 
 def find_batch(tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
-    """int64 `[N]`: rows of a batch's ids, as `insert_batch` has them, -1 of ids that have none."""
+    """Find rows of a batch's ids, int64 `[N]`, -1 for ids without one; for arguments see `insert_batch`."""
     find = kernel("dynamic_find_", values.device)
     rows: Tensor = find([table.index for table in tables], values, bounds.contiguous(), table_of_key)[0]
     return rows
 
 
 def batch_of(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Ids of tables side by side, int64, where each one's begin and end, as of keys, and the tables' numbers."""
+    """Concatenate ids of tables, int64, into the arguments of `insert_batch`: values, bounds and tables, a key each."""
     bounds = segment_offsets(torch.tensor([*map(len, ids)])).to(ids[0].device)
     return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds, range(len(ids))
 
@@ -109,102 +109,106 @@ def insert_batch(
     tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
     occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None,
 ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-    """Take a batch's ids into tables: known ones are used once more, and new ones get rows, with initial values and
-    states of zero. Waits for the device once, more often where admission or `ttl` is configured.
+    """Find or insert the ids of a batch: count a use of each, and assign rows to new ids, with initial values and zero
+    states. Waits for the device once, more often where admission or `ttl` is configured.
 
-    ValueError if new ids find no room in some table; all are as before then.
+    ValueError if a table has no room for its new ids; nothing is changed then.
 
     Args:
         tables: on one device.
         values: int64 `[N]`, the batch.
         bounds: `[K + 1]`, where its keys begin and end.
-        table_of_key: which of the tables each key looks up, or -1.
-        occurrences: int `[N]`, if each stands for several, at least one.
-        rules: if the batch is not the tables' next step: all ids are admitted, and nothing is written to new rows.
+        table_of_key: index of the table that each key looks up, or -1.
+        occurrences: int `[N]`, at least 1: number of occurrences of each value; 1 by default.
+        rules: eviction rules of an insertion outside of the tables' steps: all ids are admitted, and new rows are not
+            initialized.
 
     Returns:
-        int64 `[N]`: rows, -1 of ids that are refused, values of other tables as they are; int32 `[N]`: `NO_KEY`, but of
-        new ids; and whether some are refused.
+        Rows, int64 `[N]`, -1 for ids that are refused, and the values themselves for other tables; keys, int32 `[N]`,
+        `NO_KEY` except for new ids; and whether any id is refused.
     """
     device, indexes, is_step = values.device, [table.index for table in tables], rules is None
     rules = [table.rule(table.clock + 1) for table in tables] if rules is None else rules
     if occurrences is not None:
         ends = segment_offsets(occurrences)
         values, bounds = values.repeat_interleave(occurrences), ends[bounds]
-    # Find ids, and what new ones need.
-    for_host = values.new_zeros(5 * len(tables) + bounds.numel())  # all that the host reads
+    # Find ids, and count the rows that new ids need. The host reads all counts in one copy.
+    for_host = values.new_zeros(5 * len(tables) + bounds.numel())
     counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
     steps = [step for step, _, _ in rules]
-    rows, before, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
-    new: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys)
-    if new.keys.numel():
+    rows, previous_steps, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
+    pending: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys)
+    if pending.keys.numel():
         if is_step:
-            _admit(tables, new)
-        starts = kernel("dynamic_room", device)(indexes, new, rules, counts)
+            _admit(tables, pending)
+        starts = kernel("dynamic_room", device)(indexes, pending, rules, counts)
     numbers = for_host.tolist()
-    of_keys = [(table, *key) for table, key in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True)]
-    by_table = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
-    for table, of_table in zip(tables, by_table, strict=True):
-        if of_table[MISSING]:
-            for number, begin, end in of_keys:
+    key_bounds = [(table, *key) for table, key in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True)]
+    table_counts = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
+    # Raise before anything changes but uses, which are undone.
+    for table, count in zip(tables, table_counts, strict=True):
+        if count[MISSING]:
+            for number, begin, end in key_bounds:
                 if number >= 0:
-                    undo_use(indexes[number], rows[begin:end], before[begin:end])
-            raise table.capacity_error(of_table[NEEDED], of_table[MISSING], is_step)
-    # Insert new ones.
-    ends_of_tables = [*accumulate((of_table[DISTINCT] for of_table in by_table), initial=0)]
-    if size := ends_of_tables[-1]:
-        new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
-        new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, new, starts, rules, rows)
-        for table, of_table, (begin, end) in zip(tables, by_table, pairwise(ends_of_tables), strict=True):
-            table.count(inserts=of_table[NEEDED], evictions=of_table[EVICTED])
-            if table.removed_ids is not None and of_table[EVICTED]:
+                    undo_use(indexes[number], rows[begin:end], previous_steps[begin:end])
+            raise table.capacity_error(count[NEEDED], count[MISSING], is_step)
+    # Insert new ids and initialize their rows.
+    table_ends = [*accumulate((count[DISTINCT] for count in table_counts), initial=0)]
+    if size := table_ends[-1]:
+        ids, begins, table_numbers = pending.ids[:size], pending.begins[: size + 1], pending.tables[:size]
+        pending = pending._replace(ids=ids, begins=begins, tables=table_numbers)
+        new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, pending, starts, rules, rows)
+        for table, count, (begin, end) in zip(tables, table_counts, pairwise(table_ends), strict=True):
+            table.count(inserts=count[NEEDED], evictions=count[EVICTED])
+            if table.removed_ids is not None and count[EVICTED]:
                 table.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:
-                table.record_inserted(new.ids[begin:end], new_rows[begin:end], new.begins[begin : end + 1])
+                table.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
         if is_step and not all(isinstance(table, CachedHashTable) for table in tables):
-            initialize(tables, tables[0].state_names, new.ids, new_rows, new.tables)
+            initialize(tables, tables[0].state_names, ids, new_rows, table_numbers)
+    # Advance the clocks and count.
     if is_step:
-        for number, (table, of_table) in enumerate(zip(tables, by_table, strict=True)):
-            lookups = sum(end - begin for key, begin, end in of_keys if key == number)
+        for number, (table, count) in enumerate(zip(tables, table_counts, strict=True)):
+            lookups = sum(end - begin for key, begin, end in key_bounds if key == number)
             table.clock += 1
-            table.count(lookups=lookups, hits=lookups - of_table[POSITION])
+            table.count(lookups=lookups, hits=lookups - count[POSITION])
             table.expire()
     if occurrences is not None:
         rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
-    return rows, keys, any(of_table[NEEDED] < of_table[DISTINCT] for of_table in by_table)
+    return rows, keys, any(count[NEEDED] < count[DISTINCT] for count in table_counts)
 
 
-def undo_use(index: DynamicIndex, rows: Tensor, before: Tensor) -> None:
-    """Undo `dynamic_find_`, of a batch that is refused. A count that had reached `MAX_USES` is less."""
-    rows, before = rows[rows >= 0], before[rows >= 0]
-    earlier = before < index.used[rows]
-    index.used[rows[earlier]] = before[earlier]
-    index.counts.index_add_(0, rows, torch.full_like(before, -1))
+def undo_use(index: DynamicIndex, rows: Tensor, previous_steps: Tensor) -> None:
+    """Undo the uses that `dynamic_find_` counted for a batch. Counts that were saturated at `MAX_USES` become lower."""
+    rows, previous_steps = rows[rows >= 0], previous_steps[rows >= 0]
+    changed = previous_steps < index.used[rows]
+    index.used[rows[changed]] = previous_steps[changed]
+    index.counts.index_add_(0, rows, torch.full_like(previous_steps, -1))
 
 
 def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
-    """int64 `[n]`, ascending: ids of a partition whose rows were not used after the step `last`."""
-    partitions = index.num_sets.numel()
-    rows = slice(partition, int(index.num_allocated[partition]) * partitions, partitions)
+    """Return ids of a partition whose rows were not used after the step `last`, int64 `[n]`, ascending."""
+    num_partitions = index.num_sets.numel()
+    rows = slice(partition, int(index.num_allocated[partition]) * num_partitions, num_partitions)
     return index.ids[rows][index.used[rows] <= last].sort().values  # a freed row counts as used
 
 
-def _admit(tables: Sequence["DynamicTable"], new: PendingInsert) -> None:
-    """Say which new ids are admitted, where not all are."""
+def _admit(tables: Sequence["DynamicTable"], pending: PendingInsert) -> None:
+    """Set `pending.admitted` for tables with an admission config."""
     if all(table.config.admission == AdmissionConfig() for table in tables):
         return
-    size, numbers = int(new.numbers[-1]), torch.arange(len(tables) + 1, dtype=torch.int32, device=new.ids.device)
-    occurrences = new.begins[: size + 1].diff()
-    bounds = torch.searchsorted(new.tables[:size], numbers).tolist()
+    size, device = int(pending.numbers[-1]), pending.ids.device
+    occurrences = pending.begins[: size + 1].diff()
+    numbers = torch.arange(len(tables) + 1, dtype=torch.int32, device=device)
+    bounds = torch.searchsorted(pending.tables[:size], numbers).tolist()
     for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):
         if (admission := table.config.admission) != AdmissionConfig():
-            of_table = new.ids[begin:end], occurrences[begin:end]
-            new.admitted[begin:end] = admits(admission, *of_table, table.seed, table.sketch)
+            table_ids = pending.ids[begin:end], occurrences[begin:end]
+            pending.admitted[begin:end] = admits(admission, *table_ids, table.seed, table.sketch)
 
 
 def initialize(tables: Sequence[Any], states: Sequence[str], ids: Tensor, rows: Tensor, numbers: Tensor) -> None:
-    """Write initial values of ids to rows of tables with these numbers, and states of zero; nothing where a row is
-    negative."""
+    """Write initial values and zero states to rows of the tables with these numbers; negative rows are skipped."""
     kernel("initialize_rows_", rows.device)(
         [table.weight.detach() for table in tables],
         [table.get_buffer(name) for name in states for table in tables],
@@ -213,10 +217,10 @@ def initialize(tables: Sequence[Any], states: Sequence[str], ids: Tensor, rows: 
 
 
 class Lock:
-    """A reentrant lock, instead of which a copy of its owner has another one.
+    """A reentrant lock, which also orders streams. A copy of its owner gets a new lock.
 
-    On a GPU its holders' streams run one after another, and behind the updates that are recorded: a row that one
-    holder frees may get initial values from the next one, on another stream.
+    On a GPU a holder's stream waits for the streams of earlier holders and for recorded updates: a row that one holder
+    frees may get initial values from the next one, on another stream.
 
     Args:
         device: of the tables.
@@ -238,18 +242,18 @@ class Lock:
             self._lock.release()
 
     def wait(self) -> None:
-        """Have this thread's stream wait for the holders and the updates so far."""
+        """Make this thread's stream wait for earlier holders and updates."""
         if (stream := self._stream()) is not None:
             for event in tuple(self._events.values()):
                 stream.wait_event(event)
 
     def record(self, kind: str = "update") -> None:
-        """Let later holders wait for what this thread's stream has been given."""
+        """Make later holders wait for the work submitted to this thread's stream so far."""
         if (stream := self._stream()) is not None:
             self._events[kind] = stream.record_event()
 
     def _stream(self) -> torch.cuda.Stream | None:
-        """This thread's stream; None without one, or where it is being captured: nothing runs then."""
+        """Return this thread's stream; None on a CPU, or while the stream is being captured and runs nothing."""
         on_gpu = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         return torch.cuda.current_stream(self.device) if on_gpu else None
 
@@ -267,41 +271,47 @@ def _locked(method: Callable[..., R]) -> Callable[..., R]:
 
 
 class DynamicTable(Table):
-    """Weight `[capacity, embedding_dim]` and states, of which the index says which row an id has.
+    """Table with a weight `[capacity, embedding_dim]`, states, and an index from ids to rows.
 
-    `state_dict` has, sorted by id: `ids` int64 `[rows]`, `weight` and states of these, `step` int64, when each was last
-    used, in steps of the table, and `count` int64, how often; and `clock`, the table's steps so far, and `seed`, which
-    initial values follow from; with `AdmissionConfig.appearances`, `sketch` and `added` too.
+    `state_dict` has, sorted by id: `ids` int64 `[rows]`, their `weight` and states, `step` int64, the last step that
+    used each, and `count` int64, its uses; also `clock`, the number of steps, `seed` of the initial values, and with
+    `AdmissionConfig.appearances` `sketch` and `added`.
 
-    A step is a batch that was trained, or prefetched to be trained. Memory is taken as rows are, not for the capacity.
-    Any thread may call any method; the tables of a collection have one `lock`, held from `begin` to `finish`.
+    A step is a batch that was trained, or prefetched for training. Memory is allocated as rows are, not for the
+    capacity. Methods are thread-safe; the tables of a collection share one `lock`.
+
+    Attributes:
+        clock: number of steps.
+        seed: of the initial values.
+        removed_ids: ids evicted or removed since the last snapshot; None: not tracked.
+        sketch: counts of ids without rows, for admission.
     """
 
     index: DynamicIndex
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
-        there = torch.empty(0, device=device).device
-        there = torch.device("cpu") if there.type == "meta" else there
-        self._row_bytes = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
-        self._row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
-        num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._row_bytes + INDEX_BYTES))
-        self.index = make_index(num_rows, there, part=config.partitions)
-        self._whole: tuple[int, int] = tuple(self.index.shard.tolist())
+        index_device = torch.empty(0, device=device).device
+        index_device = torch.device("cpu") if index_device.type == "meta" else index_device
+        self._bytes_per_row = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
+        self._bytes_per_row += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
+        num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._bytes_per_row + INDEX_BYTES))
+        self.index = make_index(num_rows, index_device, part=config.partitions)
+        self._shard: tuple[int, int] = tuple(self.index.shard.tolist())
         num_rows = len(self.index.ids)
         first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
         self._row_config = config.storage_config(num_rows, first)
-        self._counted = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
+        self._counters = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self.state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
-        self.removed_ids: list[Tensor] | None = None  # ids that have lost rows since somebody asked; None: nobody knows
-        self._numbers: Tensor | None = None  # of rows by those that ids have, see `load_row_state`
-        self.lock = Lock(there)
+        self.removed_ids: list[Tensor] | None = None
+        self._row_numbers: Tensor | None = None  # saved row number by allocated row, see `load_row_state`
+        self.lock = Lock(index_device)
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         config = self.config
-        # A batch that reaches a new huge page waits 0.25 ms for the system to clear it; all others are a sixth faster.
+        # A batch that touches a new huge page waits 0.25 ms for the system to clear it; all others are a sixth faster.
         weight = torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device)
         self.weight = nn.Parameter(advise_huge_pages(weight))
         for spec in states:
@@ -318,18 +328,20 @@ class DynamicTable(Table):
 
     @property
     def num_rows(self) -> int:
-        """Ids that have a row."""
+        """Number of ids that have a row."""
         return int(self.index.num_rows.sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weight and states by name, of all rows by id; copies."""
+        """Return copies of weight and states of all rows, sorted by id."""
         return {name: value for name, value in self.get_state().items() if name in ("weight", *self.state_names)}
 
     def statistics(self) -> DynamicStatistics:
-        """What the table has done so far."""
-        made, sets = int(self.index.num_allocated.sum()), int(self.index.num_sets.sum())
-        num_bytes = made * (self._row_bytes + 16) + sets * SET_BYTES
-        return DynamicStatistics(**self._counted, rows=self.num_rows, capacity=len(self.index.ids), num_bytes=num_bytes)
+        """Return counters and size."""
+        num_allocated, num_sets = int(self.index.num_allocated.sum()), int(self.index.num_sets.sum())
+        num_bytes = num_allocated * (self._bytes_per_row + 16) + num_sets * SET_BYTES
+        return DynamicStatistics(
+            **self._counters, rows=self.num_rows, capacity=len(self.index.ids), num_bytes=num_bytes
+        )
 
     def extra_repr(self) -> str:
         c = self.config
@@ -338,28 +350,27 @@ class DynamicTable(Table):
     # For lookups.
 
     def find(self, ids: Tensor) -> Tensor:
-        """Rows int64 `[N]` of ids, -1 of those that have none."""
+        """Find rows of ids, int64 `[N]`, -1 for ids without one."""
         return find_all([self], [ids])[0]
 
     def capacity_error(self, needed: int, missing: int, in_batch: bool) -> ValueError:
-        """Of so many new ids, for some of which there is no row."""
+        """Return the error for an insertion of `needed` new ids of which `missing` find no row."""
         title, eviction = f"table {self.config.name!r}", self.config.eviction
         if not in_batch:
-            return ValueError(f"{title} has no room for {missing:,} of {needed:,} new ids; give it more capacity")
+            return ValueError(f"{title} has no room for {missing:,} of {needed:,} new ids; raise its capacity")
         return ValueError(
-            f"{title}: a batch has {needed:,} new ids, and {missing:,} of them find no "
-            f"room among {len(self.index.ids):,} rows, of which {self.num_rows:,} are taken, as rows of the last "
-            f"{eviction.protect} batches stay; give it more capacity, make batches smaller, or protect those of "
-            "fewer batches: EvictionConfig(protect=...), at least 1"
+            f"{title}: cannot insert {missing:,} of {needed:,} new ids of a batch: {self.num_rows:,} of "
+            f"{len(self.index.ids):,} rows are in use, and rows of the last {eviction.protect} batches are protected; "
+            "raise the capacity, make batches smaller, or lower EvictionConfig(protect=...), at least 1"
         )
 
     def rule(self, step: int) -> Rule:
-        """For a batch of this step."""
+        """Return the eviction rule for a batch of this step."""
         eviction = self.config.eviction
         return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
 
     def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
-        """Note new ids of a step, and the rows they got, -1 if refused; `begins` as of `PendingInsert`."""
+        """Record new ids of a step and their rows, -1 if refused; for `begins` see `PendingInsert`."""
         if self.config.admission != AdmissionConfig():
             if self.sketch is not None:
                 self.sketch.add(ids, begins.diff())
@@ -367,56 +378,55 @@ class DynamicTable(Table):
 
     def expire(self) -> None:
         """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
-        (whole, first), ttl = self._whole, self.config.eviction.ttl
-        if ttl is not None and 0 <= (partition := self.clock % whole - first) < self.index.num_sets.numel():
-            old = expired_ids(self.index, partition, self.clock - ttl - 1)
-            self.count(evictions=old.numel())
-            self._call("dynamic_remove_", old)
-            self.record_removed(old)
+        (num_partitions, first), ttl = self._shard, self.config.eviction.ttl
+        if ttl is not None and 0 <= (partition := self.clock % num_partitions - first) < self.index.num_sets.numel():
+            expired = expired_ids(self.index, partition, self.clock - ttl - 1)
+            self.count(evictions=expired.numel())
+            self._call("dynamic_remove_", expired)
+            self.record_removed(expired)
 
     def initial_values(self, ids: Tensor) -> Tensor:
-        """`[N, embedding_dim]`, of ids that have no row."""
+        """Return the initial values of ids, `[N, embedding_dim]`."""
         values = torch.empty(ids.numel(), self.config.embedding_dim, dtype=self.config.dtype, device=ids.device)
         fill_initial_(values, self.seed, self.config.bound, rows=ids)
         return values
 
     def add(self, ids: Tensor) -> Tensor:
-        """Rows for distinct new ids, ascending, of a table that never evicts any; nothing is written to these."""
+        """Assign rows to distinct new ids, ascending, of a table without evictions; the rows are not initialized."""
         return self._insert(ids, self.rule(self.clock))[0]
 
     def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-        """Rows of distinct ids, and bool, which of them are new; nothing is written to these."""
+        """Find or assign rows of distinct ids; return them and a mask of new ids. Rows are not initialized."""
         rows, keys, _ = insert_batch([self], *batch_of([ids]), rules=[rule])
         return rows, keys != NO_KEY
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
-        """Copies of weight and states of distinct rows, where these are."""
+        """Read weight and states of distinct rows; return copies by name."""
         return {name: self._memory(name).detach()[rows] for name in ("weight", *self.state_names)}
 
     def _write(
         self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
     ) -> None:
-        """Write weight and all states of distinct rows, of the index's `ids` if not given; `order`: where these are in
-        the values."""
-        into = [self._memory(name) for name in values]
-        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), into, strict=True)]
-        move_rows_(into, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
+        """Write weight and states of distinct rows from `values[order]`. `ids` are those of the index by default."""
+        target = [self._memory(name) for name in values]
+        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), target, strict=True)]
+        move_rows_(target, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
 
-    def _as_ids(self, ids: Tensor | Sequence[int]) -> Tensor:
-        found = torch.as_tensor(ids, dtype=torch.int64, device=self.index.ids.device)
-        if found.dim() != 1:
-            raise ValueError(f"ids must have one dimension, got shape {tuple(found.shape)}")
-        return found.contiguous()
+    def _to_ids(self, ids: Tensor | Sequence[int]) -> Tensor:
+        tensor = torch.as_tensor(ids, dtype=torch.int64, device=self.index.ids.device)
+        if tensor.dim() != 1:
+            raise ValueError(f"ids must have one dimension, got shape {tuple(tensor.shape)}")
+        return tensor.contiguous()
 
     def record_removed(self, ids: Tensor) -> None:
-        """Let who asks for `removed_ids` know that ids have lost their rows."""
+        """Add ids that have lost their rows to `removed_ids`."""
         if self.removed_ids is not None and ids.numel():
             self.removed_ids.append(ids)
 
     def count(self, **numbers: int) -> None:
-        """Add to `statistics`."""
+        """Add to the counters of `statistics`."""
         for name, number in numbers.items():
-            self._counted[name] += number
+            self._counters[name] += number
 
     def _call(self, op: str, *args: Any) -> Any:
         return kernel(op, self.index.ids.device)(self.index, *args)
@@ -425,65 +435,65 @@ class DynamicTable(Table):
 
     @_locked
     def ids(self) -> Tensor:
-        """All ids that have a row, int64, ascending."""
+        """Return all ids that have a row, int64, ascending."""
         return dynamic_rows(self.index)[0]
 
     @_locked
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
-        """`[N, embedding_dim]`: the rows of ids, initial values of those that have none."""
-        distinct, inverse = self._as_ids(ids).unique(return_inverse=True)
-        rows, found = self.find(distinct), self.initial_values(distinct)
-        known = rows >= 0
-        found[known] = self.read_rows(rows[known])["weight"].to(found)
-        return found[inverse]
+        """Look up rows of ids, `[N, embedding_dim]`; ids without a row read as initial values."""
+        distinct, inverse = self._to_ids(ids).unique(return_inverse=True)
+        rows, values = self.find(distinct), self.initial_values(distinct)
+        known_mask = rows >= 0
+        values[known_mask] = self.read_rows(rows[known_mask])["weight"].to(values)
+        return values[inverse]
 
     @_locked
     def insert(self, ids: Tensor | Sequence[int], rows: Tensor, **states: Tensor) -> None:
-        """Write rows `[N, embedding_dim]` of distinct ids, known or new, and their states, of new ones zero by default.
+        """Insert or overwrite rows `[N, embedding_dim]` of distinct ids, and states, which are zero by default if new.
 
-        They count as used in the step of the last batch, and in a full table others are evicted for them.
+        Rows count as used in the step of the last batch. A full table evicts rows for new ids.
 
         Raises:
-            ValueError: for ids given twice, other shapes, and if new ids find no room; nothing has changed.
+            ValueError: for duplicate ids, wrong shapes, or a table without room; nothing is changed then.
         """
-        ids = self._as_ids(ids)
+        ids = self._to_ids(ids)
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
-        found, new = self._insert(ids, self.rule(self.clock))
-        known = ~new
+        assigned_rows, new_mask = self._insert(ids, self.rule(self.clock))
+        known_mask = ~new_mask
         values = {name: value[order.to(value.device)] for name, value in {"weight": rows, **states}.items()}
-        if left := [name for name in self.state_names if name not in states]:
-            as_they_were = self.read_rows(found[known])
-            for name in left:
-                before = as_they_were[name]
-                values[name] = before.new_zeros(ids.numel(), *before.shape[1:])
-                values[name][known.to(before.device)] = before
-        self._write(found, values)
+        if missing := [name for name in self.state_names if name not in states]:
+            stored = self.read_rows(assigned_rows[known_mask])
+            for name in missing:
+                state = stored[name]
+                values[name] = state.new_zeros(ids.numel(), *state.shape[1:])
+                values[name][known_mask.to(state.device)] = state
+        self._write(assigned_rows, values)
 
     @_locked
     def remove(self, ids: Tensor | Sequence[int]) -> int:
-        """Forget ids, their rows and their states; how many of them had a row.
+        """Remove ids with their rows and states; return how many had a row.
 
-        Rows of batches that are prefetched or whose backward has not run must not be removed.
+        Rows of prefetched batches, or of batches whose backward has not run, must not be removed.
         """
-        distinct = self._as_ids(ids).unique()
+        distinct = self._to_ids(ids).unique()
         self.record_removed(distinct)
         return int((self._call("dynamic_remove_", distinct) >= 0).sum())
 
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
-        """`ids`, `weight`, states, `step` and `count`, sorted by id; written to a .parquet or .npz file, too, if given.
+        """Return `ids`, `weight`, states, `step` and `count`, sorted by id; with a path also write them to a file.
 
-        ValueError for another kind of file.
+        ValueError unless the file is .parquet or .npz.
         """
-        saved = self.get_state()
-        found = {name: saved[name] for name in ("ids", "weight", *self.state_names, "step", "count")}
+        state = self.get_state()
+        tensors = {name: state[name] for name in ("ids", "weight", *self.state_names, "step", "count")}
         if path is None:
-            return found
+            return tensors
         suffix = Path(path).suffix
         if suffix not in (".parquet", ".npz"):
             raise ValueError(f"an export is a .parquet or .npz file, got {str(path)!r}")
-        arrays = {name: value.cpu().numpy() for name, value in found.items() if name != "weight"}
-        arrays["weight"] = found["weight"].float().cpu().numpy()  # NumPy has no bfloat16
+        arrays = {name: value.cpu().numpy() for name, value in tensors.items() if name != "weight"}
+        arrays["weight"] = tensors["weight"].float().cpu().numpy()  # NumPy has no bfloat16
         if suffix == ".npz":
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
@@ -495,7 +505,7 @@ class DynamicTable(Table):
                 for name, array in arrays.items()
             }
             parquet.write_table(pyarrow.table(columns), path)
-        return found
+        return tensors
 
     def _memory(self, name: str) -> Tensor:
         memory = self.weight.data if name == "weight" else self._buffers[name]
@@ -504,8 +514,8 @@ class DynamicTable(Table):
 
     def _check_rows(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
         title = f"table {self.config.name!r}"
-        if (twice := ids[1:][ids[1:] == ids[:-1]]).numel():
-            raise ValueError(f"{title}: id {int(twice[0])} is given twice")
+        if (duplicates := ids[1:][ids[1:] == ids[:-1]]).numel():
+            raise ValueError(f"{title}: duplicate id {int(duplicates[0])}; ids must be distinct")
         for name, value in values.items():
             if name not in ("weight", *self.state_names):
                 raise ValueError(f"{title} has no state {name!r}, only {list(self.state_names)}")
@@ -517,48 +527,48 @@ class DynamicTable(Table):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Forget all ids; draw another seed, from torch's generator if none is given."""
+        """Remove all ids, and draw a new seed, from torch's generator by default."""
         self.clear()
-        if not self.weight.is_meta:  # nor is torch's generator used then
+        if not self.weight.is_meta:  # a meta table leaves torch's generator unchanged
             self.clock, self.seed = 0, draw_seed() if seed is None else seed
 
     def clear(self) -> None:
-        """Forget all ids."""
+        """Remove all ids."""
         self.removed_ids = None
         if self.sketch is not None:
             self.sketch.clear()
         if not self.index.num_allocated.any():
-            return  # zeros would take memory
+            return  # writing zeros would allocate memory
         index = self.index
-        for part in (index.digests, index.overflowed, index.num_rows, index.num_allocated, index.num_overflow):
-            part.zero_()
+        for tensor in (index.digests, index.overflowed, index.num_rows, index.num_allocated, index.num_overflow):
+            tensor.zero_()
         index.num_sets.fill_(1)
 
     @_locked
     def get_state(self) -> dict[str, Tensor]:
-        """What `state_dict` has; copies."""
+        """Return copies of all tensors of `state_dict`."""
         return self.get_row_state(*dynamic_rows(self.index)) | self.get_table_state()
 
     def get_row_state(self, ids: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        """What `state_dict` has of some ids, whose rows these are."""
+        """Return the tensors of `state_dict` of ids, with these rows."""
         uses = {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
         return {"ids": ids, **self._get_stored_rows(rows), **uses}
 
     def get_table_state(self) -> dict[str, Tensor]:
-        """What it has but for rows."""
-        found = {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
-        return found | ({} if self.sketch is None else self.sketch.tensors())
+        """Return the tensors of `state_dict` that are not per row."""
+        state = {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
+        return state | ({} if self.sketch is None else self.sketch.tensors())
 
     def _get_stored_rows(self, rows: Tensor) -> dict[str, Tensor]:
         return self.read_rows(rows)
 
     def templates(self, num_rows: int) -> dict[str, Tensor]:
-        """Room for what `state_dict` has, of so many rows."""
-        of_rows = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self.state_names)}}
-        of_rows |= dict.fromkeys(("step", "count"), self.index.ids)
-        found = {name: torch.empty(num_rows, *each.shape[1:], dtype=each.dtype) for name, each in of_rows.items()}
-        found |= {name: torch.empty((), dtype=torch.int64) for name in ("clock", "seed")}
-        return found | ({} if self.sketch is None else self.sketch.templates())
+        """Return empty tensors of `state_dict` for `num_rows` rows."""
+        row_tensors = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self.state_names)}}
+        row_tensors |= dict.fromkeys(("step", "count"), self.index.ids)
+        empty = {name: torch.empty(num_rows, *t.shape[1:], dtype=t.dtype) for name, t in row_tensors.items()}
+        empty |= {name: torch.empty((), dtype=torch.int64) for name in ("clock", "seed")}
+        return empty | ({} if self.sketch is None else self.sketch.templates())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if only_parameters():
@@ -569,103 +579,103 @@ class DynamicTable(Table):
         load_named_tensors(self.templates(0), self.load_state, state_dict, prefix, *args)
 
     def owns(self, ids: Tensor) -> Tensor:
-        """bool `[N]`: whether ids belong to this part of the table."""
-        whole, first = self.index.shard.tolist()
-        places = partitions_of(ids, whole) - first
-        return (places >= 0) & (places < self.index.num_sets.numel())
+        """Return which ids belong to this shard of the table, bool `[N]`."""
+        num_partitions, first = self.index.shard.tolist()
+        partitions = partitions_of(ids, num_partitions) - first
+        return (partitions >= 0) & (partitions < self.index.num_sets.numel())
 
     @_locked
-    def load_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Become what `state_dict` had saved; of a part of a table, its own part of that.
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load the tensors of `state_dict`; a shard loads its own ids.
 
-        With `row`, int64 `[rows]`, these are the rows' numbers; weight and states may be left out then, if the store of
-        a table on disk has them already. ValueError, before anything changes, if it does not fit.
+        `row`, int64 `[rows]`, gives row numbers; then weight and states may be omitted if the store of a table on disk
+        has them already. ValueError, before anything changes, if the state does not fit.
         """
         title = f"table {self.config.name!r}"
-        values = {name: saved[name] for name in ("weight", *self.state_names) if name in saved}
-        ids, order = saved["ids"].to(self.index.ids).sort()
+        values = {name: state[name] for name in ("weight", *self.state_names) if name in state}
+        ids, order = state["ids"].to(self.index.ids).sort()
         self._check_rows(ids, values)
         if self.sketch is not None:
-            self.sketch.check(saved, title)
-        mine = self.owns(ids)
-        ids, order, room = ids[mine], order[mine], len(self.index.ids) // self.index.num_sets.numel()
-        if (most := int(partitions_of(ids, int(self.index.shard[0])).bincount(minlength=1).max())) > room:
+            self.sketch.check(state, title)
+        owned_mask = self.owns(ids)
+        ids, order, capacity = ids[owned_mask], order[owned_mask], len(self.index.ids) // self.index.num_sets.numel()
+        if (max_rows := int(partitions_of(ids, int(self.index.shard[0])).bincount(minlength=1).max())) > capacity:
             raise ValueError(
-                f"{title} has {ids.numel():,} rows in the state_dict, {most:,} of them in a partition that has room "
-                f"for {room:,}; give it more capacity"
+                f"{title} has {ids.numel():,} rows in the state_dict, {max_rows:,} of them in a partition that has "
+                f"room for {capacity:,}; raise its capacity"
             )
         self.clear()
         self.reserve(ids.numel() // self.index.num_sets.numel())
-        self.load_row_state(saved, order)
+        self.load_row_state(state, order)
         self.apply_row_numbers()
-        self.load_table_state(saved)
+        self.load_table_state(state)
 
-    def load_table_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Take what `state_dict` had saved but for rows."""
-        self.clock, self.seed = int(saved["clock"]), int(saved["seed"])
+    def load_table_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load the tensors of `state_dict` that are not per row."""
+        self.clock, self.seed = int(state["clock"]), int(state["seed"])
         if self.sketch is not None:
-            self.sketch.load(saved)
+            self.sketch.load(state)
 
     def reserve(self, rows: int) -> None:
-        """Make ready for so many rows per partition, about, if there are none."""
+        """Size an empty index for about `rows` rows per partition."""
         index, partitions = self.index, self.index.num_sets.numel()
         if self.num_rows == 0:
             sets = max(1, min(rows // MAX_ROWS_PER_SET, index.overflowed.numel() // partitions))
             index.num_sets.fill_(sets)
 
-    def load_row_state(self, saved: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
-        """Take what `state_dict` had of some ids, all those that are at `order` in it.
+    def load_row_state(self, state: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
+        """Load the tensors of `state_dict` of ids, those at `order`.
 
-        With `row`, they get rows with these numbers when `apply_row_numbers` is called, and not before.
+        Row numbers in `row` take effect when `apply_row_numbers` is called.
         """
-        ids, step, count = (saved[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
-        rows = self._place(ids, step, count)
-        if "row" in saved:
-            before, rows = rows, saved["row"].to(ids)[order] - self.row_config.row_origin
-            if self._numbers is None and not torch.equal(before, rows):
-                self._numbers = torch.arange(len(self.index.ids), device=ids.device)
-            if self._numbers is not None:
-                self._numbers[before] = rows
-        if values := {name: saved[name] for name in ("weight", *self.state_names) if name in saved}:
+        ids, step, count = (state[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
+        rows = self._allocate_rows(ids, step, count)
+        if "row" in state:
+            allocated_rows, rows = rows, state["row"].to(ids)[order] - self.row_config.row_origin
+            if self._row_numbers is None and not torch.equal(allocated_rows, rows):
+                self._row_numbers = torch.arange(len(self.index.ids), device=ids.device)
+            if self._row_numbers is not None:
+                self._row_numbers[allocated_rows] = rows
+        if values := {name: state[name] for name in ("weight", *self.state_names) if name in state}:
             self._write(rows, values, None if isinstance(order, slice) else order, ids)
 
     def apply_row_numbers(self) -> None:
-        """Let all ids have the rows that `load_row_state` was told."""
-        if self._numbers is not None:
+        """Renumber rows to the row numbers that `load_row_state` has loaded."""
+        if self._row_numbers is not None:
             _, rows = dynamic_rows(self.index)
-            renumber(self.index, rows, self._numbers[rows])
-            self._numbers = None
+            renumber(self.index, rows, self._row_numbers[rows])
+            self._row_numbers = None
 
-    def _place(self, ids: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-        """Rows of distinct ids, which there is room for, used so often, last in these steps."""
-        rows, new = self._insert(ids, (MAX_USES, -1, 0))  # no step of these is later, so that it can be undone
-        self.count(inserts=-int(new.sum()))  # these are of another table's past
+    def _allocate_rows(self, ids: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
+        """Assign rows to distinct ids, with these last steps and use counts; there must be room for them."""
+        rows, new_mask = self._insert(ids, (MAX_USES, -1, 0))  # the latest step, so that uses can be undone
+        self.count(inserts=-int(new_mask.sum()))  # do not count loaded rows as inserts
         uses = torch.stack([steps.int(), counts.clamp(max=MAX_USES).int()], 1)
         self.index.uses[rows] = uses
         return rows
 
     def discard(self, ids: Tensor) -> None:
-        """Remove distinct ids, if they are here."""
+        """Remove distinct ids if present, without recording them."""
         self._call("dynamic_remove_", ids)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        moved = super()._apply(fn, recurse)
+        table = super()._apply(fn, recurse)
         if (device := self.weight.device) != self.index.ids.device and device.type != "meta":
-            self.index = DynamicIndex(*(part.to(device) for part in self.index))
+            self.index = DynamicIndex(*(tensor.to(device) for tensor in self.index))
             self.lock.device = device
             if self.sketch is not None:
                 self.sketch.move(device)
-        return moved
+        return table
 
 
 class CachedHashTable(CachedTable):
-    """A table whose rows belong to ids that get them in the course of time; a cache on the device has some.
+    """Table with a device cache whose rows are assigned to ids on first use.
 
-    A record has its row's id, too: which random numbers round a row of 16 bits depends on that. The first values of a
-    row are written to its slot; there is nothing to be read.
+    A record has the row's id as well: the random numbers of stochastic rounding depend on it. New rows are initialized
+    in their slots instead of being read from the store.
     """
 
-    _new: tuple[Tensor, Tensor] | None = None  # rows and their new ids, of a batch that is not pinned yet
+    _new_rows: tuple[Tensor, Tensor] | None = None  # new rows and their ids, of a batch that is not pinned yet
 
     seed: int
 
@@ -679,40 +689,41 @@ class CachedHashTable(CachedTable):
         return self._buffers["id"]
 
     def set_new_rows(self, rows: Tensor, ids: Tensor) -> None:
-        """Ids of the next batch that is pinned have just got these rows."""
-        self._new = rows, ids
+        """Set the new rows, and their ids, of the batch that is pinned next."""
+        self._new_rows = rows, ids
 
     def is_new(self, rows: Tensor) -> Tensor:
-        """bool `[N]`, of a batch's distinct rows: which of them ids have just got, so that they need not be read."""
-        new = rows[:0] if self._new is None else self._new[0]
-        return torch.isin(rows, new, assume_unique=True)
+        """Return which of a batch's distinct rows are new, bool `[N]`, and need not be read."""
+        new_rows = rows[:0] if self._new_rows is None else self._new_rows[0]
+        return torch.isin(rows, new_rows, assume_unique=True)
 
     def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """Give new rows of a batch, whose `rows`, ascending, have been pinned, their first values; their slots."""
-        (new, ids), self._new = self._new or (rows[:0], rows[:0]), None
-        into = slots[torch.searchsorted(rows, new)]
+        """Write initial values to the slots of a pinned batch's new rows, and return these; `rows` ascend."""
+        (new_rows, ids), self._new_rows = self._new_rows or (rows[:0], rows[:0]), None
+        new_slots = slots[torch.searchsorted(rows, new_rows)]
         states = [field.name for field in self.record.fields if field.name not in ("weight", "id")]
-        initialize([self], states, ids, into, torch.zeros_like(into, dtype=torch.int32))
-        self.get_buffer("id").index_copy_(0, into, ids)
-        return into
+        initialize([self], states, ids, new_slots, torch.zeros_like(new_slots, dtype=torch.int32))
+        self.get_buffer("id").index_copy_(0, new_slots, ids)
+        return new_slots
 
 
 class CachedDynamicTable(DynamicTable, CachedHashTable):
-    """A dynamic table in host memory or on disk, of whose rows a cache on the device has some."""
+    """Dynamic table in host memory or on disk, with a device cache and its index on the device."""
 
     _allocate = CachedHashTable._allocate
     row_ids = CachedHashTable.row_ids
 
     def _get_stored_rows(self, rows: Tensor) -> dict[str, Tensor]:
-        """Of a table on disk, where its store is saved as it is: `row`, and `rows.<field>` of all memory."""
-        if (found := self.disk_tensors()) is None:
+        """Return weight and states of rows; or row numbers and references to the store, if that is saved as a file."""
+        if (references := self.disk_tensors()) is None:
             return self.read_rows(rows)
-        return {"row": rows + self.row_config.row_origin, **{f"rows.{name}": value for name, value in found.items()}}
+        fields = {f"rows.{name}": reference for name, reference in references.items()}
+        return {"row": rows + self.row_config.row_origin, **fields}
 
     @_locked
     def remove(self, ids: Tensor | Sequence[int]) -> int:
-        """As of `DynamicTable`; nothing of these rows is left in the store, either."""
-        rows = self.find(self._as_ids(ids).unique())
+        """Remove ids like `DynamicTable.remove`, and overwrite their rows in the store with zeros."""
+        rows = self.find(self._to_ids(ids).unique())
         rows = rows[rows >= 0]
         if rows.numel():
             empty = self.templates(rows.numel())
@@ -720,7 +731,7 @@ class CachedDynamicTable(DynamicTable, CachedHashTable):
         return super().remove(ids)
 
     def _initial_values(self, seed: int) -> Any:
-        return lambda rows, records: None  # a row is written when it is given to an id
+        return lambda rows, records: None  # a row is initialized when it is assigned to an id
 
     def reset_parameters(self, seed: int | None = None) -> None:
         CachedTable.reset_parameters(self, 0)
@@ -728,29 +739,30 @@ class CachedDynamicTable(DynamicTable, CachedHashTable):
 
     def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
         super().record_inserted(ids, rows, begins)
-        given = nonzero(rows >= 0)
-        self.set_new_rows(rows[given], ids[given])
-        rows.fill_(-1)  # their slots are initialized, not they
+        inserted = nonzero(rows >= 0)
+        self.set_new_rows(rows[inserted], ids[inserted])
+        rows.fill_(-1)  # their slots are initialized instead
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:
             self.cache.write_back()
-        found, (rows, order) = self.templates(rows.numel()), rows.cpu().sort()
+        tensors, (rows, order) = self.templates(rows.numel()), rows.cpu().sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
-        for some, places in zip(rows.split(step), order.split(step), strict=True) if rows.numel() else ():
-            fields = self.read_records(some)
+        for chunk_rows, chunk_order in zip(rows.split(step), order.split(step), strict=True) if rows.numel() else ():
+            fields = self.read_records(chunk_rows)
             for name in ("weight", *self.state_names):
-                found[name][places] = fields[name]
-        return {name: found[name] for name in ("weight", *self.state_names)}
+                tensors[name][chunk_order] = fields[name]
+        return {name: tensors[name] for name in ("weight", *self.state_names)}
 
     def _write(
         self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
     ) -> None:
         if order is not None:
             values = {name: value[order.to(value.device)] for name, value in values.items()}
-        ids, (rows, order) = self.index.ids[rows] if ids is None else ids, rows.sort()
+        tensors = {**values, "id": self.index.ids[rows] if ids is None else ids}
+        rows, order = rows.sort()
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         with self._reloading():
-            for some, places in zip(rows.split(step), order.split(step), strict=True):
-                fields = {name: value[places.to(value.device)].cpu() for name, value in {**values, "id": ids}.items()}
-                self.write_records(some.cpu(), fields)
+            for chunk_rows, chunk_order in zip(rows.split(step), order.split(step), strict=True):
+                fields = {name: value[chunk_order.to(value.device)].cpu() for name, value in tensors.items()}
+                self.write_records(chunk_rows.cpu(), fields)
