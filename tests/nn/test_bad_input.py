@@ -149,7 +149,7 @@ def test_tables_that_do_not_go_together():
             kind([table], optimizer=te.optim.Adam)
         with pytest.raises(ValueError, match="bounds_check must be one of"):
             kind([table], bounds_check="warn")
-    with pytest.raises(ValueError, match="table 't' is given twice"):
+    with pytest.raises(ValueError, match="duplicate table 't'"):
         both[0]([table, te.TableConfig("t", 5, 2, ["other"])])
     for kind in both:
         with pytest.raises(TypeError, match="tables must be TableConfig, got 't'"):

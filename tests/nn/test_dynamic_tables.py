@@ -393,7 +393,7 @@ def test_rows_of_as_many_batches_as_are_protected_stay():
         return collection
 
     assert table_of(third_batch(protect=1)).ids().tolist() == [2, 3]
-    with pytest.raises(ValueError, match="rows of the last 2 batches stay"):
+    with pytest.raises(ValueError, match="rows of the last 2 batches are protected"):
         third_batch(protect=2)
 
 

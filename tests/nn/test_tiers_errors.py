@@ -64,7 +64,7 @@ def test_placements_and_caches_that_do_not_go_together():
         te.TableConfig(name, 9, 2, placement="host", cache=CacheConfig(policy=policy))
         for name, policy in (("a", "lru"), ("b", "lfu"))
     ]
-    with pytest.raises(ValueError, match=r"tables \['a', 'b'\] have caches of several policies, \['lfu', 'lru'\]"):
+    with pytest.raises(ValueError, match=r"tables \['a', 'b'\] have caches with different policies, \['lfu', 'lru'\]"):
         te.nn.EmbeddingBagCollection(several)
     with pytest.raises(ValueError, match="table 't': an init fills a whole table in memory"):
         te.nn.EmbeddingBagCollection([te.TableConfig("t", 9, 2, placement="disk", init=torch.nn.init.zeros_)])

@@ -37,7 +37,7 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.tables.table import Table
-from tritonemb.tables.table_set import Groups, TableSet, kind_of, require_gradients
+from tritonemb.tables.table_set import Groups, TableSet, require_gradients, table_type
 
 PIECE_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas: bounds the temporary memory
 # Batch; row groups of each replicated table set; and for each ID exchange the ids received, and their row groups for
@@ -374,7 +374,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             if index in local_tables:
                 shard, table = local_tables[index]
             else:
-                shard, table = None, cast(DynamicTable, kind_of(config)(config, self.optimizer.states, "meta"))
+                shard, table = None, cast(DynamicTable, table_type(config)(config, self.optimizer.states, "meta"))
             # Size of the global tensor, and offset of this rank's rows in it.
             for name, value in table.get_state().items():
                 size, first, is_primary = list(value.shape), (first_row, 0), shard is not None

@@ -1,4 +1,4 @@
-"""`TableSet`: tables, their layout over a batch, their lookup and their fused update."""
+"""`TableSet`: tables that are looked up and updated together, with their layouts over batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,7 +31,7 @@ from tritonemb.tables.lookup import (
     configs_for_keys,
     look_up_cached,
     look_up_pinned,
-    look_up_unknown,
+    look_up_with_unknown_ids,
     prefetch_batch,
     prefetched,
     slot_layouts,
@@ -54,25 +54,25 @@ _OUTPUT_DTYPES = {*TRAINABLE_DTYPES, torch.float64}
 
 
 class LocalUpdate:
-    """One step of the optimizer on rows that no other process has."""
+    """Optimizer step on rows of this process alone."""
 
-    is_shared = False  # whether other ranks take part
-    is_of_shards = False  # whatever averages the dense network, the tables do not diverge
+    is_shared = False  # whether other ranks take part in the update
+    is_of_shards = False  # whether tables are shards, which cannot diverge under data parallelism
 
     def check(self, tables: "TableSet") -> None:
-        """Raise in the forward where the tables must not be updated."""
+        """Raise in the forward if the tables must not be updated."""
         if not self.is_of_shards:
             check_not_data_parallel(tables.configs[0].name)
 
     def replica_rows(self, tables: "TableSet") -> FindReplicaRows | None:
-        """Finds the rows of other ranks' batches that are updated with a batch, or None."""
+        """Return a function that finds rows of other ranks' batches that are updated with a batch, or None."""
         return None
 
     @torch.no_grad()
     def step(
         self, tables: "TableSet", grad: Tensor | list[Tensor], lookup: Lookup, pins: Sequence[Lookup] = ()
     ) -> None:
-        """`ops.row_update_` on the rows of a batch, whose slots are unpinned then."""
+        """Update the rows of a batch by `ops.row_update_`, mark them dirty and unpin their slots."""
         for pinned in pins:
             pinned.dirty = True
         try:
@@ -85,7 +85,7 @@ class LocalUpdate:
 
 
 def check_not_data_parallel(name: str) -> None:
-    """Raise RuntimeError in the forward of `DistributedDataParallel`, whose processes' copies would diverge."""
+    """Raise RuntimeError in the forward of a `DistributedDataParallel`, under which the ranks' tables would diverge."""
     parallel = DistributedDataParallel._get_active_ddp_module()
     if parallel is not None and parallel.process_group.size() > 1:
         raise RuntimeError(
@@ -96,13 +96,22 @@ def check_not_data_parallel(name: str) -> None:
 
 
 class TableSet(OptimizedTables):
-    """Tables looked up, and with an `optimizer` updated, together; see `EmbeddingBagCollection`.
+    """Tables that are looked up together, and with an `optimizer` updated together; see `EmbeddingBagCollection`.
 
-    It is no module: one that owns it registers `tables`, and makes `counters` its buffers. Tables may be whole, or
-    parts of tables (`TableConfig.part`). `update` is what a backward pass does with the gradients of rows.
+    It is not a module: its owner registers `tables`, and `counters` as buffers. Tables may be unsharded, or shards.
 
-    With an optimizer `counters` are `learning_rate`, float32 `[]`; `step`, updates so far, and `pending`, micro-batches
-    that are accumulated, int64 `[]`; `skipped`, int64 `[T]`. Other attributes are as of `TableCollection`.
+    Args:
+        update: applies the gradients of rows in a backward pass.
+
+    Attributes:
+        counters: with an optimizer: `learning_rate`, float32 `[]`; `step`, number of updates, int64 `[]`; `pending`,
+            number of accumulated micro-batches, int64 `[]`; `skipped`, int64 `[T]`.
+        service: `RowService` or `RowStore` of tables on servers, once attached.
+        table_keys: by keys of a batch: key indices of each dynamic or server table, by table number.
+        by_name: tables by name; an owning module substitutes its own dictionary.
+        cache: `RowCache` if any table is in host memory or on disk.
+        dynamic: dynamic tables by number.
+        pins: batches whose gradients are accumulated and whose rows are pinned.
     """
 
     def __init__(
@@ -119,42 +128,43 @@ class TableSet(OptimizedTables):
         self.accumulator.tables = ref(self)
         self.counters: dict[str, Any] = {}
         if optimizer is not None:
-            # Counters have values from the start; they wait on the CPU for a meta module to be moved.
-            real = "cpu" if device is not None and torch.device(device).type == "meta" else device
+            # Counters have values at once; those of a meta module are on the CPU until it is moved.
+            counter_device = "cpu" if device is not None and torch.device(device).type == "meta" else device
             self.counters = {
-                "learning_rate": torch.tensor(optimizer.lr, dtype=torch.float32, device=real),
-                "step": torch.zeros((), dtype=torch.int64, device=real),
-                "skipped": torch.zeros(len(self.configs), dtype=torch.int64, device=real),
-                "pending": torch.zeros((), dtype=torch.int64, device=real),
+                "learning_rate": torch.tensor(optimizer.lr, dtype=torch.float32, device=counter_device),
+                "step": torch.zeros((), dtype=torch.int64, device=counter_device),
+                "skipped": torch.zeros(len(self.configs), dtype=torch.int64, device=counter_device),
+                "pending": torch.zeros((), dtype=torch.int64, device=counter_device),
             }
         states = () if optimizer is None else optimizer.states
-        # As of `counters`, a module that owns the tables gives its own dictionary.
+        # Tables and their layouts.
         self._names = [config.name for config in tables]
         self.by_name: dict[str, Any] = {}
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
-        self.service: Any = None  # a `RowService` or `RowStore`, once there is one
+        self.service: Any = None
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
-        self.table_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}  # of dynamic tables, and those on servers
-        self._known: dict[str, Any] = {}  # of each `TensorList`
-        self._have([kind_of(config)(config, states, device) for config in self.configs])
+        self.table_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}
+        self._cached_facts: dict[str, Any] = {}  # of each `TensorList`
+        self._set_tables([table_type(config)(config, states, device) for config in self.configs])
+        # Gradient accumulation, and compiled graphs.
         self._accumulated_keys: tuple[str, ...] | None = None
-        self._oldest: int | None = None  # step of the first accumulated micro-batch of dynamic tables
+        self._first_step: int | None = None  # step of the first accumulated micro-batch of dynamic tables
         self.pins: list[Lookup] = []
-        self._in_graph: Lookup | None = None  # a batch whose compiled forward has run, and its backward has not
+        self._in_graph: Lookup | None = None  # batch between its compiled forward and backward
         self.layout(self.feature_names, self.tables[0].weight.device)
 
-    def _have(self, tables: Sequence[Table]) -> None:
-        """These tables, one for each config."""
+    def _set_tables(self, tables: Sequence[Table]) -> None:
+        """Set the tables, one per config, and what follows from their types."""
         self.by_name.update(zip(self._names, tables, strict=True))
-        self.cache = _make_cache(tables)
-        kinds = DynamicTable | CachedServerHashTable
-        self.dynamic = {number: each for number, each in enumerate(tables) if isinstance(each, kinds)}
+        self.cache = _create_cache(tables)
+        dynamic_types = DynamicTable | CachedServerHashTable
+        self.dynamic = {number: table for number, table in enumerate(tables) if isinstance(table, dynamic_types)}
         self.on_servers = isinstance(tables[0], ServerTable) and self.cache is None
         lock = Lock(tables[0].weight.device)
         self.lock: Any = lock if self.dynamic else nullcontext()
         for table in self.dynamic.values():
             table.lock = lock
-        self.row_configs = [each.row_config for each in tables]
+        self.row_configs = [table.row_config for table in tables]
         self.table_keys.clear()
 
     @property
@@ -165,18 +175,18 @@ class TableSet(OptimizedTables):
         return [self.counters["learning_rate"]]
 
     def optimizer_states(self) -> States:
-        """Each table's name, weight, and the fused optimizer's step and, unless it is cached, states by name."""
-        found: States = []
+        """Return name, weight, and by name `step` and states per table; cached tables have no states."""
+        states_by_table: States = []
         for table in self.tables:
             states = {} if isinstance(table, CachedTable) else dict(table.named_buffers())
-            found.append((table.config.name, table.weight, {"step": self.counters["step"], **states}))
-        return found
+            states_by_table.append((table.config.name, table.weight, {"step": self.counters["step"], **states}))
+        return states_by_table
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """See `EmbeddingBagCollection.accumulate`."""
         block, self._accumulated_keys = self.accumulator.open(self._apply_accumulated), None
-        self._oldest = None
+        self._first_step = None
         try:
             with block:
                 yield
@@ -204,31 +214,33 @@ class TableSet(OptimizedTables):
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
     def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
-        """What `PrefetchedFeatures` have for these tables: the batch, and `group`'s result where that takes time."""
+        """Return the data of a `PrefetchedFeatures`: the batch, and the result of `group` where grouping ahead pays."""
         trained_on_gpu = unpack_features(features)[1].is_cuda and not self.accumulator.is_open and self.trains()
-        ahead = self.cache is not None or self.dynamic or self.on_servers or trained_on_gpu
-        return features, self.group(features) if ahead else None
+        groups_ahead = self.cache is not None or self.dynamic or self.on_servers or trained_on_gpu
+        return features, self.group(features) if groups_ahead else None
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
-        """The layout of these keys over the tables; made once for each order of keys."""
+        """Return the layout of these keys over the tables, cached per order of keys."""
         key = (tuple(keys), device)
-        if (found := self._layouts.get(key)) is None:
+        if (layout := self._layouts.get(key)) is None:
             configs = configs_for_keys(self.row_configs, key[0])
             if torch.compiler.is_compiling():
                 return make_layout(configs, key[0], self.pooled, device)
-            with torch.inference_mode(False):  # it is kept, for training too
-                found = make_layout(configs, key[0], self.pooled, device)
+            with torch.inference_mode(False):  # cached for training as well
+                layout = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
                 if isinstance(dynamic, DynamicTable):
-                    set_row_ids(found, table, dynamic.index.ids)
+                    set_row_ids(layout, table, dynamic.index.ids)
             for table in range(len(configs)) if self.on_servers else self.dynamic:
-                own = configs[table].feature_names
-                self.table_keys.setdefault(key[0], {})[table] = [n for n, name in enumerate(keys) if name in own]
-            self._layouts[key] = found
-        return found
+                table_features = configs[table].feature_names
+                self.table_keys.setdefault(key[0], {})[table] = [
+                    n for n, name in enumerate(keys) if name in table_features
+                ]
+            self._layouts[key] = layout
+        return layout
 
     def look_up(self, features: Features, groups: Groups | None = None, occurrences: Tensor | None = None) -> Tensor:
-        """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
+        """Look up a batch, `[B, width]` if pooled, else `[N, width]`; the backward may update the tables."""
         if self.on_servers:
             assert groups is None or isinstance(groups, PulledBatch)
             return look_up_pulled(self, features, groups)
@@ -240,15 +252,15 @@ class TableSet(OptimizedTables):
             return look_up_cached(self, features, groups, occurrences)
         assert not isinstance(groups, Lookup)
         if self.dynamic:
-            batch = self._assigned(features, groups, occurrences)
-            if batch.unknown is not None:
-                return look_up_unknown(self, batch)
+            batch = self._assign_rows(features, groups, occurrences)
+            if batch.unknown_ids is not None:
+                return look_up_with_unknown_ids(self, batch)
             features, groups = batch.features, batch.groups
         assert not isinstance(groups, AssignedRows)
         return self.look_up_rows(features, groups, self.bounds_check == "raise")
 
     def look_up_rows(self, features: Features, groups: ops.RowGroups | None, check_bounds: bool) -> Tensor:
-        """As `look_up`, of rows that are in the tables' memory."""
+        """Look up a batch of rows in the tables' memory; see `look_up`."""
         keys, values, offsets, sample_weights = unpack_features(features)
         layout = self.layout(keys, values.device)
         fused = None if self.optimizer is None or not torch.is_grad_enabled() else self.fused_tables()
@@ -265,35 +277,38 @@ class TableSet(OptimizedTables):
         if groups is None and (shared or (values.is_cuda and accumulator == NOT_ACCUMULATING)):
             groups = ops.row_groups_beside(values, offsets, layout)
         elif groups is not None and values.is_cuda and not torch.compiler.is_compiling():
-            for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
+            for tensor in (*groups, values, offsets):  # may have been grouped ahead on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
         return ops.embedding_bag_fused(
             fused, values, offsets, sample_weights, groups, layout, check_bounds, self.dtype_of(fused.weights),
             self.counters["pending"], accumulator, shared,
         )  # fmt: skip
 
-    def _assigned(self, features: Features, groups: Groups | None, occurrences: Tensor | None) -> AssignedRows:
+    def _assign_rows(self, features: Features, groups: Groups | None, occurrences: Tensor | None) -> AssignedRows:
         assert not isinstance(groups, Lookup | ops.RowGroups)
         self.check_protected(groups)
         if groups is not None and not torch.compiler.is_compiling():
-            self.lock.wait()  # a prefetch may have written initial values on another stream
+            self.lock.wait()  # for initial values written by a prefetch on another stream
             check_prefetched(self, groups.training)
         batch = assign_rows(self, features, False, occurrences) if groups is None else groups
         self.remember_step(batch)
         return batch
 
     def check_protected(self, batch: AssignedRows | None) -> None:
-        """ValueError if rows of this batch, or of accumulated ones, may have been evicted; None: or might be for it."""
-        if self._oldest is not None and self.accumulator.is_open:
-            ahead = batch is None
-            check_protected(self, self._oldest - ahead, "the first of the accumulated micro-batches came")
+        """Raise ValueError if rows of a prefetched batch, or of accumulated ones, may have been or be evicted.
+
+        `batch` is None for one that is not prefetched yet and may evict rows.
+        """
+        if self._first_step is not None and self.accumulator.is_open:
+            is_new_batch = batch is None
+            check_protected(self, self._first_step - is_new_batch, "the first of the accumulated micro-batches came")
         if batch is not None and batch.training and not torch.compiler.is_compiling():
             check_protected(self, int(batch.step), "a batch was prefetched")
 
     def remember_step(self, batch: AssignedRows | None) -> None:
-        """Of the first micro-batch that is accumulated."""
-        if self._oldest is None and self.accumulator.is_open and batch is not None and batch.training:
-            self._oldest = int(batch.step)
+        """Remember the step of the first accumulated micro-batch."""
+        if self._first_step is None and self.accumulator.is_open and batch is not None and batch.training:
+            self._first_step = int(batch.step)
 
     def update_shared(
         self, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: ops.RowGroups,
@@ -311,12 +326,12 @@ class TableSet(OptimizedTables):
             raise RuntimeError(
                 "the rows of this batch are no longer pinned; prefetch a batch anew for each call of a compiled model"
             )
-        found = self.read(lookup)
+        pooled = self.read(lookup)
         if trained:
             self._in_graph = lookup
         else:
             lookup.release()
-        return found
+        return pooled
 
     def update_pinned(self, number: int, grad: Tensor) -> None:
         """See `ops.pinned_lookup`."""
@@ -328,14 +343,14 @@ class TableSet(OptimizedTables):
         self.update.step(self, grad, lookup, [lookup])
 
     def look_up_trained(self, lookup: Lookup, read: Callable[[], Tensor]) -> Tensor:
-        """Read rows, by `read`; the backward updates and unpins them, or accumulates their gradient."""
+        """Read rows by `read`; the backward updates and unpins them, or accumulates their gradient."""
         handle = self.accumulator.current_handle
 
         def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
             if lookup.released:
                 raise RuntimeError(
                     "the rows of this batch are no longer pinned: each lookup of cached tables has one backward, "
-                    "inside the accumulate() block if it was made in one; look the batch up again"
+                    "inside the accumulate() block of the lookup if there is one; look the batch up again"
                 )
             if handle == NOT_ACCUMULATING:
                 self.update.step(self, grad, lookup, [lookup])
@@ -346,37 +361,37 @@ class TableSet(OptimizedTables):
         return ops.fused_lookup(self.tables[0].weight, None, read, take_gradient)
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
-        """Of a lookup's result."""
+        """Return the dtype of a lookup's result."""
         if self.output_dtype is not None:
             return self.output_dtype
         dtypes = cached_fact(weights, dtypes_of)
         return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _OUTPUT_DTYPES else torch.float32
 
     def weights(self, tables: list[Table] | None = None) -> list[Tensor]:
-        """By table. As attributes of modules they would be searched for, which adds up."""
+        """Return the weights by table. Reads `_parameters`, as attribute access of modules is slow for many tables."""
         tables = self.tables if tables is None else tables
         try:
-            found: list[Any] = [*map(itemgetter("weight"), map(attrgetter("_parameters"), tables))]
+            weights: list[Any] = [*map(itemgetter("weight"), map(attrgetter("_parameters"), tables))]
         except KeyError:  # parametrized
-            found = [table.weight for table in tables]
-        # Traced or transformed, they may have no address.
-        return TensorList(found, self._known, "weights") if plain_eager(*found) else found
+            weights = [table.weight for table in tables]
+        # Traced or transformed tensors may have no address.
+        return TensorList(weights, self._cached_facts, "weights") if plain_eager(*weights) else weights
 
     def fused_tables(self) -> ops.FusedTables:
-        """The tables' present tensors."""
+        """Return the tables' current tensors, for `ops`."""
         spec, counters = self.optimizer, self.counters
         assert spec is not None
         tables = self.tables
         buffers = [*map(attrgetter("_buffers"), tables)]
-        states: list[Any] = [state for each in spec.states for state in map(itemgetter(each.name), buffers)]
+        states: list[Any] = [state for state_spec in spec.states for state in map(itemgetter(state_spec.name), buffers)]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
         weights = self.weights(tables)
         if isinstance(weights, TensorList):
-            states = TensorList(states, self._known, "states")
+            states = TensorList(states, self._cached_facts, "states")
         return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.hyperparameters)
 
     def trains(self, weights: Sequence[Tensor] | None = None) -> bool:
-        """Whether the backward of a lookup made now updates the tables; ValueError if it would update only some."""
+        """Return whether the backward of a lookup made now updates the tables; ValueError if only some would be."""
         if self.optimizer is None or not torch.is_grad_enabled():
             return False
         return require_gradients(self.configs, self.weights() if weights is None else weights)
@@ -410,9 +425,9 @@ class TableSet(OptimizedTables):
         grad = torch.cat([batch.grad for batch in batches])
         layout = self.layout(keys, grad.device) if self.cache is None else slot_layouts(self, keys, grad.device)[1]
         if not self.pooled:
-            places = torch.arange(grad.shape[0], device=grad.device).split([b.values.numel() for b in batches])
+            positions = torch.arange(grad.shape[0], device=grad.device).split([b.values.numel() for b in batches])
             order = KeyedJaggedTensor.stack(
-                [KeyedJaggedTensor(keys, p, offsets=b.offsets) for b, p in zip(batches, places, strict=True)]
+                [KeyedJaggedTensor(keys, p, offsets=b.offsets) for b, p in zip(batches, positions, strict=True)]
             )
             batches.clear()  # frees their gradients
             grad = grad[order.values()]
@@ -423,17 +438,17 @@ class TableSet(OptimizedTables):
         self.update.step(self, grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout), pins)
 
     def read(self, lookup: Lookup) -> Tensor:
-        """`[B, width]` if pooled, else `[N, width]`; no gradient."""
+        """Read a batch of rows: `[B, width]` if pooled, else `[N, width]`. Not differentiable."""
         weights: list[Tensor] = [table.weight for table in self.tables]
-        check_bounds = self.bounds_check == "raise" and self.cache is None  # a prefetch has checked them
+        check_bounds = self.bounds_check == "raise" and self.cache is None  # a prefetch has checked bounds
         with self.memory():
             batch = lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout
             return ops.embedding_bag(weights, *batch, check_bounds, self.dtype_of(weights))
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move or cast all tensors, as `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.
+        """Move or cast all tensors like `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.
 
-        RuntimeError for cached tables, before others have been moved.
+        RuntimeError if a cached table cannot be moved, before any table is.
         """
         for table in sorted(self.tables, key=lambda table: not isinstance(table, CachedTable)):
             table._apply(fn)
@@ -443,32 +458,32 @@ class TableSet(OptimizedTables):
         self.forget_layouts()
 
     def forget_layouts(self) -> None:
-        """Tables have moved, and layouts may have addresses of what has been with them."""
+        """Drop cached layouts, which may have addresses of tensors that have moved."""
         self._layouts.clear()
 
     def memory(self) -> AbstractContextManager[Any]:
-        """Held while the tables' tensors are used, as their cache may replace them by larger ones."""
+        """Return a lock to hold while the tables' tensors are used; their cache may replace them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.storage.lock
 
     def attach(self, service: RowService | RowStore) -> None:
-        """Let these servers have the rows of tables whose placement is "server".
+        """Attach the servers of tables whose placement is "server".
 
-        Where they do not apply the optimizer, a cache on the device of the counters has rows that are being used.
+        Servers that do not apply the optimizer lease rows to a cache, on the device of the counters.
         """
-        self.service, before = service, cast(list[ServerTable], self.tables)
+        self.service, server_tables = service, cast(list[ServerTable], self.tables)
         device = self.counters["step"].device
         if service.applies_updates:
-            for table in before:
+            for table in server_tables:
                 table.service = cast(RowService, service)
                 if table.weight.is_meta:
                     table._apply(partial(torch.empty_like, device=device))
             return
         assert self.optimizer is not None
-        service, kinds = cast(RowStore, service), (CachedServerTable, CachedServerHashTable)
-        made = [kinds[c.is_dynamic](c, self.optimizer.states, device, service) for c in self.configs]
-        for table, one_before in zip(made, before, strict=True):
-            table.weight.requires_grad_(one_before.weight.requires_grad)
-        self._have(made)
+        service, table_types = cast(RowStore, service), (CachedServerTable, CachedServerHashTable)
+        new_tables = [table_types[c.is_dynamic](c, self.optimizer.states, device, service) for c in self.configs]
+        for table, old_table in zip(new_tables, server_tables, strict=True):
+            table.weight.requires_grad_(old_table.weight.requires_grad)
+        self._set_tables(new_tables)
         self.forget_layouts()
         self.rows_changed()
         self.counters["step"].fill_(service.updates)
@@ -477,12 +492,12 @@ class TableSet(OptimizedTables):
             view.refresh()
 
     def write_back(self) -> None:
-        """Let servers have all rows as they are now, where a cache has them."""
+        """Write dirty rows of the cache back to the servers."""
         cast(RowCache, self.cache).write_back()
 
     @contextmanager
     def replacing_rows(self) -> Iterator[None]:
-        """While servers get other rows: none is in the cache then. RuntimeError if a batch has pinned some."""
+        """Empty the cache while servers load other rows in the block. RuntimeError if a batch has pinned rows."""
         with ExitStack() as stack:
             for table in cast(list[CachedServerTable], self.tables):
                 stack.enter_context(cast(RowCache, self.cache).reloading(table, unpinned=True))
@@ -490,12 +505,12 @@ class TableSet(OptimizedTables):
             self.rows_changed()
 
     def rows_changed(self) -> None:
-        """Take over what servers know of their tables: seeds, and batches that were trained."""
+        """Read seeds and clocks of the tables from the servers."""
         for table in cast(list[Any], self.tables):
             table.seed, table.clock = self.service.seed_and_clock(table.config.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own layouts when it needs them."""
+        """Exclude layouts, which a copy rebuilds, and the batch of a compiled graph."""
         return {**super().__getstate__(), "_layouts": {}, "_in_graph": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -504,39 +519,39 @@ class TableSet(OptimizedTables):
 
 
 def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor]) -> bool:
-    """Whether the tables are trained: if their weights require gradients; ValueError if only some do."""
+    """Return whether the tables are trained, that is, all weights require gradients; ValueError if only some do."""
     flags = set(map(attrgetter("requires_grad"), weights))
     if len(flags) > 1:
         frozen = [config.name for config, weight in zip(configs, weights, strict=True) if not weight.requires_grad]
         raise ValueError(
             f"tables {frozen} do not require gradients but others of their collection do; put frozen tables into a "
-            "collection of their own"
+            "separate collection"
         )
     return True in flags
 
 
-def kind_of(config: TableConfig) -> type[Table]:
-    """The class of a table."""
+def table_type(config: TableConfig) -> type[Table]:
+    """Return the class of a table."""
     if config.placement == "server":
         return ServerTable
-    kinds = (DynamicTable, CachedDynamicTable) if config.is_dynamic else (Table, CachedTable)
-    return kinds[config.placement != "device"]
+    types = (DynamicTable, CachedDynamicTable) if config.is_dynamic else (Table, CachedTable)
+    return types[config.placement != "device"]
 
 
-def _make_cache(tables: Sequence[Table]) -> RowCache | None:
+def _create_cache(tables: Sequence[Table]) -> RowCache | None:
     if not (cached := [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]):
         return None
     policies = {config.cache.policy: config.name for config in cached}
     if len(policies) > 1:
         raise ValueError(
-            f"tables {sorted(policies.values())} have caches of several policies, {sorted(policies)}; put them into "
-            "collections of their own"
+            f"tables {sorted(policies.values())} have caches with different policies, {sorted(policies)}; put them "
+            "into separate collections"
         )
     return RowCache(tables, cached[0].cache.policy)
 
 
 def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
-    """Raise TypeError or ValueError for what is no list of tables, or of some that do not go together."""
+    """Raise TypeError or ValueError unless `tables` is a list of tables that can form a collection."""
     if not isinstance(tables, Sequence):
         raise TypeError(f"tables must be a list of TableConfig, got {tables!r}")
     if optimizer is not None:
@@ -547,18 +562,18 @@ def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
     for table in tables:
         if not isinstance(table, TableConfig):
             raise TypeError(f"tables must be TableConfig, got {table!r}")
-    elsewhere = [table.name for table in tables if table.placement != "server"]
-    if 0 < len(elsewhere) < len(tables):
+    local_names = [table.name for table in tables if table.placement != "server"]
+    if 0 < len(local_names) < len(tables):
         raise ValueError(
-            f"tables {elsewhere} are not on embedding servers, and others of their collection are; put them into "
-            "collections of their own"
+            f"tables {local_names} are not on embedding servers, but others of their collection are; put them into "
+            "separate collections"
         )
     for table in tables:
         if table.name in names:
-            raise ValueError(f"table {table.name!r} is given twice; names must be unique in a collection")
+            raise ValueError(f"duplicate table {table.name!r}; names must be unique in a collection")
         if optimizer is not None and table.dtype not in TRAINABLE_DTYPES:
             raise ValueError(
                 f"table {table.name!r}: {table.dtype} rows are too coarse to be trained; choose one of "
-                f"{TRAINABLE_DTYPES}, or leave out the optimizer to look it up only"
+                f"{TRAINABLE_DTYPES}, or leave out the optimizer for lookups only"
             )
         names.add(table.name)
