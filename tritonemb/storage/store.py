@@ -41,14 +41,14 @@ class StorageError(OSError):
 
 
 @contextmanager
-def storage_errors(what: str, remedy: str) -> Iterator[None]:
-    """Raise OSErrors as a StorageError with the text "{what}: {error}; {advice}"."""
+def storage_errors(problem: str, remedy: str) -> Iterator[None]:
+    """Raise OSErrors as a StorageError with the text "{problem}: {error}; {advice}"."""
     try:
         yield
     except StorageError:
         raise
     except (OSError, EOFError, OverflowError) as error:
-        raise StorageError(f"{what}: {error}; {advice(error, remedy)}") from error
+        raise StorageError(f"{problem}: {error}; {advice(error, remedy)}") from error
 
 
 def advice(error: BaseException, remedy: str) -> str:

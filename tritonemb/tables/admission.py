@@ -13,9 +13,9 @@ HALVED_AFTER = 8  # occurrences per cell after which a partition's counts are ha
 
 
 class Sketch:
-    """Count-min sketch (Cormode and Muthukrishnan, 2005) of the occurrences of ids without rows.
+    """Count-min sketch (Cormode and Muthukrishnan, 2005) of occurrences of ids without rows, with conservative update.
 
-    Updates are conservative. Each partition has its own cells, halved after `HALVED_AFTER` occurrences per cell.
+    Each partition has its own cells, which are halved after `HALVED_AFTER` occurrences per cell.
     """
 
     def __init__(self, index: DynamicIndex, appearances: int) -> None:

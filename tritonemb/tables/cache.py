@@ -37,19 +37,11 @@ LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # rows of the cou
 class RowCache:
     """Device cache of a collection's tables, at least one of which is in host memory or on disk.
 
-    Any thread may prefetch batches; a lock serializes them.
-
-    Args:
-        tables: all tables of the collection.
-        policy: eviction policy, "lru" or "lfu".
-
-    Attributes:
-        tables: by table number; None for a table on the device.
-        stall: seconds that lookups waited for rows of batches that had not been prefetched.
-        storage: memory of the slots.
+    Any thread may prefetch batches; a lock serializes them. `policy` is "lru" or "lfu".
     """
 
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
+        # By table number; None for a table on the device.
         self.tables = [table if isinstance(table, CachedTable) else None for table in tables]
         self.device = tables[0].weight.device
         # Directory. A last table of one row and no slots takes the padding of a batch.
@@ -63,7 +55,7 @@ class RowCache:
         self.storage, self._lock = CacheStorage(tables, self._directory), threading.RLock()
         # Statistics.
         self._counts = np.zeros((WRITTEN + 1, len(tables)), dtype=np.int64)
-        self.stall = 0.0
+        self.stall = 0.0  # seconds that lookups waited for rows of batches that were not prefetched
         # Transfers and releases.
         self._transfer = RowTransfer(self.device)
         self._last_transfer: torch.cuda.Event | None = None  # recorded after the latest transfer
@@ -86,8 +78,7 @@ class RowCache:
     def pin(self, lookup: Lookup, invalid: Tensor | None, released_before: int | None) -> bool:
         """Pin the rows of a batch and its replica rows in slots, and replace rows by slots in `lookup`.
 
-        Return False if nothing was pinned. StorageError if rows cannot be read or written; the cache is in an undefined
-        state then.
+        Return False if nothing was pinned. A StorageError leaves the cache in an undefined state.
 
         Args:
             lookup: batch of table rows, one key per lookup; its layout is already that of the slots.
@@ -262,10 +253,7 @@ class RowCache:
         return slots, cached
 
     def _pin_overflow(self, rows: Tensor, slots: Tensor, tables: Tensor) -> Tensor:
-        """Pin linear rows that are in overflow slots; if others miss their set, evict unpinned overflow rows.
-
-        `slots` has the rows' slots in sets, -1 for misses. Return it with the overflow slots filled in.
-        """
+        """Pin rows in overflow slots, and evict unpinned ones if others miss; return all slots, -1 for misses."""
         directory, overflow_slots = self._directory, self._directory.overflow
         tags = directory.tags[overflow_slots]
         overflow_tables = torch.searchsorted(directory.first_slots, overflow_slots, right=True) - 1
@@ -295,10 +283,7 @@ class RowCache:
         return slots
 
     def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor, *flags: Tensor) -> Compacted:
-        """Write back dirty rows among the victims `rows`, which are `NO_ROW` where nothing is evicted.
-
-        Also `_compact` the flags, in the same synchronization.
-        """
+        """Write back dirty rows among the victims, `NO_ROW` for none, and `_compact` flags in one synchronization."""
         directory, evicted_mask = self._directory, rows != NO_ROW
         index = torch.where(evicted_mask, directory.first_slots.index_select(0, tables) + slots, 0)
         masks = [evicted_mask & directory.dirty[index], evicted_mask, *flags]
@@ -346,10 +331,7 @@ def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> Compac
 
 
 class RowTransfer:
-    """Copies rows with their states between slots and stores, for one thread at a time.
-
-    Copies to and from host memory are kernels on the current stream; writes to disk are asynchronous.
-    """
+    """Copies rows and states between slots and stores, for one thread at a time; disk writes are asynchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -48,16 +48,12 @@ class CacheStatistics:
 
 
 class CacheStorage:
-    """Weight and states of the slots of a collection's tables, and the layouts by which lookups address them.
-
-    Attributes:
-        lock: held while the tables' tensors are used, or replaced by larger ones.
-        layouts: by keys, the layouts of whole tables and of their slots.
-    """
+    """Weight and states of the slots of a collection's tables, and the layouts by which lookups address them."""
 
     def __init__(self, tables: Sequence[Table], directory: CacheDirectory) -> None:
         self._tables, self._directory = list(tables), directory
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # held while the tables' tensors are used, or replaced by larger ones
+        # By keys: the layouts of whole tables and of their slots.
         self.layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}
 
     def add_layout(self, keys: tuple[str, ...], table_layout: Layout) -> tuple[Layout, Layout]:

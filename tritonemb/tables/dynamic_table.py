@@ -279,12 +279,6 @@ class DynamicTable(Table):
 
     A step is a batch that was trained, or prefetched for training. Memory is allocated as rows are, not for the
     capacity. Methods are thread-safe; the tables of a collection share one `lock`.
-
-    Attributes:
-        clock: number of steps.
-        seed: of the initial values.
-        removed_ids: ids evicted or removed since the last snapshot; None: not tracked.
-        sketch: counts of ids without rows, for admission.
     """
 
     index: DynamicIndex
@@ -303,7 +297,7 @@ class DynamicTable(Table):
         self._counters = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
         self.state_names = tuple(spec.name for spec in states)
         self.clock, self.seed = 0, 0
-        self.removed_ids: list[Tensor] | None = None
+        self.removed_ids: list[Tensor] | None = None  # evicted or removed since the last snapshot; None: not tracked
         self._row_numbers: Tensor | None = None  # saved row number by allocated row, see `load_row_state`
         self.lock = Lock(index_device)
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None

@@ -39,11 +39,9 @@ class Lookup:
     """A batch of rows as kernels read it. Rows of cached tables are pinned in slots until it is released or deleted.
 
     Attributes:
-        values: int32 or int64 `[N]`, rows of the tables' memory (slots of cached tables).
-        offsets: `[K * B + 1]`.
+        values, offsets: int32 or int64 `[N]`, rows of the tables' memory (slots of cached tables), and `[K * B + 1]`.
         sample_weights: float32 `[N]`, or None.
-        groups: distinct rows with their positions.
-        layout: of the batch's keys over the tables.
+        groups, layout: distinct rows with their positions, and the layout of the batch's keys over the tables.
         tables, rows, slots: int64 `[n]`, of pinned rows: table number, row in the table, and slot.
         training: whether gradients were recorded when the batch was prefetched.
         replica_rows: rows of other ranks' batches that this rank updates as well; None without replicas.
@@ -52,8 +50,7 @@ class Lookup:
         acquired: whether a lookup has used the slots.
         dirty: whether the rows were updated; they are written back after release.
         stream: stream that reads the slots.
-        number: sequence number of the release.
-        events: recorded at release; the slots are reused after them.
+        number, events: sequence number of the release, and events recorded then; the slots are reused after them.
         ticket: int64 `[]` on the CPU, the batch's number in compiled graphs.
         assigned: the batch with rows instead of ids, if tables are dynamic.
     """
@@ -85,7 +82,7 @@ class Lookup:
 
     @property
     def released(self) -> bool:
-        """Whether the slots may have been reused."""
+        """True once the slots may have been reused."""
         return self.slots is not None and self.on_release is None
 
     def release(self) -> None:
@@ -157,12 +154,8 @@ class PrefetchedFeatures:
     """Handle of a prefetched batch, which a model takes in place of its features. A pytree node.
 
     Its ids have been consumed; only `keys()` and `stride()` remain. So it does not suit a model that changes features
-    before it looks them up.
-
-    Args:
-        batch: the features.
-        by_collection: by `id` of each collection, its prefetched data: a pytree of tensors and `Lookup`s. Lookups stay
-            on the device of their slots.
+    before it looks them up. `by_collection` has, by `id` of each collection, its prefetched data: a pytree of tensors,
+    and of `Lookup`s, which stay on the device of their slots.
     """
 
     def __init__(self, batch: KeyedJaggedTensor, by_collection: Mapping[int, Any]) -> None:
@@ -225,7 +218,7 @@ def prefetch_batch(
     input_batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets) if assigned is None else assigned.features
     # Lay the batch out with one key per lookup, over whole tables and over their slots.
     layout = tables.layout(input_batch.keys(), input_batch.values().device)
-    batch = one_key_per_lookup(tables, input_batch, layout)
+    batch = split_lookups(tables, input_batch, layout)
     table_layout, slot_layout = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
     release_limit = _released_before.get()
     find_replica_rows = tables.update.replica_rows(tables) if training else None
@@ -240,7 +233,7 @@ def prefetch_batch(
             invalid = groups.starts[-1] != num_ids.sum()
         if find_replica_rows is not None or not tables.cache.pin(lookup, invalid, release_limit):
             has_problem = invalid is not None and bool(invalid)
-            problem = find_invalid_id(input_batch, lookup_sizes(tables, keys)) if has_problem else None
+            problem = find_invalid_id(input_batch, id_ranges(tables, keys)) if has_problem else None
             if find_replica_rows is not None and lookup.replica_rows is None:
                 lookup.replica_rows = find_replica_rows(groups.rows, problem)
             elif problem is not None:
@@ -318,19 +311,16 @@ def assign_rows(
     """Find the rows of a batch's ids in dynamic tables, and in training assign rows to new ids.
 
     ValueError, before anything changes, if a table has no room for its new ids, or has no optimizer to train it.
-
-    Args:
-        for_prefetch: group the rows as well.
-        occurrences: int `[N]`, occurrences of each id before the batch was deduplicated.
+    With `for_prefetch` rows are also grouped. `occurrences`, int `[N]`, counts ids before the batch was deduplicated.
     """
     keys, values, offsets, weights = unpack_features(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
     is_checked = getattr(features, "is_checked", False)  # a KeyedJaggedTensor whose offsets were validated
     batch: Any = features if is_checked else KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, lookup_sizes(tables, keys))):
+    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, id_ranges(tables, keys))):
         raise problem
     if layout.multiplicity > 1:
-        batch = one_key_per_lookup(tables, batch, layout)
+        batch = split_lookups(tables, batch, layout)
         layout = tables.layout(batch.keys(), values.device)
     training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
@@ -363,7 +353,7 @@ def _allocate_rows_on_servers(
     tables: Tables, batch: KeyedJaggedTensor, occurrences: Tensor | None, training: bool
 ) -> Tensor:
     """Find rows of a batch's ids, and in training assign rows to new ids, in indexes on servers."""
-    values, positions = batch.values().long(), value_positions(batch, tables.table_keys[tuple(batch.keys())])
+    values, positions = batch.values().long(), find_positions(batch, tables.table_keys[tuple(batch.keys())])
     # Deduplicate the ids of each table, and count their occurrences.
     distinct_by_table = []
     for at in positions.values():
@@ -384,7 +374,7 @@ def _allocate_rows_on_servers(
     return rows
 
 
-def lookup_sizes(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
+def id_ranges(tables: Tables, keys: Sequence[str]) -> list[tuple[str, str, int]]:
     """Return key, table name and number of rows per lookup of a static table."""
     static = [config for config in tables.configs if not config.is_dynamic]
     return [(key, c.name, c.num_embeddings) for key in keys for c in static if key in c.feature_names]
@@ -402,7 +392,7 @@ def check_protected(tables: Tables, step: int, event: str) -> None:
         )
 
 
-def value_positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
+def find_positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
     """Return the positions of each table's values in a batch: a slice, or int64 `[n]` for several keys."""
     size = batch.stride()
     ends = batch.offsets()[::size].tolist() if size else [0] * (len(batch.keys()) + 1)
@@ -417,7 +407,7 @@ def _find_unknown_ids(
     tables: Tables, batch: KeyedJaggedTensor, rows: Tensor, layout: Layout, for_prefetch: bool
 ) -> UnknownIds | None:
     """Return the temporary tables by which a batch is read, or None if all ids have rows."""
-    positions, values = value_positions(batch, tables.table_keys[tuple(batch.keys())]), batch.values().long()
+    positions, values = find_positions(batch, tables.table_keys[tuple(batch.keys())]), batch.values().long()
     affected: Any = [number for number, at in positions.items() if (rows[at] < 0).any()]
     if not affected:
         return None
@@ -441,7 +431,7 @@ def _translate_to_slots(tables: Tables, lookup: Lookup) -> UnknownIds:
     assert lookup.assigned.unknown_ids is not None
     batch, unknown_ids, slots_by_table = lookup.assigned.features, lookup.assigned.unknown_ids, dict[int, Tensor]()
     values, slot_layout = lookup.values.clone(), lookup.layout._replace(tables=lookup.layout.tables.clone())
-    positions = value_positions(batch, tables.table_keys[tuple(batch.keys())])
+    positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
     for number, distinct in unknown_ids.rows.items():
         if tables.cache.tables[number] is None:
             slots_by_table[number] = distinct
@@ -532,7 +522,7 @@ def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[st
     }
 
 
-def one_key_per_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
+def split_lookups(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
     """Return the batch with one key per lookup, so that each value is a row of one table."""
     by_key, batches = _lookup_keys(tables, batch.keys(), layout), []
     if by_key is None:

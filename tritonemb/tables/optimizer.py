@@ -69,12 +69,9 @@ def hooked_where_needed(step: Callable[..., Any]) -> Callable[..., Any]:
 class FusedOptimizer(torch.optim.Optimizer):
     """Optimizer with one parameter group of tables, which the backward updates: `step` does nothing unless `deferred`.
 
-    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`.
-
-    Args:
-        tables: `OptimizedTables`, or a module with their `optimizer`, `accumulate` and learning rate.
-        states: returns each table's name, weight, and `step` and states by name: the tensors themselves.
-        deferred: `OptimizedTables` whose accumulated gradients `step` applies.
+    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `tables` are `OptimizedTables`, or a
+    module with their `optimizer`, `accumulate` and learning rate; `states` returns the tables' current tensors;
+    `deferred` are `OptimizedTables` whose accumulated gradients `step` applies.
     """
 
     def __init__(self, tables: Any, states: Callable[[], States], deferred: Any = None) -> None:
@@ -174,13 +171,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class OptimizedTables:
-    """Tables that backward passes update, with one learning rate.
+    """Tables that backward passes update, with one learning rate; `optimizer` is None for ordinary gradients.
 
-    Attributes:
-        optimizer: None for ordinary gradients.
-        by_step: whether `apply` applies accumulated gradients, instead of the end of each backward pass.
-        current_learning_rate: last one set; updates read a tensor.
-        accumulator: gradients that are not applied yet.
+    With `by_step`, `apply` applies accumulated gradients instead of the end of each backward pass.
     """
 
     def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
@@ -188,6 +181,7 @@ class OptimizedTables:
         hyperparameters = Hyperparameters() if optimizer is None else optimizer.hyperparameters
         self._constants = ",".join(map(repr, hyperparameters))
         self._hyperparameters = [*hyperparameters]
+        # Last one set; updates read the tensors of `rates`.
         self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr
         self.accumulator = Accumulator(always_open=by_step)
         self._views: WeakSet[FusedOptimizer] = WeakSet()

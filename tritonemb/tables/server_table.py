@@ -21,15 +21,7 @@ from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.cached_table import is_metadata_only
-from tritonemb.tables.lookup import (
-    Lookup,
-    Tables,
-    check_gradients,
-    lookup_sizes,
-    one_key_per_lookup,
-    row_sums,
-    value_positions,
-)
+from tritonemb.tables.lookup import Lookup, Tables, check_gradients, find_positions, id_ranges, row_sums, split_lookups
 from tritonemb.tables.table import Table, draw_seed, load_named_tensors
 from tritonemb.types import Device, TableConfig
 
@@ -48,8 +40,7 @@ class TableService(Protocol):
     """Embedding servers of a collection's tables.
 
     Attributes:
-        applies_updates: whether servers apply the optimizer to pushed gradients (`RowService`), or trainers lease rows
-            and apply it (`RowStore`).
+        applies_updates: whether servers apply the optimizer (`RowService`), or trainers, to leased rows (`RowStore`).
     """
 
     applies_updates: bool
@@ -174,9 +165,9 @@ def pull_batch(tables: Tables, features: Features) -> PulledBatch:
     """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
     keys, values, offsets, weights = unpack_features(features)
     batch, service = KeyedJaggedTensor(keys, values, weights, offsets=offsets), tables.tables[0]._require_service()
-    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, lookup_sizes(tables, keys))):
+    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, id_ranges(tables, keys))):
         raise problem
-    batch = one_key_per_lookup(tables, batch, tables.layout(keys, values.device))
+    batch = split_lookups(tables, batch, tables.layout(keys, values.device))
     layout = tables.layout(batch.keys(), values.device)
     training = tables.trains()
     with torch.no_grad(), torch.inference_mode(False):
@@ -207,7 +198,7 @@ def _deduplicate_rows(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) 
 
 def _deduplicate(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> PulledBatch:
     """Replace ids by indices of the batch's distinct ids, for tables some of which are dynamic."""
-    positions = value_positions(batch, tables.table_keys[tuple(batch.keys())])
+    positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
     values, all_ids = torch.full_like(batch.values(), -1, dtype=torch.int64), list[Tensor]()
     for number, config in enumerate(tables.configs):
         ids = batch.values()[positions[number]].long()
@@ -273,10 +264,8 @@ def _read(tables: Tables, lookup: PulledBatch) -> Tensor:
 
 @torch.no_grad()
 def push_gradients(tables: Tables, grad: Tensor, lookup: PulledBatch) -> None:
-    """Push the sums of a batch's gradients.
-
-    With `on_nonfinite="raise"`, ValueError for a gradient that is not finite; nothing is pushed then. With "skip" such
-    rows are counted, and the servers do not update them.
+    """Push the sums of a batch's gradients. With `on_nonfinite="raise"` a sum that is not finite raises ValueError and
+    nothing is pushed; with "skip" such rows are counted, and the servers do not update them.
     """
     optimizer = tables.optimizer
     _, sums = row_sums(grad, lookup, optimizer.max_gradient)

@@ -99,19 +99,7 @@ class TableSet(OptimizedTables):
     """Tables that are looked up together, and with an `optimizer` updated together; see `EmbeddingBagCollection`.
 
     It is not a module: its owner registers `tables`, and `counters` as buffers. Tables may be unsharded, or shards.
-
-    Args:
-        update: applies the gradients of rows in a backward pass.
-
-    Attributes:
-        counters: with an optimizer: `learning_rate`, float32 `[]`; `step`, number of updates, int64 `[]`; `pending`,
-            number of accumulated micro-batches, int64 `[]`; `skipped`, int64 `[T]`.
-        service: `RowService` or `RowStore` of tables on servers, once attached.
-        table_keys: by keys of a batch: key indices of each dynamic or server table, by table number.
-        by_name: tables by name; an owning module substitutes its own dictionary.
-        cache: `RowCache` if any table is in host memory or on disk.
-        dynamic: dynamic tables by number.
-        pins: batches whose gradients are accumulated and whose rows are pinned.
+    `update` applies the gradients of rows in a backward pass.
     """
 
     def __init__(
@@ -126,9 +114,10 @@ class TableSet(OptimizedTables):
         self.bounds_check, self.output_dtype = bounds_check, output_dtype
         self.update = LocalUpdate() if update is None else update
         self.accumulator.tables = ref(self)
+        # Learning rate, numbers of updates and of accumulated micro-batches, and of skipped rows per table. They have
+        # values at once; those of a meta module are on the CPU until it is moved.
         self.counters: dict[str, Any] = {}
         if optimizer is not None:
-            # Counters have values at once; those of a meta module are on the CPU until it is moved.
             counter_device = "cpu" if device is not None and torch.device(device).type == "meta" else device
             self.counters = {
                 "learning_rate": torch.tensor(optimizer.lr, dtype=torch.float32, device=counter_device),
@@ -139,17 +128,18 @@ class TableSet(OptimizedTables):
         states = () if optimizer is None else optimizer.states
         # Tables and their layouts.
         self._names = [config.name for config in tables]
-        self.by_name: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}  # an owning module substitutes its own dictionary
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
-        self.service: Any = None
+        self.service: Any = None  # `RowService` or `RowStore`, once attached
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
+        # By keys of a batch, then by number of a dynamic or server table: indices of its keys.
         self.table_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}
         self._cached_facts: dict[str, Any] = {}  # of each `TensorList`
         self._set_tables([table_type(config)(config, states, device) for config in self.configs])
         # Gradient accumulation, and compiled graphs.
         self._accumulated_keys: tuple[str, ...] | None = None
         self._first_step: int | None = None  # step of the first accumulated micro-batch of dynamic tables
-        self.pins: list[Lookup] = []
+        self.pins: list[Lookup] = []  # accumulated batches, whose rows are pinned
         self._in_graph: Lookup | None = None  # batch between its compiled forward and backward
         self.layout(self.feature_names, self.tables[0].weight.device)
 
