@@ -66,8 +66,8 @@ def test_mistakes_are_named(tmp_path):
     path = write(tmp_path, random_lines(5))
     convert(path, tmp_path / "log.parquet")
     for source, target, message in (
-        (path, tmp_path / "log.parquet", "log.parquet is there already; remove it, or name another target"),
-        (tmp_path / "log.parquet", tmp_path / "other", "log.parquet is Parquet already; text files are converted"),
+        (path, tmp_path / "log.parquet", "log.parquet exists already; remove it, or name another target"),
+        (tmp_path / "log.parquet", tmp_path / "other", "log.parquet is Parquet already; only text files can"),
         (path, tmp_path / "nowhere" / "log.parquet", "nowhere: no such folder to write log.parquet to"),
         (tmp_path / "missing", tmp_path / "other", "missing: no such file or folder"),
     ):

@@ -274,7 +274,7 @@ def test_open_dataset_takes_a_path_or_a_name(tmp_path):
         FileNotFoundError, match=r"'movielens' is neither a file or folder nor one of .*'movielens-100k'"
     ):
         open_dataset("movielens")
-    with pytest.raises(ValueError, match=r"not one of .* but a path; a second one"):
+    with pytest.raises(ValueError, match=r"not one of .* but a path; a second path"):
         open_dataset(str(path), path)
     assert {kind_of(name) for name in NAMES} == set(NAMES)
     assert kind_of("criteo") == kind_of(str(path)) == "criteo-kaggle"

@@ -385,7 +385,7 @@ def test_labels_of_rows_to_score_are_not_read(tmp_path):
     log = reader(write(tmp_path, "1,a,1,u,1", "0,b,2,v,2"))
     for labels, kept in ((("", "-1"), [None, -1.0]), (("unknown", "1"), [])):
         path = write(tmp_path, *(f"{label},a,1,u,1" for label in labels), name="score.csv")
-        scored = open_for_scoring(path, log.options, log.features, kept=("click",) if kept else ())
+        scored = open_for_scoring(path, log.options, log.features, extra_columns=("click",) if kept else ())
         assert [row[:2] for row in rows_of(scored, "test")] == [(0, 1), (0, 1)]
         (block,) = scored.scan(
             "test",
@@ -395,7 +395,7 @@ def test_labels_of_rows_to_score_are_not_read(tmp_path):
         )
         assert block.rows == kept
     with pytest.raises(ValueError, match=r"field 1 \(click\) is 'unknown', expected a number or nothing"):
-        open_for_scoring(path, log.options, log.features, kept=("click",))
+        open_for_scoring(path, log.options, log.features, extra_columns=("click",))
 
 
 def test_names_open_csv_and_rows_without_labels_are_scored(tmp_path):

@@ -357,5 +357,5 @@ def test_shares_of_a_split_without_rows_end_at_once(tmp_path):
         position = stream.position
     with reader(parquet_log).open("train", 4, shard=(0, 5), position=position) as stream:
         assert list(stream) == []
-    with pytest.raises(ValueError, match="the position is in a file that the train rows do not have"):
+    with pytest.raises(ValueError, match="the position is in a file that is not in the train split"):
         reader(parquet_log).open("train", 4, shard=(0, 5), position=position | {"part": 1})

@@ -252,7 +252,7 @@ def test_files_without_rows_beside_others_have_none(tmp_path):
     assert sum(len(rows_of(log, shard=(index, 3))) for index in range(3)) == 6
     assert len(rows_of(ClickLog(folder, options(SplitRule(test_share=0.5), **SCHEMA)), "test")) == 3
     held_out = SplitRule(test_files=(str(folder / "part-2.parquet"),))
-    with pytest.raises(ValueError, match="log: the files of the test rows have none"):
+    with pytest.raises(ValueError, match="log: the files of the test split have no rows"):
         ClickLog(folder, options(held_out, **SCHEMA))
 
 

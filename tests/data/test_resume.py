@@ -132,14 +132,14 @@ def test_a_position_of_something_else_is_refused(tmp_path):
         (log, "train", 4, {}),
         (other, "train", 4, {"shuffle": True}),
     ):
-        with pytest.raises(ValueError, match="this position was taken in a stream of other data or other settings"):
+        with pytest.raises(ValueError, match="this position is of a stream of other data or with other settings"):
             data.open(split, batch_size, **how, position=position)
     for wrong, message in (
         ({}, "is not a position of it, which has the fields"),
         (position | {"more": 1}, "is not a position of it"),
         (position | {"offset": -1}, "the position's 'offset' is -1, expected an int of 0 or more"),
         (position | {"window": "1"}, "the position's 'window' is '1'"),
-        (position | {"part": 1}, "the position is in a file that the train rows do not have"),
+        (position | {"part": 1}, "the position is in a file that is not in the train split"),
         (position | {"batch": 1 << 40}, "the position is in batch"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -222,7 +222,7 @@ def test_a_run_that_left_out_rows_can_not_become_strict(tmp_path):
     assert (early["skipped"], late["skipped"]) == (0, 1)
     with strict.open("train", 8, position=early) as stream, pytest.raises(ValueError, match="line 41"):
         list(stream)
-    with pytest.raises(ValueError, match="1 bad rows had been left out at this position, so it cannot resume with"):
+    with pytest.raises(ValueError, match="1 bad rows were skipped before this position, so it cannot resume with"):
         strict.open("train", 8, position=late)
 
 

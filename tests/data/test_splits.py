@@ -227,7 +227,7 @@ def test_times_as_strings_are_times(tmp_path, bound):
                 )
                 assert numbers(log, "train") == [*range(30), 72, 73]
             else:
-                with pytest.raises(ValueError, match=r"not all of its times are alike \(.*\); write both as 2014"):
+                with pytest.raises(ValueError, match=r"its times have different formats \(.*\); write both as 2014"):
                     numbers(log, "test")
 
 
@@ -322,7 +322,7 @@ def test_a_log_to_score_has_all_rows_in_order_as_test_rows(tmp_path):
 def test_unpacking_for_the_size_is_told(tmp_path, caplog):
     path = write(tmp_path, random_lines(9), "log.gz")
     ClickLog(path, options(SplitRule()))
-    assert caplog.messages == ["log.gz: unpacking it once to learn its size, so that its last rows can be held out"]
+    assert caplog.messages == ["log.gz: decompressing it once for its size, to hold out its last rows"]
     ClickLog(path, options())
     ClickLog(write(tmp_path, random_lines(9)), options(SplitRule()))
     assert len(caplog.messages) == 1

@@ -43,5 +43,5 @@ def test_ids_are_skewed_and_the_seed_decides():
 def test_too_few_rows_are_refused():
     with pytest.raises(ValueError, match="at least 1, got 10 and 0"):
         make_synthetic(10, 0)
-    with pytest.raises(ValueError, match="labels of one kind only"):
+    with pytest.raises(ValueError, match="all test rows have the same label"):
         make_synthetic(10, 1)

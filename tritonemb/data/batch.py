@@ -1,4 +1,4 @@
-"""What a model is fed with at each step: batches, and the rows in memory, column by column, that they are cut from."""
+"""Batches, the input of a model per step, and rows in memory as columns, from which batches are gathered."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from tritonemb.jagged import KeyedJaggedTensor, _unflatten
 
 Array = np.ndarray[Any, Any]
-ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
-# Matrix products of at least LARGE_BATCH rows, and of a multiple of BATCH_MULTIPLE, round each row alike; others may
-# not (MKL and oneDNN, layers up to 1,200 wide: measured).
+ALIGNMENT = 64  # bytes: a cache line, and more than any vector load requires
+# Matrix products round every row alike if they have at least LARGE_BATCH rows and a multiple of BATCH_MULTIPLE;
+# others may not (measured with MKL and oneDNN, layers up to 1,200 wide).
 LARGE_BATCH, BATCH_MULTIPLE = 512, 16
 
 
@@ -23,8 +23,8 @@ LARGE_BATCH, BATCH_MULTIPLE = 512, 16
 class Batch:
     """B samples: `dense` `[B, num_dense]` float32, `sparse` ids per feature, `labels` `[B]` float32 in {0, 1}.
 
-    A pytree node of its tensors. The batches of a data set lie in one buffer (see `BatchLayout`), so that they are
-    pinned and moved at once; a batch made from separate tensors is moved tensor by tensor.
+    A pytree node of its tensors. The tensors of a data set's batch are views of one buffer (see `BatchLayout`), which
+    is pinned and copied at once; a batch of separate tensors is copied tensor by tensor.
     """
 
     dense: Tensor
@@ -34,7 +34,7 @@ class Batch:
 
     @property
     def layout(self) -> "BatchLayout":
-        """Of a buffer with these tensors."""
+        """Layout of a buffer with these tensors."""
         values = self.sparse.values()
         wide, num_dense = values.dtype == torch.int64, self.dense.shape[1]
         return BatchLayout(tuple(self.sparse.keys()), len(self), num_dense, len(values), wide)
@@ -61,27 +61,28 @@ class Batch:
         return pytree.tree_map_only(Tensor, function, self)
 
     def packed(self) -> "Batch":
-        """The same batch in one buffer; this one if it has one. ValueError if ids have weights, or types are others."""
+        """Return the batch in one buffer, itself if it is in one. ValueError if ids have weights, or for other
+        dtypes."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:
             raise ValueError("a batch whose ids have weights does not fit into one buffer")
-        if self.dense.dim() != 2 or any(part.dtype != torch.float32 for part in (self.dense, self.labels)):
+        if self.dense.dim() != 2 or any(tensor.dtype != torch.float32 for tensor in (self.dense, self.labels)):
             raise ValueError(
                 "dense numbers must be float32 [B, num_dense] and labels float32 [B], got "
                 f"{self.dense.dtype} {tuple(self.dense.shape)} and {self.labels.dtype}"
             )
         layout = self.layout
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        parts = (self.dense, self.labels, self.sparse.values(), self.sparse.lengths(), self.sparse.offsets())
-        for view, part in zip(layout.views(buffer), parts, strict=True):
-            view.copy_(part)
+        tensors = (self.dense, self.labels, self.sparse.values(), self.sparse.lengths(), self.sparse.offsets())
+        for view, tensor in zip(layout.views(buffer), tensors, strict=True):
+            view.copy_(tensor)
         return layout.batch(buffer)
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Positions of a batch's tensors in its buffer of bytes, each at a multiple of 64:
+    """Offsets of a batch's tensors in its buffer of bytes, each a multiple of 64:
     dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, values int32, or int64 if `wide`,
     `[num_values]`, lengths int32 `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`."""
 
@@ -91,7 +92,7 @@ class BatchLayout:
     num_values: int
     wide: bool = False
 
-    def _parts(self) -> tuple[tuple[torch.dtype, int], ...]:
+    def _fields(self) -> tuple[tuple[torch.dtype, int], ...]:
         bags = len(self.keys) * self.batch_size
         return (
             (torch.float32, self.batch_size * self.num_dense),
@@ -101,28 +102,28 @@ class BatchLayout:
             (torch.int32, bags + 1),
         )
 
-    def _starts(self) -> list[int]:
-        sizes = (-(-dtype.itemsize * count // ALIGNMENT) * ALIGNMENT for dtype, count in self._parts())
+    def _field_offsets(self) -> list[int]:
+        sizes = (-(-dtype.itemsize * count // ALIGNMENT) * ALIGNMENT for dtype, count in self._fields())
         return list(accumulate(sizes, initial=0))
 
     @property
     def num_bytes(self) -> int:
-        return self._starts()[-1]
+        return self._field_offsets()[-1]
 
     @property
     def bytes_before_offsets(self) -> int:
-        """Of everything before the offsets, which come last and can be computed from it."""
-        return self._starts()[-2]
+        """Bytes before the offsets, which come last and can be computed from the lengths."""
+        return self._field_offsets()[-2]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Dense, labels, values, lengths and offsets: views of a uint8 tensor of `num_bytes`, on any device."""
-        parts = zip(self._starts(), self._parts(), strict=False)
-        views = [buffer[start : start + dtype.itemsize * count].view(dtype) for start, (dtype, count) in parts]
+        """Return dense, labels, values, lengths and offsets: views of a uint8 tensor `[num_bytes]`, on any device."""
+        fields = zip(self._field_offsets(), self._fields(), strict=False)
+        views = [buffer[start : start + dtype.itemsize * count].view(dtype) for start, (dtype, count) in fields]
         views[0] = views[0].view(self.batch_size, self.num_dense)
         return views
 
     def batch(self, buffer: Tensor) -> Batch:
-        """The batch in a filled buffer, whose contents are not checked."""
+        """Wrap a filled buffer as a batch; its contents are not checked."""
         dense, labels, values, lengths, offsets = self.views(buffer)
         return Batch(dense, _unflatten([values, None, lengths, offsets], self.keys), labels, buffer)
 
@@ -137,11 +138,11 @@ pytree.register_pytree_node(
 
 @dataclass(frozen=True)
 class Column:
-    """One feature's ids for all rows.
+    """Ids of one feature for all rows.
 
     Args:
-        values: int32 or int64; `[num_rows]` with one id a row, else all rows' ids one after the other.
-        offsets: `[num_rows + 1]` int64, where each row's ids start; None with one id a row.
+        values: int32 or int64; `[num_rows]` with one id per row, else the concatenated ids of all rows.
+        offsets: `[num_rows + 1]` int64, where each row's ids start; None with one id per row.
     """
 
     values: Tensor
@@ -159,8 +160,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set: `dense` `[N, num_dense]` float32, one column a feature, `labels` `[N]` float32 in {0, 1}.
-    ValueError where the numbers of rows differ."""
+    """Rows of a data set: `dense` `[N, num_dense]` float32, one column per feature, `labels` `[N]` float32 in {0, 1}.
+    ValueError if the numbers of rows differ."""
 
     dense: Tensor
     columns: tuple[Column, ...]
@@ -180,89 +181,94 @@ class Rows:
         return Rows(self.dense[start:stop], columns, self.labels[start:stop])
 
     def take(self, rows: Tensor) -> "Rows":
-        """The given rows, in their order."""
+        """Gather rows by index, in the order of the indices."""
         return concat_rows([self], rows.numpy())
 
 
-def concat_rows(parts: Sequence[Rows], order: Array | None = None) -> Rows:
-    """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order. Column by
-    column, so that there is never more than one of them twice."""
-    if len(parts) == 1 and order is None:
-        return parts[0]
+def concat_rows(blocks: Sequence[Rows], order: Array | None = None) -> Rows:
+    """Concatenate blocks of rows; with `order` (int64 `[N]`), return these rows of the result, in this order.
+
+    Works column by column, so at most one column is in memory twice."""
+    if len(blocks) == 1 and order is None:
+        return blocks[0]
     columns = []
-    for pieces in zip(*(part.columns for part in parts), strict=True):
-        places, offsets = order, None
-        if pieces[0].offsets is not None:
-            lengths = np.concatenate([np.diff(piece.offsets.numpy()) for piece in pieces if piece.offsets is not None])
+    for feature_columns in zip(*(block.columns for block in blocks), strict=True):
+        positions, offsets = order, None
+        if feature_columns[0].offsets is not None:
+            lengths = np.concatenate([np.diff(c.offsets.numpy()) for c in feature_columns if c.offsets is not None])
             offsets = lengths_to_offsets(lengths)
             if order is not None:
-                places, lengths = _segment_positions(offsets, order)
+                positions, lengths = _segment_positions(offsets, order)
                 offsets = lengths_to_offsets(lengths)
-        values = _concat_arrays([piece.values for piece in pieces], places)
+        values = _concat_arrays([column.values for column in feature_columns], positions)
         columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
-    dense, labels = (_concat_arrays([getattr(part, name) for part in parts], order) for name in ("dense", "labels"))
+    dense, labels = (_concat_arrays([getattr(block, name) for block in blocks], order) for name in ("dense", "labels"))
     return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
 
 
-def gather_batch(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bool = False) -> Batch:
-    """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer. NumPy copies: for a
-    thread of its own, torch would start a team of workers."""
-    size = chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
-    picks = [None if column.offsets is None else _segments(column.offsets.numpy(), chosen) for column in rows.columns]
-    counts = [size if pick is None else int(pick[1].sum()) for pick in picks]
+def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_memory: bool = False) -> Batch:
+    """Gather a batch of rows by `indices` (int64 `[B]`, or a slice) into one buffer. The copies are NumPy's: torch
+    would start a team of OpenMP threads for each thread that calls this."""
+    # Size the buffer: multi-hot columns have (positions or slice of the values, lengths) per bag.
+    size = indices.stop - indices.start if isinstance(indices, slice) else len(indices)
+    bags = [None if column.offsets is None else _segments(column.offsets.numpy(), indices) for column in rows.columns]
+    counts = [size if bag is None else int(bag[1].sum()) for bag in bags]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
     layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), wide)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
-    _gather_into(rows.dense.numpy(), chosen, dense)
-    _gather_into(rows.labels.numpy(), chosen, labels)
+    # Fill it; the offsets follow from the lengths.
+    _gather_into(rows.dense.numpy(), indices, dense)
+    _gather_into(rows.labels.numpy(), indices, labels)
     lengths.fill(1)
     start = 0
-    for index, (column, pick, count) in enumerate(zip(rows.columns, picks, counts, strict=True)):
-        _gather_into(column.values.numpy(), chosen if pick is None else pick[0], values[start : start + count])
-        if pick is not None:
-            lengths[index * size : (index + 1) * size] = pick[1]
+    for index, (column, bag, count) in enumerate(zip(rows.columns, bags, counts, strict=True)):
+        _gather_into(column.values.numpy(), indices if bag is None else bag[0], values[start : start + count])
+        if bag is not None:
+            lengths[index * size : (index + 1) * size] = bag[1]
         start += count
     offsets[0] = 0
     np.cumsum(lengths, out=offsets[1:])
     return layout.batch(buffer)
 
 
-def pad_batch(batch: Batch, least: int = LARGE_BATCH) -> Batch:
-    """A batch on the CPU with copies of its first sample behind it, whose labels are NaN, up to a multiple of
-    `BATCH_MULTIPLE` samples and at least `least`."""
+def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
+    """Pad a batch on the CPU with copies of its first sample, labels NaN, to a multiple of `BATCH_MULTIPLE` samples and
+    at least `min_size`."""
     size, keys = len(batch), batch.sparse.keys()
-    if size == 0 or (missing := max(least, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
+    if size == 0 or (num_padding := max(min_size, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
         return batch
-    order = np.zeros(size + missing, dtype=np.int64)
+    order = np.zeros(size + num_padding, dtype=np.int64)
     order[:size] = np.arange(size)
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()
-    places, lengths = _segment_positions(batch.sparse.offsets().numpy(), bags)
-    values = torch.from_numpy(batch.sparse.values().numpy()[places])
+    positions, lengths = _segment_positions(batch.sparse.offsets().numpy(), bags)
+    values = torch.from_numpy(batch.sparse.values().numpy()[positions])
     sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(lengths_to_offsets(lengths)))
-    labels = np.append(batch.labels.numpy(), np.full(missing, np.nan, dtype=np.float32))
+    labels = np.append(batch.labels.numpy(), np.full(num_padding, np.nan, dtype=np.float32))
     return Batch(torch.from_numpy(batch.dense.numpy()[order]), sparse, torch.from_numpy(labels))
 
 
-def _gather_into(source: Array, chosen: Array | slice, target: Array) -> None:
-    if isinstance(chosen, slice) or source.dtype != target.dtype:
-        target[...] = source[chosen]
-    elif len(chosen):
-        np.take(source, chosen, axis=0, out=target, mode="clip")  # all are in range; "clip" spares a copy of the output
+def _gather_into(source: Array, indices: Array | slice, target: Array) -> None:
+    if isinstance(indices, slice) or source.dtype != target.dtype:
+        target[...] = source[indices]
+    elif len(indices):
+        # Indices are in range; mode="clip" avoids a copy of the output.
+        np.take(source, indices, axis=0, out=target, mode="clip")
 
 
-def _segments(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
-    if not isinstance(chosen, slice):
-        return _segment_positions(offsets, chosen)
-    ends = offsets[chosen.start : chosen.stop + 1]
+def _segments(offsets: Array, indices: Array | slice) -> tuple[Array | slice, Array]:
+    if not isinstance(indices, slice):
+        return _segment_positions(offsets, indices)
+    ends = offsets[indices.start : indices.stop + 1]
     return slice(int(ends[0]), int(ends[-1])), np.diff(ends)
 
 
-def _segment_positions(offsets: Array, rows: Array) -> tuple[Array, Array]:
-    starts = offsets[rows]
-    lengths = offsets[rows + 1] - starts
-    shift = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
-    return np.arange(len(shift)) + shift, lengths
+def _segment_positions(offsets: Array, indices: Array) -> tuple[Array, Array]:
+    """Return the positions of the values of some segments, concatenated, and the segments' lengths."""
+    starts = offsets[indices]
+    lengths = offsets[indices + 1] - starts
+    shifts = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+    return np.arange(len(shifts)) + shifts, lengths
 
 
 def lengths_to_offsets(lengths: Array) -> Array:
@@ -273,5 +279,5 @@ def lengths_to_offsets(lengths: Array) -> Array:
 
 def _concat_arrays(tensors: Sequence[Tensor], order: Array | None) -> Array:
     arrays = [tensor.numpy() for tensor in tensors]
-    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return whole if order is None else np.take(whole, order, axis=0)
+    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return joined if order is None else np.take(joined, order, axis=0)

@@ -1,4 +1,4 @@
-"""Passes over a log, and their commands: text to Parquet, which reads faster, and counts of values to a vocabulary."""
+"""Passes over a log, and their commands: conversion of text to Parquet, and counting of values for a vocabulary."""
 
 import json
 import sys
@@ -24,37 +24,37 @@ Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 
 ROW_GROUP_ROWS = 1 << 17
 SECONDS_BETWEEN_LINES = 5.0
-CAPACITY = 1 << 22  # distinct values that are counted at a time, of one feature
-MOST_PIECES = 256  # of a table of them: adding one takes a time that grows with their number
+CAPACITY = 1 << 22  # distinct values of one feature that are counted at a time
+MAX_PIECES = 256  # chunks per table of counts: appending one takes a time that grows with their number
 
 
 def convert(
     source: str | Path, target: str | Path, options: LogOptions | None = None, *, row_group_rows: int = ROW_GROUP_ROWS,
     compression: Compression = "zstd", progress: Callable[[int], None] | None = None,
 ) -> ReadReport:  # fmt: skip
-    """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
+    """Convert a text file to a Parquet file, or a folder of them to a folder of Parquet files; report the rows written.
 
-    Each file gets its name when it is whole. It has the columns of the schema, and the time column of the split: the
-    label as int8, numbers as float64, categories as string or int64, times as string or int64; of Criteo's format int_1
-    to int_13 as int64 and cat_1 to cat_26 as uint32. An empty field is null. A `ClickLog` has the same rows for both,
-    and the same splits but by "end".
-    Raises as `ClickLog`, and ValueError if the target is there, or the source is Parquet already.
+    A file gets its name when it is complete. It has the columns of the schema, and the time column of the split: the
+    label as int8, numbers as float64, categories as string or int64, times as string or int64; in Criteo's format int_1
+    to int_13 as int64 and cat_1 to cat_26 as uint32. An empty field is null. A `ClickLog` of either has the same rows,
+    and the same splits except by "end".
+    Raises as `ClickLog`, and ValueError if the target exists, or the source is Parquet already.
 
     Args:
-        target: must not be there yet; in a folder, none of the files.
-        options: how the text is read, whichever rows it holds out.
-        row_group_rows: rows of a row group, all but the last.
-        progress: is called with the number of rows written so far, now and then.
+        target: must not exist; in an existing folder, none of the files may.
+        options: how the text is read; its split rule does not matter.
+        row_group_rows: rows per row group, except the last.
+        progress: called from time to time with the number of rows written.
     """
     if row_group_rows < 1:
         raise ValueError(f"row_group_rows must be at least 1, got {row_group_rows}")
     target, files = Path(target), find_files(source)
     if files[0].format == "parquet":
-        raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
+        raise ValueError(f"{files[0].path} is Parquet already; only text files can be converted")
     is_folder = files[0].path != display_path(source)
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
-    if there := [path for path in targets if path.exists()]:
-        raise ValueError(f"{there[0]} is there already; remove it, or name another target")
+    if existing := [path for path in targets if path.exists()]:
+        raise ValueError(f"{existing[0]} exists already; remove it, or name another target")
     by_time = options is not None and options.split.time_column
     log = ClickLog(source, options if by_time else replace(options or LogOptions(), split=ALL_ROWS))
     if is_folder:
@@ -72,36 +72,36 @@ def convert(
 def cached_as_parquet(
     log: ClickLog, folder: str | Path, progress: Callable[[int, int], None] | None = None
 ) -> ClickLog:
-    """The same log read from Parquet files in a folder, written there unless they are; only text is converted.
+    """Return a text log as read from a cache of Parquet files, which is written on first use; other logs as they are.
 
-    Splits, rows and their order are the same; each split has a file of its own. Bad rows that were skipped are reported
-    in each epoch as before; others are a ValueError. Processes that ask for the same files wait for the one that writes
-    them.
+    Splits, rows and their order are the same; the cache has one file per split. Skipped bad rows are reported in each
+    epoch as before; a bad row that is not skipped is a ValueError. Processes that need the same files wait for the one
+    that writes them.
 
     Args:
-        folder: made if need be. Another log, or another way to read it, has other files there.
-        progress: is called with the rows written so far and their estimated number.
+        folder: of the cache, created if missing. Logs, and options that change their rows, have separate files.
+        progress: called with the number of rows written and the estimated total.
     """
     if log.text_schema() is None:
         return log
-    kept = Path(folder) / log.rows_digest()[:16]
-    kept.mkdir(parents=True, exist_ok=True)
-    summary = kept / "log.json"
-    with require("filelock").FileLock(str(kept / "lock")):
+    cache = Path(folder) / log.rows_digest()[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    summary = cache / "log.json"
+    with require("filelock").FileLock(str(cache / "lock")):
         if not summary.exists():
             total = sum(log.estimated_rows(split) or 0 for split in log.splits())
-            tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
-            written = None if progress is None else lambda rows: progress(rows, total)
-            reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
-            atomic_write(summary, seal(json.dumps(dict(zip(log.splits(), reports, strict=True)))))
+            tasks: list[_Task] = [(log, split, cache / f"{split}.parquet") for split in log.splits()]
+            on_progress = None if progress is None else lambda rows: progress(rows, total)
+            new_reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", on_progress))
+            atomic_write(summary, seal(json.dumps(dict(zip(log.splits(), new_reports, strict=True)))))
     try:
-        found = json.loads(read_sealed(summary))
+        reports = json.loads(read_sealed(summary))
     except ValueError as error:
-        raise ValueError(f"{summary} is damaged ({error}); remove {kept}, and it is made anew") from error
-    files = {
-        split: find_files(kept / f"{split}.parquet")[0] if found[split]["rows"] else None for split in log.splits()
-    }
-    return log.in_files(files, {split: ReadReport.from_json(found[split] | {"rows": 0}) for split in log.splits()})
+        raise ValueError(f"{summary} is damaged ({error}); remove {cache} to build it again") from error
+    paths = {split: cache / f"{split}.parquet" if reports[split]["rows"] else None for split in log.splits()}
+    files = {split: None if path is None else find_files(path)[0] for split, path in paths.items()}
+    skipped = {split: ReadReport.from_json(reports[split] | {"rows": 0}) for split in log.splits()}
+    return log.with_parquet_files(files, skipped)
 
 
 def _write(
@@ -110,29 +110,29 @@ def _write(
     schema = tasks[0][0].text_schema()
     reports: list[ReadReport] = []
     for log, split, path in tasks:
-        report, waiting, before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
+        report, pending, rows_before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
             write_parquet(path, schema, compression) as writer,
             closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
                 report += block.report
-                waiting = pa.concat_tables([waiting, block.rows])
-                if whole := waiting.num_rows // row_group_rows * row_group_rows:
-                    writer.write_table(waiting.slice(0, whole), row_group_rows)
-                    waiting = waiting.slice(whole)
+                pending = pa.concat_tables([pending, block.rows])
+                if num_whole := pending.num_rows // row_group_rows * row_group_rows:
+                    writer.write_table(pending.slice(0, num_whole), row_group_rows)
+                    pending = pending.slice(num_whole)
                 if progress is not None:
-                    progress(before + report.rows)
-            if waiting.num_rows:
-                writer.write_table(waiting, row_group_rows)
+                    progress(rows_before + report.rows)
+            if pending.num_rows:
+                writer.write_table(pending, row_group_rows)
         reports.append(report)
     return reports
 
 
 @dataclass(frozen=True)
 class VocabularyReport:
-    """Train rows counted, and bad ones left out; the ids of each feature, 0 among them; and by how much a count of a
-    feature may be too low, if too many distinct values had to be counted."""
+    """Train rows counted, bad rows skipped, number of ids per feature (0 included), and by how much a count of a
+    feature may be too low if it has more distinct values than `capacity`."""
 
     rows: int
     skipped: int
@@ -144,16 +144,16 @@ def build_vocabulary(
     log: ClickLog, path: str | Path, min_count: int = 1, max_size: int | None = None, *, capacity: int = CAPACITY,
     progress: Callable[[int], None] | None = None,
 ) -> VocabularyReport:  # fmt: skip
-    """Count the values of the train rows, read once, and write them to one file, at once and whole.
+    """Count the values of the train rows in one pass, and write a vocabulary file atomically.
 
-    Memory is bounded: at most `capacity` distinct values a feature are counted at a time, plus as many that came since.
-    ValueError for a number below 1, or a bad row, unless the log skips them; FileNotFoundError without the folder.
+    Memory is bounded: at most `2 * capacity` distinct values per feature are counted at a time. ValueError for a number
+    below 1, or a bad row unless the log skips bad rows; FileNotFoundError if the folder is missing.
 
     Args:
-        log: read with its own threads; a vocabulary in its schema is not looked at.
-        min_count: values with fewer train rows share id 0 with the missing ones.
-        max_size: the most frequent values that a feature keeps; all if not given.
-        progress: is called with the number of rows read so far, now and then.
+        log: read with its own threads; a vocabulary in its schema is ignored.
+        min_count: values with fewer train rows share id 0 with missing values.
+        max_size: number of most frequent values per feature that get an id; all by default.
+        progress: called from time to time with the number of rows read.
     """
     for name, number in (("min_count", min_count), ("max_size", max_size), ("capacity", capacity)):
         if number is not None and number < 1:
@@ -161,6 +161,7 @@ def build_vocabulary(
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
+    # Count chunk by chunk; merge the counts of a feature when they have grown too long.
     names, report = log.schema.sparse, ReadReport()
     tables: dict[str, Any] = {}
     forgotten = dict.fromkeys(names, 0)
@@ -170,18 +171,19 @@ def build_vocabulary(
             for name, table in zip(names, block.rows, strict=True):
                 if table.num_rows:
                     tables[name] = pa.concat_tables([tables[name], table]) if name in tables else table
-                known = tables.get(name, table)
-                if known.num_rows > 2 * capacity or known["value"].num_chunks > MOST_PIECES:
-                    tables[name], lost = _merge_counts(known, capacity)
-                    forgotten[name] += lost
+                table_so_far = tables.get(name, table)
+                if table_so_far.num_rows > 2 * capacity or table_so_far["value"].num_chunks > MAX_PIECES:
+                    tables[name], dropped_count = _merge_counts(table_so_far, capacity)
+                    forgotten[name] += dropped_count
             if progress is not None:
                 progress(report.rows)
     if report.rows == 0:
-        raise ValueError(f"data set {log.name!r}: there are no train rows to make a vocabulary of")
+        raise ValueError(f"data set {log.name!r}: no train rows to build a vocabulary from")
+    # Number the most frequent values of each feature.
     sizes = dict.fromkeys(names, 1)
     for name, table in tables.items():
-        summed, lost = _merge_counts(table, capacity)
-        forgotten[name] += lost
+        summed, dropped_count = _merge_counts(table, capacity)
+        forgotten[name] += dropped_count
         tables[name] = most_frequent(summed, min_count, max_size)
         sizes[name] += tables[name].num_rows
     _write_vocabulary(path, {name: tables.get(name) for name in names})
@@ -189,8 +191,8 @@ def build_vocabulary(
 
 
 def _merge_counts(table: Any, capacity: int) -> tuple[Any, int]:
-    summed = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
-    table = summed.rename_columns({"count_sum": "count"})
+    merged = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
+    table = merged.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
         return table, 0
     counts = table["count"].to_numpy()
@@ -200,28 +202,28 @@ def _merge_counts(table: Any, capacity: int) -> tuple[Any, int]:
 
 def _write_vocabulary(path: Path, tables: Mapping[str, Any]) -> None:
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
-    texts = {name for name, kept in tables.items() if kept is not None and is_text(kept["value"].type)}
+    texts = {name for name, counts in tables.items() if counts is not None and is_text(counts["value"].type)}
     kinds = {name: "string" if name in texts else "integer" for name in tables}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
     with write_parquet(path, schema, "zstd") as writer:
-        for name, kept in tables.items():
-            if kept is not None:
-                names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, kept.num_rows + 1)
-                columns = {"feature": names, "value": kept["value"], "id": ids, "count": kept["count"]}
+        for name, counts in tables.items():
+            if counts is not None:
+                names, ids = pa.array([name] * counts.num_rows, pa.string()), np.arange(1, counts.num_rows + 1)
+                columns = {"feature": names, "value": counts["value"], "id": ids, "count": counts["count"]}
                 writer.write_table(pa.table(columns).cast(schema))
 
 
 @dataclass(frozen=True)
 class VocabOptions:
-    """Number the categories of a log's train rows by how often they occur, for --vocabulary.
+    """Build a vocabulary for --vocabulary: number the categories of a log's train rows by frequency.
 
     Example: tritonemb vocab --data train.txt --out vocabulary.parquet --min-count 10
 
     Args:
         data: the log, a file or a folder.
         out: the file to write.
-        min_count: rarer values share id 0 with missing ones.
-        max_size: the most frequent values that each feature keeps; all if not given.
+        min_count: rarer values share id 0 with missing values.
+        max_size: number of most frequent values per feature that get an id; all by default.
         read: how the log is read.
     """
 
@@ -234,16 +236,16 @@ class VocabOptions:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Make Parquet files, which read faster, of a log in text files.
+    """Convert a log in text files to Parquet files, which are faster to read.
 
     Example: tritonemb convert --data day_0.gz --out day_0.parquet
 
     Args:
         data: the log: a file, or a folder of them.
         out: the file to write, or the folder for a folder.
-        row_group_rows: rows of a row group.
-        compression: of the columns.
-        read: how the log is read; which rows it holds out does not matter.
+        row_group_rows: rows per row group.
+        compression: codec of the columns.
+        read: how the log is read; its split does not matter.
     """
 
     data: str
@@ -254,20 +256,20 @@ class ConvertOptions:
 
 
 def make_vocabulary(options: VocabOptions) -> str:
-    """Raises ValueError, FileNotFoundError: as `ClickLog` and `build_vocabulary`."""
+    """Run `tritonemb vocab` and return its summary. Raises as `ClickLog` and `build_vocabulary`."""
     log = ClickLog(options.data, options.read)
     report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress_printer("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
     lines = [f"{options.out}: {report.rows:,} train rows{_skipped_note(report.skipped)}", f"ids: {sizes}"]
     lines += [
-        f"note: {name} has more distinct values than were counted at a time; counts may miss {most:,}"
+        f"note: {name} has more distinct values than can be counted at a time; counts may be {most:,} too low"
         for name, most in report.forgotten.items()
     ]
     return "\n".join(lines)
 
 
 def convert_log(options: ConvertOptions) -> str:
-    """Raises ValueError, FileNotFoundError: as `convert`."""
+    """Run `tritonemb convert` and return its summary. Raises as `convert`."""
     report = convert(
         options.data, options.out, options.read, row_group_rows=options.row_group_rows,
         compression=options.compression, progress=_progress_printer("written"),

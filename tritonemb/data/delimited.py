@@ -55,14 +55,16 @@ class CsvFormat:
 
     quote = True
 
-    def __init__(self, columns: tuple[str, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
+    def __init__(
+        self, columns: tuple[str, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
+    ) -> None:
         schema, rule, self.columns, self.labelled = options.schema, options.split, columns, labelled
         self.schema, self.quoted, self._delimiter = schema, options.quoted_newlines, options.delimiter
         self.time, self._separator = rule.time_column, options.list_separator
         self.multi_hot = (schema.lists or schema.sparse) if self._separator else ()
         self.kinds = {name: "integers" if name in schema.integers else "strings" for name in schema.sparse}
-        numbers = schema.columns(labelled or schema.label in kept)
-        self._types = dict.fromkeys(kept, pa.string()) | dict.fromkeys(numbers, pa.float64())
+        numbers = schema.columns(labelled or schema.label in extra_columns)
+        self._types = dict.fromkeys(extra_columns, pa.string()) | dict.fromkeys(numbers, pa.float64())
         types = {name: pa.int64() if kind == "integers" else pa.string() for name, kind in self.kinds.items()}
         self._types |= {name: pa.list_(kind) if name in self.multi_hot else kind for name, kind in types.items()}
         bound = rule.test_from or rule.validation_from or ""
@@ -85,10 +87,10 @@ class CsvFormat:
     def accepts(self, lines: list[bytes]) -> list[bool]:
         """Which lines can be read: by halves, so that the many lines around a bad one are parsed together."""
         text = b"".join(line + b"\n" for line in lines)
-        plain = not any(len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line for line in lines)
-        if (plain and len(lines) == 1) or (self.is_regular(text) if self.quoted else plain):
-            found = self.read(text)
-            if found is not None and found.num_rows == len(lines):
+        unquoted = not any(len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line for line in lines)
+        if (unquoted and len(lines) == 1) or (self.is_regular(text) if self.quoted else unquoted):
+            batch = self.read(text)
+            if batch is not None and batch.num_rows == len(lines):
                 return [True] * len(lines)
         if len(lines) == 1:
             return [False]
@@ -120,10 +122,10 @@ class CsvFormat:
                 hint = f" (Criteo's test.txt has no labels; use train.txt){hint}"
             delimiter = {"\t": "tab", ",": "comma"}.get(self._delimiter, repr(self._delimiter))
             return f"not {count} fields", f"expected {count} {delimiter}-separated fields, found {len(fields)}{hint}"
-        for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
-            if expected := self._expected(line, place, value):
-                return f"field {place} ({name}) is not {expected}", wrong_value_message(
-                    place, name, value, expected, hint
+        for field_number, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
+            if expected_value := self._expected(line, field_number, value):
+                return f"field {field_number} ({name}) is not {expected_value}", wrong_value_message(
+                    field_number, name, value, expected_value, hint
                 )
         return "quote", "a quote is not closed in this line"
 
@@ -131,14 +133,14 @@ class CsvFormat:
         text = io.StringIO(line.decode(errors="backslashreplace"), newline="")
         return next(csv.reader(text, delimiter=self._delimiter))
 
-    def _expected(self, line: bytes, place: int, value: Any) -> str | None:
-        if (name := self.columns[place - 1]) not in self._types:
+    def _expected(self, line: bytes, field_number: int, value: Any) -> str | None:
+        if (name := self.columns[field_number - 1]) not in self._types:
             return None
-        if (alone := self._parse(line + b"\n", {name: self._types[name]})) is None:
+        if (parsed := self._parse(line + b"\n", {name: self._types[name]})) is None:
             kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
             is_label = self.labelled and name == self.schema.label
             return "0 or 1" if is_label else _EXPECTED[str(kind)]
-        wrong = find_wrong_values(alone, self.schema, self.labelled)
+        wrong = find_wrong_values(parsed, self.schema, self.labelled)
         return wrong[0][1] if wrong else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
@@ -165,10 +167,10 @@ class CsvFormat:
         """An array of lists, with a null where nothing stands between separators; None if a value is not an integer."""
         lists = compute.split_pattern(strings, self._separator)
         values = compute.if_else(compute.equal(lists.values, ""), pa.scalar(None, pa.string()), lists.values)
-        found = values if kind.value_type == pa.string() else to_integers(values)
-        if found.null_count > values.null_count:
+        converted = values if kind.value_type == pa.string() else to_integers(values)
+        if converted.null_count > values.null_count:
             return None
-        return pa.ListArray.from_arrays(lists.offsets, found, mask=lists.is_null())
+        return pa.ListArray.from_arrays(lists.offsets, converted, mask=lists.is_null())
 
 
 class CriteoFormat(CsvFormat):
@@ -177,8 +179,10 @@ class CriteoFormat(CsvFormat):
 
     quote = False
 
-    def __init__(self, columns: tuple[str, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
-        super().__init__(columns, replace(options, delimiter="\t"), labelled, kept)
+    def __init__(
+        self, columns: tuple[str, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
+    ) -> None:
+        super().__init__(columns, replace(options, delimiter="\t"), labelled, extra_columns)
         self.multi_hot, self.kinds = (), dict.fromkeys(self.schema.sparse, "integers")
         self._rules = (_RULES[not labelled], *_RULES[1:])[-len(columns) :]
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
@@ -211,8 +215,8 @@ class CriteoFormat(CsvFormat):
     def _fields(self, line: bytes) -> list[Any]:
         return line.split(b"\t")
 
-    def _expected(self, line: bytes, place: int, value: Any) -> str | None:
-        pattern, expected = self._rules[place - 1]
+    def _expected(self, line: bytes, field_number: int, value: Any) -> str | None:
+        pattern, expected = self._rules[field_number - 1]
         return None if re.fullmatch(pattern, value) else expected
 
 
@@ -239,15 +243,17 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
         digits = data[ends[0] : ends[-1]]
         if num_digits != 8 * count:  # not as Criteo writes them
             digits = string_buffers(compute.ascii_lpad(array.filter(pa.array(present)).cast(pa.string()), 8, "0"))[0]
-        found = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
+        numbers = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
     except ValueError:
         return None, 0
     if count == len(array):
-        return pa.array(found), num_digits
-    values = np.zeros(len(array), np.uint32)
-    values[present] = found
+        return pa.array(numbers), num_digits
+    padded_numbers = np.zeros(len(array), np.uint32)
+    padded_numbers[present] = numbers
     valid = np.packbits(present, bitorder="little")
-    return pa.Array.from_buffers(pa.uint32(), len(array), [pa.py_buffer(valid), pa.py_buffer(values)]), num_digits
+    return pa.Array.from_buffers(
+        pa.uint32(), len(array), [pa.py_buffer(valid), pa.py_buffer(padded_numbers)]
+    ), num_digits
 
 
 def check_criteo(schema: Schema, where: str) -> None:
@@ -314,12 +320,12 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
     a line that is too long, the beginning alone; a quote not closed before that is none."""
     line: bytes = source.readline(LONGEST_LINE + 1)
     while quoted and line.count(b'"') % 2 and len(line) <= LONGEST_LINE:
-        if not (more := source.readline(LONGEST_LINE + 1)):
+        if not (continuation := source.readline(LONGEST_LINE + 1)):
             break
-        line += more
+        line += continuation
     if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
         line += b"\n"
-        while (rest := source.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+        while (remainder := source.readline(LONGEST_LINE)) and not remainder.endswith(b"\n"):
             pass
     return line
 

@@ -51,16 +51,16 @@ def hash_integers(values: Array, seed: Any) -> Array:
 def hash_strings(data: Array, offsets: Array, seed: Any) -> Array:
     """uint64 hashes `[N]` of strings: string i is `data[offsets[i] : offsets[i + 1]]`, uint8. Seeds as for integers."""
     starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
-    padded = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
-    words = np.ndarray((len(padded) - 7,), dtype="<u8", buffer=padded, strides=(1,))
+    padded_data = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
+    words = np.ndarray((len(padded_data) - 7,), dtype="<u8", buffer=padded_data, strides=(1,))
     hashes = np.full(len(starts), seed, dtype=np.uint64)
     active = np.flatnonzero(lengths > 0)
-    place = 0
+    byte_offset = 0
     while len(active):
-        unused = ((8 - np.minimum(lengths[active] - place, 8)) << 3).astype(np.uint64)
-        hashes[active] = mix(hashes[active] ^ (words[starts[active] + place] << unused >> unused))
-        place += 8
-        active = active[lengths[active] > place]
+        unused_bits = ((8 - np.minimum(lengths[active] - byte_offset, 8)) << 3).astype(np.uint64)
+        hashes[active] = mix(hashes[active] ^ (words[starts[active] + byte_offset] << unused_bits >> unused_bits))
+        byte_offset += 8
+        active = active[lengths[active] > byte_offset]
     return mix(hashes ^ lengths.view(np.uint64))
 
 
@@ -117,30 +117,32 @@ def integer_values(array: Any, fill: bool = True) -> Array:
     """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, anything if not to `fill`; the others as int64."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
-    found: Array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], 0, array.offset).to_numpy()
-    return np.where(missing_mask(array), found.dtype.type(0), found) if fill and array.null_count else found
+    values: Array = pa.Array.from_buffers(
+        array.type, len(array), [None, array.buffers()[1]], 0, array.offset
+    ).to_numpy()
+    return np.where(missing_mask(array), values.dtype.type(0), values) if fill and array.null_count else values
 
 
 def numeric_values(array: Any) -> Array:
     """A `pyarrow` array of numbers, 0 where missing: integers as int64; uint64 and floating point as float64."""
     array = array.cast(value_type(array.type))
     if not pa.types.is_floating(array.type):
-        found = integer_values(array)
-        return found.astype(np.float64 if found.dtype == np.uint64 else np.int64, copy=False)
-    found = compute.fill_null(array.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False)
-    return np.where(np.isnan(found), 0.0, found)
+        values = integer_values(array)
+        return values.astype(np.float64 if values.dtype == np.uint64 else np.int64, copy=False)
+    values = compute.fill_null(array.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False)
+    return np.where(np.isnan(values), 0.0, values)
 
 
-def scale_numbers(found: Array, logarithmic: bool) -> Array:
+def scale_numbers(values: Array, logarithmic: bool) -> Array:
     """float32 `[N]`; `log(1 + max(x, 0))` if asked for, in float64 before it is rounded."""
     if not logarithmic:
-        return found.astype(np.float32)
-    found = np.maximum(found, 0)
-    if found.dtype.kind == "f":
-        return np.log1p(found).astype(np.float32)
-    logarithms: Array = np.take(_LOGARITHMS, found, mode="clip")
-    large = np.flatnonzero(found >= len(_LOGARITHMS))
-    logarithms[large] = np.log1p(found[large])
+        return values.astype(np.float32)
+    values = np.maximum(values, 0)
+    if values.dtype.kind == "f":
+        return np.log1p(values).astype(np.float32)
+    logarithms: Array = np.take(_LOGARITHMS, values, mode="clip")
+    large = np.flatnonzero(values >= len(_LOGARITHMS))
+    logarithms[large] = np.log1p(values[large])
     return logarithms
 
 
@@ -158,25 +160,29 @@ def to_integers(strings: Any) -> Any:
 def find_wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
     """Of a `pyarrow.RecordBatch` with some of a schema's columns, those that have something wrong: their name, what was
     expected, and the rows (bool `[N]`) that have something else."""
-    wrong: list[tuple[str, str, Array]] = []
+    problems: list[tuple[str, str, Array]] = []
     if labelled and schema.label in batch.schema.names:
         label = batch.column(schema.label)
-        found = numeric_values(label)
-        bad = (found != 0) & (found != 1) | missing_mask(label.cast(value_type(label.type)))
-        wrong.append((schema.label, "0 or 1", bad))
+        values = numeric_values(label)
+        bad = (values != 0) & (values != 1) | missing_mask(label.cast(value_type(label.type)))
+        problems.append((schema.label, "0 or 1", bad))
     for name in schema.dense:
-        place = batch.schema.get_field_index(name)
-        if place >= 0 and pa.types.is_floating(value_type(batch.column(place).type)):
-            found = numeric_values(batch.column(place))
-            infinite = np.isinf(found)
-            wrong.append((name, "a finite number or nothing", infinite))
+        column_index = batch.schema.get_field_index(name)
+        if column_index >= 0 and pa.types.is_floating(value_type(batch.column(column_index).type)):
+            values = numeric_values(batch.column(column_index))
+            infinite = np.isinf(values)
+            problems.append((name, "a finite number or nothing", infinite))
             if not schema.is_logarithmic(name):
-                wrong.append((name, "a number that fits float32", (np.abs(found) >= INFINITE) & ~infinite))
-        if place >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
-            wrong.append(
-                (name, "0 or more under log_transform, or clamp_negative", numeric_values(batch.column(place)) < 0)
+                problems.append((name, "a number that fits float32", (np.abs(values) >= INFINITE) & ~infinite))
+        if column_index >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
+            problems.append(
+                (
+                    name,
+                    "0 or more under log_transform, or clamp_negative",
+                    numeric_values(batch.column(column_index)) < 0,
+                )
             )
-    return [entry for entry in wrong if entry[2].any()]
+    return [entry for entry in problems if entry[2].any()]
 
 
 def valid_row_mask(batch: Any, wrong: list[tuple[str, str, Array]]) -> Array:
@@ -249,20 +255,24 @@ class Numbering:
         if not len(known):
             return np.zeros(len(keys), dtype=np.int32)
         if text != (known.dtype == np.uint64):
-            found, other = ("strings", "integers") if text else ("integers", "strings")
-            raise ValueError(f"feature {self.name!r} has {found}, the vocabulary {other}; build it from this log")
+            actual_kind, expected_kind = ("strings", "integers") if text else ("integers", "strings")
+            raise ValueError(
+                f"feature {self.name!r} has {actual_kind}, the vocabulary {expected_kind}; build it from this log"
+            )
         keys = keys.astype(known.dtype, copy=False)
-        places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-        ids: Array = np.where(known[places] == keys, self._ids[places], np.int32(0))
+        slots = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        ids: Array = np.where(known[slots] == keys, self._ids[slots], np.int32(0))
         if text:
-            hits = np.flatnonzero(ids)  # by hash; now by the strings themselves
-            same = compute.equal(_take_strings(self._values, places[hits]), _take_strings(values, hits))
-            ids[hits[~compute.fill_null(same, False).to_numpy(zero_copy_only=False)]] = 0
+            hit_positions = np.flatnonzero(ids)  # by hash; now by the strings themselves
+            equal_strings = compute.equal(
+                _take_strings(self._values, slots[hit_positions]), _take_strings(values, hit_positions)
+            )
+            ids[hit_positions[~compute.fill_null(equal_strings, False).to_numpy(zero_copy_only=False)]] = 0
         return ids
 
 
-def _take_strings(values: Any, places: Array) -> Any:
-    return values.take(pa.array(places)).cast(pa.large_string())
+def _take_strings(values: Any, positions: Array) -> Any:
+    return values.take(pa.array(positions)).cast(pa.large_string())
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
@@ -276,15 +286,15 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
             for group in range(source.num_row_groups):
                 verify(group)
             table = source.read().select(COLUMNS)
-        found = {}
+        numberings = {}
         for name, kind in json.loads(table.schema.metadata[METADATA]).items():
-            mine = table.filter(compute.equal(table["feature"], name))
-            values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
+            feature_table = table.filter(compute.equal(table["feature"], name))
+            values, ids = feature_table["value"].combine_chunks(), feature_table["id"].to_numpy()
             values = values.cast(pa.int64()) if kind == "integer" else values
-            found[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
+            numberings[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
     except (AttributeError, pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
-    return found
+    return numberings
 
 
 def make_numberings(schema: Schema) -> dict[str, Numbering]:
@@ -295,19 +305,21 @@ def make_numberings(schema: Schema) -> dict[str, Numbering]:
         return {name: Numbering(name, number, dynamic=schema.dynamic) for name, number in num_ids.items()}
     if sizes:
         raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
-    found = load_vocabulary(schema.vocabulary)
-    if unknown := [name for name in schema.sparse if name not in found]:
-        raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {join_names(found)}")
-    return {name: found[name] for name in schema.sparse}
+    vocabulary = load_vocabulary(schema.vocabulary)
+    if unknown := [name for name in schema.sparse if name not in vocabulary]:
+        raise ValueError(
+            f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {join_names(vocabulary)}"
+        )
+    return {name: vocabulary[name] for name in schema.sparse}
 
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
     """int32 ids of a `pyarrow` Array or ChunkedArray whose first `num_train` rows are the training rows, and the number
     of ids; see `most_frequent`. Id 0 is for missing and unseen ones, and those in fewer than `min_count` such rows."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    kept = most_frequent(count_values(array[:num_train]), min_count)
-    numbering = Numbering("", len(kept) + 1, kept["value"].combine_chunks(), np.arange(1, len(kept) + 1))
-    return torch.from_numpy(numbering.ids(array)), len(kept) + 1
+    frequent = most_frequent(count_values(array[:num_train]), min_count)
+    numbering = Numbering("", len(frequent) + 1, frequent["value"].combine_chunks(), np.arange(1, len(frequent) + 1))
+    return torch.from_numpy(numbering.ids(array)), len(frequent) + 1
 
 
 def count_values(array: Any) -> Any:
@@ -316,16 +328,16 @@ def count_values(array: Any) -> Any:
         array = compute.list_flatten(array)
     array = array.cast(value_type(array.type)).drop_null()
     text = is_text(array.type)
-    found = compute.value_counts(
+    counts = compute.value_counts(
         array.cast(pa.large_string()) if text else pa.array(integer_values(array).astype(np.int64))
     )
-    return pa.table({"value": found.field("values"), "count": found.field("counts")})
+    return pa.table({"value": counts.field("values"), "count": counts.field("counts")})
 
 
 def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> Any:
     """Of a table of `count_values`, the values that are kept, by descending count; ties by value."""
-    kept = counts.filter(compute.greater_equal(counts["count"], min_count))
-    return kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
+    frequent = counts.filter(compute.greater_equal(counts["count"], min_count))
+    return frequent.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
 
 def encode(
@@ -333,8 +345,8 @@ def encode(
 ) -> Rows:
     """The rows of a `pyarrow.RecordBatch`; labels are 0 unless it is `labelled`."""
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
-    for place, name in enumerate(schema.dense):
-        dense[:, place] = scale_numbers(numeric_values(batch.column(name)), schema.is_logarithmic(name))
+    for column_index, name in enumerate(schema.dense):
+        dense[:, column_index] = scale_numbers(numeric_values(batch.column(name)), schema.is_logarithmic(name))
     labels = numeric_values(batch.column(schema.label)) if labelled else np.zeros(batch.num_rows)
     columns = tuple(_encode_column(batch.column(f.name), numberings[f.name], f.kind) for f in features)
     return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels.astype(np.float32)))

@@ -80,12 +80,12 @@ class LogFile:
         assert self.stored is not None
         system, path = self.stored
         if (size := system.get_file_info(path).size) != self.size:
-            raise self.changed(f"it had {self.size} bytes and now has {size}")
+            raise self.changed_error(f"it had {self.size} bytes and now has {size}")
         return system, path
 
-    def changed(self, how: str) -> ValueError:
+    def changed_error(self, reason: str) -> ValueError:
         """To be raised where the file is not what it was when it was found."""
-        return ValueError(f"{self.path} has changed since it was opened first: {how}; start again")
+        return ValueError(f"{self.path} has changed since it was opened first: {reason}; start again")
 
 
 def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
@@ -96,9 +96,9 @@ def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]
     FileNotFoundError or ValueError names the file that is missing, empty, unreadable, not a regular file or of another
     format than the others.
     """
-    if not (given := [source] if isinstance(source, str | Path) else list(source)):
+    if not (sources := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files are given; name a file, several files or a folder")
-    files = [file for entry in given for file in _list_files(entry)]
+    files = [file for entry in sources for file in _list_files(entry)]
     if len(by_format := {file.format: file.path for file in files}) > 1:
         raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
     _check_distinct(files)
@@ -110,8 +110,8 @@ def _check_distinct(files: Sequence[LogFile]) -> None:
     for file in files:
         path = file.path if isinstance(file.path, str) else os.path.abspath(file.path)
         for key in (file.identity, (path.removesuffix(file.name), file.stem)):
-            if (other := seen.setdefault(key, file)) is not file:
-                raise ValueError(f"{other.path} and {file.path} look like the same data twice; keep one of them")
+            if (earlier_file := seen.setdefault(key, file)) is not file:
+                raise ValueError(f"{earlier_file.path} and {file.path} look like the same data twice; keep one of them")
 
 
 def is_remote(path: str | Path) -> bool:
@@ -129,17 +129,18 @@ def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
 
 
 def _list_files(entry: str | Path) -> list[LogFile]:
-    path = shown = display_path(entry)
+    path = current = display_path(entry)
     files = []
     try:
-        system, place = _resolve_path(entry)
-        info = system.get_file_info(place)
+        system, path_in_system = _resolve_path(entry)
+        info = system.get_file_info(path_in_system)
         if info.type == fs.FileType.NotFound:
             raise FileNotFoundError(f"{path}: no such file or folder")
         infos = {path: info}
         if info.type == fs.FileType.Directory:
             entries = sorted(
-                system.get_file_info(fs.FileSelector(place)), key=lambda entry: natural_sort_key(entry.base_name)
+                system.get_file_info(fs.FileSelector(path_in_system)),
+                key=lambda entry: natural_sort_key(entry.base_name),
             )
             entries = [entry for entry in entries if not entry.base_name.startswith((".", "_"))]
             folders = [entry for entry in entries if entry.type == fs.FileType.Directory]
@@ -155,21 +156,21 @@ def _list_files(entry: str | Path) -> list[LogFile]:
                 )
         if not infos:
             raise ValueError(f"{path}: there are no data files in this folder")
-        for shown, info in infos.items():
+        for current, info in infos.items():
             if info.type != fs.FileType.File:
-                raise ValueError(f"{shown} is not a regular file; pipes and devices can not be read twice")
+                raise ValueError(f"{current} is not a regular file; pipes and devices can not be read twice")
             if not info.size:
-                raise ValueError(f"{shown} is empty")
+                raise ValueError(f"{current} is empty")
             with system.open_input_file(info.path) as file:
-                form, codec = _detect_format(shown, file.read(4))
-            files.append(LogFile(shown, form, codec, info.size, info.mtime_ns, (system, info.path)))
+                form, codec = _detect_format(current, file.read(4))
+            files.append(LogFile(current, form, codec, info.size, info.mtime_ns, (system, info.path)))
     except UnicodeError as error:
-        raise ValueError(f"{str(shown)!r}: names of files must be UTF-8 ({error}); rename them") from error
+        raise ValueError(f"{str(current)!r}: names of files must be UTF-8 ({error}); rename them") from error
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             raise
         reason = os.strerror(error.errno) if error.errno else error
-        raise ValueError(f"{shown} can not be read: {reason}") from error
+        raise ValueError(f"{current} can not be read: {reason}") from error
     return files
 
 
@@ -206,12 +207,12 @@ def _detect_format(path: Path | str, beginning: bytes) -> tuple[Format, str | No
     if suffix not in CODECS and beginning == b"PAR1":
         raise ValueError(f"{path} holds Parquet but is not named so; let its name end with .parquet")
     codec = CODECS.get(suffix)
-    found = next((name for magic, name in _MAGICS.items() if beginning.startswith(magic)), None)
-    if codec is None and found is not None:
-        names = [suffix for suffix, name in CODECS.items() if name == found]
+    detected = next((name for magic, name in _MAGICS.items() if beginning.startswith(magic)), None)
+    if codec is None and detected is not None:
+        names = [suffix for suffix, name in CODECS.items() if name == detected]
         advice = f"let its name end with {names[0]}" if names else "gzip and zstd can be read; unpack it"
-        raise ValueError(f"{path} is compressed with {found}: {advice}")
-    if found != codec:
+        raise ValueError(f"{path} is compressed with {detected}: {advice}")
+    if detected != codec:
         raise ValueError(f"{path} is not a {codec} file, as its name says; rename it or fetch it again")
     return "text", codec
 
@@ -263,16 +264,20 @@ def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callabl
 
     def verify(group: int) -> None:
         chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
-        places = [
-            (each.dictionary_page_offset or each.data_page_offset, each.total_compressed_size)
-            for each in chunks
-            if columns is None or f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))
+        byte_ranges = [
+            (chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size)
+            for chunk in chunks
+            if columns is None or f"{chunk.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))
         ]
-        blocks = {block for at, size in places for block in range(at // BLOCK_BYTES, -(-(at + size) // BLOCK_BYTES))}
+        blocks = {
+            block
+            for start, size in byte_ranges
+            for block in range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
+        }
         for block in sorted(blocks - verified):
-            at = block * BLOCK_BYTES
-            if _crc32(raw.read_at(min(BLOCK_BYTES, end - at), at)) != sums[8 * block + 24 : 8 * block + 32]:
-                raise OSError(f"the bytes from {at:,} on do not have the checksum that was written")
+            start = block * BLOCK_BYTES
+            if _crc32(raw.read_at(min(BLOCK_BYTES, end - start), start)) != sums[8 * block + 24 : 8 * block + 32]:
+                raise OSError(f"the bytes from {start:,} on do not have the checksum that was written")
             verified.add(block)
 
     return verify
@@ -352,9 +357,8 @@ def even_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: 
     """The index-th of `count` equal runs, counted through parts of these sizes; cuts move to `ends` that are near."""
     index, count = shard
     total = sum(sizes)
-    return ranges_between(
-        parts, sizes, *(_snap_to_ends(total * place // count, total / count, ends) for place in (index, index + 1))
-    )
+    bounds = (_snap_to_ends(total * cut // count, total / count, ends) for cut in (index, index + 1))
+    return ranges_between(parts, sizes, *bounds)
 
 
 def _snap_to_ends(cut: int, length: float, ends: Sequence[int]) -> int:
@@ -365,10 +369,10 @@ def _snap_to_ends(cut: int, length: float, ends: Sequence[int]) -> int:
 def whole_file_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Part]:
     """Whole parts, the largest ones dealt out first, each to the shard that has least; in their order."""
     index, count = shard
-    loads, mine = [0] * count, []
+    loads, assigned = [0] * count, []
     for number in sorted(range(len(parts)), key=lambda number: -sizes[number]):
-        poorest = loads.index(min(loads))
-        loads[poorest] += sizes[number]
-        if poorest == index:
-            mine.append(number)
-    return [parts[number] for number in sorted(mine)]
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[number]
+        if lightest == index:
+            assigned.append(number)
+    return [parts[number] for number in sorted(assigned)]

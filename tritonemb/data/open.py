@@ -21,7 +21,7 @@ ALIASES = {"criteo": "criteo-kaggle"}
 
 
 def kind_of(name_or_path: str) -> str:
-    """Which of `NAMES` is meant; a path counts as "criteo-kaggle", whose settings suit a log of the user's own best."""
+    """Return the name in `NAMES`, aliases resolved; "criteo-kaggle" for a path, as its preset suits any log."""
     name = ALIASES.get(name_or_path, name_or_path)
     return name if name in NAMES else "criteo-kaggle"
 
@@ -29,21 +29,21 @@ def kind_of(name_or_path: str) -> str:
 def open_dataset(
     name_or_path: str, path: str | Path | None = None, *, log: LogOptions | None = None, seed: int = 0
 ) -> Dataset | ClickLog | RemoteData:
-    """Open a data set by name, a log of clicks by its path, or what reader hosts serve by their addresses. ValueError,
-    FileNotFoundError, ConnectionError or PermissionError says what to do.
+    """Open a data set by name, a click log by its path, or the data of reader hosts by their addresses. Raises
+    ValueError, FileNotFoundError, ConnectionError or PermissionError.
 
     Args:
         name_or_path: one of `NAMES` or `ALIASES`; the path or URI of a file or folder: Criteo's TSV, CSV or Parquet;
             or the addresses of reader hosts, "grpc://HOST:PORT" or "grpc+tls://HOST:PORT", with commas between them.
-        path: of the data sets "criteo-kaggle", "criteo-terabyte" and "adult"; the others take none.
+        path: file or folder of "criteo-kaggle", "criteo-terabyte" and "adult"; the others take none.
         log: how a log is read.
-        seed: of the synthetic data.
+        seed: of synthetic data.
     """
     if name_or_path.startswith(SCHEMES):
         return RemoteData(name_or_path.split(","))
     if (kind := ALIASES.get(name_or_path, name_or_path)) not in NAMES:
         if path is not None:
-            raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
+            raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second path is not allowed: {str(path)!r}")
         if not exists(kind):
             raise FileNotFoundError(
                 f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{did_you_mean(kind, NAMES)}"
@@ -62,37 +62,38 @@ def open_dataset(
 def from_dataframe(
     frame: Any, options: LogOptions | None = None, *, validation: Any = None, test: Any = None, name: str = "data frame"
 ) -> ClickLog:
-    """A log of a data frame's rows, uncopied: pandas, Polars, a `pyarrow.Table` or anything with `__arrow_c_stream__`.
+    """Open a data frame as a log, without a copy: pandas, Polars, a `pyarrow.Table`, any with `__arrow_c_stream__`.
 
-    Columns are what they are in Parquet files; a column of integers that pandas holds as floating point, since some are
-    missing, has to become one of integers (`convert_dtypes`) to be a sparse one. ValueError if it is not such a
-    frame, or a column is not there, or of another type than it needs.
+    Column types are as in Parquet files. pandas stores a column of integers with missing values as floating point; use
+    `convert_dtypes` to make it a sparse column. ValueError if `frame` is not a data frame, or a column is missing or
+    has the wrong type.
 
     Args:
-        options: how it is read; its split rule holds rows out, by default the last sixth, if no frames are held out.
-        validation, test: held-out rows with the same columns.
+        options: how the log is read; without held-out frames its split rule holds out rows, by default the last sixth.
+        validation, test: frames of held-out rows with the same columns.
         name: for messages.
     """
     frames: dict[Split, Any] = {"train": frame, "validation": validation, "test": test}
-    given = {split: each for split, each in frames.items() if each is not None}
-    names = {split: f"{name} ({split})" if len(given) > 1 else name for split in given}
-    return ClickLog({split: file_of_frame(each, names[split]) for split, each in given.items()}, options, name=name)
+    frames_by_split = {split: data_frame for split, data_frame in frames.items() if data_frame is not None}
+    names = {split: f"{name} ({split})" if len(frames_by_split) > 1 else name for split in frames_by_split}
+    files = {split: file_of_frame(data_frame, names[split]) for split, data_frame in frames_by_split.items()}
+    return ClickLog(files, options, name=name)
 
 
 def open_for_scoring(
-    data: Any, log: LogOptions, features: Sequence[Feature], kept: tuple[str, ...] = (), labelled: bool = False
+    data: Any, log: LogOptions, features: Sequence[Feature], extra_columns: tuple[str, ...] = (), labelled: bool = False
 ) -> ClickLog:
-    """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
-
-    `log` is as in training; its split rule is ignored. Categories are read as the kinds that the features have. Unless
-    rows are `labelled`, the label is not read, and may be missing, as in Criteo's test.txt. Columns to be `kept` are in
-    the batches of `ClickLog.scan`, used by the model or not.
+    """Open a log to score with a model trained on these features: all rows are test rows, in their order.
 
     Args:
-        data: the path or URI of a log, or a data frame as `from_dataframe` takes it.
+        data: path or URI of a log, or a data frame as for `from_dataframe`.
+        log: options as in training; the split rule is ignored.
+        features: of the model; categories are read as their kinds.
+        extra_columns: columns to read besides, for `ClickLog.scan`.
+        labelled: whether to read the label; if not, it may be missing, as in Criteo's test.txt.
 
     Raises:
-        ValueError, FileNotFoundError: the log can not be read, or has other features.
+        ValueError, FileNotFoundError: the log cannot be read, or has other features.
     """
     is_frame = hasattr(data, "__arrow_c_stream__")
     name = "data frame" if is_frame else str(data)
@@ -102,7 +103,9 @@ def open_for_scoring(
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=ALL_ROWS)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
-    opened = ClickLog(source, log, labelled=labelled, kept=kept).read_as({each.name: each.kind for each in features})
+    opened = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns).read_as(
+        {each.name: each.kind for each in features}
+    )
     if len(opened.features) != len(features):
         raise ValueError(f"{name}: the log has {len(opened.features)} features, the model {len(features)}")
     for feature, expected in zip(opened.features, features, strict=True):
@@ -113,18 +116,18 @@ def open_for_scoring(
 
 @dataclass(frozen=True)
 class ReaderOptions:
-    """Read a data set for trainers on other machines, which are started with --data grpc://HOST:PORT.
+    """Read a data set for trainers on other machines, which connect with --data grpc://HOST:PORT.
 
-    The token that they need is that of the environment (TRITONEMB_TOKEN); if there is none, a random one is printed.
+    Clients need the token in the environment (TRITONEMB_TOKEN); without one, a random token is printed.
 
     Example: tritonemb reader --data day_0.tsv --address grpc+tls://0.0.0.0:8815 --certificate tls.crt --key tls.key
 
     Args:
-        data: a data set's name, or the path of a log.
-        path: where the data set lies, for names that need it.
-        address: grpc://HOST:PORT on this machine alone, or grpc+tls://HOST:PORT with a certificate.
-        certificate: a PEM file for TLS.
-        key: its key, a PEM file.
+        data: name of a data set, or path of a log.
+        path: file or folder of the data set, for names that need it.
+        address: grpc://HOST:PORT for this machine only, or grpc+tls://HOST:PORT with a certificate.
+        certificate: PEM file for TLS.
+        key: PEM file of the certificate's key.
         seed: of synthetic data.
         read: how a log is read.
     """
@@ -139,7 +142,7 @@ class ReaderOptions:
 
 
 def run_reader(options: ReaderOptions) -> None:
-    """Serve until SIGINT or SIGTERM. Raises what `open_dataset` and `ReaderHost` raise."""
+    """Run a reader host until SIGINT or SIGTERM. Raises as `open_dataset` and `ReaderHost`."""
     data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
         print(f"serving {data.name} at {host.address}", flush=True)

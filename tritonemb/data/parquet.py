@@ -1,4 +1,4 @@
-"""Logs of Arrow columns: Parquet files, and tables in memory."""
+"""Logs of Arrow columns: Parquet files and tables in memory."""
 
 import bisect
 import itertools
@@ -15,12 +15,12 @@ from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
 from tritonemb.data.schema import LogOptions, Schema, SplitRule, quote_value, wrong_value_message
 
-SLICE_ROWS = 65_536  # at most: large row groups are read in slices
-ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
+SLICE_ROWS = 65_536  # most rows per chunk: large row groups are read in slices
+ROW_BYTES = 256  # assumed bytes per row, so that slices are about as large as chunks of text
 
 
 def read_schema(file: LogFile) -> tuple[Any, list[int]]:
-    """The columns, a `pyarrow.Schema`, and the rows of each row group."""
+    """Return the columns, a `pyarrow.Schema`, and the number of rows of each row group."""
     if file.table is not None:
         return file.table.schema, [file.size]
     with open_parquet(file) as (source, _):
@@ -32,8 +32,8 @@ def _row_group_sizes(source: Any) -> list[int]:
 
 
 def file_of_frame(frame: Any, name: str) -> LogFile:
-    """A data frame, anything with Arrow's C stream interface, as the file of a log; no column is copied.
-    ValueError if it has no such interface, or columns that Arrow does not know."""
+    """Wrap a data frame, any object with Arrow's C stream interface, as the file of a log, without a copy.
+    ValueError if it lacks the interface, or Arrow cannot represent its columns."""
     if not hasattr(frame, "__arrow_c_stream__"):
         raise ValueError(
             f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
@@ -48,7 +48,8 @@ def file_of_frame(frame: Any, name: str) -> LogFile:
 
 
 def plain_schema(schema: Any) -> Any:
-    """A `pyarrow.Schema` without views and decimals: those that are whole and fit become int64, others float64."""
+    """Replace views and decimals in a `pyarrow.Schema`: decimals without fraction that fit become int64, others
+    float64."""
     return pa.schema([field.with_type(_plain(field.type)) for field in schema])
 
 
@@ -66,27 +67,29 @@ def _plain(kind: Any) -> Any:
 
 
 class ArrowSource:
-    """Parquet files or tables with the same columns, among them those to be `kept`, the time column too. ValueError if
-    none has rows, or one is damaged, or lacks a column, has it twice, or of a type that does not fit.
+    """Parquet files or tables with the same columns; `extra_columns`, with the time column, are read besides the
+    schema's. ValueError if none has rows, or one is damaged, or a column is missing, duplicate or of the wrong type.
 
     Attributes: `schema` with all columns filled in; `multi_hot`, the sparse columns that are lists; `kinds` of the
     sparse columns, see `Feature`.
     """
 
-    numbering: int | None = None  # of text
+    numbering: int | None = None  # text only, see `TextSource`
 
-    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
+    def __init__(
+        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
+    ) -> None:
         schema, self._files, self._rule, self._labelled = options.schema, files, options.split, labelled
-        self._groups: list[list[int]] = []  # rows of the row groups of each file
+        self._groups: list[list[int]] = []  # by file: rows of its row groups
         self.multi_hot: tuple[str, ...] = ()
         time, first = self._rule.time_column, ""
-        known: dict[str, tuple[str, LogFile]] = {}
+        kind_and_file: dict[str, tuple[str, LogFile]] = {}
         for file in files:
             where, (columns, groups) = str(file.path), read_schema(file)
             self._groups.append(groups)
             if sum(groups) == 0:
                 continue
-            schema = schema.of(columns.names, where, labelled, kept)
+            schema = schema.of(columns.names, where, labelled, extra_columns)
             names = schema.columns(labelled)
             values = {name: _value_kind(columns.field(name).type, name, schema, where) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
@@ -95,30 +98,32 @@ class ArrowSource:
             if lists != self.multi_hot:
                 raise ValueError(f"{where}: other columns are lists than in {first}: {self.multi_hot}")
             for name in schema.sparse:
-                expected, other = known.setdefault(name, (values[name], file)) if values[name] else ("", file)
+                expected, other_file = (
+                    kind_and_file.setdefault(name, (values[name], file)) if values[name] else ("", file)
+                )
                 if values[name] != expected:
                     raise ValueError(
-                        f"{where}: column {name!r} has {values[name]}, but {expected} in {other.path}; the same value "
-                        "would have different ids"
+                        f"{where}: column {name!r} has {values[name]}, but {expected} in {other_file.path}; "
+                        "the same value would have different ids"
                     )
             if time is not None:
                 self._time_type = columns.field(time).type
-                time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # checks the rule's times
+                time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # check the rule's times
         if not first:
             raise ValueError(f"{files[0].path} is empty: it has no rows")
-        self.schema, self.kinds = schema, {name: kind for name, (kind, _) in known.items()}
-        self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *kept)))
+        self.schema, self.kinds = schema, {name: kind for name, (kind, _) in kind_and_file.items()}
+        self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *extra_columns)))
 
     def sizes(self) -> list[int]:
-        """Of the files, in the unit of `Part`."""
+        """Return the sizes of the files in the unit of `Part`, rows."""
         return [sum(groups) for groups in self._groups]
 
     def estimated_rows(self, part: Part) -> float:
-        """Rows of a part, bad ones too, as far as they are known without reading it; here exactly."""
+        """Return the number of rows of a part, bad rows included; exact, unlike for text."""
         return self._stop(part) - part.start
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
-        """The chunks of a part, which has this number, from the one at `offset` on, after `line` of its lines."""
+        """Yield the chunks of a part (index `number`) from row `offset` on; `line` is for text only."""
         file, stop, columns = self._files[part.file], self._stop(part), list(self._columns)
         slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
         if file.table is not None:
@@ -140,7 +145,7 @@ class ArrowSource:
                     yield Chunk(number, row + first, row + first - part.start, row + first, rows)
                 row += batch.num_rows
         if row < stop:
-            raise file.changed(f"it had at least {stop} rows and now has {row}")
+            raise file.changed_error(f"it had at least {stop} rows and now has {row}")
 
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.rows
@@ -152,15 +157,15 @@ class ArrowSource:
             row = int(bad_rows[number])
             name, expected, _ = next(entry for entry in wrong if entry[2][row])
             value = batch.column(name)[row].as_py()
-            place = batch.schema.get_field_index(name) + 1
-            message = wrong_value_message(place, name, "missing" if value is None else value, expected)
+            field_number = batch.schema.get_field_index(name) + 1
+            message = wrong_value_message(field_number, name, "missing" if value is None else value, expected)
             return f"column {name} is not {expected}", message
 
         good_batch = batch.filter(pa.array(good)) if len(bad_rows) else batch
         return Parsed(good_batch, rows, bad_rows, np.arange(len(good)), describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
-        """One shard of some parts: runs of whole row groups where there are enough; else one may be read twice."""
+        """Return one shard of some parts: whole row groups if there are enough; else shards may divide a row group."""
         sizes = [self._stop(part) - part.start for part in parts]
         ends: list[int] = []
         first = 0
@@ -171,26 +176,26 @@ class ArrowSource:
         return tuple(cuts.even_shard(parts, sizes, shard, ends))
 
     def within(self, split: Split) -> tuple[Part, ...]:
-        """The row groups that may have rows of a split by time: its shards would else have very different numbers."""
+        """Return the row groups that may have rows of a split by time, so that shards of them are of similar size."""
         parts: list[Part] = []
         time = self._rule.time_column
         for number, (file, groups) in enumerate(zip(self._files, self._groups, strict=True)):
-            kept, ends = list(range(len(groups))), np.cumsum(groups).tolist()
-            # Statistics leave out NaN, and those of strings are in the order of text.
+            group_ids, ends = list(range(len(groups))), np.cumsum(groups).tolist()
+            # Row group statistics omit NaN, and those of strings are in lexical order.
             if file.stored is not None and not (pa.types.is_floating(self._time_type) or is_text(self._time_type)):
                 system, path = file.check_size()
                 fragment = dataset.ParquetFileFormat().make_fragment(path, system)
-                wanted = time_mask(self._rule, split, compute.field(time), self._time_type)
-                kept = [group.id for group in fragment.subset(wanted).row_groups]
-            for group in kept:
+                mask = time_mask(self._rule, split, compute.field(time), self._time_type)
+                group_ids = [group.id for group in fragment.subset(mask).row_groups]
+            for group in group_ids:
                 start = ends[group] - groups[group]
                 if parts and (parts[-1].file, parts[-1].stop) == (number, start):
                     start = parts.pop().start
                 parts.append(Part(number, start, ends[group]))
         return tuple(parts)
 
-    def where(self, part: Part, chunk: Chunk, row: int) -> str:
-        """`train.parquet, row 3`: where a chunk's row is in its file."""
+    def location(self, part: Part, chunk: Chunk, row: int) -> str:
+        """Return the location of a chunk's row for messages: `train.parquet, row 3`."""
         return f"{self._files[part.file].path}, row {chunk.offset + row + 1}"
 
     def _stop(self, part: Part) -> int:
@@ -198,7 +203,7 @@ class ArrowSource:
 
 
 def _value_kind(kind: Any, name: str, schema: Schema, where: str) -> str:
-    """What the values of a column are, nothing if all are missing; ValueError if it needs another type."""
+    """Return the kind of a column's values, empty if all are missing; ValueError if it has the wrong type."""
     types, sparse = pa.types, name in schema.sparse
     inner = value_type(kind.value_type if sparse and is_list(kind) else kind)
     if types.is_null(inner):
@@ -211,14 +216,14 @@ def _value_kind(kind: Any, name: str, schema: Schema, where: str) -> str:
             f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
         )
     if not sparse and not types.is_floating(inner):
-        what = "a dense column" if name in schema.dense else "the label"
-        raise ValueError(f"{where}: column {name!r} is {inner}, but {what} has numbers")
+        role = "a dense column" if name in schema.dense else "the label"
+        raise ValueError(f"{where}: column {name!r} is {inner}, but {role} has numbers")
     return "strings" if sparse else "numbers"
 
 
 def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
-    """Which rows belong to a split, for "time": booleans for a `pyarrow` array of times of this type, an expression for
-    an expression. A row without a time is a train row."""
+    """Return a mask of the rows that belong to a split by time: booleans for a `pyarrow` array of times of this type,
+    an expression for an expression. A row without a time is a train row."""
     late, test = (_at_or_after(times, bound, kind) for bound in (rule.validation_from, rule.test_from))
     if split == "test":
         return test
@@ -226,10 +231,10 @@ def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
 
 
 def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
-    if bound is None:  # false everywhere; pyarrow takes an expression where the times are one
+    if bound is None:  # all false; as an expression if the times are one
         return compute.and_kleene(compute.is_valid(times), pa.scalar(False))
     kinds, reason = [kind], ""
-    if text := is_text(kind):  # times of ISO 8601 or numbers, whatever their spelling
+    if text := is_text(kind):  # times in ISO 8601 or numbers, in any spelling
         times = times.cast(pa.string())
         times = compute.if_else(compute.equal(times, ""), pa.scalar(None, pa.string()), times)
         kinds = [pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")]
@@ -241,6 +246,6 @@ def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
         except pa.ArrowException as error:
             reason = reason or str(error).splitlines()[0]
     raise ValueError(
-        f"split: {quote_value(bound)} is not a time of the time column, which is {kind}, or not all of its times are "
-        f"alike ({reason}); write both as 2014-05-31T12:00:00 or, with a zone, as 2014-05-31T12:00:00Z"
+        f"split: {quote_value(bound)} is not a time of the time column, which is {kind}, or its times have different "
+        f"formats ({reason}); write both as 2014-05-31T12:00:00 or, with a zone, as 2014-05-31T12:00:00Z"
     )

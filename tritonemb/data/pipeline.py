@@ -1,4 +1,5 @@
-"""From chunks to batches: chunks are parsed by threads, their rows gathered in shuffle buffers and cut into batches."""
+"""Pipeline from chunks to batches: threads parse chunks; their rows fill shuffle buffers, which are cut into
+batches."""
 
 import os
 from collections import deque
@@ -19,27 +20,27 @@ from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatc
 
 R = TypeVar("R")
 
-CHUNKS_READ = 2  # that wait to be parsed
+CHUNKS_READ = 2  # chunks that wait to be parsed
 MOST_WORKERS = 8
-FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
+FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # keys of a position
 
 
 def ordered_map(
     job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None
 ) -> Generator[R, None, None]:
-    """`job(chunk)` of every chunk, in their order; its exception comes in its place.
+    """Map `job` over chunks in threads; yield results in order, and raise an exception in its place.
 
     At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * num_threads + 1` are in progress or wait as results, so
-    memory does not depend on the size of the log. Closing the generator ends all threads.
+    memory does not depend on the size of the log. Closing the generator stops all threads.
     """
     num_threads = num_threads or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
-    read = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
+    prefetched = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
     try:
-        for chunk in read:
+        for chunk in prefetched:
             results.append(pool.submit(job, chunk))
-            del chunk  # or it would stay until the next one is there
+            del chunk  # free it while the next one is read
             if len(results) > 2 * num_threads:
                 yield results.popleft().result()
         while results:
@@ -47,13 +48,14 @@ def ordered_map(
     finally:
         for result in results:
             result.cancel()
-        read.close()
+        prefetched.close()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True)
 class LogPosition:
-    """Where a shuffle buffer begins: behind `skip` good rows of a chunk, before which were `skipped` bad ones."""
+    """First row of a shuffle buffer: after `skip` good rows of the chunk at `offset` of a part, and `skipped` bad rows
+    in all."""
 
     part: int = 0
     offset: int = 0
@@ -65,33 +67,35 @@ class LogPosition:
 def shuffle_buffers(
     blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: LogPosition, number: int
 ) -> Iterator[tuple[int, Rows, LogPosition, LogPosition]]:
-    """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller: of each its number, from
-    `number` on, its rows, and the places between which they are. `order` is called with the number of rows and that of
-    the buffer; None keeps them as they are. ValueError if there are fewer rows than `start.skip`."""
+    """Collect the rows of blocks, from `start` on, in buffers of `num_rows` (the last may be smaller); yield each
+    buffer's number, counted from `number`, its rows, its start and its end.
+
+    `order(num_rows, number)` returns the permutation of a buffer, or None to keep the order. ValueError if the blocks
+    have fewer than `start.skip` rows."""
     pieces: list[Rows] = []
-    gathered, left_out, skipped, stop = 0, start.skip, start.skipped, start
+    num_gathered, num_to_skip, skipped, stop = 0, start.skip, start.skipped, start
     for block in blocks:
-        row = min(left_out, len(block.rows))
-        left_out -= row
+        row = min(num_to_skip, len(block.rows))
+        num_to_skip -= row
         while row < len(block.rows):
-            end = min(row + num_rows - gathered, len(block.rows))
+            end = min(row + num_rows - num_gathered, len(block.rows))
             pieces.append(block.rows.slice(row, end))
-            gathered, row = gathered + end - row, end
+            num_gathered, row = num_gathered + end - row, end
             stop = LogPosition(block.part, block.offset, block.line, row, skipped)
-            if gathered == num_rows:
-                joined, pieces, gathered = concat_rows(pieces, order(gathered, number)), [], 0
-                yield number, joined, start, stop
-                del joined
+            if num_gathered == num_rows:
+                buffer, pieces, num_gathered = concat_rows(pieces, order(num_gathered, number)), [], 0
+                yield number, buffer, start, stop
+                del buffer
                 start, number = stop, number + 1
         skipped += block.report.skipped
-    if left_out:
-        raise ValueError(f"there are {left_out} rows fewer than the position says; the data are not what they were")
+    if num_to_skip:
+        raise ValueError(f"the data has changed: it has {num_to_skip} fewer rows than the position requires")
     if pieces:
-        yield number, concat_rows(pieces, order(gathered, number)), start, stop
+        yield number, concat_rows(pieces, order(num_gathered, number)), start, stop
 
 
 def permutation(num_rows: int, *seeds: int) -> Array:
-    """The order of some rows that these numbers decide, the same on every machine."""
+    """Return the permutation of rows for these seeds, the same on every machine."""
     state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int(state))).numpy()
 
@@ -101,37 +105,40 @@ def iterate_batches(
     keys: tuple[str, ...], buffer_rows: int, order: Callable[[int, int], Array | None], position: Position,
     read: ReadReport,
 ) -> Iterator[PositionedBatch]:  # fmt: skip
-    """The batches of one stream, from a position on; behind the last one, the report of all rows.
+    """Yield the batches of one stream from a position on; after the last one, the report of all rows.
 
-    `blocks` gives those of the split from a place on, `order` is as for `shuffle_buffers`, and `read` are the rows
-    before the position, and the bad ones among them, or not in the blocks any more.
+    `blocks(start)` yields the blocks of the split from `start` on; `order` as for `shuffle_buffers`; `read` reports the
+    rows before the position, with the bad rows that the blocks do not have.
     """
 
-    def counted(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def add_reports(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
         nonlocal read
         for block in blocks:
             read += block.report
             yield block
 
+    # Resume at batch `first` of the shuffle buffer that begins at `start`.
     start = LogPosition(*(position[field] for field in FIELDS[:5]))
     first, rows, size = position["batch"], position["rows"], options.batch_size
-    with closing(blocks(start)) as found:
-        buffers = shuffle_buffers(counted(found), buffer_rows, order, start, position["window"])
+    with closing(blocks(start)) as split_blocks:
+        buffers = shuffle_buffers(add_reports(split_blocks), buffer_rows, order, start, position["window"])
         for number, buffer, begin, end in buffers:
             if first * size >= (num_rows := len(buffer)):
-                raise ValueError(f"data set {name!r}: there are fewer rows than the position says")
+                raise ValueError(f"data set {name!r}: it has fewer rows than the position requires")
             for index in range(first, -(-num_rows // size)):
                 batch = gather_batch(
                     buffer, keys, slice(index * size, min((index + 1) * size, num_rows)), options.pin_memory
                 )
                 rows += len(batch)
-                place, window, following = begin, number, index + 1
-                if following * size >= num_rows:
-                    place, window, following = end, number + 1, 0
-                at = {"window": window, "batch": following, "rows": rows}
-                yield PositionedBatch(batch, {"of": position["of"], **vars(place), **at}, replace(read, rows=rows))
+                log_position, window, next_batch = begin, number, index + 1
+                if next_batch * size >= num_rows:
+                    log_position, window, next_batch = end, number + 1, 0
+                progress = {"window": window, "batch": next_batch, "rows": rows}
+                yield PositionedBatch(
+                    batch, {"of": position["of"], **vars(log_position), **progress}, replace(read, rows=rows)
+                )
             first = 0
     if rows == 0 and options.shard == WHOLE:
         skipped = f" ({read.skipped} bad ones were skipped)" if read.skipped else ""
         raise ValueError(f"data set {name!r}: there are no {options.split} rows{skipped}")
-    yield PositionedBatch(None, {}, replace(read, rows=rows))  # bad rows may have come since
+    yield PositionedBatch(None, {}, replace(read, rows=rows))  # counts bad rows after the last batch

@@ -1,4 +1,5 @@
-"""What a trainer reads from: a `Data`, opened as a `Stream` of batches that can be closed and resumed."""
+"""Protocol between a trainer and its data: a `Data` is opened as a `Stream` of batches that can be closed and
+resumed."""
 
 import hashlib
 import zlib
@@ -16,41 +17,41 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 Shard = tuple[int, int]
-"""Index and count: one of `count` disjoint parts of a split's rows."""
+"""Index and count: one of `count` disjoint shards of a split's rows."""
 WHOLE: Shard = (0, 1)
 
 Position = dict[str, int]
-"""Where a stream resumes: JSON-able, for `Data.open` with the same arguments as its stream."""
+"""Resume point of a stream, JSON-serializable: pass it to `Data.open` with the arguments that opened the stream."""
 
 PREFETCH_DEPTH = 5  # batches
-MAX_PROBLEMS = 10  # that a report shows in full
-reading_processes = 1  # on this host, as far as this process knows: they divide the processors among their threads
+MAX_PROBLEMS = 10  # shown in full by a report
+reading_processes = 1  # known reading processes of this host, which divide the processors among their threads
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A categorical feature: ids in `[0, num_embeddings)`, exactly one a row unless `multi_hot`.
+    """Categorical feature with ids in `[0, num_embeddings)`, exactly one per row unless `multi_hot`.
 
-    If it is `dynamic` any int64 is an id, and `num_embeddings` the capacity of its table. Its `kind` says whether ids
-    are made of "integers" or of "strings", which have different ones; nothing where that is not known.
+    If `dynamic`, any int64 is an id and `num_embeddings` is the capacity of the table. `kind` is "integers" or
+    "strings", whose ids differ; empty if unknown.
     """
 
     name: str
     num_embeddings: int
     multi_hot: bool = False
-    dynamic: bool = field(default=False, repr=False)  # not in the digests of older checkpoints
+    dynamic: bool = field(default=False, repr=False)  # not in repr: digests of older checkpoints lack it
     kind: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What has become of the rows.
+    """Counts of the rows read and of the bad rows skipped.
 
     Args:
-        rows: returned in batches since the epoch began, also before a position that the stream was opened at.
-        skipped: bad rows left out since then.
-        problems: the first few of them that this stream has met, as file:line:column: what is wrong.
-        reasons: how many of them there are, by file and reason.
+        rows: returned in batches since the epoch began, those before the stream's first position included.
+        skipped: bad rows left out since the epoch began.
+        problems: messages about the first bad rows of this stream, with file, line and field.
+        reasons: number of bad rows by file and reason.
     """
 
     rows: int = 0
@@ -60,7 +61,7 @@ class ReadReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """From what `asdict` and JSON made of one."""
+        """Decode the JSON of `asdict(report)`."""
         reasons = tuple((reason, count) for reason, count in values["reasons"])
         return cls(values["rows"], values["skipped"], tuple(values["problems"]), reasons)
 
@@ -79,7 +80,7 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class PositionedBatch:
-    """A batch with the position and the report once it has been returned; without a batch, where a stream ends."""
+    """Batch with the position and the report after it; `batch` is None at the end of a stream."""
 
     batch: Batch | None
     position: Position
@@ -87,27 +88,27 @@ class PositionedBatch:
 
 
 class Batches(Closeable, Iterator[Batch]):
-    """Batches in their order, from a position on: a `Stream`, or several. Their position may be a nested one."""
+    """Iterator over batches from a position on: one `Stream` or several, whose position is nested."""
 
     position: Mapping[str, Any]
     report: ReadReport
-    """What has been read so far."""
+    """Rows read so far."""
 
 
 class Stream(Batches):
-    """Batches in their order, prefetched in a thread; errors of the source come out of `next`.
+    """Batches in order, prefetched in a thread; `next` raises the errors of the source.
 
     Args:
-        batches: closed with the stream; after the last batch, the report of all rows may come.
+        batches: source, closed with the stream; an item without a batch, with the report of all rows, may come last.
         position: of the first batch.
-        report: of the rows before it.
-        at_end: called with the report when a batch behind the last one is asked for.
+        report: of the rows before the first batch.
+        at_end: called with the report when the batches are exhausted.
         on_stop: see `Prefetcher`.
-        depth: batches that are prefetched.
+        depth: number of prefetched batches.
 
     Attributes:
-        position: of the batch after the last one returned.
-        report: of the rows returned and skipped so far; of the whole epoch once there are no more batches.
+        position: of the next batch.
+        report: of the rows returned and skipped so far; of the whole epoch once the batches are exhausted.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Stream(Batches):
         raise StopIteration
 
     def close(self) -> None:
-        """End the threads of the stream; there are no further batches."""
+        """Stop the threads of the stream; it returns no further batches."""
         self._at_end = None
         self._batches.close()
 
@@ -142,10 +143,10 @@ class OpenOptions:
     """The arguments of `Data.open`.
 
     Args:
-        seed, epoch: decide the order if `shuffle`.
-        position: of a stream opened with the same arguments: resume exactly there.
-        pin_memory: make the batches in page-locked memory.
-        shard: (index, count): one of `count` disjoint shards, together all rows of the split; some may be empty.
+        seed, epoch: determine the order if `shuffle`.
+        position: of a stream opened with the same arguments; resume exactly there.
+        pin_memory: allocate batches in page-locked memory.
+        shard: (index, count): one of `count` disjoint shards that cover all rows of the split; some may be empty.
     """
 
     split: Split
@@ -161,14 +162,15 @@ class OpenOptions:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         shard = self.shard
-        good = isinstance(shard, tuple) and len(shard) == 2 and all(type(number) is int for number in shard)
-        if not good or not 0 <= shard[0] < shard[1]:
+        is_valid = isinstance(shard, tuple) and len(shard) == 2 and all(type(number) is int for number in shard)
+        if not is_valid or not 0 <= shard[0] < shard[1]:
             raise ValueError(f"shard must be (index, count) with 0 <= index < count, got {shard!r}")
 
 
 class Data(Protocol):
-    """A data set for binary click prediction, in memory (`Dataset`) or read as it is needed (`ClickLog`). It may have
-    `contents`, strings by name: where they have changed, a run is not resumed unasked."""
+    """Data set for binary click prediction, in memory (`Dataset`) or streamed (`ClickLog`).
+
+    It may have `contents`, strings by name: a run whose data has other contents is resumed on request only."""
 
     @property
     def name(self) -> str: ...
@@ -181,28 +183,29 @@ class Data(Protocol):
 
     @property
     def encoding(self) -> str:
-        """A hex digest of how a row becomes numbers, whichever rows: a model fits data of the same encoding alone."""
+        """Hex digest of how rows are encoded as numbers, not of the rows: a model fits data of the same encoding
+        only."""
 
     @property
     def best_auc(self) -> float | None:
-        """The Bayes-optimal AUC on the test rows, where it is known."""
+        """Bayes-optimal AUC on the test rows; None if unknown."""
 
     def splits(self) -> tuple[Split, ...]:
-        """The splits that it has."""
+        """Return the splits of the data set."""
 
     def num_rows(self, split: Split) -> int | None:
-        """Rows of a split; None where that is not known before it has been read."""
+        """Return the number of rows of a split; None if unknown before the split has been read."""
 
     def estimated_rows(self, split: Split) -> int | None:
-        """About how many rows a split has, without reading it; None where that is not known."""
+        """Estimate the number of rows of a split without reading it; None if that is impossible."""
 
-    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
-        """The batches of a split, or of a shard of it; the last one may be smaller. `how`: see `OpenOptions`.
-        ValueError for no such split or shard, a batch size below 1, or a position that cannot be one of this stream."""
+    def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
+        """Open the batches of a split, or of a shard of it; the last batch may be smaller. `kwargs`: see `OpenOptions`.
+        ValueError for an unknown split or shard, a batch size below 1, or a position of another stream."""
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
-    """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+    """Return one table config per feature, all of one dimension; multi-hot features are mean-pooled."""
     poolings: list[Pooling] = ["mean" if feature.multi_hot else "sum" for feature in features]
     return [
         TableConfig(f.name, None, embedding_dim, pooling=pooling, capacity=f.num_embeddings) if f.dynamic
@@ -212,37 +215,37 @@ def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableCo
 
 
 class FeatureTables:
-    """What data sets can do with their features."""
+    """Mixin of data sets: table configs of their features."""
 
     features: tuple[Feature, ...]
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+        """Return one table config per feature, all of one dimension; multi-hot features are mean-pooled."""
         return tables_of(self.features, embedding_dim)
 
 
 def digest(*parts: object) -> str:
-    """For `Data.encoding`: the same for parts with the same `repr`, in every process."""
+    """Hash parts by their `repr` (SHA-256, hex), for `Data.encoding`; the same in every process."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def fingerprint(*parts: object) -> int:
-    """A number that says whether a position belongs to these settings."""
+    """Hash the settings of a stream (CRC-32 of their `repr`), by which a position is checked."""
     return zlib.crc32(repr(parts).encode())
 
 
-def check_position(position: Position, fields: tuple[str, ...], belongs_to: int, name: str) -> None:
-    """ValueError unless a position has these fields, none of them negative, and was taken with the same settings."""
+def check_position(position: Position, fields: tuple[str, ...], stream_id: int, name: str) -> None:
+    """ValueError unless a position has these fields, none negative, and its stream had the same settings."""
     if not isinstance(position, dict) or set(position) != {"of", *fields}:
         raise ValueError(
-            f"data set {name!r}: {position!r} is not a position of it, which has the fields {('of', *fields)}; "
-            "use what `Stream.position` gave"
+            f"data set {name!r}: {position!r} is not a position of this data set, whose fields are {('of', *fields)}; "
+            "pass a value of `Stream.position`"
         )
     for entry, value in position.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"data set {name!r}: the position's {entry!r} is {value!r}, expected an int of 0 or more")
-    if position["of"] != belongs_to:
+    if position["of"] != stream_id:
         raise ValueError(
-            f"data set {name!r}: this position was taken in a stream of other data or other settings; a stream resumes "
+            f"data set {name!r}: this position is of a stream of other data or with other settings; a stream resumes "
             "only with the files, split, batch size, seed, epoch, order and shard that it was opened with"
         )

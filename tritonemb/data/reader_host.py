@@ -103,9 +103,9 @@ class RemoteData(FeatureTables):
             raise ValueError("no address of a reader host is given")
         self._token = token or os.environ.get(TOKEN, "")
         self._roots = roots or os.environ.get(ROOTS)
-        first, *others = (self._client(index).call("describe") for index in range(len(self._addresses)))
-        for address, other in zip(self._addresses[1:], others, strict=True):
-            if other != first:
+        first, *descriptions = (self._client(index).call("describe") for index in range(len(self._addresses)))
+        for address, description in zip(self._addresses[1:], descriptions, strict=True):
+            if description != first:
                 raise ValueError(f"the reader hosts {self._addresses[0]} and {address} have different data")
         self.name: str = first["name"]
         self.features = tuple(Feature(*feature) for feature in first["features"])
@@ -127,10 +127,10 @@ class RemoteData(FeatureTables):
         """About how many rows a split has; None where that is not known."""
         return self._client(0).call("rows", {"split": split})["estimated"]
 
-    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
+    def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set,
         but of built-in types; ConnectionError, here or in `next`, if the host does not answer."""
-        request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
+        request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **kwargs))
         pin_memory = request.pop("pin_memory")
         messages, cancel = self._client(request["shard"][0]).stream(request)
         items = _to_items(messages, pin_memory)

@@ -54,23 +54,23 @@ class RequestEncoder:
         encoded."""
         names, bags = self.schema.dense, list[list[Sequence[Any]]]()
         numbers = np.zeros((len(rows), len(names)))
-        for at, row in enumerate(rows):
+        for index, row in enumerate(rows):
             try:
                 if missing := [name for name in (*names, *self._keys) if name not in row]:
                     near = did_you_mean(missing[0], row)
                     columns = f"columns are missing: {join_names(missing)}; there are {join_names(row) or 'none'}{near}"
                     raise ValueError(f"{columns}; give None where a value is missing")
-                numbers[at] = [self._number(row[name], name) for name in names]
+                numbers[index] = [self._number(row[name], name) for name in names]
                 bags.append([self._items(row[feature.name], feature) for feature in self.features])
             except ValueError as error:
-                raise ValueError(f"row {first + at + 1}: {error}") from None
+                raise ValueError(f"row {first + index + 1}: {error}") from None
         dense = encode.scale_numbers(numbers, False)
         dense[:, self._logarithmic] = encode.scale_numbers(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
         # Values and lengths of bags by feature, then row.
         by_feature = [bag for bags_of_feature in zip(*bags, strict=True) for bag in bags_of_feature]
         lengths = np.array([len(bag) for bag in by_feature], dtype=np.int64)
-        places = np.repeat(np.arange(len(lengths)) // max(1, len(rows)), lengths)
-        ids = torch.from_numpy(self._ids([value for bag in by_feature for value in bag], places))
+        feature_indices = np.repeat(np.arange(len(lengths)) // max(1, len(rows)), lengths)
+        ids = torch.from_numpy(self._ids([value for bag in by_feature for value in bag], feature_indices))
         sparse = KeyedJaggedTensor.unchecked(self._keys, ids, None, torch.from_numpy(lengths_to_offsets(lengths)))
         return Batch(torch.from_numpy(dense), sparse, torch.zeros(len(rows)))
 
@@ -80,9 +80,9 @@ class RequestEncoder:
             raise ValueError(
                 f"there is no feature {feature!r}; features: {join_names(names)}{did_you_mean(feature, names)}"
             )
-        place = names.index(feature)
-        items = [self._item(value, self.features[place]) for value in values]
-        return torch.from_numpy(self._ids(items, np.full(len(items), place)).astype(np.int64))
+        feature_index = names.index(feature)
+        items = [self._item(value, self.features[feature_index]) for value in values]
+        return torch.from_numpy(self._ids(items, np.full(len(items), feature_index)).astype(np.int64))
 
     def _number(self, value: Any, name: str) -> float:
         """The number of a dense column, 0 where it is missing."""
@@ -135,22 +135,26 @@ class RequestEncoder:
             raise _value_error(feature.name, value, "a string or nothing, as in training")
         return integer
 
-    def _ids(self, values: Sequence[Any], places: Array) -> Array:
+    def _ids(self, values: Sequence[Any], feature_indices: Array) -> Array:
         dynamic = self.schema.dynamic
         hashes, present = np.zeros(len(values), np.uint64), np.array([value is not None for value in values], bool)
         is_text = np.array([isinstance(value, bytes) for value in values], dtype=bool)
-        texts, at = [value for value in values if isinstance(value, bytes)], np.flatnonzero(is_text)
+        texts, positions = [value for value in values if isinstance(value, bytes)], np.flatnonzero(is_text)
         if texts:
             offsets = lengths_to_offsets(np.array([len(text) for text in texts]))
-            hashes[at] = encode.hash_strings(np.frombuffer(b"".join(texts), np.uint8), offsets, self._seeds[places[at]])
-        if len(at := np.flatnonzero(present & ~is_text)):
-            numbers = np.array([values[place] & 0xFFFFFFFFFFFFFFFF for place in at.tolist()], dtype=np.uint64)
-            hashes[at] = numbers if dynamic else encode.hash_integers(numbers, self._seeds[places[at]])
+            hashes[positions] = encode.hash_strings(
+                np.frombuffer(b"".join(texts), np.uint8), offsets, self._seeds[feature_indices[positions]]
+            )
+        if len(positions := np.flatnonzero(present & ~is_text)):
+            numbers = np.array([values[index] & 0xFFFFFFFFFFFFFFFF for index in positions.tolist()], dtype=np.uint64)
+            hashes[positions] = (
+                numbers if dynamic else encode.hash_integers(numbers, self._seeds[feature_indices[positions]])
+            )
         if dynamic:
             return np.where(present, hashes.view(np.int64), encode.MISSING)
-        ids = np.where(present, encode.hashes_to_ids(hashes, self._sizes[places]), np.int32(0))
-        for place, feature in enumerate(self.features) if self.schema.vocabulary is not None else ():
-            begin, end = np.searchsorted(places, [place, place + 1])
+        ids = np.where(present, encode.hashes_to_ids(hashes, self._sizes[feature_indices]), np.int32(0))
+        for index, feature in enumerate(self.features) if self.schema.vocabulary is not None else ():
+            begin, end = np.searchsorted(feature_indices, [index, index + 1])
             array = pa.array(values[begin:end], pa.string() if is_text[begin:end].any() else pa.int64())
             ids[begin:end] = self._numberings[feature.name].ids(array, feature.kind)
         return ids

@@ -59,18 +59,20 @@ class Schema:
             words = " ".join(self.log_transform).lower()  # as a shell hands it on
             vars(self)["log_transform"] = {"true": True, "false": False}.get(words, self.log_transform)
         named = [name for name in (self.label, *self.dense, *self.sparse) if name]
-        if twice := sorted({name for name in named if named.count(name) > 1}):
-            raise ValueError(f"{join_names(twice)} named more than once among label, dense and sparse")
+        if duplicates := sorted({name for name in named if named.count(name) > 1}):
+            raise ValueError(f"{join_names(duplicates)} named more than once among label, dense and sparse")
         if (self.dense or self.sparse) and not self.label:
             raise ValueError("dense or sparse columns are named, but no label column")
         if self.label and not self.sparse:
             raise ValueError("no sparse columns are named; a click model needs at least one")
         checked = {"log_transform": "dense", "integers": "sparse", "lists": "sparse"}
-        for what, known in checked.items():
-            names = value if isinstance(value := getattr(self, what), tuple) else ()
-            columns = getattr(self, known)
+        for option, columns_option in checked.items():
+            names = value if isinstance(value := getattr(self, option), tuple) else ()
+            columns = getattr(self, columns_option)
             if unknown := [name for name in names if columns and name not in columns]:
-                raise ValueError(f"{what} names {join_names(unknown)}, not among {known}: {join_names(columns)}")
+                raise ValueError(
+                    f"{option} names {join_names(unknown)}, not among {columns_option}: {join_names(columns)}"
+                )
         if self.dynamic and self.vocabulary is not None:
             raise ValueError("dynamic tables need no vocabulary; leave one of the two out")
         _check_size("num_embeddings", self.num_embeddings)
@@ -107,7 +109,9 @@ class Schema:
         """The label, if there is one, dense and sparse columns."""
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
-    def of(self, columns: Sequence[str], where: str, labelled: bool = True, kept: tuple[str, ...] = ()) -> Self:
+    def of(
+        self, columns: Sequence[str], where: str, labelled: bool = True, extra_columns: tuple[str, ...] = ()
+    ) -> Self:
         """With the columns filled in, all of them, the label too if `labelled`, and those to be `kept` besides, once
         among those that the data at `where` has; ValueError listing the columns found if not."""
         schema = self
@@ -120,15 +124,15 @@ class Schema:
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        for part, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
-            check_columns(columns, names, where, f"the schema's {part} column")
-        check_columns(columns, kept, where)
+        for role, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
+            check_columns(columns, names, where, f"the schema's {role} column")
+        check_columns(columns, extra_columns, where)
         return schema
 
 
-def _check_size(what: str, number: int) -> None:
+def _check_size(name: str, number: int) -> None:
     if not 2 <= number <= MAX_EMBEDDINGS:
-        raise ValueError(f"{what} is {number}, expected 2 to {MAX_EMBEDDINGS}: id 0 is for missing values")
+        raise ValueError(f"{name} is {number}, expected 2 to {MAX_EMBEDDINGS}: id 0 is for missing values")
 
 
 CRITEO = Schema(LABEL, INTEGERS, CATEGORIES)
@@ -229,20 +233,20 @@ class LogOptions(Options):
             raise ValueError(f"lists need a list_separator other than the delimiter, got {self.list_separator!r}")
 
 
-def check_columns(columns: Sequence[str], names: Iterable[str], where: str, what: str = "column") -> None:
+def check_columns(columns: Sequence[str], names: Iterable[str], where: str, role: str = "column") -> None:
     """ValueError unless there is one column of each name; `what` they are."""
     for name in names:
         if (count := list(columns).count(name)) == 0:
             raise ValueError(
-                f"{where}: {what} {name!r} is not there; columns: {join_names(columns)}{did_you_mean(name, columns)}"
+                f"{where}: {role} {name!r} is not there; columns: {join_names(columns)}{did_you_mean(name, columns)}"
             )
         if count > 1:
             raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
 
 
-def wrong_value_message(place: int, name: str, value: object, expected: str, hint: str = "") -> str:
+def wrong_value_message(field_number: int, name: str, value: object, expected: str, hint: str = "") -> str:
     """`field 3 (int_2) is 'x', expected an integer or nothing`; `place` counts from 1."""
-    return f"field {place} ({name}) is {quote_value(value)}, expected {expected}{hint}"
+    return f"field {field_number} ({name}) is {quote_value(value)}, expected {expected}{hint}"
 
 
 def quote_value(value: object) -> str:

@@ -31,7 +31,9 @@ class TextSource:
     """Text files of Criteo's format, or CSV with the same header; its methods are those of `ArrowSource`. ValueError if
     the schema has other columns, or a file's first line is bad, unless bad rows are skipped."""
 
-    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, kept: tuple[str, ...]) -> None:
+    def __init__(
+        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
+    ) -> None:
         name, where = files[0].name.lower(), str(files[0].path)
         delimiter = options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", name) else "")
         if not delimiter:  # Criteo's format
@@ -42,15 +44,15 @@ class TextSource:
             criteo = FIELDS[line.count(b"\t") == len(FIELDS) - 2 :]
         headers = [read_header(file, delimiter) if delimiter else (criteo, 0) for file in files]
         columns = headers[0][0]
-        for file, (found, _) in zip(files, headers, strict=True):
-            if found != columns:
-                raise ValueError(f"{file.path}: its header is not that of {where}: {join_names(found)}")
+        for file, (header, _) in zip(files, headers, strict=True):
+            if header != columns:
+                raise ValueError(f"{file.path}: its header is not that of {where}: {join_names(header)}")
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
         # What `Chunk.first_row` counts, for a split at random: 1 for rows; 0 for lines, as earlier versions did.
         self.numbering = 1 if options.split.kind() == "random" else None
-        self.schema = options.schema.of(columns, where, labelled, kept)
+        self.schema = options.schema.of(columns, where, labelled, extra_columns)
         options = replace(options, schema=self.schema, delimiter=delimiter)
-        self.form = (CsvFormat if delimiter else CriteoFormat)(columns, options, labelled, kept)
+        self.form = (CsvFormat if delimiter else CriteoFormat)(columns, options, labelled, extra_columns)
         self.multi_hot, self.kinds = self.form.multi_hot, self.form.kinds
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
@@ -88,13 +90,13 @@ class TextSource:
                 offset = _seek_line_start(source, offset, quoted)
             else:
                 source.seek(offset)
-            row = 0 if self.numbering is None else self._before(part.file, offset)[self.numbering]
+            row = 0 if self.numbering is None else self._lines_and_rows_before(part.file, offset)[self.numbering]
             while offset < stop:
                 stripe = offset // width
                 if not (data := _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)):
                     file.check_size()
                     if offset < (least := max(part.stop or 0, file.size if file.codec is None else 0)):
-                        raise file.changed(f"its text ends at byte {offset} and had at least {least}")
+                        raise file.changed_error(f"its text ends at byte {offset} and had at least {least}")
                     return
                 if stripe % count == index:
                     yield Chunk(number, offset, line, row, data)
@@ -119,16 +121,16 @@ class TextSource:
             pieces += [replace(part, stripes=shard) for part in packed]
         return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
 
-    def where(self, part: Part, chunk: Chunk, line: int) -> str:
-        before = self._before(part.file, part.start)[0]
-        return f"{self._files[part.file].path}, line {before + chunk.line + line + 1}"
+    def location(self, part: Part, chunk: Chunk, line: int) -> str:
+        lines_before = self._lines_and_rows_before(part.file, part.start)[0]
+        return f"{self._files[part.file].path}, line {lines_before + chunk.line + line + 1}"
 
-    def _before(self, number: int, start: int) -> tuple[int, int]:
+    def _lines_and_rows_before(self, number: int, start: int) -> tuple[int, int]:
         """Lines, and rows, of a file before the first line that begins at byte `start` or later; reads them, once."""
         with _COUNTING:
             return count_before(self._files[number], start, self.form.quoted, self._header_bytes[number] > 0)
 
-    def _check_beginning(self, file: LogFile, header_bytes: int, lenient: bool) -> None:
+    def _check_beginning(self, file: LogFile, header_bytes: int, allow_bad: bool) -> None:
         with open_text(file) as source:
             if not (beginning := source.peek(2)):
                 raise ValueError(f"{file.path} is empty")
@@ -141,8 +143,8 @@ class TextSource:
             number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
             while line in (b"\n", b"\r\n"):
                 number, line = number + 1, read_line(source, self.form.quoted)
-        checked = delimited.parse(self.form, line)
-        if len(checked.bad_rows) and not lenient:
+        parsed = delimited.parse(self.form, line)
+        if len(parsed.bad_rows) and not allow_bad:
             criteo = isinstance(self.form, CriteoFormat)
             hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
             hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
@@ -151,7 +153,7 @@ class TextSource:
                     f"{file.path} is no log that is read here, which are Parquet (.parquet), CSV (.csv) and Criteo's "
                     f"text: its line {number} has no tab{encoding_hint(line)}{hint}"
                 )
-            raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint}")
+            raise ValueError(f"{file.path}, line {number}: {parsed.describe(0)[1]}{hint}")
 
 
 def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
@@ -188,7 +190,7 @@ class _ForwardStream(io.RawIOBase):
     """A compressed stream that knows its place, which `seek` returns too, and goes forward by reading."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._place = stream, 0
+        self._stream, self._offset = stream, 0
 
     def readable(self) -> bool:
         return True
@@ -198,14 +200,14 @@ class _ForwardStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         num_read: int = self._stream.readinto(buffer)
-        self._place += num_read
+        self._offset += num_read
         return num_read
 
-    def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
-        scratch = memoryview(bytearray(min(_BLOCK_BYTES, max(place - self._place, 0))))
-        while self._place < place and self.readinto(scratch[: place - self._place]):
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        scratch = memoryview(bytearray(min(_BLOCK_BYTES, max(offset - self._offset, 0))))
+        while self._offset < offset and self.readinto(scratch[: offset - self._offset]):
             pass
-        return self._place
+        return self._offset
 
 
 @lru_cache(maxsize=1024)
@@ -215,7 +217,9 @@ def count_before(file: LogFile, start: int, quoted: bool = False, header: bool =
     if start == 0:
         return 0, 0
     with open_text(file) as source:
-        while (left := start - source.tell()) > 0 and (data := _read_lines(source, min(left, _BLOCK_BYTES), quoted)):
+        while (remaining := start - source.tell()) > 0 and (
+            data := _read_lines(source, min(remaining, _BLOCK_BYTES), quoted)
+        ):
             lines, rows = lines + count_lines(data), rows + delimited.count_rows(data, quoted)
     return lines, rows
 
@@ -229,9 +233,9 @@ def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
 def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
     if quoted:
         data, stop = bytearray(), source.tell() + num_bytes
-        while (left := stop - source.tell()) > 0:
-            whole = delimited.complete_line_bytes(source.peek()[:left])
-            if not (lines := source.read(whole) if whole else read_line(source, quoted)):
+        while (remaining := stop - source.tell()) > 0:
+            num_complete = delimited.complete_line_bytes(source.peek()[:remaining])
+            if not (lines := source.read(num_complete) if num_complete else read_line(source, quoted)):
                 break
             data += lines
         return data
@@ -244,7 +248,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
 
 def _seek_line_start(source: Any, start: int, quoted: bool) -> int:
     if quoted:
-        while (left := start - source.tell()) > 0 and _read_lines(source, min(left, _BLOCK_BYTES), quoted):
+        while (remaining := start - source.tell()) > 0 and _read_lines(source, min(remaining, _BLOCK_BYTES), quoted):
             pass
     elif start > 0:
         source.seek(start - 1)

@@ -59,13 +59,13 @@ class DataLoaderWorkers(Closeable):
         """Of the workers that have been started."""
         return tuple(worker.pid for worker in self._workers if worker.pid)
 
-    def open(self, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
+    def open(self, shards: Sequence[ShardState], options: Mapping[str, Any], pin_memory: bool) -> None:
         """Give each of the shards its stream; see `tritonemb.data.loader.open_shards`. RuntimeError, here or out of
         `next`, if a worker could not start or has ended; TypeError if the data set cannot be pickled. Its exceptions
         come as their nearest built-in type."""
         parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
         with ExitStack() as failed:
-            streams = [_WorkerStream(self, part, how, pin_memory) for part in parts]
+            streams = [_WorkerStream(self, part, options, pin_memory) for part in parts]
             for stream in streams:
                 failed.callback(Stream.close, stream)
             for stream, part in zip(streams, parts, strict=True):
@@ -81,11 +81,11 @@ class DataLoaderWorkers(Closeable):
         """One that serves no stream; a new one if all do."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
-        free = next((worker for worker in self._workers if worker.free), None)
-        if free is None:
-            free = _Worker(self._data, len(self._workers), self._num_workers)
-            self._workers.append(free)
-        return free
+        idle_worker = next((worker for worker in self._workers if worker.idle), None)
+        if idle_worker is None:
+            idle_worker = _Worker(self._data, len(self._workers), self._num_workers)
+            self._workers.append(idle_worker)
+        return idle_worker
 
 
 def _close(workers: "list[_Worker]", starter: int) -> None:
@@ -105,7 +105,7 @@ class _Worker:
     SIGCHLD would raise an exception anywhere in the program."""
 
     def __init__(self, data: Data, number: int, num_workers: int) -> None:
-        self.free, self._closed = True, False
+        self.idle, self._closed = True, False
         self._number, self._data_type = number, type(data).__name__
         with torch.inference_mode(False):  # threads without that mode change it
             shared = torch.zeros(2, dtype=torch.int64).share_memory_()
@@ -118,7 +118,7 @@ class _Worker:
             worker_init_fn=partial(_initialize, num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
             multiprocessing_context="spawn", timeout=POLL,
         )  # fmt: skip
-        self._answers: Iterator[Any] | None = None
+        self._responses: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Request]:
         while True:
@@ -132,13 +132,13 @@ class _Worker:
     def name(self) -> str:
         return f"data loader worker {self._number}" + (f" (pid {self.pid})" if self.pid else "")
 
-    def request(self, shards: Sequence[ShardState], how: Mapping[str, Any]) -> int:
+    def request(self, shards: Sequence[ShardState], options: Mapping[str, Any]) -> int:
         serial = self._request[0] + 1
-        self._request = (serial, [replace(shard) for shard in shards], how)
-        self.free, self._shared[SERIAL] = False, serial
+        self._request = (serial, [replace(shard) for shard in shards], options)
+        self.idle, self._shared[SERIAL] = False, serial
         return serial
 
-    def leave(self, serial: int) -> None:
+    def cancel(self, serial: int) -> None:
         if self._shared[SERIAL] == serial:
             self._shared[SERIAL] = 0
 
@@ -146,64 +146,64 @@ class _Worker:
         try:
             self._start()
             while self._shared[SERIAL] == serial:
-                if (answer := self._answer()) is None or answer[0] != serial:  # of an earlier request
+                if (response := self._next_response()) is None or response[0] != serial:  # of an earlier request
                     continue
-                if (item := answer[1]) is None:
+                if (item := response[1]) is None:
                     break
                 if isinstance(item, dict):
                     raise decode_error(item, self.name)
                 yield replace(item, batch=item.batch.pin_memory()) if pin_memory and item.batch is not None else item
-                del answer, item  # or they would stay until the next ones are there
+                del response, item  # or they would stay until the next ones are there
             if self._closed:
                 raise RuntimeError(f"{self.name} has ended: its DataLoaderWorkers have been closed")
         finally:
-            self.leave(serial)
+            self.cancel(serial)
             with suppress(RuntimeError):
-                self._answer()  # an idle worker then gets one request more
-            self.free = not self._closed
+                self._next_response()  # an idle worker then gets one request more
+            self.idle = not self._closed
 
     def _start(self) -> None:
         with self._lock:
             try:
-                if self._answers is None and not self._closed:
-                    self._answers = iter(self._loader)
+                if self._responses is None and not self._closed:
+                    self._responses = iter(self._loader)
             except (TypeError, AttributeError, ValueError) as error:
                 raise TypeError(
                     f"data loader workers need a data set that can be pickled; {self._data_type} cannot: {error}"
                 ) from error
 
-    def _answer(self) -> Any:
+    def _next_response(self) -> Any:
         """The next answer; None if there is none for `POLL` seconds, or no process."""
         with self._lock:
             try:
-                return None if self._answers is None else next(self._answers)
+                return None if self._responses is None else next(self._responses)
             except RuntimeError as error:
                 if "timed out" in str(error):
                     return None
-                self._answers = None
+                self._responses = None
                 raise RuntimeError(
                     f"{self.name} has ended, and its shards are not read ({error}); if it was killed because memory "
                     "ran out, use fewer workers, or smaller chunks and shuffle buffers"
                 ) from error
 
     def close(self) -> None:
-        self.free, self._closed = False, True
+        self.idle, self._closed = False, True
         self._shared[SERIAL] = 0
         with self._lock:
-            self._answers = None  # the loader ends its process
+            self._responses = None  # the loader ends its process
 
 
 class _WorkerStream(Stream):
     """The batches of the shards that one worker reads, taken in turn as it does; closed when all of them are."""
 
     def __init__(
-        self, workers: DataLoaderWorkers, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool
+        self, workers: DataLoaderWorkers, shards: Sequence[ShardState], options: Mapping[str, Any], pin_memory: bool
     ) -> None:
         self.workers = workers  # which are not closed while they have streams
         self.worker = workers.free_worker()
         self._num_open = len(shards)
-        serial = self.worker.request(shards, how)
-        items, stop = self.worker.items(serial, pin_memory), partial(self.worker.leave, serial)
+        serial = self.worker.request(shards, options)
+        items, stop = self.worker.items(serial, pin_memory), partial(self.worker.cancel, serial)
         super().__init__(items, {}, on_stop=stop, depth=PREFETCH_DEPTH)
 
     def begin(self, shard: ShardState) -> None:
@@ -226,16 +226,16 @@ class _ShardReader(Dataset[Any]):
         self._items: Iterator[Any] = iter(())
 
     def __getitem__(self, request: Request) -> tuple[int, Any]:
-        serial, shards, how = request
+        serial, shards, options = request
         if serial != self.shared[SERIAL]:
             self._items = iter(())  # which closes the streams
         elif serial != self._serial:
-            self._serial, self._items = serial, self._read(shards, how)
+            self._serial, self._items = serial, self._read(shards, options)
         return serial, next(self._items, None)
 
-    def _read(self, shards: Sequence[ShardState], how: Mapping[str, Any]) -> Iterator[Any]:
+    def _read(self, shards: Sequence[ShardState], options: Mapping[str, Any]) -> Iterator[Any]:
         try:
-            yield from read_shards(self.data, shards, how)
+            yield from read_shards(self.data, shards, options)
         except Exception as error:
             yield encode_error(error)
 
