@@ -158,7 +158,7 @@ def test_predict_scores_every_row_in_order(trained, log, tmp_path, capsys):
     unlabelled = tmp_path / "test.txt"
     unlabelled.write_text("".join(line.partition("\t")[2] + "\n" for line in log.read_text().splitlines()))
     assert run("predict", "--checkpoint", out, "--data", unlabelled, "--out", kept, "--keep", "label") == 2
-    assert "test.txt: column 'label' is not there; columns: int_1," in capsys.readouterr().err
+    assert "test.txt: column 'label' is missing; columns: int_1," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -547,7 +547,7 @@ def test_a_file_that_is_no_log_is_told_so(name, tmp_path, capsys):
     (tmp_path / name).write_bytes(contents[name])
     assert run("train", "--data", tmp_path) == 2
     error = capsys.readouterr().err
-    assert f"{name} is no log that is read here, which are Parquet (.parquet), CSV (.csv) and Criteo's text: " in error
+    assert f"{name} is not a log in a known format: Parquet (.parquet), CSV (.csv) or Criteo's text: " in error
 
 
 def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(tmp_path, capsys):

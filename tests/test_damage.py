@@ -177,7 +177,7 @@ def test_page_checksums_of_others_and_of_remote_files_are_verified(tmp_path, rem
     if remote:
         source = "memory://damaged/log.parquet"
         pytest.importorskip("fsspec").filesystem("memory").pipe("/damaged/log.parquet", bytes(content))
-    with pytest.raises(ValueError, match=r"log\.parquet is not a whole Parquet file \(.*CRC"):
+    with pytest.raises(ValueError, match=r"log\.parquet is not a complete Parquet file \(.*CRC"):
         rows(ClickLog(source, options()))
 
 

@@ -1,4 +1,4 @@
-"""The `tritonemb` command: reads the command line, calls what does the work, turns errors into one line."""
+"""The `tritonemb` command: parse the command line, run the command, report errors in one line."""
 
 import argparse
 import contextlib
@@ -46,25 +46,25 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
 
   --data NAME|PATH      a log, a file or folder; or movielens-100k, adult,
                         synthetic, criteo-kaggle, criteo-terabyte (and --path)
-  --label COLUMN        of a log, 0 or 1; --dense COLUMN ... has numbers,
-  --sparse COLUMN ...   categories; --time-column COLUMN --test-from TIME
-                        holds out the later rows, else the last sixth
-  --preset NAME         start from the values of another data set
-  --config FILE         a TOML file; flags given here win
+  --label COLUMN        of a log, 0 or 1; --dense COLUMN ... for numbers,
+  --sparse COLUMN ...   for categories; --time-column COLUMN --test-from TIME
+                        holds out later rows, else the last sixth
+  --preset NAME         start from the preset of another data set
+  --config FILE         a TOML file; flags take precedence
   --resume auto|PATH    resume from the newest, or from this, checkpoint
-  --out FOLDER          keep checkpoints, log and report here
+  --out FOLDER          folder of checkpoints, log and report
   --model dlrm|dcnv2    and --embedding-dim, --bottom-mlp, --top-mlp
   --epochs N            or --max-steps N; --batch-size N; --accumulate N
   --embedding-lr X      and --embedding-optimizer; --dense-lr X for the rest
   --dense-decay cosine  and --table-decay, --dense-warmup-steps N, ...
-  --evaluate-every N    steps; --patience N stops when nothing improves
+  --evaluate-every N    steps; --patience N stops without improvement
   --checkpoint-steps N  or --checkpoint-minutes X; --keep N
-  --on-bad-row skip     leave out and count what cannot be read
+  --on-bad-row skip     skip and count malformed rows
   --precision bf16      autocast; --compile runs torch.compile; --tensorboard
   --device cuda         --threads N on a CPU; --seed N; --profile-steps N
   --num-workers N       data loader workers per rank; --parser-threads N
-  --plan FILE           where tables go, on the ranks that torchrun starts
-  --offload-states disk the dense optimizer's, with --offload-path FOLDER;
+  --plan FILE           sharding plan for the ranks that torchrun starts
+  --offload-states disk of the dense optimizer, with --offload-path FOLDER;
                         --offload-params, --offload-activations
   --servers N           tables on embedding servers; or ray:N, or HOST:PORT,...; --staleness S
   --help-all            every option, with its default
@@ -75,37 +75,41 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
 RENAMED_COMMANDS = {"serve": "reader", "server": "embedding-server"}
 RENAMED_OPTIONS = {"--workers": "--parser-threads"}
 
-# Mistakes of the user's, besides errors that are no OSError; and EROFS.
+# OSErrors that are user errors, besides EROFS; a ValueError always is.
 USER_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, ConnectionError, PermissionError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
-    end_with_torchrun()  # before anything that takes time
-    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    """Run a command and return its exit status: 2 for a user error, reported in one line on stderr."""
+    end_with_torchrun()  # first, as imports take time
+    name, *command_arguments = list(sys.argv[1:] if arguments is None else arguments) or [""]
     if name in ("", "-h", "--help"):
         print(USAGE, end="", file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name == "--version":
         print(f"tritonemb {__version__}")
         return 0
-    if "torch" not in sys.modules:  # its threads would spin while they wait, and take the cores from one another
+    if "torch" not in sys.modules:  # waiting OpenMP threads would spin, and take cores from others
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         if name not in COMMANDS:
             hint = did_you_mean(name, COMMANDS, f"; there are {', '.join(COMMANDS)}")
             hint = f"; it is now {RENAMED_COMMANDS[name]!r}" if name in RENAMED_COMMANDS else hint
             raise ValueError(f"unknown command {name!r}{hint}")
-        return COMMANDS[name](rest)
-    except BrokenPipeError:  # whoever read the output has seen enough
+        return COMMANDS[name](command_arguments)
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
         causes = (error, error.__cause__)
-        read_only = errno.EROFS in (getattr(each, "errno", None) for each in causes)
-        mistake = not isinstance(error, OSError) or read_only or any(isinstance(each, USER_ERRORS) for each in causes)
-        return _end(2 if mistake else 1)
+        read_only = errno.EROFS in (getattr(exception, "errno", None) for exception in causes)
+        is_user_error = (
+            not isinstance(error, OSError)
+            or read_only
+            or any(isinstance(exception, USER_ERRORS) for exception in causes)
+        )
+        return _end(2 if is_user_error else 1)
     except KeyboardInterrupt:
         return _end(130)
     except Exception as error:
@@ -113,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         from tritonemb.comm.group import RankFailed
 
-        if isinstance(error, RankFailed):  # a traceback of this rank would not help
+        if isinstance(error, RankFailed):  # no traceback: the error is of another rank
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
@@ -126,11 +130,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _in_a_job() -> bool:
-    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())  # loaded in part, perhaps
+    # torch.distributed may be partially imported.
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
 
 
 def _end(status: int) -> int:
-    """In a job, end at once: there may be threads that wait for ranks that are gone."""
+    """Exit at once in a job of several ranks, where threads may wait for dead ranks; else return the status."""
     if _in_a_job():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -147,37 +152,39 @@ def _train(arguments: list[str]) -> int:
     from tritonemb.training.job import train
     from tritonemb.training.ranks import Interrupted
 
-    # The data set, the preset and the file decide the defaults, so they are read before the rest.
-    first = _Parser(prog="tritonemb train", add_help=False, allow_abbrev=False)
+    # Data set, preset and file determine the defaults, so parse these options before the others.
+    parser = _Parser(prog="tritonemb train", add_help=False, allow_abbrev=False)
     for flag in ("--data", "--preset", "--config", "--resume"):
-        first.add_argument(flag)
-    chosen, rest = first.parse_known_args(arguments)
-    written = load_toml(chosen.config) if chosen.config else {}
-    base = preset(str(chosen.data or written.get("data") or TrainConfig.data), chosen.preset)
-    base = from_plain(written | ({"data": chosen.data} if chosen.data else {}), base, str(chosen.config))
+        parser.add_argument(flag)
+    known, remaining = parser.parse_known_args(arguments)
+    toml_values = load_toml(known.config) if known.config else {}
+    defaults = preset(str(known.data or toml_values.get("data") or TrainConfig.data), known.preset)
+    defaults = from_plain(toml_values | ({"data": known.data} if known.data else {}), defaults, str(known.config))
     try:
-        train(_parse(TrainConfig, rest, "tritonemb train", default=base), chosen.resume)
-    except Interrupted as interrupted:
-        print(f"{interrupted}; resume with --resume auto", file=sys.stderr)
-        return interrupted.exit_status
+        train(_parse(TrainConfig, remaining, "tritonemb train", default=defaults), known.resume)
+    except Interrupted as interruption:
+        print(f"{interruption}; resume with --resume auto", file=sys.stderr)
+        return interruption.exit_status
     return 0
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """A command whose options are a dataclass of the module that has its function."""
-    module_name, kind_name, function = _SIMPLE[name]
+    """Run a command of `_SIMPLE`."""
+    module_name, class_name, function = _SIMPLE[name]
     module = importlib.import_module(module_name)
-    kind = getattr(module, kind_name)
-    if hasattr(kind, "POSITIONAL") and arguments and not arguments[0].startswith("-"):
-        arguments = [f"--{kind.POSITIONAL}", *arguments]
+    options_class = getattr(module, class_name)
+    if hasattr(options_class, "POSITIONAL") and arguments and not arguments[0].startswith("-"):
+        arguments = [f"--{options_class.POSITIONAL}", *arguments]
     if {"-h", "--help"} & set(arguments):
-        # The docstring, its fields as flags; how a log is read stays for --help-all.
-        text = inspect.cleandoc(kind.__doc__).replace("Args:", "Options; --help-all shows all, with their defaults:")
+        # Print the docstring, with fields as flags; the options of a log are for --help-all.
+        text = inspect.cleandoc(options_class.__doc__).replace(
+            "Args:", "Options; --help-all shows all, with their defaults:"
+        )
         text = re.sub(r"^ {4}read: .*", "", text, flags=re.MULTILINE)
         text = re.sub(r"^ {4}(\w+):", lambda name: f"  --{name[1].replace('_', '-')}:", text, flags=re.MULTILINE)
         print(text.rstrip())
         return 0
-    if (result := getattr(module, function)(_parse(kind, arguments, f"tritonemb {name}"))) is not None:
+    if (result := getattr(module, function)(_parse(options_class, arguments, f"tritonemb {name}"))) is not None:
         print(result)
     return 0
 
@@ -185,12 +192,12 @@ def _run(name: str, arguments: list[str]) -> int:
 def _doctor(arguments: list[str]) -> int:
     parser = _Parser(
         prog="tritonemb doctor",
-        description="Print versions, devices and which kernel serves each op and why, and check a training step.",
+        description="Print versions, devices and the kernel of each op with the reason, and check a training step.",
         epilog="example: tritonemb doctor --device cuda",
     )
     parser.add_argument("--device", default=None, help="check this device only (default: the CPU and every GPU)")
     parser.add_argument("--servers", help="check these embedding servers only: grpc://HOST:PORT,...")
-    parser.add_argument("--clear-kernels", action="store_true", help="remove the kernels compiled so far, no more")
+    parser.add_argument("--clear-kernels", action="store_true", help="only remove the cache of compiled kernels")
     options = parser.parse_args(arguments)
     from tritonemb.training.doctor import clear_kernels, examine, examine_servers
 
@@ -207,27 +214,27 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
     for name in (word.partition("=")[0].replace("_", "-") for word in arguments):
         if name in RENAMED_OPTIONS:
             raise ValueError(f"unknown option {name}; it is now {RENAMED_OPTIONS[name]}")
-    words = ["--help" if word == "--help-all" else word for word in arguments]
-    shown = io.StringIO()
+    flags = ["--help" if word == "--help-all" else word for word in arguments]
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(shown):
-            return tyro.cli(kind, args=words, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
-    except SystemExit as stopped:
-        if not stopped.code:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(kind, args=flags, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
+    except SystemExit as system_exit:
+        if not system_exit.code:
             raise
-        if type(stopped.__context__) is ValueError:  # of an option out of range
-            raise stopped.__context__ from None
-        # tyro shows a box: what is wrong, then options with similar names or the text of this one.
-        box = " ".join(shown.getvalue().replace("│", " ").splitlines()[1:-1])
-        what, _, more = re.sub(r"\s*[─-]{5,}\s*", "─", " ".join(box.split())).strip("─ ").partition("─")
-        what = re.sub(r"^Error parsing ([a-z][\w.]*: )?", "", what)
-        what = re.sub(r"(--[\w-]+) [A-Z].*?\(required\)", r"\1", what)
-        near = re.match(r"Perhaps you meant: (--[\w-]+)", more)
-        hint = f"did you mean {near[1]!r}?" if near else f"see {prog} --help"
-        raise ValueError(f"{what.rstrip('.')}; {hint}") from None
+        if type(system_exit.__context__) is ValueError:  # an option out of range
+            raise system_exit.__context__ from None
+        # tyro prints a box: the problem, then options with similar names or the help of this option.
+        message = " ".join(output.getvalue().replace("│", " ").splitlines()[1:-1])
+        problem, _, suggestion = re.sub(r"\s*[─-]{5,}\s*", "─", " ".join(message.split())).strip("─ ").partition("─")
+        problem = re.sub(r"^Error parsing ([a-z][\w.]*: )?", "", problem)
+        problem = re.sub(r"(--[\w-]+) [A-Z].*?\(required\)", r"\1", problem)
+        nearest = re.match(r"Perhaps you meant: (--[\w-]+)", suggestion)
+        hint = f"did you mean {nearest[1]!r}?" if nearest else f"see {prog} --help"
+        raise ValueError(f"{problem.rstrip('.')}; {hint}") from None
 
 
-# Of each command: the module, its class of options and its function.
+# Commands by name: module, class of options and function.
 _SIMPLE = {
     "predict": ("tritonemb.training.score", "PredictOptions", "predict"),
     "evaluate": ("tritonemb.training.score", "EvaluateOptions", "evaluate"),

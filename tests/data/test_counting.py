@@ -152,16 +152,18 @@ def test_mistakes_are_named(tmp_path):
         build_vocabulary(log, tmp_path / "nowhere" / "v")
     with pytest.raises(ValueError, match="min_count must be at least 1, got 0"):
         build_vocabulary(log, target, min_count=0)
-    with pytest.raises(FileNotFoundError, match=r"vocabulary.parquet: no such vocabulary; `tritonemb vocab` makes one"):
+    with pytest.raises(
+        FileNotFoundError, match=r"vocabulary.parquet: no such vocabulary; build it with `tritonemb vocab`"
+    ):
         ClickLog(path, options(**SCHEMA, vocabulary=target))
     for content in (b"text", path.read_bytes()):
         target.write_bytes(content)
-        with pytest.raises(ValueError, match=r"vocabulary.parquet is not a vocabulary that `tritonemb vocab` made"):
+        with pytest.raises(ValueError, match=r"vocabulary.parquet is not a vocabulary of `tritonemb vocab`"):
             ClickLog(path, options(**SCHEMA, vocabulary=target))
     build_vocabulary(log, target)
     with pytest.raises(ValueError, match="has no feature 'click', only user, item, tags"):
         ClickLog(path, options(label="item", sparse=("user", "click"), vocabulary=target))
-    with pytest.raises(ValueError, match="sizes are of hashed categories; a vocabulary has sizes of its own"):
+    with pytest.raises(ValueError, match="sizes are for hashed categories; the vocabulary determines its sizes"):
         ClickLog(path, options(**SCHEMA, vocabulary=target, sizes=("user=3",)))
     other = write_parquet(tmp_path, TABLE | {"user": [1, 2, 3, 4, 5, 6]})
     with pytest.raises(ValueError, match="feature 'user' has integers, the vocabulary strings; build it from this log"):

@@ -180,7 +180,9 @@ def test_a_log_of_bad_rows_alone_has_no_rows(tmp_path):
 def test_another_encoding_is_recognised(tmp_path):
     path = tmp_path / "log.txt"
     path.write_bytes(f"{GOOD}\n{GOOD}\n".encode("utf-16"))
-    with pytest.raises(ValueError, match="does not look like text in ASCII or UTF-8: it begins with a mark of UTF-16"):
+    with pytest.raises(
+        ValueError, match="does not look like text in ASCII or UTF-8: it begins with a UTF-16 byte order mark"
+    ):
         ClickLog(path, options())
     path.write_bytes(f"{GOOD}\n{GOOD}\n".encode("utf-16-le"))
     with pytest.raises(ValueError, match=r"line 1: .*this does not look like text in ASCII or UTF-8"):
@@ -204,9 +206,9 @@ def test_a_line_without_end_is_bad_and_needs_no_memory(tmp_path):
 def test_a_cut_off_compressed_file_is_refused(tmp_path, name, what, on_bad_row):
     path = write(tmp_path, [line(categories={1: f"{i:x}"}) for i in range(2000)], name)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=rf"{name} is not a whole {what} file"):
+    with pytest.raises(ValueError, match=rf"{name} is not a complete {what} file"):
         rows_of(ClickLog(path, options(on_bad_row=on_bad_row)))
-    with pytest.raises(ValueError, match=rf"{name} is not a whole {what} file"):  # while its size is found out
+    with pytest.raises(ValueError, match=rf"{name} is not a complete {what} file"):  # while its size is found out
         ClickLog(path, options(SplitRule(), on_bad_row=on_bad_row))
 
 
@@ -215,7 +217,7 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 3] ^= 0xFF
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"train.txt.gz is not a whole gzip file"):
+    with pytest.raises(ValueError, match=r"train.txt.gz is not a complete gzip file"):
         rows_of(ClickLog(path, options(on_bad_row="skip")))
 
 
@@ -225,9 +227,9 @@ def test_a_schema_of_other_columns_is_refused(tmp_path):
         ValueError, match=r"without a header, text files have Criteo's format, whose label is 'label' and not"
     ):
         ClickLog(path, options(label="click", sparse=("cat_1",)))
-    with pytest.raises(ValueError, match="the schema's sparse column 'user' is not there; columns: label, int_1"):
+    with pytest.raises(ValueError, match="the schema's sparse column 'user' is missing; columns: label, int_1"):
         ClickLog(path, options(label="label", sparse=("user",)))
-    with pytest.raises(ValueError, match=r"'cat_1' of Criteo's TSV can not be dense: it is a category"):
+    with pytest.raises(ValueError, match=r"'cat_1' of Criteo's TSV cannot be dense: it is a category"):
         ClickLog(path, options(label="label", dense=("cat_1",), sparse=("cat_2",)))
 
 

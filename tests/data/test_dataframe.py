@@ -147,13 +147,13 @@ def test_mistakes_are_named():
     for wrong, how, message in (
         ([1, 2], {}, "data frame: list is not a data frame with the method __arrow_c_stream__"),
         (frame[:0], {}, "data frame is empty: it has no rows"),
-        (frame.drop("user"), {}, "data frame: the schema's sparse column 'user' is not there; columns: click, price"),
+        (frame.drop("user"), {}, "data frame: the schema's sparse column 'user' is missing; columns: click, price"),
         (
             frame.with_columns(user=0.5),
             {},
             r"column 'user' is double, but .* or lists; if these are integers: df..user...astype\(.Int64.\) in pandas",
         ),
-        (frame, {"test": frame.drop("item")}, r"data frame \(test\): the schema's sparse column 'item' is not there"),
+        (frame, {"test": frame.drop("item")}, r"data frame \(test\): the schema's sparse column 'item' is missing"),
         (frame, {"test": frame, "options": options(SplitRule(split_by="random"), **SCHEMA)}, "another split rule than"),
         (frame, {"options": options(SplitRule(split_by="files"), **SCHEMA)}, "give held-out data frames, or another"),
         (pandas.DataFrame({"click": [1, "a"]}), {}, "Arrow can not represent its columns"),

@@ -47,7 +47,7 @@ def test_folders_beside_files_are_not_left_out_silently(tmp_path):
     for name in ("more", "_old"):
         (tmp_path / name).mkdir()
         write(tmp_path / name, [GOOD], "day_1")
-    with pytest.raises(ValueError, match=r"has folders in it, whose rows would be left out: more; move their files"):
+    with pytest.raises(ValueError, match=r"contains folders, whose files are not read: more; move the files"):
         find_files(tmp_path)
 
 
@@ -66,8 +66,8 @@ def test_what_can_not_be_read_is_named_at_once(tmp_path):
     for source, message in (
         (tmp_path / "missing", "missing: no such file or folder"),
         (empty, "empty is empty"),
-        (nothing, "nothing: there are no data files in this folder"),
-        ([], "no files are given"),
+        (nothing, "nothing: no data files in this folder"),
+        ([], "no files given"),
         ([write(tmp_path, [GOOD]), tmp_path / "missing"], "missing: no such file or folder"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
@@ -77,7 +77,7 @@ def test_what_can_not_be_read_is_named_at_once(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 def test_a_pipe_is_refused_without_waiting_for_it(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is not a regular file; pipes and devices can not be read twice"):
+    with pytest.raises(ValueError, match="pipe is not a regular file; pipes and devices cannot be read twice"):
         ClickLog(tmp_path / "pipe", options())
 
 
@@ -85,7 +85,7 @@ def test_a_pipe_is_refused_without_waiting_for_it(tmp_path):
 def test_a_file_without_permission_is_named(tmp_path):
     path = write(tmp_path, [GOOD])
     path.chmod(0)
-    with pytest.raises(ValueError, match=r"train.txt can not be read: Permission denied"):
+    with pytest.raises(ValueError, match=r"train.txt cannot be read: Permission denied"):
         ClickLog(path, options())
 
 
@@ -95,8 +95,8 @@ def test_names_and_contents_must_agree(tmp_path):
         ("plain.gz", GOOD.encode(), "plain.gz is not a gzip file, as its name says; rename it or fetch it again"),
         ("plain.zst", packed, "plain.zst is not a zstd file"),
         ("packed.txt", packed, "packed.txt is compressed with gzip: let its name end with .gz"),
-        ("packed.bz2", b"BZh9123", "packed.bz2 is compressed with bzip2: gzip and zstd can be read; unpack it"),
-        ("table.txt", b"PAR1....", "table.txt holds Parquet but is not named so; let its name end with .parquet"),
+        ("packed.bz2", b"BZh9123", "packed.bz2 is compressed with bzip2: decompress it, or use gzip or zstd"),
+        ("table.txt", b"PAR1....", "table.txt is a Parquet file by its contents; let its name end with .parquet"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -164,7 +164,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path, name, num_rows):
     for split in ("train", "test"):
         assert rows_of(log, split)
     put(num_rows)
-    message = rf"{name} has changed since it was opened first: it had {old} bytes and now has {path.stat().st_size}; "
+    message = rf"{name} has changed since it was opened: it had {old} bytes and now has {path.stat().st_size}; "
     for split in ("train", "test"):
         with pytest.raises(ValueError, match=message):
             rows_of(log, split)
@@ -186,7 +186,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, split, more):
         if more and split == "train":  # its rows are what they were
             assert sum(map(len, stream)) > 1000
         else:
-            with pytest.raises(ValueError, match=r"train.txt has changed since it was opened first: it had"):
+            with pytest.raises(ValueError, match=r"train.txt has changed since it was opened: it had"):
                 list(stream)
 
 

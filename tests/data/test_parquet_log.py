@@ -153,8 +153,8 @@ def test_columns_must_be_named_and_of_a_kind_that_fits(tmp_path):
     with pytest.raises(ValueError, match=r"log.parquet: its columns are click, price, user, when, pair; they are not"):
         ClickLog(path, options())
     for schema, message in (
-        ({"label": "clicks"}, "the schema's label column 'clicks' is not there; columns: click, price, user"),
-        ({"dense": ("cost",)}, "the schema's dense column 'cost' is not there"),
+        ({"label": "clicks"}, "the schema's label column 'clicks' is missing; columns: click, price, user"),
+        ({"dense": ("cost",)}, "the schema's dense column 'cost' is missing"),
         ({"dense": ("user",), "sparse": ("price",)}, "column 'user' is string, but a dense column has numbers"),
         ({"label": "when"}, "column 'when' is date32.*, but the label has numbers"),
         ({"dense": (), "sparse": ("price",)}, "column 'price' is double, but a sparse column has integers, strings or"),
@@ -169,7 +169,7 @@ def test_files_must_have_the_same_columns(tmp_path):
     folder.mkdir()
     write(folder, "a.parquet")
     parquet.write_table(pa.table({"click": [1], "price": [1.0]}), folder / "b.parquet")
-    with pytest.raises(ValueError, match=r"b.parquet: the schema's sparse column 'user' is not there"):
+    with pytest.raises(ValueError, match=r"b.parquet: the schema's sparse column 'user' is missing"):
         ClickLog(folder, options(**SCHEMA))
     write(folder, "b.parquet", user=[["a"]] * 3)
     with pytest.raises(ValueError, match=r"b.parquet: other columns are lists than in .*a.parquet"):
@@ -208,7 +208,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path, twice):
     table = pa.table([*map(pa.array, columns.values()), pa.array(columns[twice])], names=[*columns, twice])
     parquet.write_table(table, tmp_path / "log.parquet")
     rule = SplitRule(time_column="when", test_from="3")
-    with pytest.raises(ValueError, match=rf"log.parquet: there are 2 columns '{twice}'; give them names of their own"):
+    with pytest.raises(ValueError, match=rf"log.parquet: there are 2 columns '{twice}'; rename all but one"):
         ClickLog(tmp_path / "log.parquet", options(rule, **SCHEMA))
     if twice == "when":  # nobody reads it
         assert len(rows_of(ClickLog(tmp_path / "log.parquet", options(**SCHEMA)))) == 3
@@ -229,7 +229,7 @@ def test_damaged_files_are_refused(tmp_path):
     for content in (good[:-9], b"PAR1" + b"x" * 100, good[:4] + b"\xff" * 40 + good[44:]):
         (tmp_path / "bad.parquet").write_bytes(content)
         with pytest.raises(
-            ValueError, match=r"bad.parquet is not a whole Parquet file \(.*\); write or fetch it again"
+            ValueError, match=r"bad.parquet is not a complete Parquet file \(.*\); write or fetch it again"
         ):
             rows_of(ClickLog(tmp_path / "bad.parquet", options(**SCHEMA, on_bad_row="skip")))
     (tmp_path / "bad.parquet").write_bytes(b"")

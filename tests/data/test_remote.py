@@ -85,7 +85,7 @@ def test_bad_rows_and_changed_files_are_named(tmp_path, bucket):
     with pytest.raises(ValueError, match=r"logs/bad/train.txt, line 2: field 1 \(label\) is 'x'"):
         rows_of(log)
     put(write(tmp_path, [line()] * 3), "bad/train.txt")
-    with pytest.raises(ValueError, match=r"logs/bad/train.txt has changed since it was opened first: it had \d+ bytes"):
+    with pytest.raises(ValueError, match=r"logs/bad/train.txt has changed since it was opened: it had \d+ bytes"):
         rows_of(log)
 
 

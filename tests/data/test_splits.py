@@ -190,7 +190,7 @@ def test_a_time_column_splits_a_parquet_file(tmp_path, kind):
     assert log.splits() == ("train", "validation", "test")
     with pytest.raises(ValueError, match="'soon' is not a time of the time column, which is"):
         reader(tmp_path / "log.parquet", SplitRule(time_column="when", test_from="soon"), **schema)
-    with pytest.raises(ValueError, match="column 'then' is not there; columns: when, click"):
+    with pytest.raises(ValueError, match="column 'then' is missing; columns: when, click"):
         reader(tmp_path / "log.parquet", SplitRule(time_column="then", test_from="1"), **schema)
 
 
@@ -251,7 +251,7 @@ def test_a_held_out_file_may_be_spelled_otherwise(tmp_path, source, spelling):
     )
     assert [numbers(log, "train"), numbers(log, "test")] == [list(range(20)), list(range(20, 30))]
     both = SplitRule(test_files=(spelling.format(folder),), validation_files=(str(folder / "day 2.csv"),))
-    with pytest.raises(ValueError, match="is named for validation and for test"):
+    with pytest.raises(ValueError, match="is both a validation and a test file"):
         reader(folder, both, label="y", dense=("r",), sparse=("u",))
 
 
@@ -268,7 +268,7 @@ def test_no_file_is_trained_and_tested_by_another_name(tmp_path):
 
 
 def test_a_time_column_of_text_is_looked_for(tmp_path):
-    with pytest.raises(ValueError, match="column 'when' is not there; columns: label, int_1"):
+    with pytest.raises(ValueError, match="column 'when' is missing; columns: label, int_1"):
         reader(write(tmp_path, random_lines(3)), SplitRule(time_column="when", test_from="3"))
 
 

@@ -164,7 +164,7 @@ def test_what_cannot_be_encoded_is_named(trained, change, message):
     with pytest.raises(ValueError, match=message):
         held.predict([row, row | change])
     with pytest.raises(
-        ValueError, match=r"row 1: columns are missing: age, user; there are .* give None where a value"
+        ValueError, match=r"row 1: missing columns: age, user; the row has .* pass None for a missing value"
     ):
         held.predict({name: value for name, value in row.items() if name not in ("user", "age")})
     assert held.predict(row | {"item": "2", "other": object()}) == held.predict(row)
@@ -191,7 +191,7 @@ def test_raw_values_lead_to_rows_of_tables(trained):
     assert run.tables["user"].lookup(ids).shape == (3, 8)
     encoded = run._encode([{"price": 1, "age": 1, "user": "ü4", "item": 1, "tags": []}])
     assert ids[2] == encoded.sparse["user"].values()[0]
-    with pytest.raises(ValueError, match=r"there is no feature 'usr'; .*did you mean 'user'\?"):
+    with pytest.raises(ValueError, match=r"unknown feature 'usr'; .*did you mean 'user'\?"):
         run.ids("usr", ["a"])
     assert repr(run).startswith("Run(")
 

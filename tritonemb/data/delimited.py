@@ -1,10 +1,10 @@
 """Lines of text as Arrow columns, parsed by `pyarrow.csv`: CSV, and Criteo's format.
 
-A line ends with a line feed, with or without a carriage return before it, or with the file; a line of no characters is
-none. Whether a line is good depends on nothing but the line. An empty field is a missing value. A field of CSV may be
-quoted; then a quote is written twice. Criteo's display-advertising log has 40 tab-separated fields a line: the label, 0
-or 1; 13 integers, `-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. Nothing else is accepted
-there: no blanks around a value, no plus sign, no header.
+A line ends with a line feed, with or without a carriage return before it, or at the end of the file; empty lines are
+skipped. Whether a line is good depends on this line only. An empty field is a missing value. A field of CSV may be
+quoted; a quote in it is doubled. Criteo's display-advertising log has 40 tab-separated fields per line: the label, 0 or
+1; 13 integers, `-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. It has no blanks around
+values, no plus signs and no header.
 """
 
 import binascii
@@ -27,8 +27,8 @@ from tritonemb.utils import join_names
 
 Text = bytes | bytearray
 
-LONGEST_LINE = 1 << 16  # bytes; a longer line is bad, and only its beginning is kept
-BLOCK_BYTES = 1 << 20  # that pyarrow parses at a time: they stay in the processor's cache
+LONGEST_LINE = 1 << 16  # bytes; a longer line is bad and is truncated
+BLOCK_BYTES = 1 << 20  # bytes that pyarrow parses at a time; a block fits the processor's cache
 
 _RULES = (
     (rb"[01]", "0 or 1"),
@@ -40,18 +40,18 @@ _EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", 
 
 @dataclass(frozen=True)
 class Parsed:
-    """The rows of a chunk."""
+    """Rows of a chunk after parsing."""
 
     batch: Any  # a `pyarrow.RecordBatch` of the good rows
-    rows: Array  # int64 [N], the number of each in the chunk
-    bad_rows: Array  # int64, the others, ascending
-    lines: Array  # int64, the line, or row, of the chunk that each of both is
-    describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th bad one
+    rows: Array  # int64 [N], their numbers in the chunk
+    bad_rows: Array  # int64, numbers of the bad rows, ascending
+    lines: Array  # int64, line of the chunk (or row) by row number
+    describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th bad row
 
 
 class CsvFormat:
-    """CSV with these columns: label and dense ones float64, sparse ones int64 or strings, or lists of them, others that
-    are `kept` strings. With `quoted`, fields in quotes may contain line ends."""
+    """CSV with these columns: label and dense columns as float64, sparse ones as int64, strings, or lists of them,
+    `extra_columns` as strings. With `quoted`, quoted fields may contain line ends."""
 
     quote = True
 
@@ -72,20 +72,21 @@ class CsvFormat:
             self._types[self.time] = pa.int64()
 
     def arrow_schema(self) -> Any:
-        """The columns of the schema, and of times, in the smallest types that hold them, a `pyarrow.Schema`."""
+        """Return the columns of the schema and the time column in their smallest types, a `pyarrow.Schema`."""
         names = dict.fromkeys((*self.schema.columns(self.labelled), *filter(None, [self.time])))
         fields = [self.read(b"").schema.field(name) for name in names]
         return pa.schema([field.with_type(pa.int8()) if field.name == self.schema.label else field for field in fields])
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
-        """A `pyarrow.RecordBatch` of lines, none blank; None if one may be bad, unless all were `accepted`."""
-        # A quote that is not closed would reach as far as this row of missing values.
+        """Parse lines, none blank, to a `pyarrow.RecordBatch`; None if one may be bad, unless all were `accepted`."""
+        # An unclosed quote would swallow this row of missing values.
         guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines else b""
         batch = self._parse(lines + guard if guard else lines, self._types)
         return batch if batch is None else batch.slice(0, batch.num_rows - bool(guard))
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
-        """Which lines can be read: by halves, so that the many lines around a bad one are parsed together."""
+        """Return for each line whether it can be parsed; bisects, so that good lines around a bad one are parsed at
+        once."""
         text = b"".join(line + b"\n" for line in lines)
         unquoted = not any(len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line for line in lines)
         if (unquoted and len(lines) == 1) or (self.is_regular(text) if self.quoted else unquoted):
@@ -98,8 +99,8 @@ class CsvFormat:
         return self.accepts(lines[:half]) + self.accepts(lines[half:])
 
     def is_regular(self, text: Text) -> bool:
-        """Whether each line is one row wherever it stands: none is too long, quotes are at the ends of fields or twice
-        inside one, and carriage returns in quotes or before line feeds."""
+        """Return whether each line is one row in any context: none is too long, quotes enclose fields or are doubled
+        inside one, and carriage returns are in quotes or before line feeds."""
         if complete_line_bytes(text) < len(text):
             return False
         data = np.frombuffer(b"\n" + text, np.uint8)
@@ -110,12 +111,12 @@ class CsvFormat:
         return bool(np.isin(outwards, ends).all() and (after_returns == ord("\n")).all())
 
     def problem(self, line: bytes) -> tuple[str, str]:
-        """Reason and message for a bad line, without its end."""
+        """Return reason and message for a bad line, passed without its end."""
         hint = "; a quote is not closed in this line" if self.quote and line.count(b'"') % 2 else encoding_hint(line)
         if self.quote and len(line) > LONGEST_LINE:
             return "too long", f"the line has more than {LONGEST_LINE:,} characters"
         if self.quote and b"\r" in (re.sub(rb'"[^"]*"', b"", line) if self.quoted else line):
-            return "carriage return", "a carriage return stands inside the line"
+            return "carriage return", "the line contains a carriage return"
         fields, count = self._fields(line), len(self.columns)
         if len(fields) != count:
             if not self.quote and self.labelled and len(fields) == count - 1:
@@ -164,7 +165,7 @@ class CsvFormat:
         return None if any(array is None for array in arrays) else pa.RecordBatch.from_arrays(arrays, list(types))
 
     def _lists(self, strings: Any, kind: Any) -> Any:
-        """An array of lists, with a null where nothing stands between separators; None if a value is not an integer."""
+        """Split strings into lists, with nulls for empty values; None if a value is not an integer but has to be."""
         lists = compute.split_pattern(strings, self._separator)
         values = compute.if_else(compute.equal(lists.values, ""), pa.scalar(None, pa.string()), lists.values)
         converted = values if kind.value_type == pa.string() else to_integers(values)
@@ -174,8 +175,8 @@ class CsvFormat:
 
 
 class CriteoFormat(CsvFormat):
-    """Criteo's. The label and integers are int64, categories uint32. Without the label, as in test.txt, 39 fields. If
-    rows are not `labelled`, it is any integer, or empty."""
+    """Criteo's format: label and integers are int64, categories uint32. Lines without the label, as in test.txt, have
+    39 fields. If rows are not `labelled`, the label may be any integer, or empty."""
 
     quote = False
 
@@ -189,8 +190,11 @@ class CriteoFormat(CsvFormat):
         self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
-        """pyarrow also takes blank lines, blanks, hexadecimal integers, and more than 18 digits if the first ones are
-        zeros. All of these make the text longer than its values have to be, but for hexadecimal integers from 10^10."""
+        """Parse lines; see `CsvFormat.read`.
+
+        pyarrow also accepts blank lines, blanks, hexadecimal integers, and more than 18 digits with leading zeros. All
+        of these make the text longer than the canonical one, except hexadecimal integers from 10^10 on, so the lengths
+        are compared."""
         if (batch := self._parse(lines, self._types)) is None:
             return None
         arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
@@ -221,8 +225,8 @@ class CriteoFormat(CsvFormat):
 
 
 def _decimal_length(array: Any) -> tuple[int, int]:
-    """The number of characters that write int64 values if none is superfluous, and the largest magnitude."""
-    numbers = integer_values(array, fill=False)  # pyarrow.csv writes 0 for nulls
+    """Return the number of characters of int64 values in canonical decimal form, and the largest magnitude."""
+    numbers = integer_values(array, fill=False)  # pyarrow.csv has 0 under nulls
     largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
     size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10
     magnitudes = np.abs(numbers)
@@ -233,7 +237,8 @@ def _decimal_length(array: Any) -> tuple[int, int]:
 
 
 def parse_hexadecimal(array: Any) -> tuple[Any, int]:
-    """uint32 of a `pyarrow` array of up to 8 hexadecimal digits each, and their number; None if there are others."""
+    """Parse a `pyarrow` array of up to 8 hexadecimal digits each to uint32; return it with the number of digits, or
+    None if another string is among them."""
     data, ends = string_buffers(array)
     present, num_digits = ends[1:] != ends[:-1], int(ends[-1] - ends[0])
     count = int(np.count_nonzero(present))
@@ -241,7 +246,7 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
         if int(np.diff(ends).max(initial=0)) > 8:
             return None, 0
         digits = data[ends[0] : ends[-1]]
-        if num_digits != 8 * count:  # not as Criteo writes them
+        if num_digits != 8 * count:  # fewer than 8 digits somewhere
             digits = string_buffers(compute.ascii_lpad(array.filter(pa.array(present)).cast(pa.string()), 8, "0"))[0]
         numbers = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
     except ValueError:
@@ -257,18 +262,19 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
 
 
 def check_criteo(schema: Schema, where: str) -> None:
-    """ValueError if a schema has another label than Criteo's, or categories as numbers."""
+    """ValueError if a schema does not fit Criteo's format: another label, or categories as numbers."""
     if wrong := [name for name in schema.dense if name in CATEGORIES]:
-        raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be dense: it is a category")
+        raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV cannot be dense: it is a category")
     if schema.label not in ("", LABEL):
         raise ValueError(
             f"{where}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
-            f"{schema.label!r}; its columns: {join_names(FIELDS)}. Files with a header are read with a delimiter, or "
-            "as they are if their names end with .csv"
+            f"{schema.label!r}; its columns: {join_names(FIELDS)}. For a file with a header, set a delimiter, "
+            "or let its name end with .csv"
         )
 
 
 def encoding_hint(line: bytes) -> str:
+    """Return a hint for an error if a line looks like UTF-16 or binary, else an empty string."""
     if line.startswith(b"\xef\xbb\xbf"):
         return "; the file begins with a UTF-8 byte order mark: remove it"
     if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:1000]:
@@ -277,7 +283,7 @@ def encoding_hint(line: bytes) -> str:
 
 
 def parse(form: CsvFormat, data: Text) -> Parsed:
-    """The rows of some lines. All lines are parsed at once; if one of them is bad, each is looked at."""
+    """Parse lines to rows: all at once; if one is bad, line by line."""
     if not data.endswith(b"\n"):
         data = data + b"\n"
     plain = form.is_regular(data) if form.quoted else not _has_long_line(data)
@@ -302,13 +308,13 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
 
 
 def count_lines(data: Text) -> int:
-    """Line feeds; several times as fast as `data.count`. By pieces that stay in the processor's cache."""
+    """Count line feeds in blocks that fit the processor's cache; several times as fast as `data.count`."""
     text = np.frombuffer(data, np.uint8)
     return sum(int(np.count_nonzero(text[at : at + (1 << 16)] == ord("\n"))) for at in range(0, len(text), 1 << 16))
 
 
 def count_rows(data: Text, quoted: bool) -> int:
-    """Lines, perhaps quoted, that are not blank."""
+    """Count lines that are not blank; with `quoted`, line ends in quotes do not count."""
     if quoted:
         return len(_split_lines(data, quoted)[0])
     text = np.frombuffer(b"\n" + data.replace(b"\r\n", b"\n").replace(b"\r\n", b"\n"), np.uint8)
@@ -316,8 +322,9 @@ def count_rows(data: Text, quoted: bool) -> int:
 
 
 def read_line(source: Any, quoted: bool = False) -> bytes:
-    """The next line with its end, nothing at the end of the file; with `quoted`, line ends in quotes are part of it. Of
-    a line that is too long, the beginning alone; a quote not closed before that is none."""
+    """Read a line with its end, empty at the end of the file; with `quoted`, it includes line ends in quotes.
+
+    A line that is too long is truncated; a quote that is not closed before that does not count."""
     line: bytes = source.readline(LONGEST_LINE + 1)
     while quoted and line.count(b'"') % 2 and len(line) <= LONGEST_LINE:
         if not (continuation := source.readline(LONGEST_LINE + 1)):
@@ -331,7 +338,8 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
 
 
 def complete_line_bytes(text: Text) -> int:
-    """Bytes of the lines, perhaps quoted, that a text begins with, whole and not too long."""
+    """Return the number of bytes of the complete lines, quotes considered, before the end of the text or a line that is
+    too long."""
     data = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero((data == ord("\n")) & ~np.logical_xor.accumulate(data == ord('"'))) + 1
     too_long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST_LINE + 1)

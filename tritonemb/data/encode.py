@@ -1,21 +1,21 @@
-"""From Arrow columns to rows as a model takes them: numbers to float32, categories to ids; and which rows are bad.
+"""Encoding of Arrow columns as rows for a model: numbers as float32, categories as ids; and detection of bad rows.
 
-Categories are hashed, with no pass over the data beforehand and the same ids on every machine. The 64-bit hash of a
-value, all arithmetic modulo 2^64:
+Categories are hashed, without a pass over the data and with the same ids on every machine. The 64-bit hash of a value,
+all arithmetic modulo 2^64:
 
     mix(z):  z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
     seed(feature) = the first 8 bytes, little-endian, of SHA-256 of the feature's name in UTF-8
     hash(feature, integer x) = mix(seed(feature) ^ x), x in two's complement
     hash(feature, bytes s):  h = seed(feature)
-                             for each 8 bytes w of s, little-endian, the last ones filled up with zeros: h = mix(h ^ w)
+                             for each 8 bytes w of s, little-endian, the last padded with zeros: h = mix(h ^ w)
                              h = mix(h ^ length of s)
 
-(`mix` is the finaliser of SplitMix64: Steele, Lea, Flood, OOPSLA 2014.) Strings are hashed as their UTF-8 bytes. Of
-`n` ids, 0 stands for a missing value and the others for hashes: `id = 1 + ((hash >> 32) * (n - 1) >> 32)`.
+(`mix` is the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014.) Strings are hashed as UTF-8 bytes. Of `n` ids,
+0 is for missing values and the others for hashes: `id = 1 + ((hash >> 32) * (n - 1) >> 32)`.
 
-Or a vocabulary numbers them, a Parquet file of `build_vocabulary` with a row a value: feature (string), value (string;
-integers in decimal), id (int64), count (int64). Each feature's ids begin with 1, by descending count and then by value;
-0 stands for missing, unseen and rarer values. The metadata name the features that have integers, or no value at all.
+Alternatively a vocabulary numbers them: a Parquet file of `build_vocabulary` with one row per value: feature (string),
+value (string; integers in decimal), id (int64), count (int64). Ids of a feature begin with 1, by descending count and
+then by value; 0 is for missing, unseen and rarer values. The metadata have the kind of each feature's values.
 """
 
 import hashlib
@@ -40,16 +40,17 @@ _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
 
 
 def feature_seed(name: str) -> np.uint64:
+    """Return the seed of a feature's hashes."""
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
 def hash_integers(values: Array, seed: Any) -> Array:
-    """uint64 hashes of integers `[N]`; the seed is one, or uint64 `[N]`."""
+    """Hash integers `[N]` to uint64 `[N]`; the seed is a scalar, or uint64 `[N]`."""
     return mix(values.astype(np.uint64) ^ seed)
 
 
 def hash_strings(data: Array, offsets: Array, seed: Any) -> Array:
-    """uint64 hashes `[N]` of strings: string i is `data[offsets[i] : offsets[i + 1]]`, uint8. Seeds as for integers."""
+    """Hash strings to uint64 `[N]`: string i is `data[offsets[i] : offsets[i + 1]]`, uint8; `seed` as for integers."""
     starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
     padded_data = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
     words = np.ndarray((len(padded_data) - 7,), dtype="<u8", buffer=padded_data, strides=(1,))
@@ -65,7 +66,7 @@ def hash_strings(data: Array, offsets: Array, seed: Any) -> Array:
 
 
 def mix(hashes: Array) -> Array:
-    """SplitMix64's finaliser, in place."""
+    """Apply the finalizer of SplitMix64 in place."""
     hashes ^= hashes >> _30
     hashes *= _FIRST
     hashes ^= hashes >> _27
@@ -75,7 +76,7 @@ def mix(hashes: Array) -> Array:
 
 
 def hashes_to_ids(hashes: Array, num_embeddings: Any) -> Array:
-    """int32 ids from 1 to `num_embeddings - 1`; overwrites the hashes."""
+    """Map hashes to int32 ids from 1 to `num_embeddings - 1`; overwrites the hashes."""
     hashes >>= _32
     hashes *= np.uint64(num_embeddings - 1)
     hashes >>= _32
@@ -84,37 +85,37 @@ def hashes_to_ids(hashes: Array, num_embeddings: Any) -> Array:
     return ids
 
 
-MISSING = -(2**63)  # the id of missing values, where integers are their own ids
+MISSING = -(2**63)  # id of missing values in dynamic tables, where integers are their own ids
 METADATA = b"tritonemb.vocabulary"
 COLUMNS = ("feature", "value", "id", "count")
-INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
+INFINITE = 2.0**128 - 2.0**103  # the least number that rounds to infinity in float32
 _LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
 _TEXT = ("string", "large_string", "binary", "large_binary")
 
 
 def is_list(kind: Any) -> bool:
-    """Whether a `pyarrow` type is one of lists."""
+    """Return whether a `pyarrow` type is a list type."""
     return str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a `pyarrow` type is one of strings, perhaps in a dictionary."""
+    """Return whether a `pyarrow` type is a string or binary type, dictionary-encoded or not."""
     return str(value_type(kind)) in _TEXT
 
 
 def value_type(kind: Any) -> Any:
-    """The type of a dictionary's values; other types as they are."""
+    """Return the value type of a dictionary type; other types unchanged."""
     return kind.value_type if hasattr(kind, "index_type") else kind
 
 
 def missing_mask(array: Any) -> Array:
-    """bool `[N]`, where a `pyarrow` array has nulls or NaN."""
+    """Return a mask (bool `[N]`) of the nulls and NaN of a `pyarrow` array."""
     bits = np.frombuffer(array.is_null(nan_is_null=True).buffers()[1], np.uint8)
     return np.unpackbits(bits, count=len(array), bitorder="little").view(bool)
 
 
 def integer_values(array: Any, fill: bool = True) -> Array:
-    """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, anything if not to `fill`; the others as int64."""
+    """Convert a `pyarrow` array of integers, booleans or nulls to NumPy; nulls become 0, or undefined unless `fill`."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
     values: Array = pa.Array.from_buffers(
@@ -124,7 +125,8 @@ def integer_values(array: Any, fill: bool = True) -> Array:
 
 
 def numeric_values(array: Any) -> Array:
-    """A `pyarrow` array of numbers, 0 where missing: integers as int64; uint64 and floating point as float64."""
+    """Convert a `pyarrow` array of numbers to NumPy: integers to int64, uint64 and floating point to float64; missing
+    values become 0."""
     array = array.cast(value_type(array.type))
     if not pa.types.is_floating(array.type):
         values = integer_values(array)
@@ -134,7 +136,7 @@ def numeric_values(array: Any) -> Array:
 
 
 def scale_numbers(values: Array, logarithmic: bool) -> Array:
-    """float32 `[N]`; `log(1 + max(x, 0))` if asked for, in float64 before it is rounded."""
+    """Convert numbers to float32 `[N]`, if `logarithmic` as `log(1 + max(x, 0))`, computed in float64."""
     if not logarithmic:
         return values.astype(np.float32)
     values = np.maximum(values, 0)
@@ -147,19 +149,19 @@ def scale_numbers(values: Array, logarithmic: bool) -> Array:
 
 
 def to_integers(strings: Any) -> Any:
-    """int64 of `pyarrow` strings in decimal; null where one is missing, or something else."""
+    """Parse `pyarrow` strings of decimal digits as int64; null for missing and other strings."""
     decimal = compute.match_substring_regex(strings, "^-?[0-9]{1,19}$")
     strings = compute.if_else(decimal, strings, pa.scalar(None, strings.type)).cast(pa.large_string())
     try:
         return strings.cast(pa.int64())
-    except pa.ArrowInvalid:  # some of 19 digits do not fit
+    except pa.ArrowInvalid:  # integers of 19 digits may overflow
         values = [None if value is None else int(value) for value in strings.to_pylist()]
         return pa.array([n if n is not None and -(1 << 63) <= n < 1 << 63 else None for n in values], pa.int64())
 
 
 def find_wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
-    """Of a `pyarrow.RecordBatch` with some of a schema's columns, those that have something wrong: their name, what was
-    expected, and the rows (bool `[N]`) that have something else."""
+    """Check the values of a `pyarrow.RecordBatch` with some of a schema's columns. Return for each failed check the
+    column's name, the expectation, and a mask (bool `[N]`) of the bad rows."""
     problems: list[tuple[str, str, Array]] = []
     if labelled and schema.label in batch.schema.names:
         label = batch.column(schema.label)
@@ -186,13 +188,13 @@ def find_wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list
 
 
 def valid_row_mask(batch: Any, wrong: list[tuple[str, str, Array]]) -> Array:
-    """bool `[N]`: the rows with none of the wrong values."""
+    """Return a mask (bool `[N]`) of the rows without wrong values."""
     bad: Array = np.sum([bad for _, _, bad in wrong], axis=0, dtype=bool) if wrong else np.zeros(batch.num_rows, bool)
     return ~bad
 
 
 def string_buffers(strings: Any) -> tuple[Array, Array]:
-    """Bytes (uint8) and offsets `[N + 1]` of a `pyarrow` array of strings or binary, 32- or 64-bit."""
+    """Return bytes (uint8) and offsets `[N + 1]` (int32 or int64) of a `pyarrow` array of strings or binary."""
     dtype = np.dtype(np.int64 if str(strings.type).startswith("large") else np.int32)
     if len(strings) == 0:
         return np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=dtype)
@@ -202,8 +204,8 @@ def string_buffers(strings: Any) -> tuple[Array, Array]:
 
 
 class Numbering:
-    """How the values of one feature become ids in `[0, num_embeddings)`: by their hash, or by a vocabulary of distinct
-    `pyarrow` strings or int64 and their ids, int64 from 1 on. If `dynamic`, int64 of any value: integers, or hashes."""
+    """Map from the values of one feature to ids in `[0, num_embeddings)`: by hash, or by a vocabulary of distinct
+    `pyarrow` strings or int64 and their ids, int64 from 1 on. If `dynamic`, ids are any int64: integers, or hashes."""
 
     def __init__(
         self, name: str, num_embeddings: int, values: Any = None, ids: Array | None = None, dynamic: bool = False
@@ -212,17 +214,17 @@ class Numbering:
         self._dtype: Any = np.int64 if dynamic else np.int32
         self._missing = MISSING if dynamic else 0
         self._seed = feature_seed(name)
-        self._keys: Array | None = None  # of the vocabulary, ascending: integers, or hashes of strings
+        self._keys: Array | None = None  # sorted keys of the vocabulary: integers, or hashes of strings
         if values is not None and ids is not None:
             keys = hash_strings(*string_buffers(values), self._seed) if is_text(values.type) else values.to_numpy()
             order = np.argsort(keys, kind="stable")
             self._keys, self._ids, self._values = keys[order], ids[order].astype(np.int32), values.take(pa.array(order))
             if (self._keys[1:] == self._keys[:-1]).any():
-                raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
+                raise ValueError(f"feature {name!r} has a duplicate value in the vocabulary; build it again")
 
     def ids(self, array: Any, kind: str = "") -> Array:
-        """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing. If dynamic, int64; `MISSING`.
-        Strings become integers if that is the `kind`; ValueError if one cannot, or for integers in place of strings."""
+        """Map a `pyarrow` array of strings or integers to int32 `[N]`, 0 for missing values; to int64 and `MISSING` if
+        dynamic. Strings are parsed if `kind` is "integers"; ValueError for a value that does not have the `kind`."""
         if array.null_count == len(array) or str(value_type(array.type)) == "null":
             return np.full(len(array), self._missing, dtype=self._dtype)
         if kind and is_text(array.type) != (kind == "strings"):
@@ -232,6 +234,7 @@ class Numbering:
                 raise ValueError(
                     f"feature {self.name!r} was trained with {kind}, has {values.type} {quote_value(wrong[0])}"
                 )
+        # Map distinct values only, where that saves work.
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
         if not hasattr(array.type, "index_type"):
@@ -245,11 +248,11 @@ class Numbering:
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:
-        """`[N]` of values that are distinct, or integers to be hashed; anything where missing."""
+        """Map distinct values, or integers to hash, to ids `[N]`; undefined for missing values."""
         text, known = is_text(values.type), self._keys
         keys = hash_strings(*string_buffers(values), self._seed) if text else integer_values(values, fill=False)
         if self.dynamic:
-            return keys.astype(np.int64)  # of unsigned ones, the same bits
+            return keys.astype(np.int64)  # unsigned hashes keep their bits
         if known is None:
             return hashes_to_ids(keys if text else hash_integers(keys, self._seed), self.num_embeddings)
         if not len(known):
@@ -263,7 +266,7 @@ class Numbering:
         slots = np.minimum(np.searchsorted(known, keys), len(known) - 1)
         ids: Array = np.where(known[slots] == keys, self._ids[slots], np.int32(0))
         if text:
-            hit_positions = np.flatnonzero(ids)  # by hash; now by the strings themselves
+            hit_positions = np.flatnonzero(ids)  # compared by hash so far; compare the strings
             equal_strings = compute.equal(
                 _take_strings(self._values, slots[hit_positions]), _take_strings(values, hit_positions)
             )
@@ -276,10 +279,11 @@ def _take_strings(values: Any, positions: Array) -> Any:
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
-    """The numberings of the features in a file of `build_vocabulary`; FileNotFoundError or ValueError if it is none."""
+    """Load the numberings of the features in a file of `build_vocabulary`; FileNotFoundError, or ValueError for other
+    files."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
+        raise FileNotFoundError(f"{path}: no such vocabulary; build it with `tritonemb vocab`")
     file = LogFile(path, "parquet", None, path.stat().st_size, stored=(fs.LocalFileSystem(), str(path)))
     try:
         with open_parquet(file) as (source, verify):
@@ -293,18 +297,19 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
             values = values.cast(pa.int64()) if kind == "integer" else values
             numberings[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
     except (AttributeError, pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
+        raise ValueError(f"{path} is not a vocabulary of `tritonemb vocab` ({error})") from error
     return numberings
 
 
 def make_numberings(schema: Schema) -> dict[str, Numbering]:
-    """One for each sparse column; FileNotFoundError or ValueError if the vocabulary is not there, or not of these."""
+    """Return the numbering of each sparse column; FileNotFoundError or ValueError if the vocabulary is missing, or
+    lacks a column."""
     sizes = schema.sizes_by_name()
     if schema.vocabulary is None:
         num_ids = {name: sizes.get(name, schema.num_embeddings) for name in schema.sparse}
         return {name: Numbering(name, number, dynamic=schema.dynamic) for name, number in num_ids.items()}
     if sizes:
-        raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
+        raise ValueError("schema: sizes are for hashed categories; the vocabulary determines its sizes")
     vocabulary = load_vocabulary(schema.vocabulary)
     if unknown := [name for name in schema.sparse if name not in vocabulary]:
         raise ValueError(
@@ -314,8 +319,9 @@ def make_numberings(schema: Schema) -> dict[str, Numbering]:
 
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
-    """int32 ids of a `pyarrow` Array or ChunkedArray whose first `num_train` rows are the training rows, and the number
-    of ids; see `most_frequent`. Id 0 is for missing and unseen ones, and those in fewer than `min_count` such rows."""
+    """Number the categories of a `pyarrow` Array or ChunkedArray by their frequency in the first `num_train` rows;
+    return int32 ids `[N]` and the number of ids. Id 0 is for missing and unseen values, and those with fewer than
+    `min_count` rows."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     frequent = most_frequent(count_values(array[:num_train]), min_count)
     numbering = Numbering("", len(frequent) + 1, frequent["value"].combine_chunks(), np.arange(1, len(frequent) + 1))
@@ -323,7 +329,7 @@ def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[
 
 
 def count_values(array: Any) -> Any:
-    """A table of value, a large string or int64, and count, without missing ones."""
+    """Count distinct values: a table of value (large string or int64) and count, without missing values."""
     if is_list(array.type):
         array = compute.list_flatten(array)
     array = array.cast(value_type(array.type)).drop_null()
@@ -335,7 +341,7 @@ def count_values(array: Any) -> Any:
 
 
 def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> Any:
-    """Of a table of `count_values`, the values that are kept, by descending count; ties by value."""
+    """Return the `max_size` most frequent values of a table of `count_values`, by descending count; ties by value."""
     frequent = counts.filter(compute.greater_equal(counts["count"], min_count))
     return frequent.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
@@ -343,7 +349,7 @@ def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> A
 def encode(
     batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering], labelled: bool
 ) -> Rows:
-    """The rows of a `pyarrow.RecordBatch`; labels are 0 unless it is `labelled`."""
+    """Encode a `pyarrow.RecordBatch` as rows; labels are 0 unless `labelled`."""
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for column_index, name in enumerate(schema.dense):
         dense[:, column_index] = scale_numbers(numeric_values(batch.column(name)), schema.is_logarithmic(name))

@@ -1,4 +1,4 @@
-"""The files of a log, local or remote, looked at before anything is read; and the parts that a split or shard reads."""
+"""Files of a log, local or remote, checked before anything is read; and the parts that a split or shard reads."""
 
 import itertools
 import os
@@ -19,9 +19,9 @@ from tritonemb.utils import atomic_path, join_names, require
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-EDGE_BYTES = 1 << 16  # at either end of a file, of which runs have a checksum
-NEAR = 1 / 16  # of a shard: how far a cut may move to fall between two row groups
-CHECKSUMS, BLOCK_BYTES = b"tritonemb.crc32", 1 << 20  # of Parquet files
+EDGE_BYTES = 1 << 16  # bytes at each end of a file that are checksummed for a run
+NEAR = 1 / 16  # of a shard: how far its bounds may move to the end of a row group
+CHECKSUMS, BLOCK_BYTES = b"tritonemb.crc32", 1 << 20  # metadata key and block size of the checksums in Parquet files
 _MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PK\3\4": "zip"}
 _MAGICS |= {bytes([0x50 + number]) + b"*M\x18": "zstd" for number in range(16)}  # skippable frames, as pzstd writes
 _SCHEMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs"}
@@ -30,14 +30,14 @@ _LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class LogFile:
-    """A file of a log, or a `pyarrow.Table` in place of one."""
+    """File of a log, or a `pyarrow.Table` in place of one."""
 
     path: Path | str  # a URI if it is remote
     format: Format
-    codec: str | None  # how it is compressed
-    size: int  # bytes as they are stored; rows of a table
+    codec: str | None  # compression
+    size: int  # stored bytes; rows of a table
     modified: int = 0  # nanoseconds
-    stored: tuple[Any, str] | None = field(default=None, compare=False, repr=False)  # file system, and path there
+    stored: tuple[Any, str] | None = field(default=None, compare=False, repr=False)  # file system and path in it
     table: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -46,7 +46,7 @@ class LogFile:
 
     @property
     def stem(self) -> str:
-        """The name without the endings that say how it is stored: `day_0` of `day_0.gz` and of `day_0.parquet`."""
+        """Name without suffixes of format and compression: `day_0` of `day_0.gz` and of `day_0.parquet`."""
         name = self.name
         for suffix in (*CODECS, *PARQUET, ".tsv", ".txt", ".csv"):
             name = name.removesuffix(suffix)
@@ -54,7 +54,7 @@ class LogFile:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The same for every spelling of its path, links included."""
+        """Identity of the file, the same for every spelling of its path and for links."""
         assert self.stored is not None
         if isinstance(self.path, Path):
             status = self.path.stat()
@@ -63,7 +63,7 @@ class LogFile:
         return _SCHEMES.get(scheme, scheme), unquote(address) if scheme.startswith("http") else self.stored[1]
 
     def digest(self) -> str:
-        """Size, and CRC-32 of the first and last 64 KiB, which may be all; of a table, its rows."""
+        """Describe the contents: size, and CRC-32 of the first and last 64 KiB; number of rows of a table."""
         if self.stored is None:
             return f"{self.size:,} rows"
         with self.open() as raw:
@@ -71,12 +71,12 @@ class LogFile:
         return f"{self.size:,} bytes, CRC-32 {zlib.crc32(edges):08x} of its first and last 64 KiB"
 
     def open(self) -> Any:
-        """The stored bytes as a `pyarrow.NativeFile`; ValueError if their number is not the one found."""
+        """Open the stored bytes as a `pyarrow.NativeFile`; ValueError if the size has changed."""
         system, path = self.check_size()
         return system.open_input_file(path)
 
     def check_size(self) -> tuple[Any, str]:
-        """Its file system and the path there; ValueError if the number of stored bytes is not the one found."""
+        """Return the file system and the path in it; ValueError if the size has changed."""
         assert self.stored is not None
         system, path = self.stored
         if (size := system.get_file_info(path).size) != self.size:
@@ -84,20 +84,19 @@ class LogFile:
         return system, path
 
     def changed_error(self, reason: str) -> ValueError:
-        """To be raised where the file is not what it was when it was found."""
-        return ValueError(f"{self.path} has changed since it was opened first: {reason}; start again")
+        """Return the error to raise if the file has changed since it was listed."""
+        return ValueError(f"{self.path} has changed since it was opened: {reason}; start again")
 
 
 def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
-    """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10),
-    without folders and files whose names begin with a dot or an underscore (`_SUCCESS`); others in it are errors. URIs
-    such as `s3://bucket/logs` have a file system of `pyarrow` or else `fsspec`.
+    """List the files of a log: one, several in this order, or those of a folder in natural order (day_2 before day_10).
 
-    FileNotFoundError or ValueError names the file that is missing, empty, unreadable, not a regular file or of another
-    format than the others.
+    Names in a folder that begin with a dot or an underscore (`_SUCCESS`) are ignored. URIs such as `s3://bucket/logs`
+    are opened by `pyarrow`, or else by `fsspec`. FileNotFoundError or ValueError names a file that is missing, empty,
+    unreadable, not a regular file or of another format.
     """
     if not (sources := [source] if isinstance(source, str | Path) else list(source)):
-        raise ValueError("no files are given; name a file, several files or a folder")
+        raise ValueError("no files given; pass a file, several files or a folder")
     files = [file for entry in sources for file in _list_files(entry)]
     if len(by_format := {file.format: file.path for file in files}) > 1:
         raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
@@ -119,12 +118,12 @@ def is_remote(path: str | Path) -> bool:
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is a file or folder; what is remote is looked for when it is opened."""
+    """Return whether a file or folder exists; remote ones are checked when they are opened."""
     return is_remote(path) or Path(path).exists()
 
 
 def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts names as people do: numbers in them by their value."""
+    """Return a key that sorts names in natural order: numbers in them by value."""
     return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in re.split(r"([0-9]+)", name)]
 
 
@@ -151,14 +150,14 @@ def _list_files(entry: str | Path) -> list[LogFile]:
             }
             if names := [entry.base_name for entry in folders if system.get_file_info(fs.FileSelector(entry.path))]:
                 raise ValueError(
-                    f"{path} has folders in it, whose rows would be left out: {join_names(names, most=5)}; move their "
-                    "files out of them, or let the folders' names begin with an underscore"
+                    f"{path} contains folders, whose files are not read: {join_names(names, most=5)}; move the files "
+                    "out of them, or begin the folders' names with an underscore"
                 )
         if not infos:
-            raise ValueError(f"{path}: there are no data files in this folder")
+            raise ValueError(f"{path}: no data files in this folder")
         for current, info in infos.items():
             if info.type != fs.FileType.File:
-                raise ValueError(f"{current} is not a regular file; pipes and devices can not be read twice")
+                raise ValueError(f"{current} is not a regular file; pipes and devices cannot be read twice")
             if not info.size:
                 raise ValueError(f"{current} is empty")
             with system.open_input_file(info.path) as file:
@@ -170,12 +169,12 @@ def _list_files(entry: str | Path) -> list[LogFile]:
         if isinstance(error, FileNotFoundError):
             raise
         reason = os.strerror(error.errno) if error.errno else error
-        raise ValueError(f"{current} can not be read: {reason}") from error
+        raise ValueError(f"{current} cannot be read: {reason}") from error
     return files
 
 
 def display_path(source: str | Path) -> Path | str:
-    """A path, also of a file:// URI; other URIs without keys and options."""
+    """Return the path of a local path or file:// URI; other URIs without credentials and options."""
     if not is_remote(source):
         return Path(source)
     uri = re.sub(r"(?<=://)[^/]*@", "", str(source).partition("?")[0]).rstrip("/")
@@ -183,14 +182,14 @@ def display_path(source: str | Path) -> Path | str:
 
 
 def _resolve_path(source: str | Path) -> tuple[Any, str]:
-    """The file system of a path or URI, and the path there."""
+    """Return the file system of a path or URI, and the path in it."""
     shown, uri = display_path(source), str(source)
     if isinstance(shown, Path):
         return fs.LocalFileSystem(), str(shown) if is_remote(source) else uri
-    try:  # as a URI has to be, whether or not it was written so: blanks and the like as %20
+    try:  # percent-encode blanks and the like if they are not yet
         legal = re.sub(r"%(?![0-9A-Fa-f]{2})", "%25", quote(uri, safe="%/:?=&@+,;!$'()*~[]"))
         system, path = fs.FileSystem.from_uri(legal)
-    except ValueError:  # a scheme that pyarrow does not know
+    except ValueError:  # a scheme unknown to pyarrow
         core = require("fsspec.core")
         try:
             system, path = core.url_to_fs(uri)
@@ -205,12 +204,12 @@ def _detect_format(path: Path | str, beginning: bytes) -> tuple[Format, str | No
     if suffix in PARQUET:
         return "parquet", None
     if suffix not in CODECS and beginning == b"PAR1":
-        raise ValueError(f"{path} holds Parquet but is not named so; let its name end with .parquet")
+        raise ValueError(f"{path} is a Parquet file by its contents; let its name end with .parquet")
     codec = CODECS.get(suffix)
     detected = next((name for magic, name in _MAGICS.items() if beginning.startswith(magic)), None)
     if codec is None and detected is not None:
         names = [suffix for suffix, name in CODECS.items() if name == detected]
-        advice = f"let its name end with {names[0]}" if names else "gzip and zstd can be read; unpack it"
+        advice = f"let its name end with {names[0]}" if names else "decompress it, or use gzip or zstd"
         raise ValueError(f"{path} is compressed with {detected}: {advice}")
     if detected != codec:
         raise ValueError(f"{path} is not a {codec} file, as its name says; rename it or fetch it again")
@@ -219,10 +218,10 @@ def _detect_format(path: Path | str, beginning: bytes) -> tuple[Format, str | No
 
 @contextmanager
 def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetWriter` of a file that gets its name when it is whole.
+    """Open a `pyarrow.parquet.ParquetWriter`; the file gets its name when it is complete.
 
-    Its pages have checksums, and so has every byte, in the metadata: after the place of the footer, in 16 hexadecimal
-    digits, the CRC-32 of the footer with zeros for these 8 digits, and of each MiB before it."""
+    Pages have checksums. The metadata has checksums of all bytes: 16 hexadecimal digits for the offset of the footer, 8
+    for the CRC-32 of the footer with zeros for these 8 digits, and 8 for that of each MiB before the footer."""
     with atomic_path(path) as part:
         with parquet.ParquetWriter(part, schema, compression=compression, write_page_checksum=True) as writer:
             yield writer
@@ -239,27 +238,28 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 
 @contextmanager
 def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterator[tuple[Any, Callable[[int], None]]]:
-    """A `pyarrow.parquet.ParquetFile`, and what verifies all bytes of a row group, or those of some columns, before its
-    rows are used; of remote files and others', pages with checksums. ValueError if it is damaged or has changed."""
+    """Open a `pyarrow.parquet.ParquetFile`, with a function that verifies the checksums of a row group, or of some of
+    its columns, before its rows are used. Files without them, and remote files, have page checksums verified, if any.
+    ValueError if the file is damaged or has changed."""
     try:
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)
             verify = None if isinstance(file.path, str) else _verifier(raw, metadata, columns)
-            with parquet.ParquetFile(  # pages are read as they are needed, in place of whole row groups
+            with parquet.ParquetFile(  # read page by page instead of whole row groups
                 raw, metadata=metadata, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=verify is None
             ) as source:
                 yield source, verify or (lambda group: None)
     except (pa.ArrowException, OSError, UnicodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{file.path} is not a whole Parquet file ({reason}); write or fetch it again") from error
+        raise ValueError(f"{file.path} is not a complete Parquet file ({reason}); write or fetch it again") from error
 
 
 def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callable[[int], None] | None:
     sums, end = (metadata.metadata or {}).get(CHECKSUMS, b""), raw.size() - metadata.serialized_size - 8
-    if not sums.startswith(b"%016x" % end):  # others copy metadata
+    if not sums.startswith(b"%016x" % end):  # not the file of this metadata: other writers copy metadata
         return None
     if sums[16:24] != _crc32(raw.read_at(raw.size() - end, end).replace(sums, sums[:16] + _crc32(b"") + sums[24:])):
-        raise OSError("its footer does not have the checksum that was written")
+        raise OSError("checksum mismatch in its footer")
     verified = set[int]()
 
     def verify(group: int) -> None:
@@ -277,7 +277,7 @@ def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callabl
         for block in sorted(blocks - verified):
             start = block * BLOCK_BYTES
             if _crc32(raw.read_at(min(BLOCK_BYTES, end - start), start)) != sums[8 * block + 24 : 8 * block + 32]:
-                raise OSError(f"the bytes from {start:,} on do not have the checksum that was written")
+                raise OSError(f"checksum mismatch in the block at byte {start:,}")
             verified.add(block)
 
     return verify
@@ -289,8 +289,8 @@ def _crc32(content: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of one file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of unpacked text.
-    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `TextSource.chunks`."""
+    """Part of a file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of decompressed text.
+    A shard of text that is not seekable has every count-th stripe; see `TextSource.chunks`."""
 
     file: int  # index among the log's files
     start: int = 0
@@ -300,40 +300,40 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of rows of a part of a log; a job puts what it has made of the good ones in their place, with a report."""
+    """Consecutive rows of a part of a log. A job replaces `rows` by its result for the good ones, and adds a report."""
 
     part: int  # index
-    offset: int  # where the run begins: a byte of the unpacked text, or a row
+    offset: int  # first byte of the decompressed text, or first row
     line: int  # lines of the part before it
-    first_row: int  # its number in the file, whose header and blank lines are none; of text, for "random" alone
-    rows: Any  # whole lines, a `bytearray`, or a `pyarrow.RecordBatch`
+    first_row: int  # row number in the file, without header and blank lines; for text only if the split is random
+    rows: Any  # complete lines, a `bytearray`, or a `pyarrow.RecordBatch`
     report: ReadReport = field(default_factory=ReadReport)
 
 
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
-    """The files of each split, also those that only the rule names."""
+    """Return the files of each split; the rule may name files outside the log."""
     validation, test = (find_files(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
     test = test if validation or test else files[-1:]
     validation_at, test_at = ({file.identity for file in held_out} for held_out in (validation, test))
     if both := [file for file in test if file.identity in validation_at]:
-        raise ValueError(f"split: {both[0].path} is named for validation and for test")
+        raise ValueError(f"split: {both[0].path} is both a validation and a test file")
     if not (train := tuple(file for file in files if file.identity not in validation_at | test_at)):
         names = join_names((str(file.path) for file in files), most=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
     if len({file.format for file in (*train, *validation, *test)}) > 1:
-        raise ValueError("split: the held-out files are of another format than the others")
+        raise ValueError("split: the held-out files have another format than the train files")
     _check_distinct((*train, *validation, *test))
     return {"train": train, "validation": validation, "test": test}
 
 
 def parts_of_files(by_split: Mapping[Split, Sequence[Any]]) -> dict[Split, tuple[Part, ...]]:
-    """Whole files of each split, in the order of the splits."""
+    """Return the files of each split as parts, in the order of the splits."""
     numbers = itertools.count()
     return {split: tuple(Part(next(numbers)) for _ in by_split.get(split, ())) for split in SPLITS}
 
 
 def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]]:
-    """The log, file after file, cut in two or three by rows or by bytes (`sizes` of the files)."""
+    """Divide the concatenated files into train, validation and test parts, by rows or bytes (`sizes` of the files)."""
     total = sum(sizes)
     test = total - round(total * rule.test_share)
     validation = test - round(total * rule.validation_share)
@@ -343,7 +343,7 @@ def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]
 
 
 def ranges_between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) -> list[Part]:
-    """What lies between two places of the parts, counted through all of them in the unit of their `sizes`."""
+    """Return the parts between two offsets into the concatenated parts, in the unit of their `sizes`."""
     pieces, first = [], 0
     for part, size in zip(parts, sizes, strict=True):
         low, high = max(start - first, 0), min(stop - first, size)
@@ -354,7 +354,7 @@ def ranges_between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop
 
 
 def even_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
-    """The index-th of `count` equal runs, counted through parts of these sizes; cuts move to `ends` that are near."""
+    """Return the index-th of `count` equal shards of concatenated parts; bounds move to `ends` that are near."""
     index, count = shard
     total = sum(sizes)
     bounds = (_snap_to_ends(total * cut // count, total / count, ends) for cut in (index, index + 1))
@@ -367,7 +367,7 @@ def _snap_to_ends(cut: int, length: float, ends: Sequence[int]) -> int:
 
 
 def whole_file_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Part]:
-    """Whole parts, the largest ones dealt out first, each to the shard that has least; in their order."""
+    """Assign whole parts to shards, the largest first, each to the shard with the least; return one shard, in order."""
     index, count = shard
     loads, assigned = [0] * count, []
     for number in sorted(range(len(parts)), key=lambda number: -sizes[number]):

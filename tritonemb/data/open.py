@@ -99,12 +99,12 @@ def open_for_scoring(
     name = "data frame" if is_frame else str(data)
     if not (is_frame or exists(data)):
         raise FileNotFoundError(f"{name!r}: no such file or folder to score")
-    kinds = dict.fromkeys(log.schema.integers, "integers") | {each.name: each.kind for each in features if each.kind}
+    kinds = dict.fromkeys(log.schema.integers, "integers") | {f.name: f.kind for f in features if f.kind}
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=ALL_ROWS)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
     opened = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns).read_as(
-        {each.name: each.kind for each in features}
+        {f.name: f.kind for f in features}
     )
     if len(opened.features) != len(features):
         raise ValueError(f"{name}: the log has {len(opened.features)} features, the model {len(features)}")

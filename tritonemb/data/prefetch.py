@@ -1,4 +1,4 @@
-"""An iterator that makes items ahead in a thread of its own: batches of a stream, and the steps of a trainer."""
+"""Iterator that prefetches items in a thread: batches of a stream, and steps of a trainer."""
 
 import atexit
 import os
@@ -13,26 +13,27 @@ from tritonemb.utils import Closeable
 
 T = TypeVar("T")
 Permit = Callable[[], AbstractContextManager[object]]
-GRACE = 2.0  # seconds that a thread gets to end after a failure
-POLL = 0.1  # seconds after which a waiting thread looks whether the other one lives
+GRACE = 2.0  # seconds for the thread to end after a failure
+POLL = 0.1  # seconds between checks that the thread is alive
 
 
 class Prefetcher(Closeable, Iterator[T]):
-    """The items of `source`, in their order; its exception, if it raises one, comes out of `next` in its place.
+    """Iterator over the items of `source`, in order; `next` raises an exception of the source in its place.
 
-    Item `k + depth` is begun once item `k` has been taken: ranks that take as many items begin as many collectives.
+    Item `k + depth` is started when item `k` is taken, so ranks that take the same number of items start the same
+    number of collectives.
 
     Args:
-        source: run, and closed if it is a generator, in the thread.
-        depth: items that are made beyond those taken; at least 1.
+        source: iterated in the thread, and closed there if it is a generator.
+        depth: items produced beyond those taken; at least 1.
         name: of the thread.
-        on_stop: called when nobody wants more, in any thread, without waiting: a source cancels what it waits for.
-        collective: whether items hold collectives. Then all those that may be made are made before the thread ends,
-            unless there was a failure; so, too, with a `permit`.
-        permit: called by the thread that takes an item; the next item is made inside the context that it returns.
+        on_stop: called in any thread when no more items are needed; must not block; a source cancels its waits.
+        collective: whether producing an item runs collectives. Then all permitted items are produced before the thread
+            ends, unless there was a failure; with a `permit`, too.
+        permit: called by the thread that takes an item; the next item is produced inside the context that it returns.
 
-    After a failure the thread gets `GRACE` to end, as it may wait for what never comes. A process forked off has no
-    such thread: there `next` raises a RuntimeError, and `close` does nothing.
+    After a failure the thread has `GRACE` seconds to end, as it may wait forever. A forked process does not have the
+    thread: there `next` raises a RuntimeError, and `close` does nothing.
     """
 
     def __init__(
@@ -41,23 +42,23 @@ class Prefetcher(Closeable, Iterator[T]):
     ) -> None:  # fmt: skip
         self._permit = permit or nullcontext
         self._complete = collective or permit is not None
-        # The thread knows the queues but not this object, so that an iterator dropped half-way ends its thread too.
-        # Whoever collects this object must not wait for the thread, as it may be one that the thread waits for.
+        # The thread references the queues only, so that this object can be collected, which stops the thread. The
+        # finalizer must not join the thread, which may be waiting for the thread that runs the finalizer.
         self._queues = _Queues(on_stop)
         self._stop = weakref.finalize(self, self._queues.stop)
         self._stop.atexit = False
         for _ in range(depth):
             self.widen()
         self._thread = threading.Thread(target=self._queues.fill, args=(source,), name=name, daemon=True)
-        if not collective:  # one that waits for a rank that is gone must not keep the program from ending
+        if not collective:  # a thread in a collective is not joined at exit: it may wait for a dead rank
             _RUNNING[self._thread] = self._stop
         self._thread.start()
 
     def __next__(self) -> T:
         if self._queues.inherited:
             raise RuntimeError(
-                "this stream was opened before the process was forked, and its threads are not in this process; "
-                "open it here"
+                "this stream was opened before the process was forked, so its threads do not exist in this process; "
+                "open it after the fork"
             )
         if self._queues.stopped:
             raise StopIteration
@@ -71,19 +72,19 @@ class Prefetcher(Closeable, Iterator[T]):
         return item
 
     def widen(self) -> None:
-        """One item more may be made beyond those taken, from now on."""
+        """Increase the depth by one item."""
         self._queues.permits.put(self._permit())
 
     def settle(self) -> None:
-        """Wait until everything is made that may be made for now: no collective of the source is running then."""
+        """Wait until all permitted items are produced; no collective of the source runs then."""
         settled = threading.Event()
         self._queues.permits.put(settled)
         while self._thread.is_alive() and not settled.wait(POLL):
             pass
 
     def close(self, failed: bool = False) -> None:
-        """Stop the thread and wait for it; it ends with the item that it is making. There are no further items.
-        `failed`: this rank, or another one, has failed."""
+        """Stop the thread after its current item and join it; no further items are returned. `failed`: whether this
+        rank, or another one, has failed."""
         if self._queues.inherited:
             return
         if self._complete and not failed:
@@ -97,11 +98,15 @@ class Prefetcher(Closeable, Iterator[T]):
 
 
 class _Queues:
-    """Between the thread that makes items and the one that takes them; the collector may stop them at any time."""
+    """Queues between the thread that produces items and the consumer; the collector may call `stop` at any time."""
 
     def __init__(self, on_stop: Callable[[], None] | None) -> None:
-        self.items: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # an item, or what ends them
-        self.permits: SimpleQueue[Any] = SimpleQueue()  # for an item; an Event to set behind the permits before it
+        self.items: SimpleQueue[tuple[Any, BaseException | None]] = (
+            SimpleQueue()
+        )  # an item, or the exception that ends them
+        self.permits: SimpleQueue[Any] = (
+            SimpleQueue()
+        )  # permits to produce an item; an Event is set after the permits before it
         self.stopped = False
         self._on_stop, self._pid = on_stop, os.getpid()
 
@@ -122,7 +127,7 @@ class _Queues:
             self._on_stop()
 
     def fill(self, source: Iterator[Any]) -> None:
-        """In the thread: make an item for each permit. Behind the last item, answer those who wait for the permits."""
+        """Produce an item per permit, in the thread; after the last item, only set events."""
         item: Any = None
         end: BaseException | None = None
         while not self.stopped and (permit := self.permits.get()) is not None:
@@ -136,7 +141,7 @@ class _Queues:
                     end = error
                 if not self.stopped:
                     self.items.put((item, end))
-                item = None  # or it would stay until the next one is there
+                item = None  # free it while the next one is produced
         if isinstance(source, Generator):
             with suppress(Exception):
                 source.close()
@@ -147,7 +152,7 @@ _RUNNING: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = we
 
 @atexit.register
 def end_all() -> None:
-    """Stop all threads: the end of the program must not find them running in libraries that are gone by then."""
+    """Stop all threads at exit, before the libraries that they run are finalized."""
     running = list(_RUNNING.items())
     for _, stop in running:
         stop()

@@ -1,4 +1,4 @@
-"""Reader hosts: machines that read the data for trainers on other machines, over Arrow Flight."""
+"""Reader hosts: machines that read data for trainers on other machines, over Arrow Flight."""
 
 import os
 import secrets
@@ -31,17 +31,17 @@ from tritonemb.utils import Closeable
 
 
 class ReaderHost(Closeable):
-    """Serves the batches of `data` to clients with the token.
+    """Server of the batches of `data` for clients with the token.
 
-    Every stream has the threads and memory of `data.open`, and waits while the trainer takes no batches. ValueError or
-    OSError if it cannot serve at this address.
+    Every stream has the threads and memory of `data.open`, and pauses while its client takes no batches. ValueError or
+    OSError if it cannot listen at this address.
 
     Args:
-        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
-        token: that clients must have; that of the environment (TRITONEMB_TOKEN) or a random one if not given.
+        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 selects a free port.
+        token: required of clients; by default that in the environment (TRITONEMB_TOKEN), else a random one.
         certificate, key: PEM files for TLS.
 
-    Attributes `address` (with the port) and `token` are what clients need.
+    Attributes `address` (with the port) and `token`: for clients.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class ReaderHost(Closeable):
         self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
 
     def wait(self) -> None:
-        """Serve until `close`, SIGINT or SIGTERM; in the main thread."""
+        """Wait until `close`, SIGINT or SIGTERM; call it in the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._closing.set())
         self._closing.wait()
 
     def close(self) -> None:
-        """End the server; streams that are still open fail."""
+        """Stop the server; open streams fail."""
         self._closing.set()
         self._server.stop()
 
@@ -81,18 +81,17 @@ def _handle_request(data: Data, closed: threading.Event, request: dict[str, Any]
             if closed.is_set():
                 raise ConnectionError("the reader host has been closed")
             yield _to_message(item)
-            del item  # or it would stay until the next one is there
+            del item  # free it while the next one is read
 
 
 class RemoteData(FeatureTables):
-    """A data set that reader hosts read: a `Data` for `te.Trainer` and for loops of your own. ConnectionError if a host
-    does not answer, PermissionError if it expects another token, ValueError if an address cannot be one, or the hosts
-    have different data.
+    """Data set read by reader hosts: a `Data` for `te.Trainer` and for custom loops. ConnectionError if a host does not
+    answer, PermissionError for a wrong token, ValueError for an invalid address, or if the hosts have different data.
 
     Args:
-        addresses: of hosts with the same data; shard i is read by host i modulo their number.
-        token: that the hosts expect; that of the environment (TRITONEMB_TOKEN) if not given.
-        roots: a PEM file of certificates to trust with TLS; that of TRITONEMB_TLS_ROOTS, or the system's, if not given.
+        addresses: of hosts with the same data; host i modulo their number reads shard i.
+        token: of the hosts; by default that in the environment (TRITONEMB_TOKEN).
+        roots: PEM file of trusted certificates for TLS; by default that in TRITONEMB_TLS_ROOTS, else the system's.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class RemoteData(FeatureTables):
     ) -> None:
         self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self._addresses:
-            raise ValueError("no address of a reader host is given")
+            raise ValueError("no address of a reader host")
         self._token = token or os.environ.get(TOKEN, "")
         self._roots = roots or os.environ.get(ROOTS)
         first, *descriptions = (self._client(index).call("describe") for index in range(len(self._addresses)))
@@ -116,20 +115,20 @@ class RemoteData(FeatureTables):
         self._splits: tuple[Split, ...] = tuple(first["splits"])
 
     def splits(self) -> tuple[Split, ...]:
-        """The splits that it has."""
+        """Return the splits of the data set."""
         return self._splits
 
     def num_rows(self, split: Split) -> int | None:
-        """Rows of a split; None where the host does not know that before it has read them."""
+        """Return the number of rows of a split; None if unknown to the host before it has read the split."""
         return self._client(0).call("rows", {"split": split})["rows"]
 
     def estimated_rows(self, split: Split) -> int | None:
-        """About how many rows a split has; None where that is not known."""
+        """Estimate the number of rows of a split; None if that is impossible."""
         return self._client(0).call("rows", {"split": split})["estimated"]
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
-        """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set,
-        but of built-in types; ConnectionError, here or in `next`, if the host does not answer."""
+        """Open a split; see `tritonemb.data.protocol.Data.open`. Batches and positions are those of the host's data
+        set, errors too, as built-in types; ConnectionError, here or in `next`, if the host does not answer."""
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **kwargs))
         pin_memory = request.pop("pin_memory")
         messages, cancel = self._client(request["shard"][0]).stream(request)
@@ -154,7 +153,7 @@ def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Ite
         for values, data in messages:
             batch = None if values["layout"] is None else _batch(BatchLayout(**values["layout"]), data, pin_memory)
             yield PositionedBatch(batch, values["position"], ReadReport.from_json(values["report"]))
-            del data, batch  # or they would stay until the next ones are there
+            del data, batch  # free them while the next batch is received
 
 
 def _batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
@@ -162,5 +161,5 @@ def _batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
     offsets[0] = 0
-    np.cumsum(lengths, out=offsets[1:])  # they do not travel
+    np.cumsum(lengths, out=offsets[1:])  # offsets are not sent
     return layout.batch(buffer)

@@ -1,6 +1,6 @@
-"""Raw values of a few rows, as a service has them, to what a model takes: the same numbers and ids as of a log's rows.
+"""Encoding of requests, a few rows of raw values, as a batch: the same numbers and ids as for a log's rows.
 
-A log is encoded column by column, which takes longer per column than per row; here all columns are hashed at once.
+Logs are encoded column by column, with a fixed cost per column; here all columns are hashed at once.
 """
 
 import math
@@ -26,18 +26,18 @@ _DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,
 
 
 class RequestEncoder:
-    """Batches of rows as dictionaries of raw values, as `ClickLog` makes them of a log.
+    """Encoder of rows, dictionaries of raw values by column, as the batch that `ClickLog` would read.
 
-    A value is a number, a string, None or NaN where it is missing, or of a multi-hot feature a list. Where a model was
-    trained with integers, decimal strings count as such, and where it was trained on text, so do numbers in strings.
-    Other columns than the model's are ignored.
+    A value is a number or a string, None or NaN if missing, or a list for a multi-hot feature. Decimal strings are
+    parsed for features trained with integers, and numbers in strings for models trained on text. Columns that the model
+    does not have are ignored.
 
     Args:
         schema: with all columns filled in.
         features: of the model.
-        numberings: of the features, by name.
-        from_text: whether the model was trained on text: an empty string is missing then, and Criteo's categories are
-            hexadecimal digits.
+        numberings: by feature name.
+        from_text: whether the model was trained on text; then an empty string is a missing value, and Criteo's
+            categories are hexadecimal digits.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RequestEncoder:
         self._logarithmic = np.array([schema.is_logarithmic(name) for name in schema.dense], dtype=bool)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Batch:
-        """The rows, with labels of 0; ValueError names row, counted from `first`, column and value that cannot be
+        """Encode rows, with labels of 0; ValueError names row (counted from `first`), column and value that cannot be
         encoded."""
         names, bags = self.schema.dense, list[list[Sequence[Any]]]()
         numbers = np.zeros((len(rows), len(names)))
@@ -58,15 +58,15 @@ class RequestEncoder:
             try:
                 if missing := [name for name in (*names, *self._keys) if name not in row]:
                     near = did_you_mean(missing[0], row)
-                    columns = f"columns are missing: {join_names(missing)}; there are {join_names(row) or 'none'}{near}"
-                    raise ValueError(f"{columns}; give None where a value is missing")
+                    columns = f"missing columns: {join_names(missing)}; the row has {join_names(row) or 'none'}{near}"
+                    raise ValueError(f"{columns}; pass None for a missing value")
                 numbers[index] = [self._number(row[name], name) for name in names]
                 bags.append([self._items(row[feature.name], feature) for feature in self.features])
             except ValueError as error:
                 raise ValueError(f"row {first + index + 1}: {error}") from None
         dense = encode.scale_numbers(numbers, False)
         dense[:, self._logarithmic] = encode.scale_numbers(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
-        # Values and lengths of bags by feature, then row.
+        # Order the bags by feature, then row; hash the values of all features at once.
         by_feature = [bag for bags_of_feature in zip(*bags, strict=True) for bag in bags_of_feature]
         lengths = np.array([len(bag) for bag in by_feature], dtype=np.int64)
         feature_indices = np.repeat(np.arange(len(lengths)) // max(1, len(rows)), lengths)
@@ -75,17 +75,17 @@ class RequestEncoder:
         return Batch(torch.from_numpy(dense), sparse, torch.zeros(len(rows)))
 
     def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
-        """Ids int64 `[N]` of values of a feature; ValueError names one that cannot be encoded."""
+        """Encode values of one feature as ids int64 `[N]`; ValueError names a value that cannot be encoded."""
         if feature not in (names := self._keys):
             raise ValueError(
-                f"there is no feature {feature!r}; features: {join_names(names)}{did_you_mean(feature, names)}"
+                f"unknown feature {feature!r}; features: {join_names(names)}{did_you_mean(feature, names)}"
             )
         feature_index = names.index(feature)
         items = [self._item(value, self.features[feature_index]) for value in values]
         return torch.from_numpy(self._ids(items, np.full(len(items), feature_index)).astype(np.int64))
 
     def _number(self, value: Any, name: str) -> float:
-        """The number of a dense column, 0 where it is missing."""
+        """Convert a value of a dense column; 0 if missing."""
         if self._from_text and isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value) if value else None
         if value is None:
@@ -104,7 +104,7 @@ class RequestEncoder:
         return number
 
     def _items(self, value: Any, feature: Feature) -> Sequence[Any]:
-        """The values of a row: strings as bytes, integers, None where they are missing."""
+        """Convert the values of one bag: strings to bytes, integers, None if missing."""
         if not feature.multi_hot:
             return (self._item(value, feature),)
         if value is None or (isinstance(value, float) and math.isnan(value)):

@@ -1,4 +1,4 @@
-"""How a log is read: which columns are label, numbers and categories, and which rows are held out."""
+"""Options of a log: roles of its columns, rows held out, parsing."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -24,22 +24,22 @@ _DAY = re.compile(r"day_[0-9]+")
 
 @dataclass(frozen=True)
 class Schema:
-    """Which columns of a log are what. Left out altogether, they are Criteo's.
+    """Roles of a log's columns; by default those of Criteo's log.
 
     Args:
-        label: name of the column with 0 and 1.
-        dense: names of the columns with numbers.
-        sparse: names of the columns with categories: integers, strings, or lists of them (multi-hot).
-        log_transform: whether numbers x become log(1 + x), or the names of those that do, in which negative numbers are
-            errors. If not given, Criteo's integers do, whose negative numbers become 0, and no others.
-        num_embeddings: ids of each category, 0 for missing among them; values are hashed to the others.
-        sizes: other numbers of ids for some of the categories, as "name=number".
-        vocabulary: a file of `tritonemb vocab`, which numbers the categories in place of hashing.
-        dynamic: categories keep ids of 64 bits, for dynamic tables, whose capacities `num_embeddings` and `sizes` are:
-            integers are their own ids, strings have their hashes, and missing ones -2^63.
-        integers: those categories of CSV files that are integers, whose hashes are others. Other formats say so.
-        lists: those categories of CSV files that are lists, where there is a list separator; all if none is named.
-        clamp_negative: whether negative numbers become 0 under log_transform in place of being errors.
+        label: name of the column of labels, 0 or 1.
+        dense: names of the columns of numbers.
+        sparse: names of the columns of categories: integers, strings, or lists of them (multi-hot).
+        log_transform: whether numbers x become log(1 + x), or the names of the columns where they do; negative numbers
+            are errors there. By default only Criteo's integers, whose negative numbers become 0.
+        num_embeddings: ids per category, 0 for missing values included; values are hashed to the others.
+        sizes: ids of single categories, as "name=number".
+        vocabulary: file of `tritonemb vocab`, which numbers the categories instead of hashing.
+        dynamic: use 64-bit ids, for dynamic tables with `num_embeddings` and `sizes` as capacities: integers are their
+            own ids, strings have their hashes, and missing values -2^63.
+        integers: categories of CSV files that are integers, which are hashed differently; other formats have types.
+        lists: categories of CSV files that are lists if there is a list separator; by default all.
+        clamp_negative: whether negative numbers become 0 under log_transform instead of being errors.
     """
 
     label: str = ""
@@ -56,7 +56,7 @@ class Schema:
 
     def __post_init__(self) -> None:
         if isinstance(self.log_transform, tuple) and not {*self.log_transform} & {*self.dense}:
-            words = " ".join(self.log_transform).lower()  # as a shell hands it on
+            words = " ".join(self.log_transform).lower()  # as a shell passes it
             vars(self)["log_transform"] = {"true": True, "false": False}.get(words, self.log_transform)
         named = [name for name in (self.label, *self.dense, *self.sparse) if name]
         if duplicates := sorted({name for name in named if named.count(name) > 1}):
@@ -74,12 +74,12 @@ class Schema:
                     f"{option} names {join_names(unknown)}, not among {columns_option}: {join_names(columns)}"
                 )
         if self.dynamic and self.vocabulary is not None:
-            raise ValueError("dynamic tables need no vocabulary; leave one of the two out")
+            raise ValueError("dynamic tables use no vocabulary; set only one of dynamic and vocabulary")
         _check_size("num_embeddings", self.num_embeddings)
         self.sizes_by_name()
 
     def sizes_by_name(self) -> dict[str, int]:
-        """The numbers of `sizes`, by column."""
+        """Parse `sizes`: number of ids by column."""
         sizes = {}
         for entry in self.sizes:
             name, separator, number = entry.rpartition("=")
@@ -94,26 +94,27 @@ class Schema:
         return sizes
 
     def is_logarithmic(self, name: str) -> bool:
+        """Return whether numbers x of a column become log(1 + x)."""
         if isinstance(self.log_transform, tuple):
             return name in self.log_transform
         return self._is_criteo(name) if self.log_transform is None else self.log_transform
 
     def clamps(self, name: str) -> bool:
-        """Whether negative numbers of a column become 0 before their logarithm is taken."""
+        """Return whether negative numbers of a column become 0 before their logarithm is taken."""
         return self.clamp_negative or self._is_criteo(name)
 
     def _is_criteo(self, name: str) -> bool:
         return self.label in ("", LABEL) and name in INTEGERS
 
     def columns(self, labelled: bool = True) -> tuple[str, ...]:
-        """The label, if there is one, dense and sparse columns."""
+        """Return the label column if `labelled`, the dense and the sparse columns."""
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
     def of(
         self, columns: Sequence[str], where: str, labelled: bool = True, extra_columns: tuple[str, ...] = ()
     ) -> Self:
-        """With the columns filled in, all of them, the label too if `labelled`, and those to be `kept` besides, once
-        among those that the data at `where` has; ValueError listing the columns found if not."""
+        """Return the schema with Criteo's columns filled in if it names none. ValueError unless the data at `where` has
+        every column of it (the label only if `labelled`) and of `extra_columns` exactly once."""
         schema = self
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
@@ -136,26 +137,25 @@ def _check_size(name: str, number: int) -> None:
 
 
 CRITEO = Schema(LABEL, INTEGERS, CATEGORIES)
-"""Criteo's display-advertising log; `tritonemb.data.delimited.CriteoFormat` says what its columns hold."""
+"""Columns of Criteo's display-advertising log; see `tritonemb.data.delimited.CriteoFormat` for their values."""
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Which rows are held out for validation and test; all others are train rows.
+    """Rule that holds out validation and test rows; all other rows are train rows.
 
     Args:
-        split_by: "end": the last rows, as a log is in order of time; "random": rows drawn by their number in the file;
+        split_by: "end": the last rows, as logs are in order of time; "random": rows drawn by their number in the file;
             "files": whole files; "time": rows by a time column; "auto": "files" with the last file as test if the files
             are Criteo's days (day_0, day_1, ...) or test or validation files are named, "time" if a time column is,
             else "end".
-        test_share: share of the rows, for "end" and "random"; the test rows come last.
-        validation_share: likewise; they come before the test rows.
-        test_files: paths, for "files": some of the log's, or others.
-        validation_files: likewise.
-        time_column: for "time"; of CSV files with integers if the times below are integers.
-        test_from: rows with this time or a later one are test rows: a number, or a date and time as 2014-05-31 or
-            2014-05-31T12:00:00.
-        validation_from: rows with this time or a later one, but earlier than the test rows, are validation rows.
+        test_share: fraction of the rows, for "end" and "random"; the test rows come last.
+        validation_share: fraction of the rows before the test rows.
+        test_files: paths for "files", of files in the log or others.
+        validation_files: paths for "files", of files in the log or others.
+        time_column: for "time"; read as integers from CSV files if the times below are integers.
+        test_from: first time of the test rows: a number, or a date and time as 2014-05-31 or 2014-05-31T12:00:00.
+        validation_from: first time of the validation rows, which end where the test rows begin.
     """
 
     split_by: Literal["auto", "end", "random", "files", "time"] = "auto"
@@ -182,7 +182,7 @@ class SplitRule:
             raise ValueError('split_by="time" needs time_column and test_from, validation_from or both')
 
     def kind(self, stems: Sequence[str] = ()) -> Kind:
-        """What "auto" comes to for files with these names."""
+        """Resolve "auto" for files with these names."""
         if self.split_by != "auto":
             return self.split_by
         if self.test_files or self.validation_files:
@@ -197,19 +197,19 @@ ALL_ROWS = SplitRule(split_by="end", test_share=0.0)
 
 @dataclass(frozen=True)
 class LogOptions(Options):
-    """How a log is read, cut up and numbered.
+    """Options for reading a log: schema, split, shuffling and parsing.
 
     Args:
-        schema: which columns are what, and how categories become ids.
-        split: which rows are held out.
-        shuffle_rows: rows that are shuffled among each other at a time, in memory; 0 keeps the order of the files.
-        on_bad_row: stop at a row that is not as it should be, or leave it out and count it.
+        schema: roles of the columns, and how categories become ids.
+        split: rows held out.
+        shuffle_rows: rows per in-memory shuffle buffer; 0 keeps the order of the files.
+        on_bad_row: raise an error at a malformed row, or skip and count it.
         parser_threads: threads that parse chunks; one per processor, at most 8, if not given.
         chunk_bytes: bytes per chunk, which one thread parses at a time.
-        delimiter: what stands between the fields of text files that begin with a header. Without it, names that end
-            with `.csv` (or `.csv.gz`, `.csv.zst`) say that it is a comma, and others that they have Criteo's format.
-        quoted_newlines: whether fields in quotes may contain line ends: slower, as such files are cut serially.
-        list_separator: what stands between the values of a list in a field of CSV files; there are no lists without it.
+        delimiter: field delimiter of text files with a header; by default a comma for names that end with `.csv` (or
+            `.csv.gz`, `.csv.zst`); other text files have Criteo's format.
+        quoted_newlines: whether quoted fields may contain line ends; slower, as such files are split serially.
+        list_separator: separator of the values of a list in a field of a CSV file; without it there are no lists.
     """
 
     schema: Schema = field(default_factory=Schema)
@@ -224,7 +224,7 @@ class LogOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        vars(self)["delimiter"] = {r"\t": "\t"}.get(self.delimiter, self.delimiter)  # as a shell hands it on
+        vars(self)["delimiter"] = {r"\t": "\t"}.get(self.delimiter, self.delimiter)  # as a shell passes it
         if not 1 <= self.chunk_bytes <= LARGEST_CHUNK:
             raise ValueError(f"chunk_bytes must be from 1 to {LARGEST_CHUNK}, got {self.chunk_bytes}")
         if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):
@@ -234,22 +234,22 @@ class LogOptions(Options):
 
 
 def check_columns(columns: Sequence[str], names: Iterable[str], where: str, role: str = "column") -> None:
-    """ValueError unless there is one column of each name; `what` they are."""
+    """ValueError unless every name is that of exactly one column; `role` describes them."""
     for name in names:
         if (count := list(columns).count(name)) == 0:
             raise ValueError(
-                f"{where}: {role} {name!r} is not there; columns: {join_names(columns)}{did_you_mean(name, columns)}"
+                f"{where}: {role} {name!r} is missing; columns: {join_names(columns)}{did_you_mean(name, columns)}"
             )
         if count > 1:
-            raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
+            raise ValueError(f"{where}: there are {count} columns {name!r}; rename all but one")
 
 
 def wrong_value_message(field_number: int, name: str, value: object, expected: str, hint: str = "") -> str:
-    """`field 3 (int_2) is 'x', expected an integer or nothing`; `place` counts from 1."""
+    """Format an error: `field 3 (int_2) is 'x', expected an integer or nothing`; `field_number` counts from 1."""
     return f"field {field_number} ({name}) is {quote_value(value)}, expected {expected}{hint}"
 
 
 def quote_value(value: object) -> str:
-    """A value in quotes, escaped, shortened."""
+    """Quote a value for a message: escaped, and truncated if long."""
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "...")

@@ -1,5 +1,7 @@
-"""Text files, plain or compressed, cut into chunks of whole lines. With `quoted`, a line ends at a line feed outside
-quotes only, which nobody can tell in the middle of a file: such files are read from their beginning."""
+"""Text files, plain or compressed, divided into chunks of complete lines.
+
+With `quoted`, a line ends at a line feed outside quotes only. Quotes are known only when reading from the beginning of
+a file, so such files are read serially."""
 
 import csv
 import io
@@ -24,31 +26,32 @@ _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22
 _BUFFER_BYTES = 1 << 17
 _END = 1 << 62  # of any file
-_COUNTING = threading.Lock()  # several threads may ask for the same lines
+_COUNTING = threading.Lock()  # threads that count the same lines wait for one another
 
 
 class TextSource:
-    """Text files of Criteo's format, or CSV with the same header; its methods are those of `ArrowSource`. ValueError if
-    the schema has other columns, or a file's first line is bad, unless bad rows are skipped."""
+    """Text files in Criteo's format, or CSV files with the same header; has the methods of `ArrowSource`. ValueError if
+    a column of the schema is missing, or a file's first line is bad, unless bad rows are skipped."""
 
     def __init__(
         self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
     ) -> None:
+        # Format and columns.
         name, where = files[0].name.lower(), str(files[0].path)
         delimiter = options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", name) else "")
         if not delimiter:  # Criteo's format
             delimited.check_criteo(options.schema, where)
         criteo = FIELDS
-        if not (delimiter or labelled):  # there may be labels all the same
+        if not (delimiter or labelled):  # the label may be present all the same
             line = first_bytes(files[0]).lstrip(b"\r\n").partition(b"\n")[0]
             criteo = FIELDS[line.count(b"\t") == len(FIELDS) - 2 :]
         headers = [read_header(file, delimiter) if delimiter else (criteo, 0) for file in files]
         columns = headers[0][0]
         for file, (header, _) in zip(files, headers, strict=True):
             if header != columns:
-                raise ValueError(f"{file.path}: its header is not that of {where}: {join_names(header)}")
+                raise ValueError(f"{file.path}: its header differs from that of {where}: {join_names(header)}")
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
-        # What `Chunk.first_row` counts, for a split at random: 1 for rows; 0 for lines, as earlier versions did.
+        # Unit of `Chunk.first_row`, for a random split: 1 for rows; 0 for lines, as in older versions.
         self.numbering = 1 if options.split.kind() == "random" else None
         self.schema = options.schema.of(columns, where, labelled, extra_columns)
         options = replace(options, schema=self.schema, delimiter=delimiter)
@@ -58,7 +61,7 @@ class TextSource:
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
 
     def sizes(self) -> list[int]:
-        """Bytes of the texts; of a compressed file all of them are unpacked for it."""
+        """Return the bytes of the decompressed files; decompresses all of them."""
         sizes = []
         for file in self._files:
             with open_text(file) as source:
@@ -66,7 +69,7 @@ class TextSource:
         return sizes
 
     def estimated_rows(self, part: Part) -> float:
-        """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
+        """Estimate the rows of a part from the length and the compression ratio of the first lines of the file."""
         file, beginning = self._files[part.file], first_bytes(self._files[part.file], _SAMPLE_BYTES)
         size: float = file.size
         if file.codec is not None:
@@ -76,13 +79,14 @@ class TextSource:
         return max(size, 0) * max(beginning.count(b"\n"), 1) / len(beginning)
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
-        """A chunk has the lines that begin in the same stripe of the file. ValueError if it is damaged or changed."""
+        """Yield chunks of the lines that begin in the same stripe of the file; arguments as for `ArrowSource.chunks`,
+        with `line` lines of the part before `offset`. ValueError if the file is damaged or has changed."""
         header, file, quoted = self._header_bytes[part.file], self._files[part.file], self.form.quoted
         if offset == part.start == 0 and header:
             offset, line = header, 1
         stop = _END if part.stop is None else part.stop
         index, count = part.stripes
-        # Stripes by the file's size alone, since all readers must come to the same; enough for each of them.
+        # The stripe width depends on the file size only, so that all shards agree; each shard has several stripes.
         width = min(max(file.size // (8 * count), 1 << 12), 1 << 22)
         width = chunk_bytes if part.stripes == WHOLE else width
         with open_text(file) as source:
@@ -109,8 +113,9 @@ class TextSource:
         return delimited.parse(self.form, chunk.rows)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
-        """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
-        there is one for each shard; else every shard unpacks all of them and keeps every count-th stripe."""
+        """Return one shard of some parts. Plain text is divided by bytes. Compressed text is not seekable: whole files
+        are assigned to shards if there are enough; else every shard decompresses all of them and parses every count-th
+        stripe."""
         packed = [part for part in parts if self.form.quoted or self._files[part.file].codec is not None]
         plain = [part for part in parts if part not in packed]
         sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
@@ -122,11 +127,12 @@ class TextSource:
         return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
 
     def location(self, part: Part, chunk: Chunk, line: int) -> str:
+        """Return the location of a chunk's line for messages: `train.txt, line 3`."""
         lines_before = self._lines_and_rows_before(part.file, part.start)[0]
         return f"{self._files[part.file].path}, line {lines_before + chunk.line + line + 1}"
 
     def _lines_and_rows_before(self, number: int, start: int) -> tuple[int, int]:
-        """Lines, and rows, of a file before the first line that begins at byte `start` or later; reads them, once."""
+        """Count lines and rows of a file before the first line that begins at byte `start` or later; cached."""
         with _COUNTING:
             return count_before(self._files[number], start, self.form.quoted, self._header_bytes[number] > 0)
 
@@ -136,8 +142,8 @@ class TextSource:
                 raise ValueError(f"{file.path} is empty")
             if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise ValueError(
-                    f"{file.path} does not look like text in ASCII or UTF-8: it begins with a mark of UTF-16. Convert "
-                    "it: iconv -f UTF-16 -t UTF-8"
+                    f"{file.path} does not look like text in ASCII or UTF-8: it begins with a UTF-16 byte order mark. "
+                    "Convert it: iconv -f UTF-16 -t UTF-8"
                 )
             source.read(header_bytes)
             number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
@@ -146,35 +152,35 @@ class TextSource:
         parsed = delimited.parse(self.form, line)
         if len(parsed.bad_rows) and not allow_bad:
             criteo = isinstance(self.form, CriteoFormat)
-            hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
+            hint = "; for a file with a header, set a delimiter, or let its name end with .csv"
             hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
             if criteo and b"\t" not in line:
                 raise ValueError(
-                    f"{file.path} is no log that is read here, which are Parquet (.parquet), CSV (.csv) and Criteo's "
-                    f"text: its line {number} has no tab{encoding_hint(line)}{hint}"
+                    f"{file.path} is not a log in a known format: Parquet (.parquet), CSV (.csv) or Criteo's text: "
+                    f"its line {number} has no tab{encoding_hint(line)}{hint}"
                 )
             raise ValueError(f"{file.path}, line {number}: {parsed.describe(0)[1]}{hint}")
 
 
 def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
-    """The columns that a CSV file names, and the bytes of its first line; ValueError if that is no header."""
+    """Read the header of a CSV file: the columns, and its number of bytes; ValueError if it is not a header."""
     line, end, _ = first_bytes(file).partition(b"\n")
     if b"\r" in line.removesuffix(b"\r"):
-        raise ValueError(
-            f"{file.path}: lines end with line feeds, not with carriage returns alone; convert it: mac2unix"
-        )
+        raise ValueError(f"{file.path}: its lines end with carriage returns only; convert it to line feeds: mac2unix")
     try:
         decoded = line.removesuffix(b"\r").decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file.path}, line 1: a header is text in UTF-8{encoding_hint(line)}") from error
+        raise ValueError(f"{file.path}, line 1: the header must be text in UTF-8{encoding_hint(line)}") from error
     if len(names := next(csv.reader([decoded], delimiter=delimiter), [])) < 2:
-        raise ValueError(f"{file.path}, line 1: expected names with {delimiter!r} between them, found {decoded[:60]!r}")
+        raise ValueError(
+            f"{file.path}, line 1: expected column names separated by {delimiter!r}, found {decoded[:60]!r}"
+        )
     return tuple(names), len(line + end)
 
 
 @contextmanager
 def open_text(file: LogFile) -> Iterator[Any]:
-    """The unpacked bytes of a file, an `io.BufferedReader`; ValueError if it is damaged, or not what was found."""
+    """Open the decompressed bytes of a file, an `io.BufferedReader`; ValueError if it is damaged or has changed."""
     with file.open() as raw:
         if file.codec is None:
             yield io.BufferedReader(raw, _BUFFER_BYTES)
@@ -183,11 +189,11 @@ def open_text(file: LogFile) -> Iterator[Any]:
             with pa.CompressedInputStream(raw, file.codec) as unpacked:
                 yield io.BufferedReader(_ForwardStream(unpacked), _BUFFER_BYTES)
         except OSError as error:
-            raise ValueError(f"{file.path} is not a whole {file.codec} file ({error}); fetch it again") from error
+            raise ValueError(f"{file.path} is not a complete {file.codec} file ({error}); fetch it again") from error
 
 
 class _ForwardStream(io.RawIOBase):
-    """A compressed stream that knows its place, which `seek` returns too, and goes forward by reading."""
+    """Decompressed stream with `tell`; `seek` moves forward by reading, and returns the offset reached."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._offset = stream, 0
@@ -212,7 +218,7 @@ class _ForwardStream(io.RawIOBase):
 
 @lru_cache(maxsize=1024)
 def count_before(file: LogFile, start: int, quoted: bool = False, header: bool = False) -> tuple[int, int]:
-    """Lines of a file before the first one that begins at byte `start` or later, and the rows among them."""
+    """Count the lines of a file before the first line that begins at byte `start` or later, and the rows among them."""
     lines, rows = 0, -1 if header else 0
     if start == 0:
         return 0, 0
@@ -225,12 +231,13 @@ def count_before(file: LogFile, start: int, quoted: bool = False, header: bool =
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
-    """The beginning of the text."""
+    """Read the beginning of the decompressed text."""
     with open_text(file) as source:
         return bytes(source.read(num_bytes))
 
 
 def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
+    """Read the complete lines that begin in the next `num_bytes`."""
     if quoted:
         data, stop = bytearray(), source.tell() + num_bytes
         while (remaining := stop - source.tell()) > 0:
@@ -239,7 +246,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
                 break
             data += lines
         return data
-    data = bytearray(num_bytes)  # the chunk's own memory, written once: fresh pages are what reading costs most
+    data = bytearray(num_bytes)  # the chunk's memory, written once: page faults of fresh memory cost most of the time
     del data[source.readinto(data) :]
     if data and not data.endswith(b"\n"):
         data += read_line(source)
@@ -247,6 +254,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
 
 
 def _seek_line_start(source: Any, start: int, quoted: bool) -> int:
+    """Seek the first line that begins at byte `start` or later; return its offset."""
     if quoted:
         while (remaining := start - source.tell()) > 0 and _read_lines(source, min(remaining, _BLOCK_BYTES), quoted):
             pass

@@ -1,7 +1,7 @@
 """Data loader workers: processes of `torch.utils.data.DataLoader` that read shards of the data.
 
-A worker serves one stream after the other: the loader's sampler names what to read. Processes are spawned, so none
-inherits threads of Numba or OpenMP. Batches come through shared memory.
+A worker serves one stream at a time: the loader's sampler yields the request to read. Processes are spawned, so that
+they inherit no threads of Numba or OpenMP. Batches are passed in shared memory.
 """
 
 import atexit
@@ -26,24 +26,24 @@ from tritonemb.data.protocol import Data, PositionedBatch, Stream
 from tritonemb.flight import decode_error, encode_error
 from tritonemb.utils import Closeable
 
-POLL = 0.5  # seconds after which a waiting thread looks whether its worker lives and its stream is wanted
-REQUESTS = 2  # that a worker has beforehand
-PREFETCH_DEPTH = 2  # batches in this process; the worker's streams prefetch more
-SERIAL, PID = range(2)  # shared with a worker: the serial number of the request that is wanted, and its process id
-Request = tuple[int, Sequence[ShardState], Mapping[str, Any]]  # a serial number; shards; arguments of `Data.open`
+POLL = 0.5  # seconds between checks that the worker is alive and its stream is open
+REQUESTS = 2  # requests queued per worker
+PREFETCH_DEPTH = 2  # batches prefetched in this process, besides those of the streams in the worker
+SERIAL, PID = range(2)  # slots shared with a worker: serial number of the current request, and the process id
+Request = tuple[int, Sequence[ShardState], Mapping[str, Any]]  # serial number, shards, arguments of `Data.open`
 
 
 class DataLoaderWorkers(Closeable):
-    """Processes of this host that read `data` for this process.
+    """Worker processes of this host that read `data` for this process.
 
-    They end with `close`, when this object is dropped, and when this process ends in whatever way. They ignore SIGINT
-    and SIGTERM, which often go to all processes of a job, whose trainers then still finish a step.
+    They end with `close`, when this object is collected, and when this process ends for any reason. They ignore SIGINT
+    and SIGTERM, which launchers send to all processes of a job, so that trainers can finish their step.
 
     Args:
-        data: is pickled for each worker once; tensors go to shared memory, which all have in common. The workers import
-            the main program, so what it runs belongs behind `if __name__ == "__main__":`.
-        num_workers: that divide the shards of one stream, at least 1. A stream opened while another one is read has its
-            own.
+        data: pickled once per worker; all workers share its tensors in shared memory. Workers import the main program,
+            so guard its code by `if __name__ == "__main__":`.
+        num_workers: workers that divide the shards of one stream, at least 1. Streams that are open at the same time
+            have separate workers.
     """
 
     def __init__(self, data: Data, num_workers: int) -> None:
@@ -52,17 +52,19 @@ class DataLoaderWorkers(Closeable):
         self._data, self._num_workers = data, num_workers
         self._workers: list[_Worker] = []
         self._close = weakref.finalize(self, _close, self._workers, os.getpid())
-        atexit.register(self._close)  # before torch and multiprocessing, which would wait for the workers
+        atexit.register(
+            self._close
+        )  # runs before the handlers of torch and multiprocessing, which would wait for the workers
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers that have been started."""
+        """Process ids of the workers that have been started."""
         return tuple(worker.pid for worker in self._workers if worker.pid)
 
     def open(self, shards: Sequence[ShardState], options: Mapping[str, Any], pin_memory: bool) -> None:
-        """Give each of the shards its stream; see `tritonemb.data.loader.open_shards`. RuntimeError, here or out of
-        `next`, if a worker could not start or has ended; TypeError if the data set cannot be pickled. Its exceptions
-        come as their nearest built-in type."""
+        """Open and attach the stream of each shard; see `tritonemb.data.loader.open_shards`. RuntimeError, here or in
+        `next`, if a worker could not start or has ended; TypeError if the data set cannot be pickled. Exceptions in the
+        worker are raised as their nearest built-in type."""
         parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
         with ExitStack() as failed:
             streams = [_WorkerStream(self, part, options, pin_memory) for part in parts]
@@ -74,11 +76,11 @@ class DataLoaderWorkers(Closeable):
             failed.pop_all()
 
     def close(self) -> None:
-        """End the processes; streams that are still open raise a RuntimeError."""
+        """End the processes; open streams then raise a RuntimeError."""
         self._close()
 
     def free_worker(self) -> "_Worker":
-        """One that serves no stream; a new one if all do."""
+        """Return a worker without a stream, a new one if there is none."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
         idle_worker = next((worker for worker in self._workers if worker.idle), None)
@@ -89,32 +91,36 @@ class DataLoaderWorkers(Closeable):
 
 
 def _close(workers: "list[_Worker]", starter: int) -> None:
-    if os.getpid() != starter:  # in a process forked off, to which they do not belong
+    if os.getpid() != starter:  # a forked process, which does not own them
         return
     for worker in workers:
         worker.close()
     leftover = {worker.pid for worker in workers}
     for process in multiprocessing.active_children():
-        if process.pid in leftover:  # it makes a batch, and has ignored the loader's SIGTERM
+        if process.pid in leftover:  # busy with a batch; it ignored the loader's SIGTERM
             process.kill()
             process.join()
 
 
 class _Worker:
-    """One process, and the loader that it belongs to. The loader is used in threads: in the main one, its handler of
-    SIGCHLD would raise an exception anywhere in the program."""
+    """One worker process and its `DataLoader`.
+
+    The loader is iterated outside the main thread only: there its SIGCHLD handler would raise exceptions anywhere in
+    the program."""
 
     def __init__(self, data: Data, number: int, num_workers: int) -> None:
         self.idle, self._closed = True, False
         self._number, self._data_type = number, type(data).__name__
-        with torch.inference_mode(False):  # threads without that mode change it
+        with torch.inference_mode(False):  # so that threads outside inference mode can modify it
             shared = torch.zeros(2, dtype=torch.int64).share_memory_()
-            self._shared = shared.numpy()  # the collector may close this inside a transform that changes no tensors
+            self._shared = (
+                shared.numpy()
+            )  # the collector may close this inside a functional transform, which forbids to modify tensors
         self._request: Request = (0, (), {})
-        self._lock = threading.RLock()  # the collector may close it in any thread
+        self._lock = threading.RLock()  # reentrant: the collector may call close in any thread
         self._loader: DataLoader[Any] = DataLoader(
             _ShardReader(data, shared), batch_size=None, sampler=self, num_workers=1, prefetch_factor=REQUESTS,
-            collate_fn=tuple,  # of a tuple: that tuple
+            collate_fn=tuple,  # keeps the tuple as it is
             worker_init_fn=partial(_initialize, num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
             multiprocessing_context="spawn", timeout=POLL,
         )  # fmt: skip
@@ -146,20 +152,22 @@ class _Worker:
         try:
             self._start()
             while self._shared[SERIAL] == serial:
-                if (response := self._next_response()) is None or response[0] != serial:  # of an earlier request
+                if (response := self._next_response()) is None or response[
+                    0
+                ] != serial:  # response to an earlier request
                     continue
                 if (item := response[1]) is None:
                     break
                 if isinstance(item, dict):
                     raise decode_error(item, self.name)
                 yield replace(item, batch=item.batch.pin_memory()) if pin_memory and item.batch is not None else item
-                del response, item  # or they would stay until the next ones are there
+                del response, item  # free them while the next batch is read
             if self._closed:
                 raise RuntimeError(f"{self.name} has ended: its DataLoaderWorkers have been closed")
         finally:
             self.cancel(serial)
             with suppress(RuntimeError):
-                self._next_response()  # an idle worker then gets one request more
+                self._next_response()  # refills the request queue of the idle worker
             self.idle = not self._closed
 
     def _start(self) -> None:
@@ -173,7 +181,7 @@ class _Worker:
                 ) from error
 
     def _next_response(self) -> Any:
-        """The next answer; None if there is none for `POLL` seconds, or no process."""
+        """Return the next response; None if there is none within `POLL` seconds, or no process."""
         with self._lock:
             try:
                 return None if self._responses is None else next(self._responses)
@@ -182,7 +190,7 @@ class _Worker:
                     return None
                 self._responses = None
                 raise RuntimeError(
-                    f"{self.name} has ended, and its shards are not read ({error}); if it was killed because memory "
+                    f"{self.name} has ended while reading its shards ({error}); if it was killed because memory "
                     "ran out, use fewer workers, or smaller chunks and shuffle buffers"
                 ) from error
 
@@ -194,12 +202,12 @@ class _Worker:
 
 
 class _WorkerStream(Stream):
-    """The batches of the shards that one worker reads, taken in turn as it does; closed when all of them are."""
+    """Stream of the batches of one worker's shards, round-robin; closed when all of them are closed."""
 
     def __init__(
         self, workers: DataLoaderWorkers, shards: Sequence[ShardState], options: Mapping[str, Any], pin_memory: bool
     ) -> None:
-        self.workers = workers  # which are not closed while they have streams
+        self.workers = workers  # keeps them alive while they have streams
         self.worker = workers.free_worker()
         self._num_open = len(shards)
         serial = self.worker.request(shards, options)
@@ -218,7 +226,8 @@ class _WorkerStream(Stream):
 
 
 class _ShardReader(Dataset[Any]):
-    """In a worker: answers a request with its serial number and the next item of what it asks for; None behind all."""
+    """Data set in a worker process: returns the serial number of a request and the next item of its shards, or None at
+    the end."""
 
     def __init__(self, data: Data, shared: Tensor) -> None:
         self.data, self.shared = data, shared
@@ -228,7 +237,7 @@ class _ShardReader(Dataset[Any]):
     def __getitem__(self, request: Request) -> tuple[int, Any]:
         serial, shards, options = request
         if serial != self.shared[SERIAL]:
-            self._items = iter(())  # which closes the streams
+            self._items = iter(())  # closes the streams
         elif serial != self._serial:
             self._serial, self._items = serial, self._read(shards, options)
         return serial, next(self._items, None)
@@ -249,7 +258,6 @@ def _initialize(processes: int, _worker: int) -> None:
 
 
 def _exit() -> None:
-    """End this worker without finalizing Python: the loader's daemon thread, which shares tensors, may be in C++, and
-    a thread that Python stops there aborts the process."""
+    """End this worker without finalizing Python, which aborts if it stops the loader's daemon thread in C++ code."""
     prefetch.end_all()
     os._exit(0)
