@@ -103,13 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
         causes = (error, error.__cause__)
-        read_only = errno.EROFS in (getattr(exception, "errno", None) for exception in causes)
-        is_user_error = (
-            not isinstance(error, OSError)
-            or read_only
-            or any(isinstance(exception, USER_ERRORS) for exception in causes)
-        )
-        return _end(2 if is_user_error else 1)
+        read_only = errno.EROFS in (getattr(cause, "errno", None) for cause in causes)
+        is_failure = isinstance(error, OSError) and not read_only
+        return _end(1 if is_failure and not any(isinstance(cause, USER_ERRORS) for cause in causes) else 2)
     except KeyboardInterrupt:
         return _end(130)
     except Exception as error:
@@ -177,9 +173,8 @@ def _run(name: str, arguments: list[str]) -> int:
         arguments = [f"--{options_class.POSITIONAL}", *arguments]
     if {"-h", "--help"} & set(arguments):
         # Print the docstring, with fields as flags; the options of a log are for --help-all.
-        text = inspect.cleandoc(options_class.__doc__).replace(
-            "Args:", "Options; --help-all shows all, with their defaults:"
-        )
+        text = inspect.cleandoc(options_class.__doc__)
+        text = text.replace("Args:", "Options; --help-all shows all, with their defaults:")
         text = re.sub(r"^ {4}read: .*", "", text, flags=re.MULTILINE)
         text = re.sub(r"^ {4}(\w+):", lambda name: f"  --{name[1].replace('_', '-')}:", text, flags=re.MULTILINE)
         print(text.rstrip())

@@ -141,7 +141,7 @@ def test_options_and_header_are_checked(tmp_path):
         ({"delimiter": ",,"}, "delimiter must be one ASCII character, got ',,'"),
         ({"delimiter": "\n"}, "delimiter must be one ASCII character"),
         ({"integers": ("price",)}, "integers names price, not among sparse: user, item"),
-        ({"delimiter": "|"}, "log.csv, line 1: expected column names separated by '|', found 'click,note"),
+        ({"delimiter": "|"}, "log.csv, line 1: expected names separated by '|', found 'click,note"),
         ({"sparse": ("shop",), "integers": ()}, "the schema's sparse column 'shop' is missing; columns: click, note"),
         ({"split": SplitRule(time_column="note", test_from="3")}, "line 2: field 2 (note) is 'a', expected an integer"),
         ({"split": SplitRule(time_column="then", test_from="3")}, "column 'then' is missing; columns: click, note"),

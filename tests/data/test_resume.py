@@ -163,7 +163,7 @@ def test_a_position_in_memory_is_checked():
     ):
         with pytest.raises(ValueError, match=message):
             data.open("train", 128, position=wrong)
-    with pytest.raises(ValueError, match="other data or other settings"):
+    with pytest.raises(ValueError, match="other data or with other settings"):
         data.open("train", 64, position=position)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         data.open("train", 0)

@@ -158,7 +158,7 @@ def test_positions_that_do_not_fit_are_refused(bundle):
         open_shards(data, "train", 4, 1, 3, positions=parts[0])
     with pytest.raises(ValueError, match="of an epoch in 3 shards, which cannot resume in 2"):
         open_shards(data, "train", 4, 1, 3, 2, whole)
-    with pytest.raises(ValueError, match="other data or other settings"):
+    with pytest.raises(ValueError, match="other data or with other settings"):
         open_shards(data, "train", 5, 1, 3, positions=whole)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         open_shards(data, "train", 4, 2, 2)

@@ -31,7 +31,7 @@ def test_errors_of_opening_come_at_once(workers):
         read(workers[3], "tsv-60/train", 0, 1, 3)
     with read(workers[1], "memory-60/train", 4) as stream:
         position = stream.position
-    with pytest.raises(ValueError, match="other data or other settings"):
+    with pytest.raises(ValueError, match="other data or with other settings"):
         read(workers[1], "memory-60/train", 5, positions=position)
 
 

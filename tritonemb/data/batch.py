@@ -61,8 +61,7 @@ class Batch:
         return pytree.tree_map_only(Tensor, function, self)
 
     def packed(self) -> "Batch":
-        """Return the batch in one buffer, itself if it is in one. ValueError if ids have weights, or for other
-        dtypes."""
+        """Return the batch in one buffer, itself if it is. ValueError if ids have weights, or for other dtypes."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 UNSHUFFLED_ROWS = 16_384  # rows per buffer where the order is kept
 
 
-class ClickLog(protocol.FeatureTables):
+class ClickLog(protocol.TablesMixin):
     """Click log in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
     Memory holds `2 * parser_threads + 5` chunks of `chunk_bytes` or their parsed rows, about
@@ -70,10 +70,9 @@ class ClickLog(protocol.FeatureTables):
                     f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
                 )
         else:
-            listed_files = find_files(source)
-            self.name = name or _log_name(source, listed_files)
-            self._kind = rule.kind([file.stem for file in listed_files])
-            by_split = split_files(rule, listed_files) if self._kind == "files" else {"train": listed_files}
+            listed = find_files(source)
+            self.name, self._kind = name or _log_name(source, listed), rule.kind([file.stem for file in listed])
+            by_split = split_files(rule, listed) if self._kind == "files" else {"train": listed}
         splits, files = zip(*((split, file) for split in SPLITS for file in by_split.get(split, ())), strict=True)
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
@@ -86,16 +85,14 @@ class ClickLog(protocol.FeatureTables):
         self._origin = split_words, splits, [0] * len(files) if is_text else self._source.sizes()
         # Features, and the encoding of their values as ids.
         self.schema = self._source.schema
-        numberings = make_numberings(self.schema)
+        ids = make_numberings(self.schema)
         self._vocabulary = vocabulary_digest(self.schema)
         lists, kinds = self._source.multi_hot, self._source.kinds
         self.features = tuple(
-            Feature(name, numberings[name].num_embeddings, name in lists, self.schema.dynamic, kinds.get(name, ""))
+            Feature(name, ids[name].num_embeddings, name in lists, self.schema.dynamic, kinds.get(name, ""))
             for name in self.schema.sparse
         )
-        self.encode = partial(
-            encode, schema=self.schema, features=self.features, numberings=numberings, labelled=labelled
-        )
+        self.encode = partial(encode, schema=self.schema, features=self.features, numberings=ids, labelled=labelled)
         # Parts of the files that each split reads.
         self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}
@@ -198,10 +195,9 @@ class ClickLog(protocol.FeatureTables):
         report_before = replace(skipped, rows=position["rows"], skipped=skipped.skipped + position["skipped"])
         # Cut shuffle buffers into batches.
         batches = iterate_batches(
-            self.name, open_options, partial(log.scan, split, log.encode),
-            tuple(feature.name for feature in self.features), buffer_rows,
-            lambda num_rows, buffer: permutation(num_rows, *seeds, buffer) if shuffle else None,
-            position, report_before,
+            self.name, open_options, partial(log.scan, split, log.encode), tuple(f.name for f in self.features),
+            buffer_rows, lambda num_rows, buffer: permutation(num_rows, *seeds, buffer) if shuffle else None, position,
+            report_before,
         )  # fmt: skip
 
         def at_end(report: ReadReport) -> None:
@@ -225,9 +221,8 @@ class ClickLog(protocol.FeatureTables):
     def scan(
         self, split: Split, job: Callable[[Any], Any], start: LogPosition | None = None
     ) -> Generator[Chunk, None, None]:
-        """Map `job` over the good rows of a split, a `pyarrow.RecordBatch` per chunk, in the parser threads; yield
-        chunks in order. Close the generator to stop the threads. ValueError for a bad row unless bad rows are
-        skipped."""
+        """Map `job` over a split's good rows, a `pyarrow.RecordBatch` per chunk, in the parser threads; yield chunks in
+        order. Close it to stop the threads. ValueError for a bad row unless bad rows are skipped."""
         parts = self._split_parts(split)
         first = start or LogPosition(offset=parts[0].start if parts else 0)
 
@@ -268,9 +263,7 @@ class ClickLog(protocol.FeatureTables):
         if self.schema.log_transform is None and encoding not in ("", self.encoding):
             log.schema = replace(self.schema, log_transform=True, clamp_negative=True)
             log.schema = log.schema if log.encoding == encoding else self.schema
-        log.features = tuple(
-            replace(feature, kind=kinds.get(feature.name) or feature.kind) for feature in self.features
-        )
+        log.features = tuple(replace(f, kind=kinds.get(f.name) or f.kind) for f in self.features)
         log.encode = partial(self.encode, features=log.features, schema=log.schema)
         return log
 

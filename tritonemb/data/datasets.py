@@ -60,7 +60,7 @@ NUM_DENSE = 4
 
 
 @dataclass(frozen=True)
-class Dataset(protocol.FeatureTables):
+class Dataset(protocol.TablesMixin):
     """Train, test and optional validation rows of a binary classification problem. ValueError if rows and features do
     not match, an id is out of range, or a label is neither 0 nor 1.
 
@@ -126,8 +126,7 @@ class Dataset(protocol.FeatureTables):
     estimated_rows = num_rows
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
-        """Open a split; see `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row in the epoch's
-        order."""
+        """Open a split; see `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row of the order."""
         options = OpenOptions(split, batch_size, **kwargs)
         (index, count), rows = options.shard, self.rows(split)
         order_seeds = ((options.seed, options.epoch) if options.shuffle else ()) + (options.shard if count > 1 else ())
@@ -355,8 +354,7 @@ def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
 
 
 def exact_auc(logits: Tensor, labels: Tensor) -> float:
-    """Compute the area under the ROC curve of logits `[N]` from their ranks; as probabilities, large logits would
-    tie."""
+    """Compute the area under the ROC curve of logits `[N]`, by rank: as probabilities, large logits would tie."""
     ranks = logits.unique(return_inverse=True)[1].double()
     classification = require("torchmetrics.functional.classification")
     return float(classification.binary_auroc(ranks / len(ranks), labels.int()))

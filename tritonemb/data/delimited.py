@@ -22,7 +22,7 @@ import numpy as np
 from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.batch import Array
 from tritonemb.data.encode import find_wrong_values, integer_values, string_buffers, to_integers, valid_row_mask
-from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Schema, wrong_value_message
+from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, wrong_value_message
 from tritonemb.utils import join_names
 
 Text = bytes | bytearray
@@ -55,9 +55,7 @@ class CsvFormat:
 
     quote = True
 
-    def __init__(
-        self, columns: tuple[str, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
-    ) -> None:
+    def __init__(self, columns: Names, options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         schema, rule, self.columns, self.labelled = options.schema, options.split, columns, labelled
         self.schema, self.quoted, self._delimiter = schema, options.quoted_newlines, options.delimiter
         self.time, self._separator = rule.time_column, options.list_separator
@@ -85,8 +83,7 @@ class CsvFormat:
         return batch if batch is None else batch.slice(0, batch.num_rows - bool(guard))
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
-        """Return for each line whether it can be parsed; bisects, so that good lines around a bad one are parsed at
-        once."""
+        """Return which lines can be parsed; bisects, so that good lines around a bad one are parsed at once."""
         text = b"".join(line + b"\n" for line in lines)
         unquoted = not any(len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line for line in lines)
         if (unquoted and len(lines) == 1) or (self.is_regular(text) if self.quoted else unquoted):
@@ -123,11 +120,10 @@ class CsvFormat:
                 hint = f" (Criteo's test.txt has no labels; use train.txt){hint}"
             delimiter = {"\t": "tab", ",": "comma"}.get(self._delimiter, repr(self._delimiter))
             return f"not {count} fields", f"expected {count} {delimiter}-separated fields, found {len(fields)}{hint}"
-        for field_number, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
-            if expected_value := self._expected(line, field_number, value):
-                return f"field {field_number} ({name}) is not {expected_value}", wrong_value_message(
-                    field_number, name, value, expected_value, hint
-                )
+        for number, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
+            if expected := self._expected(line, number, value):
+                message = wrong_value_message(number, name, value, expected, hint)
+                return f"field {number} ({name}) is not {expected}", message
         return "quote", "a quote is not closed in this line"
 
     def _fields(self, line: bytes) -> list[Any]:
@@ -180,9 +176,7 @@ class CriteoFormat(CsvFormat):
 
     quote = False
 
-    def __init__(
-        self, columns: tuple[str, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
-    ) -> None:
+    def __init__(self, columns: Names, options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         super().__init__(columns, replace(options, delimiter="\t"), labelled, extra_columns)
         self.multi_hot, self.kinds = (), dict.fromkeys(self.schema.sparse, "integers")
         self._rules = (_RULES[not labelled], *_RULES[1:])[-len(columns) :]
@@ -237,8 +231,7 @@ def _decimal_length(array: Any) -> tuple[int, int]:
 
 
 def parse_hexadecimal(array: Any) -> tuple[Any, int]:
-    """Parse a `pyarrow` array of up to 8 hexadecimal digits each to uint32; return it with the number of digits, or
-    None if another string is among them."""
+    """Parse `pyarrow` strings of up to 8 hexadecimal digits to uint32, and count digits; None for other strings."""
     data, ends = string_buffers(array)
     present, num_digits = ends[1:] != ends[:-1], int(ends[-1] - ends[0])
     count = int(np.count_nonzero(present))
@@ -256,9 +249,8 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
     padded_numbers = np.zeros(len(array), np.uint32)
     padded_numbers[present] = numbers
     valid = np.packbits(present, bitorder="little")
-    return pa.Array.from_buffers(
-        pa.uint32(), len(array), [pa.py_buffer(valid), pa.py_buffer(padded_numbers)]
-    ), num_digits
+    buffers = [pa.py_buffer(valid), pa.py_buffer(padded_numbers)]
+    return pa.Array.from_buffers(pa.uint32(), len(array), buffers), num_digits
 
 
 def check_criteo(schema: Schema, where: str) -> None:
@@ -338,8 +330,7 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
 
 
 def complete_line_bytes(text: Text) -> int:
-    """Return the number of bytes of the complete lines, quotes considered, before the end of the text or a line that is
-    too long."""
+    """Return the bytes of the complete lines, quotes considered, that come before a line that is too long."""
     data = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero((data == ord("\n")) & ~np.logical_xor.accumulate(data == ord('"'))) + 1
     too_long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST_LINE + 1)

@@ -118,15 +118,13 @@ def integer_values(array: Any, fill: bool = True) -> Array:
     """Convert a `pyarrow` array of integers, booleans or nulls to NumPy; nulls become 0, or undefined unless `fill`."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
-    values: Array = pa.Array.from_buffers(
-        array.type, len(array), [None, array.buffers()[1]], 0, array.offset
-    ).to_numpy()
+    buffers = [None, array.buffers()[1]]  # without the mask of nulls
+    values: Array = pa.Array.from_buffers(array.type, len(array), buffers, 0, array.offset).to_numpy()
     return np.where(missing_mask(array), values.dtype.type(0), values) if fill and array.null_count else values
 
 
 def numeric_values(array: Any) -> Array:
-    """Convert a `pyarrow` array of numbers to NumPy: integers to int64, uint64 and floating point to float64; missing
-    values become 0."""
+    """Convert a `pyarrow` array of numbers to int64, or from uint64 and floats to float64; 0 for missing values."""
     array = array.cast(value_type(array.type))
     if not pa.types.is_floating(array.type):
         values = integer_values(array)
@@ -169,21 +167,16 @@ def find_wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list
         bad = (values != 0) & (values != 1) | missing_mask(label.cast(value_type(label.type)))
         problems.append((schema.label, "0 or 1", bad))
     for name in schema.dense:
-        column_index = batch.schema.get_field_index(name)
-        if column_index >= 0 and pa.types.is_floating(value_type(batch.column(column_index).type)):
-            values = numeric_values(batch.column(column_index))
+        index = batch.schema.get_field_index(name)
+        if index >= 0 and pa.types.is_floating(value_type(batch.column(index).type)):
+            values = numeric_values(batch.column(index))
             infinite = np.isinf(values)
             problems.append((name, "a finite number or nothing", infinite))
             if not schema.is_logarithmic(name):
                 problems.append((name, "a number that fits float32", (np.abs(values) >= INFINITE) & ~infinite))
-        if column_index >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
-            problems.append(
-                (
-                    name,
-                    "0 or more under log_transform, or clamp_negative",
-                    numeric_values(batch.column(column_index)) < 0,
-                )
-            )
+        if index >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
+            negative = numeric_values(batch.column(index)) < 0
+            problems.append((name, "0 or more under log_transform, or clamp_negative", negative))
     return [entry for entry in problems if entry[2].any()]
 
 
@@ -231,9 +224,8 @@ class Numbering:
             values = array.cast(value_type(array.type))
             array = to_integers(values) if kind == "integers" else pa.nulls(len(values), pa.int64())
             if len(wrong := values.filter(array.is_null()).drop_null()):
-                raise ValueError(
-                    f"feature {self.name!r} was trained with {kind}, has {values.type} {quote_value(wrong[0])}"
-                )
+                wrong_value = f"{values.type} {quote_value(wrong[0])}"
+                raise ValueError(f"feature {self.name!r} was trained with {kind}, has {wrong_value}")
         # Map distinct values only, where that saves work.
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
@@ -258,19 +250,15 @@ class Numbering:
         if not len(known):
             return np.zeros(len(keys), dtype=np.int32)
         if text != (known.dtype == np.uint64):
-            actual_kind, expected_kind = ("strings", "integers") if text else ("integers", "strings")
-            raise ValueError(
-                f"feature {self.name!r} has {actual_kind}, the vocabulary {expected_kind}; build it from this log"
-            )
+            actual, expected = ("strings", "integers") if text else ("integers", "strings")
+            raise ValueError(f"feature {self.name!r} has {actual}, the vocabulary {expected}; build it from this log")
         keys = keys.astype(known.dtype, copy=False)
         slots = np.minimum(np.searchsorted(known, keys), len(known) - 1)
         ids: Array = np.where(known[slots] == keys, self._ids[slots], np.int32(0))
         if text:
-            hit_positions = np.flatnonzero(ids)  # compared by hash so far; compare the strings
-            equal_strings = compute.equal(
-                _take_strings(self._values, slots[hit_positions]), _take_strings(values, hit_positions)
-            )
-            ids[hit_positions[~compute.fill_null(equal_strings, False).to_numpy(zero_copy_only=False)]] = 0
+            hits = np.flatnonzero(ids)  # compared by hash so far; compare the strings
+            equal = compute.equal(_take_strings(self._values, slots[hits]), _take_strings(values, hits))
+            ids[hits[~compute.fill_null(equal, False).to_numpy(zero_copy_only=False)]] = 0
         return ids
 
 
@@ -279,8 +267,7 @@ def _take_strings(values: Any, positions: Array) -> Any:
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
-    """Load the numberings of the features in a file of `build_vocabulary`; FileNotFoundError, or ValueError for other
-    files."""
+    """Load the numberings in a file of `build_vocabulary`; FileNotFoundError, or ValueError for other files."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such vocabulary; build it with `tritonemb vocab`")
@@ -302,8 +289,7 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
 
 
 def make_numberings(schema: Schema) -> dict[str, Numbering]:
-    """Return the numbering of each sparse column; FileNotFoundError or ValueError if the vocabulary is missing, or
-    lacks a column."""
+    """Return the numbering of each sparse column. FileNotFoundError, or ValueError if the vocabulary lacks one."""
     sizes = schema.sizes_by_name()
     if schema.vocabulary is None:
         num_ids = {name: sizes.get(name, schema.num_embeddings) for name in schema.sparse}
@@ -312,16 +298,14 @@ def make_numberings(schema: Schema) -> dict[str, Numbering]:
         raise ValueError("schema: sizes are for hashed categories; the vocabulary determines its sizes")
     vocabulary = load_vocabulary(schema.vocabulary)
     if unknown := [name for name in schema.sparse if name not in vocabulary]:
-        raise ValueError(
-            f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {join_names(vocabulary)}"
-        )
+        known = join_names(vocabulary)
+        raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {known}")
     return {name: vocabulary[name] for name in schema.sparse}
 
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
-    """Number the categories of a `pyarrow` Array or ChunkedArray by their frequency in the first `num_train` rows;
-    return int32 ids `[N]` and the number of ids. Id 0 is for missing and unseen values, and those with fewer than
-    `min_count` rows."""
+    """Number the categories of a `pyarrow` array by frequency in its first `num_train` rows; return int32 ids and their
+    number. Id 0 is for missing and unseen values, and those in fewer than `min_count` of these rows."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     frequent = most_frequent(count_values(array[:num_train]), min_count)
     numbering = Numbering("", len(frequent) + 1, frequent["value"].combine_chunks(), np.arange(1, len(frequent) + 1))
@@ -334,9 +318,8 @@ def count_values(array: Any) -> Any:
         array = compute.list_flatten(array)
     array = array.cast(value_type(array.type)).drop_null()
     text = is_text(array.type)
-    counts = compute.value_counts(
-        array.cast(pa.large_string()) if text else pa.array(integer_values(array).astype(np.int64))
-    )
+    array = array.cast(pa.large_string()) if text else pa.array(integer_values(array).astype(np.int64))
+    counts = compute.value_counts(array)
     return pa.table({"value": counts.field("values"), "count": counts.field("counts")})
 
 

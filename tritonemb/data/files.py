@@ -137,10 +137,8 @@ def _list_files(entry: str | Path) -> list[LogFile]:
             raise FileNotFoundError(f"{path}: no such file or folder")
         infos = {path: info}
         if info.type == fs.FileType.Directory:
-            entries = sorted(
-                system.get_file_info(fs.FileSelector(path_in_system)),
-                key=lambda entry: natural_sort_key(entry.base_name),
-            )
+            entries = system.get_file_info(fs.FileSelector(path_in_system))
+            entries = sorted(entries, key=lambda entry: natural_sort_key(entry.base_name))
             entries = [entry for entry in entries if not entry.base_name.startswith((".", "_"))]
             folders = [entry for entry in entries if entry.type == fs.FileType.Directory]
             infos = {
@@ -269,11 +267,8 @@ def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callabl
             for chunk in chunks
             if columns is None or f"{chunk.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))
         ]
-        blocks = {
-            block
-            for start, size in byte_ranges
-            for block in range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
-        }
+        ranges = (range(at // BLOCK_BYTES, -(-(at + size) // BLOCK_BYTES)) for at, size in byte_ranges)
+        blocks = set(itertools.chain.from_iterable(ranges))
         for block in sorted(blocks - verified):
             start = block * BLOCK_BYTES
             if _crc32(raw.read_at(min(BLOCK_BYTES, end - start), start)) != sums[8 * block + 24 : 8 * block + 32]:

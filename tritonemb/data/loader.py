@@ -66,9 +66,8 @@ def open_shards(
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in [0, {world}), got {rank}")
-    count, entries = (
-        _parse_position(positions) if positions is not None else (world if shards is None else shards, None)
-    )
+    default = world if shards is None else shards, None
+    count, entries = default if positions is None else _parse_position(positions)
     if shards not in (None, count):
         raise ValueError(f"the position is of an epoch in {count} shards, which cannot resume in {shards}")
     if count < 1:
@@ -81,11 +80,8 @@ def open_shards(
         shard.report = ReadReport(entry["rows"], entry["skipped"])
     # Open the streams of those that have not ended.
     open_all = partial(_open_streams, data) if workers is None else workers.open
-    open_all(
-        [shard for shard in local_shards if not shard.ended],
-        {"split": split, "batch_size": batch_size} | kwargs,
-        pin_memory,
-    )
+    options = {"split": split, "batch_size": batch_size} | kwargs
+    open_all([shard for shard in local_shards if not shard.ended], options, pin_memory)
     if count == 1 and local_shards and local_shards[0].stream is not None:
         return local_shards[0].stream
     return ShardedStream(count, local_shards)
@@ -175,8 +171,7 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
 
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
-    """Return the shards of one rank of `world` in an epoch's position, of any number of ranks; ValueError if
-    invalid."""
+    """Return one rank's shards of an epoch's position, which any number of ranks made; ValueError if invalid."""
     # Restore the progress of this rank's shards.
     count, entries = _parse_position(position)
     local_entries = {str(index): entries[str(index)] for index in range(rank, count, world) if str(index) in entries}

@@ -103,9 +103,8 @@ def open_for_scoring(
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=ALL_ROWS)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
-    opened = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns).read_as(
-        {f.name: f.kind for f in features}
-    )
+    opened = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns)
+    opened = opened.read_as({f.name: f.kind for f in features})
     if len(opened.features) != len(features):
         raise ValueError(f"{name}: the log has {len(opened.features)} features, the model {len(features)}")
     for feature, expected in zip(opened.features, features, strict=True):

@@ -13,7 +13,7 @@ from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import find_wrong_values, is_list, is_text, valid_row_mask, value_type
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.data.schema import LogOptions, Schema, SplitRule, quote_value, wrong_value_message
+from tritonemb.data.schema import LogOptions, Names, Schema, SplitRule, quote_value, wrong_value_message
 
 SLICE_ROWS = 65_536  # most rows per chunk: large row groups are read in slices
 ROW_BYTES = 256  # assumed bytes per row, so that slices are about as large as chunks of text
@@ -48,8 +48,7 @@ def file_of_frame(frame: Any, name: str) -> LogFile:
 
 
 def plain_schema(schema: Any) -> Any:
-    """Replace views and decimals in a `pyarrow.Schema`: decimals without fraction that fit become int64, others
-    float64."""
+    """Replace views and decimals in a `pyarrow.Schema`: whole decimals that fit become int64, others float64."""
     return pa.schema([field.with_type(_plain(field.type)) for field in schema])
 
 
@@ -76,9 +75,7 @@ class ArrowSource:
 
     numbering: int | None = None  # text only, see `TextSource`
 
-    def __init__(
-        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
-    ) -> None:
+    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         schema, self._files, self._rule, self._labelled = options.schema, files, options.split, labelled
         self._groups: list[list[int]] = []  # by file: rows of its row groups
         self.multi_hot: tuple[str, ...] = ()
@@ -98,9 +95,8 @@ class ArrowSource:
             if lists != self.multi_hot:
                 raise ValueError(f"{where}: other columns are lists than in {first}: {self.multi_hot}")
             for name in schema.sparse:
-                expected, other_file = (
-                    kind_and_file.setdefault(name, (values[name], file)) if values[name] else ("", file)
-                )
+                first_seen = kind_and_file.setdefault(name, (values[name], file)) if values[name] else ("", file)
+                expected, other_file = first_seen
                 if values[name] != expected:
                     raise ValueError(
                         f"{where}: column {name!r} has {values[name]}, but {expected} in {other_file.path}; "

@@ -1,5 +1,4 @@
-"""Pipeline from chunks to batches: threads parse chunks; their rows fill shuffle buffers, which are cut into
-batches."""
+"""Pipeline from chunks to batches: threads parse chunks, rows fill shuffle buffers, which are cut into batches."""
 
 import os
 from collections import deque
@@ -54,8 +53,7 @@ def ordered_map(
 
 @dataclass(frozen=True)
 class LogPosition:
-    """First row of a shuffle buffer: after `skip` good rows of the chunk at `offset` of a part, and `skipped` bad rows
-    in all."""
+    """First row of a shuffle buffer: after `skip` good rows of a chunk, and `skipped` bad rows in all."""
 
     part: int = 0
     offset: int = 0
@@ -126,17 +124,14 @@ def iterate_batches(
             if first * size >= (num_rows := len(buffer)):
                 raise ValueError(f"data set {name!r}: it has fewer rows than the position requires")
             for index in range(first, -(-num_rows // size)):
-                batch = gather_batch(
-                    buffer, keys, slice(index * size, min((index + 1) * size, num_rows)), options.pin_memory
-                )
+                indices = slice(index * size, min((index + 1) * size, num_rows))
+                batch = gather_batch(buffer, keys, indices, options.pin_memory)
                 rows += len(batch)
                 log_position, window, next_batch = begin, number, index + 1
                 if next_batch * size >= num_rows:
                     log_position, window, next_batch = end, number + 1, 0
-                progress = {"window": window, "batch": next_batch, "rows": rows}
-                yield PositionedBatch(
-                    batch, {"of": position["of"], **vars(log_position), **progress}, replace(read, rows=rows)
-                )
+                resume_at = vars(log_position) | {"window": window, "batch": next_batch, "rows": rows}
+                yield PositionedBatch(batch, {"of": position["of"], **resume_at}, replace(read, rows=rows))
             first = 0
     if rows == 0 and options.shard == WHOLE:
         skipped = f" ({read.skipped} bad ones were skipped)" if read.skipped else ""

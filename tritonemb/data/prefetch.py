@@ -101,12 +101,9 @@ class _Queues:
     """Queues between the thread that produces items and the consumer; the collector may call `stop` at any time."""
 
     def __init__(self, on_stop: Callable[[], None] | None) -> None:
-        self.items: SimpleQueue[tuple[Any, BaseException | None]] = (
-            SimpleQueue()
-        )  # an item, or the exception that ends them
-        self.permits: SimpleQueue[Any] = (
-            SimpleQueue()
-        )  # permits to produce an item; an Event is set after the permits before it
+        # Items, or the exception that ends them; permits for items, or an Event to set after the permits before it.
+        self.items: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self.permits: SimpleQueue[Any] = SimpleQueue()
         self.stopped = False
         self._on_stop, self._pid = on_stop, os.getpid()
 

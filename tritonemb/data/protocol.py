@@ -1,5 +1,4 @@
-"""Protocol between a trainer and its data: a `Data` is opened as a `Stream` of batches that can be closed and
-resumed."""
+"""Protocol of data: a `Data` is opened as a `Stream` of batches, which can be closed and resumed."""
 
 import hashlib
 import zlib
@@ -183,8 +182,7 @@ class Data(Protocol):
 
     @property
     def encoding(self) -> str:
-        """Hex digest of how rows are encoded as numbers, not of the rows: a model fits data of the same encoding
-        only."""
+        """Hex digest of how rows are encoded as numbers: a model fits only data of the same encoding."""
 
     @property
     def best_auc(self) -> float | None:
@@ -214,7 +212,7 @@ def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableCo
     ]  # fmt: skip
 
 
-class FeatureTables:
+class TablesMixin:
     """Mixin of data sets: table configs of their features."""
 
     features: tuple[Feature, ...]

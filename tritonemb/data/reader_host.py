@@ -16,16 +16,7 @@ import torch
 
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import ShardState, read_shards
-from tritonemb.data.protocol import (
-    Data,
-    Feature,
-    FeatureTables,
-    OpenOptions,
-    PositionedBatch,
-    ReadReport,
-    Split,
-    Stream,
-)
+from tritonemb.data.protocol import Data, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream, TablesMixin
 from tritonemb.flight import ROOTS, TOKEN, Client, Message, start_server
 from tritonemb.utils import Closeable
 
@@ -50,9 +41,8 @@ class ReaderHost(Closeable):
     ) -> None:  # fmt: skip
         self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
         self._closing = threading.Event()
-        self._server = start_server(
-            partial(_handle_request, data, self._closing), address, self.token, certificate, key
-        )
+        handler = partial(_handle_request, data, self._closing)
+        self._server = start_server(handler, address, self.token, certificate, key)
         self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
 
     def wait(self) -> None:
@@ -84,7 +74,7 @@ def _handle_request(data: Data, closed: threading.Event, request: dict[str, Any]
             del item  # free it while the next one is read
 
 
-class RemoteData(FeatureTables):
+class RemoteData(TablesMixin):
     """Data set read by reader hosts: a `Data` for `te.Trainer` and for custom loops. ConnectionError if a host does not
     answer, PermissionError for a wrong token, ValueError for an invalid address, or if the hosts have different data.
 

@@ -142,14 +142,12 @@ class RequestEncoder:
         texts, positions = [value for value in values if isinstance(value, bytes)], np.flatnonzero(is_text)
         if texts:
             offsets = lengths_to_offsets(np.array([len(text) for text in texts]))
-            hashes[positions] = encode.hash_strings(
-                np.frombuffer(b"".join(texts), np.uint8), offsets, self._seeds[feature_indices[positions]]
-            )
+            data, seeds = np.frombuffer(b"".join(texts), np.uint8), self._seeds[feature_indices[positions]]
+            hashes[positions] = encode.hash_strings(data, offsets, seeds)
         if len(positions := np.flatnonzero(present & ~is_text)):
             numbers = np.array([values[index] & 0xFFFFFFFFFFFFFFFF for index in positions.tolist()], dtype=np.uint64)
-            hashes[positions] = (
-                numbers if dynamic else encode.hash_integers(numbers, self._seeds[feature_indices[positions]])
-            )
+            seeds = self._seeds[feature_indices[positions]]
+            hashes[positions] = numbers if dynamic else encode.hash_integers(numbers, seeds)
         if dynamic:
             return np.where(present, hashes.view(np.int64), encode.MISSING)
         ids = np.where(present, encode.hashes_to_ids(hashes, self._sizes[feature_indices]), np.int32(0))

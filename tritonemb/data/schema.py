@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from tritonemb.utils import Options, did_you_mean, join_names, number
 
+Names = tuple[str, ...]
 Kind = Literal["end", "random", "files", "time"]
 
 MAX_EMBEDDINGS = 1 << 31
@@ -66,13 +67,11 @@ class Schema:
         if self.label and not self.sparse:
             raise ValueError("no sparse columns are named; a click model needs at least one")
         checked = {"log_transform": "dense", "integers": "sparse", "lists": "sparse"}
-        for option, columns_option in checked.items():
+        for option, role in checked.items():
             names = value if isinstance(value := getattr(self, option), tuple) else ()
-            columns = getattr(self, columns_option)
+            columns = getattr(self, role)
             if unknown := [name for name in names if columns and name not in columns]:
-                raise ValueError(
-                    f"{option} names {join_names(unknown)}, not among {columns_option}: {join_names(columns)}"
-                )
+                raise ValueError(f"{option} names {join_names(unknown)}, not among {role}: {join_names(columns)}")
         if self.dynamic and self.vocabulary is not None:
             raise ValueError("dynamic tables use no vocabulary; set only one of dynamic and vocabulary")
         _check_size("num_embeddings", self.num_embeddings)
@@ -110,9 +109,7 @@ class Schema:
         """Return the label column if `labelled`, the dense and the sparse columns."""
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
-    def of(
-        self, columns: Sequence[str], where: str, labelled: bool = True, extra_columns: tuple[str, ...] = ()
-    ) -> Self:
+    def of(self, columns: Sequence[str], where: str, labelled: bool = True, extra_columns: Names = ()) -> Self:
         """Return the schema with Criteo's columns filled in if it names none. ValueError unless the data at `where` has
         every column of it (the label only if `labelled`) and of `extra_columns` exactly once."""
         schema = self

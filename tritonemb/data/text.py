@@ -1,7 +1,5 @@
-"""Text files, plain or compressed, divided into chunks of complete lines.
-
-With `quoted`, a line ends at a line feed outside quotes only. Quotes are known only when reading from the beginning of
-a file, so such files are read serially."""
+"""Text files, plain or compressed, divided into chunks of complete lines. With `quoted`, lines end outside quotes only,
+which are known when reading from the beginning: such files are read serially."""
 
 import csv
 import io
@@ -19,7 +17,7 @@ from tritonemb.data.arrow import pa
 from tritonemb.data.delimited import LONGEST_LINE, CriteoFormat, CsvFormat, count_lines, encoding_hint, read_line
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
-from tritonemb.data.schema import FIELDS, LogOptions
+from tritonemb.data.schema import FIELDS, LogOptions, Names
 from tritonemb.utils import join_names
 
 _SAMPLE_BYTES = 1 << 20
@@ -33,9 +31,7 @@ class TextSource:
     """Text files in Criteo's format, or CSV files with the same header; has the methods of `ArrowSource`. ValueError if
     a column of the schema is missing, or a file's first line is bad, unless bad rows are skipped."""
 
-    def __init__(
-        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: tuple[str, ...]
-    ) -> None:
+    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         # Format and columns.
         name, where = files[0].name.lower(), str(files[0].path)
         delimiter = options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", name) else "")
@@ -79,8 +75,7 @@ class TextSource:
         return max(size, 0) * max(beginning.count(b"\n"), 1) / len(beginning)
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
-        """Yield chunks of the lines that begin in the same stripe of the file; arguments as for `ArrowSource.chunks`,
-        with `line` lines of the part before `offset`. ValueError if the file is damaged or has changed."""
+        """Yield chunks of lines that begin in one stripe of the file. ValueError if it is damaged or has changed."""
         header, file, quoted = self._header_bytes[part.file], self._files[part.file], self.form.quoted
         if offset == part.start == 0 and header:
             offset, line = header, 1
@@ -114,8 +109,7 @@ class TextSource:
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Return one shard of some parts. Plain text is divided by bytes. Compressed text is not seekable: whole files
-        are assigned to shards if there are enough; else every shard decompresses all of them and parses every count-th
-        stripe."""
+        are assigned if there are enough; else every shard decompresses all of them and parses every count-th stripe."""
         packed = [part for part in parts if self.form.quoted or self._files[part.file].codec is not None]
         plain = [part for part in parts if part not in packed]
         sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
@@ -172,9 +166,7 @@ def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.path}, line 1: the header must be text in UTF-8{encoding_hint(line)}") from error
     if len(names := next(csv.reader([decoded], delimiter=delimiter), [])) < 2:
-        raise ValueError(
-            f"{file.path}, line 1: expected column names separated by {delimiter!r}, found {decoded[:60]!r}"
-        )
+        raise ValueError(f"{file.path}, line 1: expected names separated by {delimiter!r}, found {decoded[:60]!r}")
     return tuple(names), len(line + end)
 
 
@@ -223,9 +215,7 @@ def count_before(file: LogFile, start: int, quoted: bool = False, header: bool =
     if start == 0:
         return 0, 0
     with open_text(file) as source:
-        while (remaining := start - source.tell()) > 0 and (
-            data := _read_lines(source, min(remaining, _BLOCK_BYTES), quoted)
-        ):
+        while (size := start - source.tell()) > 0 and (data := _read_lines(source, min(size, _BLOCK_BYTES), quoted)):
             lines, rows = lines + count_lines(data), rows + delimited.count_rows(data, quoted)
     return lines, rows
 

@@ -52,9 +52,7 @@ class DataLoaderWorkers(Closeable):
         self._data, self._num_workers = data, num_workers
         self._workers: list[_Worker] = []
         self._close = weakref.finalize(self, _close, self._workers, os.getpid())
-        atexit.register(
-            self._close
-        )  # runs before the handlers of torch and multiprocessing, which would wait for the workers
+        atexit.register(self._close)  # before the handlers of torch and multiprocessing, which wait for the workers
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -103,19 +101,16 @@ def _close(workers: "list[_Worker]", starter: int) -> None:
 
 
 class _Worker:
-    """One worker process and its `DataLoader`.
-
-    The loader is iterated outside the main thread only: there its SIGCHLD handler would raise exceptions anywhere in
-    the program."""
+    """One worker process and its `DataLoader`, which is iterated outside the main thread only: there its handler
+    of SIGCHLD would raise exceptions anywhere in the program."""
 
     def __init__(self, data: Data, number: int, num_workers: int) -> None:
         self.idle, self._closed = True, False
         self._number, self._data_type = number, type(data).__name__
         with torch.inference_mode(False):  # so that threads outside inference mode can modify it
             shared = torch.zeros(2, dtype=torch.int64).share_memory_()
-            self._shared = (
-                shared.numpy()
-            )  # the collector may close this inside a functional transform, which forbids to modify tensors
+            # An array: the collector may call close inside a functional transform, which forbids to modify tensors.
+            self._shared = shared.numpy()
         self._request: Request = (0, (), {})
         self._lock = threading.RLock()  # reentrant: the collector may call close in any thread
         self._loader: DataLoader[Any] = DataLoader(
@@ -152,9 +147,7 @@ class _Worker:
         try:
             self._start()
             while self._shared[SERIAL] == serial:
-                if (response := self._next_response()) is None or response[
-                    0
-                ] != serial:  # response to an earlier request
+                if (response := self._next_response()) is None or response[0] != serial:  # of an earlier request
                     continue
                 if (item := response[1]) is None:
                     break
@@ -226,8 +219,7 @@ class _WorkerStream(Stream):
 
 
 class _ShardReader(Dataset[Any]):
-    """Data set in a worker process: returns the serial number of a request and the next item of its shards, or None at
-    the end."""
+    """Data set in a worker: returns a request's serial number and the next item of its shards, None at the end."""
 
     def __init__(self, data: Data, shared: Tensor) -> None:
         self.data, self.shared = data, shared
