@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if "torch" not in sys.modules:  # waiting OpenMP threads would spin, and take cores from others
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Run the command; errors become one line and a status.
     try:
         if name not in COMMANDS:
             hint = did_you_mean(name, COMMANDS, f"; there are {', '.join(COMMANDS)}")

@@ -295,18 +295,20 @@ class ClickLog(protocol.TablesMixin):
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
         parsed, part = self._source.parse(chunk), self._parts[split][chunk.part]
-        numbers = parsed.lines if self._source.numbering == 0 else np.arange(len(parsed.lines))
+        row_numbers = parsed.lines if self._source.numbering == 0 else np.arange(len(parsed.lines))
+        # Count and describe the bad rows of the split, or raise at the first.
         counts: Counter[str] = Counter()
         problems: list[str] = []
-        for number in np.flatnonzero(self._split_mask(split, chunk, numbers[parsed.bad_rows])).tolist():
-            reason, message = parsed.describe(number)
+        for bad_index in np.flatnonzero(self._split_mask(split, chunk, row_numbers[parsed.bad_rows])).tolist():
+            reason, message = parsed.describe(bad_index)
             counts[f"{self.files[part.file]}: {reason}"] += 1
             if len(problems) < protocol.MAX_PROBLEMS:
-                line = int(parsed.lines[parsed.bad_rows[number]])
+                line = int(parsed.lines[parsed.bad_rows[bad_index]])
                 problems.append(f"{self._source.location(part, chunk, line)}: {message}")
             if self.options.on_bad_row == "raise":
                 raise ValueError(problems[0])
-        split_mask = self._split_mask(split, chunk, numbers[parsed.rows], parsed.batch)
+        # Keep the good rows of the split.
+        split_mask = self._split_mask(split, chunk, row_numbers[parsed.rows], parsed.batch)
         batch = parsed.batch if split_mask.all() else parsed.batch.filter(pa.array(split_mask))
         return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 

@@ -48,6 +48,7 @@ def convert(
     """
     if row_group_rows < 1:
         raise ValueError(f"row_group_rows must be at least 1, got {row_group_rows}")
+    # Check that source and targets fit.
     target, files = Path(target), find_files(source)
     if files[0].format == "parquet":
         raise ValueError(f"{files[0].path} is Parquet already; only text files can be converted")
@@ -55,6 +56,7 @@ def convert(
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
     if existing := [path for path in targets if path.exists()]:
         raise ValueError(f"{existing[0]} exists already; remove it, or name another target")
+    # Convert file by file; the time column is read only if the split needs it.
     by_time = options is not None and options.split.time_column
     log = ClickLog(source, options if by_time else replace(options or LogOptions(), split=ALL_ROWS))
     if is_folder:
@@ -163,31 +165,31 @@ def build_vocabulary(
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
     # Count chunk by chunk; merge the counts of a feature when they have grown too long.
     names, report = log.schema.sparse, ReadReport()
-    tables: dict[str, Any] = {}
-    forgotten = dict.fromkeys(names, 0)
+    counts: dict[str, Any] = {}
+    undercount = dict.fromkeys(names, 0)
     with closing(log.scan("train", lambda batch: [count_values(batch.column(name)) for name in names])) as blocks:
         for block in blocks:
             report += block.report
-            for name, table in zip(names, block.rows, strict=True):
-                if table.num_rows:
-                    tables[name] = pa.concat_tables([tables[name], table]) if name in tables else table
-                table_so_far = tables.get(name, table)
-                if table_so_far.num_rows > 2 * capacity or table_so_far["value"].num_chunks > MAX_PIECES:
-                    tables[name], dropped_count = _merge_counts(table_so_far, capacity)
-                    forgotten[name] += dropped_count
+            for name, chunk_counts in zip(names, block.rows, strict=True):
+                if chunk_counts.num_rows:
+                    counts[name] = pa.concat_tables([counts[name], chunk_counts]) if name in counts else chunk_counts
+                unmerged = counts.get(name, chunk_counts)
+                if unmerged.num_rows > 2 * capacity or unmerged["value"].num_chunks > MAX_PIECES:
+                    counts[name], dropped = _merge_counts(unmerged, capacity)
+                    undercount[name] += dropped
             if progress is not None:
                 progress(report.rows)
     if report.rows == 0:
         raise ValueError(f"data set {log.name!r}: no train rows to build a vocabulary from")
     # Number the most frequent values of each feature.
     sizes = dict.fromkeys(names, 1)
-    for name, table in tables.items():
-        summed, dropped_count = _merge_counts(table, capacity)
-        forgotten[name] += dropped_count
-        tables[name] = most_frequent(summed, min_count, max_size)
-        sizes[name] += tables[name].num_rows
-    _write_vocabulary(path, {name: tables.get(name) for name in names})
-    return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in forgotten.items() if n})
+    for name, unmerged in counts.items():
+        merged, dropped = _merge_counts(unmerged, capacity)
+        undercount[name] += dropped
+        counts[name] = most_frequent(merged, min_count, max_size)
+        sizes[name] += counts[name].num_rows
+    _write_vocabulary(path, {name: counts.get(name) for name in names})
+    return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in undercount.items() if n})
 
 
 def _merge_counts(table: Any, capacity: int) -> tuple[Any, int]:

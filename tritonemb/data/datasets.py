@@ -325,10 +325,12 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
     """
     if num_train < 1 or num_test < 1:
         raise ValueError(f"num_train and num_test must be at least 1, got {num_train} and {num_test}")
+    # Dense values with a linear effect.
     random = np.random.default_rng(seed)
     num_rows = num_train + num_test
     dense = random.standard_normal((num_rows, NUM_DENSE), dtype=np.float32)
     logits = dense @ random.normal(0.0, 0.4, NUM_DENSE) - 1.0
+    # Ids by a power law, with an effect per id.
     columns = []
     for feature in FEATURES:
         effects = random.normal(0.0, 0.7, feature.num_embeddings)
@@ -338,6 +340,7 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
         totals = np.concatenate([[0.0], np.cumsum(effects[ids])])
         logits += (totals[offsets[1:]] - totals[offsets[:-1]]) / np.maximum(lengths, 1)
         columns.append(Column(torch.from_numpy(ids), torch.from_numpy(offsets) if feature.multi_hot else None))
+    # Labels by their probability.
     labels = (random.random(num_rows) < 1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     test_labels = labels[num_train:]

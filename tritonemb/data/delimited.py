@@ -56,11 +56,13 @@ class CsvFormat:
     quote = True
 
     def __init__(self, columns: Names, options: LogOptions, labelled: bool, extra_columns: Names) -> None:
+        # Columns, and how fields are delimited.
         schema, rule, self.columns, self.labelled = options.schema, options.split, columns, labelled
         self.schema, self.quoted, self._delimiter = schema, options.quoted_newlines, options.delimiter
         self.time, self._separator = rule.time_column, options.list_separator
         self.multi_hot = (schema.lists or schema.sparse) if self._separator else ()
         self.kinds = {name: "integers" if name in schema.integers else "strings" for name in schema.sparse}
+        # Arrow types of the columns to read; times are integers if the bounds of the split are.
         numbers = schema.columns(labelled or schema.label in extra_columns)
         self._types = dict.fromkeys(extra_columns, pa.string()) | dict.fromkeys(numbers, pa.float64())
         types = {name: pa.int64() if kind == "integers" else pa.string() for name, kind in self.kinds.items()}
@@ -100,12 +102,13 @@ class CsvFormat:
         inside one, and carriage returns are in quotes or before line feeds."""
         if complete_line_bytes(text) < len(text):
             return False
+        # The byte outside each quote must end a field or double the quote.
         data = np.frombuffer(b"\n" + text, np.uint8)
-        inside, quotes = np.logical_xor.accumulate(data == ord('"')), np.flatnonzero(data == ord('"'))
-        outwards = data[np.where(inside[quotes], quotes - 1, quotes + 1)]
-        after_returns = data[np.flatnonzero((data == ord("\r")) & ~inside) + 1]
-        ends = np.frombuffer(f'{self._delimiter}\r\n"'.encode(), np.uint8)
-        return bool(np.isin(outwards, ends).all() and (after_returns == ord("\n")).all())
+        in_quotes, quote_positions = np.logical_xor.accumulate(data == ord('"')), np.flatnonzero(data == ord('"'))
+        outer_bytes = data[np.where(in_quotes[quote_positions], quote_positions - 1, quote_positions + 1)]
+        bytes_after_returns = data[np.flatnonzero((data == ord("\r")) & ~in_quotes) + 1]
+        allowed_bytes = np.frombuffer(f'{self._delimiter}\r\n"'.encode(), np.uint8)
+        return bool(np.isin(outer_bytes, allowed_bytes).all() and (bytes_after_returns == ord("\n")).all())
 
     def problem(self, line: bytes) -> tuple[str, str]:
         """Return reason and message for a bad line, passed without its end."""
@@ -276,27 +279,29 @@ def encoding_hint(line: bytes) -> str:
 
 def parse(form: CsvFormat, data: Text) -> Parsed:
     """Parse lines to rows: all at once; if one is bad, line by line."""
+    # Parse all lines at once.
     if not data.endswith(b"\n"):
         data = data + b"\n"
-    plain = form.is_regular(data) if form.quoted else not _has_long_line(data)
+    is_plain = form.is_regular(data) if form.quoted else not _has_long_line(data)
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
-        plain &= b"\r" not in data
-    batch: Any = form.read(data) if plain else None
+        is_plain &= b"\r" not in data
+    batch: Any = form.read(data) if is_plain else None
     is_whole = batch is not None and (not form.quote or batch.num_rows == count_lines(data))
     if is_whole and not find_wrong_values(batch, form.schema, form.labelled):
         rows = np.arange(batch.num_rows)
         return Parsed(batch, rows, rows[:0], rows, lambda number: ("", ""))
-    lines, numbers = _split_lines(data, form.quoted)
+    # Find the bad lines, and parse the others.
+    lines, line_numbers = _split_lines(data, form.quoted)
     rows = np.arange(len(lines))
     if batch is None or batch.num_rows != len(lines):
         accepted = form.accepts(lines)
         rows = np.flatnonzero(accepted)
         batch = form.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
-    good = valid_row_mask(batch, find_wrong_values(batch, form.schema, form.labelled))
-    batch, rows = batch.filter(pa.array(good)), rows[good]
+    valid = valid_row_mask(batch, find_wrong_values(batch, form.schema, form.labelled))
+    batch, rows = batch.filter(pa.array(valid)), rows[valid]
     bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)
-    return Parsed(batch, rows, bad_rows, numbers, lambda number: form.problem(lines[bad_rows[number]]))
+    return Parsed(batch, rows, bad_rows, line_numbers, lambda number: form.problem(lines[bad_rows[number]]))
 
 
 def count_lines(data: Text) -> int:

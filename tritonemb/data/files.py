@@ -132,16 +132,17 @@ def _list_files(entry: str | Path) -> list[LogFile]:
     files = []
     try:
         system, path_in_system = _resolve_path(entry)
-        info = system.get_file_info(path_in_system)
-        if info.type == fs.FileType.NotFound:
+        # Data files at the path: one, or those of a folder.
+        path_info = system.get_file_info(path_in_system)
+        if path_info.type == fs.FileType.NotFound:
             raise FileNotFoundError(f"{path}: no such file or folder")
-        infos = {path: info}
-        if info.type == fs.FileType.Directory:
+        info_by_path = {path: path_info}
+        if path_info.type == fs.FileType.Directory:
             entries = system.get_file_info(fs.FileSelector(path_in_system))
             entries = sorted(entries, key=lambda entry: natural_sort_key(entry.base_name))
             entries = [entry for entry in entries if not entry.base_name.startswith((".", "_"))]
             folders = [entry for entry in entries if entry.type == fs.FileType.Directory]
-            infos = {
+            info_by_path = {
                 f"{path}/{entry.base_name}" if isinstance(path, str) else path / entry.base_name: entry
                 for entry in entries
                 if entry.type != fs.FileType.Directory
@@ -151,16 +152,17 @@ def _list_files(entry: str | Path) -> list[LogFile]:
                     f"{path} contains folders, whose files are not read: {join_names(names, most=5)}; move the files "
                     "out of them, or begin the folders' names with an underscore"
                 )
-        if not infos:
+        if not info_by_path:
             raise ValueError(f"{path}: no data files in this folder")
-        for current, info in infos.items():
-            if info.type != fs.FileType.File:
+        # Check each file, and detect its format by its first bytes.
+        for current, path_info in info_by_path.items():
+            if path_info.type != fs.FileType.File:
                 raise ValueError(f"{current} is not a regular file; pipes and devices cannot be read twice")
-            if not info.size:
+            if not path_info.size:
                 raise ValueError(f"{current} is empty")
-            with system.open_input_file(info.path) as file:
+            with system.open_input_file(path_info.path) as file:
                 form, codec = _detect_format(current, file.read(4))
-            files.append(LogFile(current, form, codec, info.size, info.mtime_ns, (system, info.path)))
+            files.append(LogFile(current, form, codec, path_info.size, path_info.mtime_ns, (system, path_info.path)))
     except UnicodeError as error:
         raise ValueError(f"{str(current)!r}: names of files must be UTF-8 ({error}); rename them") from error
     except OSError as error:
@@ -253,14 +255,19 @@ def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterato
 
 
 def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callable[[int], None] | None:
-    sums, end = (metadata.metadata or {}).get(CHECKSUMS, b""), raw.size() - metadata.serialized_size - 8
-    if not sums.startswith(b"%016x" % end):  # not the file of this metadata: other writers copy metadata
+    checksums, footer_start = (metadata.metadata or {}).get(CHECKSUMS, b""), raw.size() - metadata.serialized_size - 8
+    if not checksums.startswith(b"%016x" % footer_start):  # not the file of this metadata: other writers copy metadata
         return None
-    if sums[16:24] != _crc32(raw.read_at(raw.size() - end, end).replace(sums, sums[:16] + _crc32(b"") + sums[24:])):
+    if checksums[16:24] != _crc32(
+        raw.read_at(raw.size() - footer_start, footer_start).replace(
+            checksums, checksums[:16] + _crc32(b"") + checksums[24:]
+        )
+    ):
         raise OSError("checksum mismatch in its footer")
-    verified = set[int]()
+    verified = set[int]()  # numbers of blocks
 
     def verify(group: int) -> None:
+        # Blocks of the column chunks of the row group.
         chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
         byte_ranges = [
             (chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size)
@@ -271,7 +278,10 @@ def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callabl
         blocks = set(itertools.chain.from_iterable(ranges))
         for block in sorted(blocks - verified):
             start = block * BLOCK_BYTES
-            if _crc32(raw.read_at(min(BLOCK_BYTES, end - start), start)) != sums[8 * block + 24 : 8 * block + 32]:
+            if (
+                _crc32(raw.read_at(min(BLOCK_BYTES, footer_start - start), start))
+                != checksums[8 * block + 24 : 8 * block + 32]
+            ):
                 raise OSError(f"checksum mismatch in the block at byte {start:,}")
             verified.add(block)
 

@@ -79,8 +79,9 @@ class ArrowSource:
         schema, self._files, self._rule, self._labelled = options.schema, files, options.split, labelled
         self._groups: list[list[int]] = []  # by file: rows of its row groups
         self.multi_hot: tuple[str, ...] = ()
-        time, first = self._rule.time_column, ""
+        time, first_path = self._rule.time_column, ""
         kind_and_file: dict[str, tuple[str, LogFile]] = {}
+        # Check that all files have the columns, with values of the same kinds.
         for file in files:
             where, (columns, groups) = str(file.path), read_schema(file)
             self._groups.append(groups)
@@ -88,24 +89,24 @@ class ArrowSource:
                 continue
             schema = schema.of(columns.names, where, labelled, extra_columns)
             names = schema.columns(labelled)
-            values = {name: _value_kind(columns.field(name).type, name, schema, where) for name in names}
+            kinds = {name: _value_kind(columns.field(name).type, name, schema, where) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
-            if not first:
-                self.multi_hot, first = lists, where
+            if not first_path:
+                self.multi_hot, first_path = lists, where
             if lists != self.multi_hot:
-                raise ValueError(f"{where}: other columns are lists than in {first}: {self.multi_hot}")
+                raise ValueError(f"{where}: other columns are lists than in {first_path}: {self.multi_hot}")
             for name in schema.sparse:
-                first_seen = kind_and_file.setdefault(name, (values[name], file)) if values[name] else ("", file)
+                first_seen = kind_and_file.setdefault(name, (kinds[name], file)) if kinds[name] else ("", file)
                 expected, other_file = first_seen
-                if values[name] != expected:
+                if kinds[name] != expected:
                     raise ValueError(
-                        f"{where}: column {name!r} has {values[name]}, but {expected} in {other_file.path}; "
+                        f"{where}: column {name!r} has {kinds[name]}, but {expected} in {other_file.path}; "
                         "the same value would have different ids"
                     )
             if time is not None:
                 self._time_type = columns.field(time).type
                 time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # check the rule's times
-        if not first:
+        if not first_path:
             raise ValueError(f"{files[0].path} is empty: it has no rows")
         self.schema, self.kinds = schema, {name: kind for name, (kind, _) in kind_and_file.items()}
         self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *extra_columns)))
@@ -122,11 +123,13 @@ class ArrowSource:
         """Yield the chunks of a part (index `number`) from row `offset` on; `line` is for text only."""
         file, stop, columns = self._files[part.file], self._stop(part), list(self._columns)
         slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
+        # Slices of a table in memory.
         if file.table is not None:
             for row in range(offset, stop, slice_rows):
                 rows = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
                 yield Chunk(number, row, row - part.start, row, rows.to_batches()[0])
             return
+        # Slices of the row groups of a file, verified before use, cut to the part.
         with open_parquet(file, columns) as (source, verify):
             ends = list(itertools.accumulate(_row_group_sizes(source), initial=0))
             groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))

@@ -20,7 +20,7 @@ from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatc
 R = TypeVar("R")
 
 CHUNKS_READ = 2  # chunks that wait to be parsed
-MOST_WORKERS = 8
+MAX_THREADS = 8
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # keys of a position
 
 
@@ -32,7 +32,7 @@ def ordered_map(
     At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * num_threads + 1` are in progress or wait as results, so
     memory does not depend on the size of the log. Closing the generator stops all threads.
     """
-    num_threads = num_threads or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
+    num_threads = num_threads or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MAX_THREADS)
     prefetched = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
@@ -70,26 +70,31 @@ def shuffle_buffers(
 
     `order(num_rows, number)` returns the permutation of a buffer, or None to keep the order. ValueError if the blocks
     have fewer than `start.skip` rows."""
-    pieces: list[Rows] = []
+    blocks_in_buffer: list[Rows] = []
     num_gathered, num_to_skip, skipped, stop = 0, start.skip, start.skipped, start
     for block in blocks:
+        # Skip rows before `start`, then take rows until the buffer is full.
         row = min(num_to_skip, len(block.rows))
         num_to_skip -= row
         while row < len(block.rows):
             end = min(row + num_rows - num_gathered, len(block.rows))
-            pieces.append(block.rows.slice(row, end))
+            blocks_in_buffer.append(block.rows.slice(row, end))
             num_gathered, row = num_gathered + end - row, end
             stop = LogPosition(block.part, block.offset, block.line, row, skipped)
             if num_gathered == num_rows:
-                buffer, pieces, num_gathered = concat_rows(pieces, order(num_gathered, number)), [], 0
+                buffer, blocks_in_buffer, num_gathered = (
+                    concat_rows(blocks_in_buffer, order(num_gathered, number)),
+                    [],
+                    0,
+                )
                 yield number, buffer, start, stop
                 del buffer
                 start, number = stop, number + 1
         skipped += block.report.skipped
     if num_to_skip:
         raise ValueError(f"the data has changed: it has {num_to_skip} fewer rows than the position requires")
-    if pieces:
-        yield number, concat_rows(pieces, order(num_gathered, number)), start, stop
+    if blocks_in_buffer:
+        yield number, concat_rows(blocks_in_buffer, order(num_gathered, number)), start, stop
 
 
 def permutation(num_rows: int, *seeds: int) -> Array:
@@ -101,39 +106,40 @@ def permutation(num_rows: int, *seeds: int) -> Array:
 def iterate_batches(
     name: str, options: OpenOptions, blocks: Callable[[LogPosition], Generator[Chunk, None, None]],
     keys: tuple[str, ...], buffer_rows: int, order: Callable[[int, int], Array | None], position: Position,
-    read: ReadReport,
+    report: ReadReport,
 ) -> Iterator[PositionedBatch]:  # fmt: skip
     """Yield the batches of one stream from a position on; after the last one, the report of all rows.
 
-    `blocks(start)` yields the blocks of the split from `start` on; `order` as for `shuffle_buffers`; `read` reports the
-    rows before the position, with the bad rows that the blocks do not have.
+    `blocks(start)` yields the blocks of the split from `start` on; `order` as for `shuffle_buffers`; `report` counts
+    the rows before the position, with the bad rows that the blocks do not have.
     """
 
     def add_reports(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
-        nonlocal read
+        nonlocal report
         for block in blocks:
-            read += block.report
+            report += block.report
             yield block
 
-    # Resume at batch `first` of the shuffle buffer that begins at `start`.
+    # Resume at batch `first_batch` of the shuffle buffer that begins at `start`.
     start = LogPosition(*(position[field] for field in FIELDS[:5]))
-    first, rows, size = position["batch"], position["rows"], options.batch_size
+    first_batch, rows, batch_size = position["batch"], position["rows"], options.batch_size
     with closing(blocks(start)) as split_blocks:
         buffers = shuffle_buffers(add_reports(split_blocks), buffer_rows, order, start, position["window"])
         for number, buffer, begin, end in buffers:
-            if first * size >= (num_rows := len(buffer)):
+            if first_batch * batch_size >= (num_rows := len(buffer)):
                 raise ValueError(f"data set {name!r}: it has fewer rows than the position requires")
-            for index in range(first, -(-num_rows // size)):
-                indices = slice(index * size, min((index + 1) * size, num_rows))
+            for batch_index in range(first_batch, -(-num_rows // batch_size)):
+                indices = slice(batch_index * batch_size, min((batch_index + 1) * batch_size, num_rows))
                 batch = gather_batch(buffer, keys, indices, options.pin_memory)
                 rows += len(batch)
-                log_position, window, next_batch = begin, number, index + 1
-                if next_batch * size >= num_rows:
-                    log_position, window, next_batch = end, number + 1, 0
-                resume_at = vars(log_position) | {"window": window, "batch": next_batch, "rows": rows}
-                yield PositionedBatch(batch, {"of": position["of"], **resume_at}, replace(read, rows=rows))
-            first = 0
+                # The position of the next batch: in this buffer, or the first one of the next buffer.
+                next_start, window, next_batch = begin, number, batch_index + 1
+                if next_batch * batch_size >= num_rows:
+                    next_start, window, next_batch = end, number + 1, 0
+                resume_at = vars(next_start) | {"window": window, "batch": next_batch, "rows": rows}
+                yield PositionedBatch(batch, {"of": position["of"], **resume_at}, replace(report, rows=rows))
+            first_batch = 0
     if rows == 0 and options.shard == WHOLE:
-        skipped = f" ({read.skipped} bad ones were skipped)" if read.skipped else ""
+        skipped = f" ({report.skipped} bad ones were skipped)" if report.skipped else ""
         raise ValueError(f"data set {name!r}: there are no {options.split} rows{skipped}")
-    yield PositionedBatch(None, {}, replace(read, rows=rows))  # counts bad rows after the last batch
+    yield PositionedBatch(None, {}, replace(report, rows=rows))  # counts bad rows after the last batch

@@ -52,6 +52,7 @@ class RequestEncoder:
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Batch:
         """Encode rows, with labels of 0; ValueError names row (counted from `first`), column and value that cannot be
         encoded."""
+        # Check and convert value by value, so that errors name row and column.
         names, bags = self.schema.dense, list[list[Sequence[Any]]]()
         numbers = np.zeros((len(rows), len(names)))
         for index, row in enumerate(rows):
@@ -136,6 +137,7 @@ class RequestEncoder:
         return integer
 
     def _ids(self, values: Sequence[Any], feature_indices: Array) -> Array:
+        # Hash strings and integers of all features at once.
         dynamic = self.schema.dynamic
         hashes, present = np.zeros(len(values), np.uint64), np.array([value is not None for value in values], bool)
         is_text = np.array([isinstance(value, bytes) for value in values], dtype=bool)
@@ -150,6 +152,7 @@ class RequestEncoder:
             hashes[positions] = numbers if dynamic else encode.hash_integers(numbers, seeds)
         if dynamic:
             return np.where(present, hashes.view(np.int64), encode.MISSING)
+        # Map hashes to ids; with a vocabulary, look up feature by feature.
         ids = np.where(present, encode.hashes_to_ids(hashes, self._sizes[feature_indices]), np.int32(0))
         for index, feature in enumerate(self.features) if self.schema.vocabulary is not None else ():
             begin, end = np.searchsorted(feature_indices, [index, index + 1])

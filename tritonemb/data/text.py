@@ -49,6 +49,7 @@ class TextSource:
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
         # Unit of `Chunk.first_row`, for a random split: 1 for rows; 0 for lines, as in older versions.
         self.numbering = 1 if options.split.kind() == "random" else None
+        # Schema and parser.
         self.schema = options.schema.of(columns, where, labelled, extra_columns)
         options = replace(options, schema=self.schema, delimiter=delimiter)
         self.form = (CsvFormat if delimiter else CriteoFormat)(columns, options, labelled, extra_columns)
@@ -76,13 +77,13 @@ class TextSource:
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
         """Yield chunks of lines that begin in one stripe of the file. ValueError if it is damaged or has changed."""
-        header, file, quoted = self._header_bytes[part.file], self._files[part.file], self.form.quoted
-        if offset == part.start == 0 and header:
-            offset, line = header, 1
+        header_bytes, file, quoted = self._header_bytes[part.file], self._files[part.file], self.form.quoted
+        if offset == part.start == 0 and header_bytes:
+            offset, line = header_bytes, 1
         stop = _END if part.stop is None else part.stop
-        index, count = part.stripes
+        shard_index, num_shards = part.stripes
         # The stripe width depends on the file size only, so that all shards agree; each shard has several stripes.
-        width = min(max(file.size // (8 * count), 1 << 12), 1 << 22)
+        width = min(max(file.size // (8 * num_shards), 1 << 12), 1 << 22)
         width = chunk_bytes if part.stripes == WHOLE else width
         with open_text(file) as source:
             if offset == part.start:
@@ -91,13 +92,14 @@ class TextSource:
                 source.seek(offset)
             row = 0 if self.numbering is None else self._lines_and_rows_before(part.file, offset)[self.numbering]
             while offset < stop:
+                # Read the lines that begin in one stripe; skip them if it is of another shard.
                 stripe = offset // width
                 if not (data := _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)):
                     file.check_size()
-                    if offset < (least := max(part.stop or 0, file.size if file.codec is None else 0)):
-                        raise file.changed_error(f"its text ends at byte {offset} and had at least {least}")
+                    if offset < (min_end := max(part.stop or 0, file.size if file.codec is None else 0)):
+                        raise file.changed_error(f"its text ends at byte {offset} and had at least {min_end}")
                     return
-                if stripe % count == index:
+                if stripe % num_shards == shard_index:
                     yield Chunk(number, offset, line, row, data)
                 num_lines = count_lines(data)
                 line += num_lines
@@ -131,6 +133,7 @@ class TextSource:
             return count_before(self._files[number], start, self.form.quoted, self._header_bytes[number] > 0)
 
     def _check_beginning(self, file: LogFile, header_bytes: int, allow_bad: bool) -> None:
+        # Read the first line after the header that is not blank.
         with open_text(file) as source:
             if not (beginning := source.peek(2)):
                 raise ValueError(f"{file.path} is empty")
@@ -140,9 +143,9 @@ class TextSource:
                     "Convert it: iconv -f UTF-16 -t UTF-8"
                 )
             source.read(header_bytes)
-            number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
+            line_number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
             while line in (b"\n", b"\r\n"):
-                number, line = number + 1, read_line(source, self.form.quoted)
+                line_number, line = line_number + 1, read_line(source, self.form.quoted)
         parsed = delimited.parse(self.form, line)
         if len(parsed.bad_rows) and not allow_bad:
             criteo = isinstance(self.form, CriteoFormat)
@@ -151,9 +154,9 @@ class TextSource:
             if criteo and b"\t" not in line:
                 raise ValueError(
                     f"{file.path} is not a log in a known format: Parquet (.parquet), CSV (.csv) or Criteo's text: "
-                    f"its line {number} has no tab{encoding_hint(line)}{hint}"
+                    f"its line {line_number} has no tab{encoding_hint(line)}{hint}"
                 )
-            raise ValueError(f"{file.path}, line {number}: {parsed.describe(0)[1]}{hint}")
+            raise ValueError(f"{file.path}, line {line_number}: {parsed.describe(0)[1]}{hint}")
 
 
 def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
