@@ -1,6 +1,6 @@
-"""Starts torchrun on machines of a Ray cluster, all together: launch.py MACHINES GPUS TRITONEMB-ARGUMENTS...
+"""Start torchrun on several machines of a Ray cluster: launch.py MACHINES GPUS TRITONEMB-ARGUMENTS...
 
-Ends when all have ended; fails as soon as one fails. The cluster is deleted then, and with it what still runs.
+Returns when all have ended; fails as soon as one fails. Then the cluster is deleted, with the remaining processes.
 """
 
 import subprocess
@@ -22,23 +22,23 @@ def run(command: list[str]) -> None:
 
 
 def launch(num_machines: int, num_gpus: int, arguments: list[str]) -> None:
-    """Reserve all GPUs of so many machines, or wait until there are as many; then train on them."""
+    """Reserve all GPUs of `num_machines` machines, waiting until they are available; then train on them."""
     ray.init()
     group = placement_group([{"GPU": num_gpus}] * num_machines, strategy="STRICT_SPREAD")
     ray.get(group.ready())
 
     def on(machine: int, function, *values):
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=machine)
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": place}
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=machine)
+        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": strategy}
         return ray.remote(function).options(**options).remote(*values)
 
     first = ray.get(on(0, address))
     torchrun = ["torchrun", f"--nnodes={num_machines}", f"--nproc-per-node={num_gpus}", "--max-restarts=3"]
     torchrun.append(f"--rdzv-endpoint={first}:{PORT}")
-    what = ["-m", "tritonemb", *arguments]
-    left = [on(rank, run, [*torchrun, f"--node-rank={rank}", *what]) for rank in range(num_machines)]
-    while left:
-        done, left = ray.wait(left)
+    command = ["-m", "tritonemb", *arguments]
+    pending = [on(rank, run, [*torchrun, f"--node-rank={rank}", *command]) for rank in range(num_machines)]
+    while pending:
+        done, pending = ray.wait(pending)
         ray.get(done)
 
 
