@@ -135,8 +135,8 @@ def test_a_position_of_something_else_is_refused(tmp_path):
         with pytest.raises(ValueError, match="this position is of a stream of other data or with other settings"):
             data.open(split, batch_size, **how, position=position)
     for wrong, message in (
-        ({}, "is not a position of it, which has the fields"),
-        (position | {"more": 1}, "is not a position of it"),
+        ({}, "is not a position of this data set, whose fields are"),
+        (position | {"more": 1}, "is not a position of this data set"),
         (position | {"offset": -1}, "the position's 'offset' is -1, expected an int of 0 or more"),
         (position | {"window": "1"}, "the position's 'window' is '1'"),
         (position | {"part": 1}, "the position is in a file that is not in the train split"),
@@ -159,7 +159,7 @@ def test_a_position_in_memory_is_checked():
     for wrong, message in (
         (position | {"row": 5}, "no batch of 128 begins at row 5 of 1000"),
         (position | {"row": 1024}, "no batch of 128 begins at row 1024 of 1000"),
-        ({"row": 0}, "is not a position of it"),
+        ({"row": 0}, "is not a position of this data set"),
     ):
         with pytest.raises(ValueError, match=message):
             data.open("train", 128, position=wrong)

@@ -166,7 +166,7 @@ def test_files_can_be_named(tmp_path):
     assert numbers(log, "test") == [90, 91]
     with pytest.raises(FileNotFoundError, match="nowhere: no such file"):
         reader(folder, SplitRule(test_files=("nowhere",)))
-    with pytest.raises(ValueError, match="named for validation and for test"):
+    with pytest.raises(ValueError, match="both a validation and a test file"):
         reader(folder, SplitRule(test_files=(str(outside),), validation_files=(str(outside),)))
     with pytest.raises(ValueError, match="all files are held out, no train rows are left"):
         reader(outside, SplitRule(test_files=(str(outside),)))
