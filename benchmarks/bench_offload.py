@@ -24,7 +24,7 @@ from torch import nn
 import tritonemb as te
 from benchmarks.clock import Timing
 from benchmarks.record import at_most, timing_rows
-from tritonemb.offloading.tiers import CHUNK_BYTES, DiskTier, aligned
+from tritonemb.offloading.tiers import CHUNK_BYTES, DiskTier, empty_host
 
 FOLDER = Path(os.environ.get("TRITONEMB_OFFLOAD_FOLDER", "build/swap"))  # on the disk that is measured
 SPANS, SPAN_BYTES = 6, 64 << 20
@@ -52,7 +52,7 @@ def plainly(handle: int, buffers: list[Any], move: Any) -> None:
 @pytest.mark.parametrize("write", [False, True])
 def bench_disk(write: bool, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    buffers = [aligned(SPAN_BYTES, torch.device("cpu")).random_(0, 255) for _ in range(SPANS)]
+    buffers = [empty_host(SPAN_BYTES, torch.device("cpu")).random_(0, 255) for _ in range(SPANS)]
     tier, plain = DiskTier(FOLDER), FOLDER / "plain"
     handle = os.open(plain, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     try:
@@ -153,7 +153,7 @@ def bench_step(kind: str, benchmark: Any, record: Callable[..., None], rounds: i
 def _rates() -> tuple[float, float]:
     """Bytes a second of plain direct reads and writes."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    buffers, plain = [aligned(SPAN_BYTES, torch.device("cpu"))], FOLDER / "plain"
+    buffers, plain = [empty_host(SPAN_BYTES, torch.device("cpu"))], FOLDER / "plain"
     handle = os.open(plain, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     try:
         os.posix_fallocate(handle, 0, SPAN_BYTES)

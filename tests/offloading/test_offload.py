@@ -107,7 +107,7 @@ def test_every_element_wise_optimizer(name, states, tmp_path):
 @pytest.mark.parametrize("params", ["device", "disk"])
 @pytest.mark.parametrize("checkpointed", ["", "again", "reentrant"])
 def test_activations_come_back_as_they_were(activations, params, checkpointed, tmp_path, monkeypatch):
-    monkeypatch.setattr("tritonemb.offloading.activations.LEAST_BYTES", 1_000)
+    monkeypatch.setattr("tritonemb.offloading.activations.MIN_BYTES", 1_000)
     expected = train(lambda: Transformer(checkpointed), tmp_path)
     offload = on(Transformer, params, activations=activations)
     found = train(lambda: Transformer(checkpointed), tmp_path, offload=offload)
@@ -119,7 +119,7 @@ def test_activations_come_back_as_they_were(activations, params, checkpointed, t
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("offload", [{"params": "disk", "states": "host"}, {"params": "host", "activations": "disk"}])
 def test_compiled_blocks(wrapped, offload, tmp_path, dynamo, monkeypatch):
-    monkeypatch.setattr("tritonemb.offloading.activations.LEAST_BYTES", 1_000)
+    monkeypatch.setattr("tritonemb.offloading.activations.MIN_BYTES", 1_000)
 
     def make():
         model = Transformer(blocks=2)
@@ -425,7 +425,7 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_and_nothing_changed(tm
         with pytest.raises(ValueError, match=make.__name__):
             te.offload(model, make(model.parameters()), params="disk", states="disk", path=tmp_path)
     strange = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
-    with pytest.raises(ValueError, match="the optimizer has 1 parameters that the model has not"):
+    with pytest.raises(ValueError, match="the model lacks 1 of the optimizer"):
         te.offload(model, strange, states="host")
     assert not list(tmp_path.iterdir())
     steps(model, adam(model.parameters()), 1)
@@ -543,7 +543,7 @@ def test_hooks_of_the_optimizer_are_called_once_a_step():
 def test_parameters_with_gaps_are_refused():
     model = nn.Linear(12, 10)
     model.weight = nn.Parameter(torch.randn(10, 24)[:, :12])
-    with pytest.raises(ValueError, match=r"of shape \(10, 12\) has the strides \(24, 1\), so there are gaps"):
+    with pytest.raises(ValueError, match=r"of shape \(10, 12\) has the strides \(24, 1\), with gaps"):
         te.offload(model, adam(model.parameters()), states="host")
 
 

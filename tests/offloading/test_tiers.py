@@ -19,7 +19,7 @@ import torch
 
 import tritonemb as te
 from tests.offloading.models import Transformer, adam, mlp, steps, train, weights_of
-from tritonemb.offloading.tiers import Arena, DiskTier, HostTier, aligned
+from tritonemb.offloading.tiers import Arena, DiskTier, HostTier, empty_host
 from tritonemb.storage import StorageError, aio
 
 CPU = torch.device("cpu")
@@ -27,16 +27,16 @@ CPU = torch.device("cpu")
 
 def test_blocks_of_an_arena_come_back_when_nobody_has_them():
     arena = Arena(5 * 4096, CPU)
-    one, two = arena.take(4096), arena.take(8192)
+    one, two = arena.allocate(4096), arena.allocate(8192)
     one.fill_(1)
     two.fill_(2)
     view = two[4096:].view(torch.int32)
-    assert arena.take(12_288) is None
+    assert arena.allocate(12_288) is None
     del two
-    assert arena.take(12_288) is None, "a view is left"
+    assert arena.allocate(12_288) is None, "a view is left"
     assert torch.equal(view, torch.full_like(view, 0x02020202))
     del view
-    rest = arena.take(16_384)
+    rest = arena.allocate(16_384)
     assert rest.numel() == 16_384
     assert one.min() == one.max() == 1
     assert arena.used == arena.peak == arena.num_bytes == 20_480
@@ -44,8 +44,8 @@ def test_blocks_of_an_arena_come_back_when_nobody_has_them():
 
 def test_small_blocks_are_not_in_the_way_of_large_ones():
     arena = Arena(128 * 4096, CPU)
-    small = [arena.take(1) for _ in range(4)]
-    assert arena.take(120 * 4096) is not None
+    small = [arena.allocate(1) for _ in range(4)]
+    assert arena.allocate(120 * 4096) is not None
     del small
 
 
@@ -53,13 +53,13 @@ def test_small_blocks_are_not_in_the_way_of_large_ones():
 @pytest.mark.parametrize("size", [1, 4096, 10_000, 9_000_001])
 def test_a_span_has_what_was_written_last(disk, size, tmp_path):
     tier = DiskTier(tmp_path) if disk else HostTier(CPU)
-    spans, buffers = [tier.reserve(size) for _ in range(3)], [aligned(size, CPU) for _ in range(3)]
+    spans, buffers = [tier.reserve(size) for _ in range(3)], [empty_host(size, CPU) for _ in range(3)]
     for number, buffer in enumerate(buffers):
         buffer.random_(0, 255, generator=torch.Generator().manual_seed(number))
     for span, buffer in zip(spans, buffers, strict=True):
-        span.write(torch.zeros_like(buffer) if not disk else aligned(size, CPU)).wait()
+        span.write(torch.zeros_like(buffer) if not disk else empty_host(size, CPU)).wait()
         span.write(buffer)
-    outs = [aligned(size, CPU).fill_(7) for _ in spans]
+    outs = [empty_host(size, CPU).fill_(7) for _ in spans]
     for future in [span.read(out) for span, out in zip(spans, outs, strict=True)]:
         future.wait()
     assert all(torch.equal(a, b) for a, b in zip(outs, buffers, strict=True))
@@ -69,7 +69,7 @@ def test_a_span_has_what_was_written_last(disk, size, tmp_path):
 
 def test_another_process_that_uses_the_folder_is_named(tmp_path):
     tier = DiskTier(tmp_path)
-    with pytest.raises(StorageError, match=r"another process uses swap-0\.bin; give each run a folder of its own"):
+    with pytest.raises(StorageError, match=r"another process uses swap-0\.bin; give each run its own folder"):
         DiskTier(tmp_path)
     assert DiskTier(tmp_path, 1, 2).path.exists()
     tier.close()
@@ -106,7 +106,7 @@ def test_a_second_run_in_one_folder_harms_neither(tmp_path):
     first = train(mlp, tmp_path, 1, offload={"params": "disk", "states": "disk", "budget": 200_000})
     model = mlp()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(StorageError, match="give each run a folder of its own"):
+    with pytest.raises(StorageError, match="give each run its own folder"):
         te.offload(model, adam(model.parameters()), params="disk", path=tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     steps(first.model, first.optimizer, 1)
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     file = tmp_path / "file"
     file.write_text("no folder")
     model = mlp()
-    with pytest.raises(StorageError, match=r"offload folder .*file: cannot make swap-0\.bin"):
+    with pytest.raises(StorageError, match=r"offload folder .*file: cannot create swap-0\.bin"):
         te.offload(model, adam(model.parameters()), states="disk", path=file)
     steps(model, adam(model.parameters()), 1)
 
@@ -209,7 +209,7 @@ def exchanged(content, one, other, size):
 @pytest.mark.parametrize("size", [5_000, 30_000, pytest.param(9_000_001, marks=pytest.mark.more)])
 def test_bits_that_changed_and_words_that_were_exchanged_are_noticed(size, tmp_path):
     tier, random = DiskTier(tmp_path), np.random.default_rng(0)
-    span, values = tier.reserve(size), aligned(size, CPU)
+    span, values = tier.reserve(size), empty_host(size, CPU)
     values.copy_(torch.from_numpy(random.integers(0, 256, values.numel(), dtype=np.uint8)))
     span.write(values).wait()
     whole, path = tier.path.read_bytes(), tier.path
@@ -225,12 +225,12 @@ def test_bits_that_changed_and_words_that_were_exchanged_are_noticed(size, tmp_p
         path.write_bytes(content)
         problem = None
         try:
-            span.read(aligned(size, CPU)).wait()
+            span.read(empty_host(size, CPU)).wait()
         except StorageError as error:
             problem = error
-        assert "are not what was written" in str(problem), f"damage {number}"
+        assert "have another checksum than written" in str(problem), f"damage {number}"
     path.write_bytes(whole)
-    span.read(aligned(size, CPU)).wait()
+    span.read(empty_host(size, CPU)).wait()
     tier.close()
 
 

@@ -1,4 +1,4 @@
-"""Parameters, gradients, activations and optimizer states of dense layers in host memory and on disk (NVMe)."""
+"""Offload of dense layers: parameters, gradients, activations and optimizer states in host memory or on disk (NVMe)."""
 
 from tritonemb.offloading.checkpoint import load_checkpoint, load_safetensors, save_checkpoint
 from tritonemb.offloading.estimate import Machine, OffloadEstimate, OffloadEstimates, estimate_offload

@@ -1,4 +1,4 @@
-"""What autograd saves for the backward, in host memory or on disk until then."""
+"""Offloaded activations: tensors that autograd saves for the backward, in host memory or on disk."""
 
 import weakref
 from collections import defaultdict
@@ -8,57 +8,61 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.offloading.tiers import Span, Tier, empty_on, pages
+from tritonemb.offloading.tiers import Span, Tier, empty_on, round_to_pages
 from tritonemb.storage.store import IoFuture
 
-LEAST_BYTES = 16 << 10  # smaller tensors stay
-MOST_OF_A_VIEW = 4  # a view stays if the memory that it is a view of is larger than that many times it
-AHEAD = 4  # tensors that are read before the backward needs them
+MIN_BYTES = 16 << 10  # smaller tensors stay on the device: a transfer costs more than their memory
+MAX_BASE_RATIO = 4  # a view stays if its storage has more than this many times its bytes
+PREFETCH_DEPTH = 4  # storages that are read before the backward needs them
 
 
 class SavedStorage:
-    """The memory of tensors that autograd has saved. Its span is free for another when it drops them."""
+    """Offloaded storage of saved tensors. Its span is reused once autograd releases them."""
 
-    def __init__(self, store: "ActivationStore", storage: torch.UntypedStorage, before: "SavedStorage | None") -> None:
+    def __init__(
+        self, store: "ActivationStore", storage: torch.UntypedStorage, previous: "SavedStorage | None"
+    ) -> None:
         self.num_bytes, self._device = storage.nbytes(), store.device
-        self.span = store.take(self.num_bytes)
-        self.before = None if before is None else weakref.ref(before)
+        self.span = store.acquire(self.num_bytes)
+        self.previous = None if previous is None else weakref.ref(previous)
         self._block: Tensor | None = empty_on(self._device, self.num_bytes)
         self._block[: self.num_bytes].copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
-        self.writing: IoFuture | None = self.span.write(self._block)
-        self._reading: IoFuture | None = None
-        # Not a method: that would keep the store, and it this, alive for ever.
-        weakref.finalize(self, store.free[pages(self.num_bytes)].append, self.span).atexit = False
+        self.write_future: IoFuture | None = self.span.write(self._block)
+        self._read_future: IoFuture | None = None
+        # A bound method would keep the store alive, which refers to this storage: a cycle.
+        weakref.finalize(self, store.free[round_to_pages(self.num_bytes)].append, self.span).atexit = False
 
-    def written(self, wait: bool = False) -> bool:
-        """Whether it is written, and its memory dropped."""
-        if self.writing is not None and (wait or self.writing.done()):
-            self.writing.wait()
-            self.writing = self._block = None
-        return self.writing is None
+    def finish_write(self, wait: bool = False) -> bool:
+        """Release the memory once it is written; return whether it is."""
+        if self.write_future is not None and (wait or self.write_future.done()):
+            self.write_future.wait()
+            self.write_future = self._block = None
+        return self.write_future is None
 
-    def start(self) -> None:
-        """Read it, unless it is in memory."""
+    def begin_read(self) -> None:
+        """Start to read the storage, unless it is in memory."""
         if self._block is None:
             self._block = empty_on(self._device, self.num_bytes)
-            self._reading = self.span.read(self._block)
+            self._read_future = self.span.read(self._block)
 
     def block(self) -> Tensor:
-        """Its memory; what was saved before it is read meanwhile."""
-        self.start()
-        each: SavedStorage | None = self
-        for _ in range(AHEAD):
-            each = each.before() if each is not None and each.before is not None else None
-            if each is not None:
-                each.start()
-        if self._reading is not None:
-            self._reading.wait()
+        """Return the memory, uint8; prefetch the storages saved before it, which the backward needs next."""
+        self.begin_read()
+        storage: SavedStorage | None = self
+        for _ in range(PREFETCH_DEPTH):
+            storage = storage.previous() if storage is not None and storage.previous is not None else None
+            if storage is not None:
+                storage.begin_read()
+        if self._read_future is not None:
+            self._read_future.wait()
         assert self._block is not None
-        self.writing = None  # the memory stays until autograd drops it
+        self.write_future = None  # keep the memory until autograd releases it
         return self._block
 
 
 class SavedView(NamedTuple):
+    """Tensor that autograd saved, as a view of a `SavedStorage`."""
+
     storage: SavedStorage
     dtype: torch.dtype
     size: torch.Size
@@ -67,46 +71,53 @@ class SavedView(NamedTuple):
 
 
 class ActivationStore:
-    """Packs what autograd saves into spans of a tier, in the order of saving, and reads it back in reverse.
+    """Hooks of saved tensors: `pack` writes them to a tier, `unpack` reads them back, prefetching in reverse order.
 
-    Memory that several operations save, or views of, is stored once. `keep` says what lives on anyway, as parameters
-    do. At most `pending_bytes` wait to be written.
+    A storage that several operations save is written once.
+
+    Args:
+        tier, device: to which, and from which tensors are moved.
+        pending_bytes: limit of bytes that wait to be written.
+        excluded: tensors that stay, as they outlive the backward: parameters and buffers.
     """
 
-    def __init__(self, tier: Tier, device: torch.device, pending_bytes: int, keep: Iterable[Tensor]) -> None:
-        self.device, self._tier, self._most = device, tier, pending_bytes
+    def __init__(self, tier: Tier, device: torch.device, pending_bytes: int, excluded: Iterable[Tensor]) -> None:
+        self.device, self._tier, self._max_pending_bytes = device, tier, pending_bytes
         self.free: defaultdict[int, list[Span]] = defaultdict(list)
-        self._last: weakref.ref[SavedStorage] | None = None
+        self._newest: weakref.ref[SavedStorage] | None = None
         self._pending: list[SavedStorage] = []
-        self._known: dict[tuple[int, int], weakref.ref[SavedStorage]] = {}  # by storage and version
-        self._kept = {each.untyped_storage()._cdata for each in keep if torch._C._has_storage(each)}
+        self._storages: dict[tuple[int, int], weakref.ref[SavedStorage]] = {}  # by storage and version
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded if torch._C._has_storage(tensor)}
 
     def pack(self, tensor: Tensor) -> Tensor | SavedView:
+        """Offload a tensor, or return it if it is small, excluded or not a plain tensor of the device."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.device:
             return tensor
         storage = tensor.untyped_storage()
         size = tensor.numel() * tensor.element_size()
-        small = size < LEAST_BYTES or storage.nbytes() > MOST_OF_A_VIEW * size
-        if small or storage._cdata in self._kept:
+        is_small = size < MIN_BYTES or storage.nbytes() > MAX_BASE_RATIO * size
+        if is_small or storage._cdata in self._excluded:
             return tensor
         key = storage._cdata, tensor._version
-        known = self._known.get(key)
-        saved = None if known is None else known()
+        reference = self._storages.get(key)
+        saved = None if reference is None else reference()
         if saved is None:
-            saved = SavedStorage(self, storage, None if self._last is None else self._last())
-            self._known[key] = self._last = weakref.ref(saved)
-            weakref.finalize(storage, self._known.pop, key, None).atexit = False  # its address may be another's then
-            self._pending = [each for each in [*self._pending, saved] if not each.written()]
-            while sum(each.num_bytes for each in self._pending) > self._most:
-                self._pending.pop(0).written(wait=True)
+            saved = SavedStorage(self, storage, None if self._newest is None else self._newest())
+            self._storages[key] = self._newest = weakref.ref(saved)
+            weakref.finalize(storage, self._storages.pop, key, None).atexit = False  # its address may be reused
+            self._pending = [pending for pending in [*self._pending, saved] if not pending.finish_write()]
+            while sum(pending.num_bytes for pending in self._pending) > self._max_pending_bytes:
+                self._pending.pop(0).finish_write(wait=True)
         return SavedView(saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Tensor | SavedView) -> Tensor:
+        """Return the saved tensor, on the device."""
         if not isinstance(packed, SavedView):
             return packed
-        whole = packed.storage.block().view(packed.dtype)
-        return whole.as_strided(packed.size, packed.stride, packed.offset)
+        base = packed.storage.block().view(packed.dtype)
+        return base.as_strided(packed.size, packed.stride, packed.offset)
 
-    def take(self, num_bytes: int) -> Span:
-        spans = self.free[pages(num_bytes)]
-        return spans.pop() if spans else self._tier.reserve(pages(num_bytes))
+    def acquire(self, num_bytes: int) -> Span:
+        """Reuse a span of this size, or reserve one."""
+        spans = self.free[round_to_pages(num_bytes)]
+        return spans.pop() if spans else self._tier.reserve(round_to_pages(num_bytes))

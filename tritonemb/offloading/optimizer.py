@@ -1,10 +1,9 @@
-"""Optimizer states in host memory or on disk, stepped in sub-groups.
+"""Offloaded optimizer: states in host memory or on disk, stepped by sub-groups of parameters.
 
-A step goes through sub-groups of the parameters: while one is stepped, the states of the next are read and those of the
-one before are written. Every other step goes backward, so the sub-groups that were stepped last are still in memory
-(Maurya et al., "MLP-Offload", 2025). The arithmetic is that of the user's own `torch.optim` optimizer on slices of the
-parameters that begin at multiples of 4,096 elements: element by element what it would do to the whole, bit by bit, as
-its vectors and their remainders are the same.
+While a sub-group is stepped, states of the next are read and those of the previous one are written. Every other step
+visits sub-groups in reverse order, so those stepped last are still in memory (Maurya et al., "MLP-Offload", 2025). The
+user's `torch.optim` optimizer steps chunks of parameters, which begin at multiples of 4,096 elements. The result is
+bitwise identical to a step of the full parameters, as vectorized loops and their remainders are the same.
 """
 
 import copy
@@ -21,99 +20,106 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tritonemb.offloading.parameters import (
-    Slot,
-    after_gradients,
-    flat,
+    OffloadedParameter,
+    add_gradient_hook,
     flat_like,
+    flat_view,
     is_dense,
-    like,
-    local,
     local_shape,
-    replaced,
+    replace_range,
+    to_dtensor_like,
+    to_local,
 )
-from tritonemb.offloading.sub_groups import ALIGNMENT, MASTER, Buffers, StatePart, SubGroup
-from tritonemb.offloading.tiers import Tier, empty_on, pages
+from tritonemb.offloading.sub_groups import ALIGNMENT, MASTER, Buffers, StateChunk, SubGroup
+from tritonemb.offloading.tiers import Tier, empty_on, round_to_pages
 
-STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # they are called once a step
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # of torch.optim; called once per step
+
+
+Replacements = Mapping[Any, list[tuple[Any, Any]]]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """A `torch.optim` optimizer whose states are offloaded. Made by `te.offload`.
+    """`torch.optim` optimizer with offloaded states; created by `te.offload`.
 
-    `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` are those of the optimizer it was made from, whose
-    `fused` implementation steps, if it has one. Gradients are read from `.grad` of the parameters.
+    `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` work as of the original optimizer. Its `fused`
+    implementation is used, if it has one. Gradients are read from `.grad` of the parameters.
 
     Args:
-        optimizer: of which the class, its hyperparameters and its states are taken.
-        slots: of parameters that are offloaded themselves.
+        optimizer: provides the class and its hyperparameters.
+        offloaded: offloaded parameters, by parameter.
+        replacements: by parameter of `optimizer`, the new parameters, each with its index in the old one.
         tier: of the states; None for memory of `device`.
-        sub_group: elements that are stepped at once.
-        buffer_bytes: host memory for sub-groups on disk; at least three.
+        sub_group: elements per sub-group.
+        buffer_bytes: host memory for sub-groups on disk, of which at least three have a buffer.
         ratio: share of the states that stay in memory of the device.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, slots: Mapping[Any, Slot], now: Mapping[Any, list[tuple[Any, Any]]],
+        self, optimizer: torch.optim.Optimizer, offloaded: Mapping[Any, OffloadedParameter], replacements: Replacements,
         tier: Tier | None, device: torch.device, sub_group: int, buffer_bytes: int, ratio: float = 0.0,
     ) -> None:  # fmt: skip
-        self._ready = False
-        self._slots, self._device = slots, device
+        self._is_initialized = False
+        self._offloaded, self._device = offloaded, device
         if "step" in optimizer.__dict__:
             raise ValueError(
                 f"the step of this {type(optimizer).__name__} was replaced, by a learning rate scheduler perhaps; make "
                 "schedulers of the optimizer that te.offload returns"
             )
+        # The user's optimizer, without its hooks, and the parameter groups with new parameters.
         self._inner = copy.copy(optimizer)
         self._inner.__dict__ = dict(optimizer.__dict__) | {name: OrderedDict() for name in STEP_HOOKS}
-        parts = {p: now.get(p, [(p, ...)]) for group in optimizer.param_groups for p in group["params"]}
-        params = [[new for p in group["params"] for new, _ in parts[p]] for group in optimizer.param_groups]
-        super().__init__(
-            [{**group, "params": mine} for group, mine in zip(optimizer.param_groups, params, strict=True)],
-            dict(optimizer.defaults),
-        )
+        groups = [
+            {**group, "params": [new for p in group["params"] for new, _ in replacements.get(p, [(p, ...)])]}
+            for group in optimizer.param_groups
+        ]
+        super().__init__(groups, dict(optimizer.defaults))
         self.__dict__.update({name: optimizer.__dict__[name] for name in STEP_HOOKS})
-        self._ready, self._steps = True, 0
+        self._is_initialized, self._steps = True, 0
         self._failure: BaseException | None = None
-        self._step_on = device if tier is None else torch.device("cpu")
+        self._step_device = device if tier is None else torch.device("cpu")
         self._scratch: Tensor | None = None
         self._host_gradients: dict[Any, Tensor] = {}
-        self._versions: dict[Any, int] = {}  # of parameters that have master weights, when these were made
-        self._states = [self._elementwise_states(group) for group in self.param_groups]
-        self.groups = list(self._sub_groups(sub_group))
-        self._parts: dict[Any, list[StatePart]] = {}
-        kept = round(len(self.groups) * ratio)
-        for each in self.groups:
-            for part in each.parts:
-                self._parts.setdefault(part.parameter, []).append(part)
-                states = self._states[part.settings].items()
-                part.room = {n: torch.empty_like(v) for n, v in states if isinstance(v, Tensor) and not v.ndim}
-            each.lay_out(self._names)
-            each.place(tier if each.number >= kept else None, self._step_on)
+        self._versions: dict[Any, int] = {}  # of parameters with master weights, at their last update
+        self._state_templates = [self._elementwise_states(group) for group in self.param_groups]
+        # Sub-groups, and their memory: the first `ratio` of them stays on the device.
+        self.groups = list(self._make_sub_groups(sub_group))
+        self._chunks: dict[Any, list[StateChunk]] = {}
+        num_in_memory = round(len(self.groups) * ratio)
+        for group in self.groups:
+            for chunk in group.chunks:
+                self._chunks.setdefault(chunk.parameter, []).append(chunk)
+                states = self._state_templates[chunk.param_group].items()
+                scalars = {name: v for name, v in states if isinstance(v, Tensor) and not v.ndim}
+                chunk.scalar_memory = {name: torch.empty_like(value) for name, value in scalars.items()}
+            group.assign_offsets(self._state_dtypes)
+            group.allocate(tier if group.index >= num_in_memory else None, self._step_device)
         self.buffers = Buffers(self.groups, buffer_bytes, device)
-        for slot in slots.values():
-            slot.changed.append(lambda slot=slot: self._renew(slot.parameter))  # type: ignore[misc]
+        # Hooks: writes to parameters update master weights; gradients move to host memory.
+        for param in offloaded.values():
+            param.change_callbacks.append(lambda param=param: self._refresh_masters(param.parameter))  # type: ignore[misc]
         if device.type == "cuda" and tier is not None:
             for p in self._parameters():
-                if p not in slots:
-                    after_gradients(p, self._move_gradient)
+                if p not in offloaded:
+                    add_gradient_hook(p, self._move_gradient)
 
-    def take_states(self, old: Mapping[Any, Mapping[str, Any]], now: Mapping[Any, list[tuple[Any, Any]]]) -> None:
-        """Go on with states of the optimizer that this one was made from."""
-        parts = ((p, now.get(p, [(p, ...)])) for p in old)
-        self._fill({new: _cut(old[p], part) for p, each in parts for new, part in each})
+    def load_plain_states(self, plain_states: Mapping[Any, Mapping[str, Any]], replacements: Replacements) -> None:
+        """Load the states of the original optimizer."""
+        pairs = ((p, replacements.get(p, [(p, ...)])) for p in plain_states)
+        self._load_states({new: _slice_states(plain_states[p], index) for p, pieces in pairs for new, index in pieces})
 
-    # What a user calls.
+    # Interface of torch.optim.Optimizer.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._ready:
+        if self._is_initialized:
             raise ValueError("parameter groups must be added to the optimizer before te.offload")
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient, once.
+        """Step every parameter that has a gradient.
 
         Raises:
-            StorageError: states could not be read or written. Some parameters are stepped then and some are not, so
+            StorageError: states could not be read or written. Some parameters are then stepped and some are not, so
                 every later step raises, too: resume from a checkpoint.
         """
         loss = None
@@ -121,13 +127,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._raise_if_failed()
-        with self._failing():
-            graded = [p for p in self._parameters() if self._gradient_of(p) is not None]
-            for p in graded:
-                if p not in self._slots and self._versions.get(p, 0) != local(p)._version:
-                    self._renew(p)
-            self._over_groups(self._step_group, [part for p in graded for part in self._parts.get(p, ())])
-            self._versions.update({p: local(p)._version for p in graded if p not in self._slots})
+        with self._record_failure():
+            with_gradient = [p for p in self._parameters() if self._gradient_of(p) is not None]
+            for p in with_gradient:
+                if p not in self._offloaded and self._versions.get(p, 0) != to_local(p)._version:
+                    self._refresh_masters(p)
+            chunks = [chunk for p in with_gradient for chunk in self._chunks.get(p, ())]
+            self._visit_groups(self._step_group, chunks)
+            self._versions.update({p: to_local(p)._version for p in with_gradient if p not in self._offloaded})
             self.buffers.drain()
             self._steps += 1
         return loss
@@ -137,393 +144,420 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of all parameters, wherever their gradients are; returns the norm."""
+        """Clip gradients like `torch.nn.utils.clip_grad_norm_`, also those in host memory; return the total norm."""
         gradients, norm = self.gradients(), self._total_norm(norm_type)
-        holders = [nn.Parameter(torch.empty_like(each), requires_grad=False) for each in gradients]
-        for each, gradient in zip(holders, gradients, strict=True):
-            each.grad = gradient
-        torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
+        proxies = [nn.Parameter(torch.empty_like(gradient), requires_grad=False) for gradient in gradients]
+        for proxy, gradient in zip(proxies, gradients, strict=True):
+            proxy.grad = gradient
+        torch.nn.utils.clip_grads_with_norm_(proxies, max_norm, norm)
         return norm
 
     def _total_norm(self, norm_type: float) -> Tensor:
-        """Of all gradients. Those of shards that were moved to host memory are added up over ranks."""
+        """Return the norm of all gradients; all-reduces those of shards in host memory, which are not DTensors."""
         shards: dict[Any, list[Any]] = {}
         for p in self._parameters():
-            moved = isinstance(p, DTensor) and p in self._host_gradients
+            is_moved = isinstance(p, DTensor) and p in self._host_gradients
             if (gradient := self._gradient_of(p)) is not None:
-                shards.setdefault((p.device_mesh, p.placements) if moved else None, []).append(gradient)
+                shards.setdefault((p.device_mesh, p.placements) if is_moved else None, []).append(gradient)
         norms = []
-        for where, gradients in shards.items():
+        for key, gradients in shards.items():
             norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-            if where is not None:
-                mesh, placements = where
+            if key is not None:
+                mesh, placements = key
                 for dim in [dim for dim, placement in enumerate(placements) if placement.is_shard()]:
-                    most = norm_type == torch.inf
-                    norm = (norm if most else norm**norm_type).to(self._device)
-                    dist.all_reduce(norm, dist.ReduceOp.MAX if most else dist.ReduceOp.SUM, mesh.get_group(dim))
-                    norm = (norm if most else norm ** (1 / norm_type)).cpu()
+                    is_max = norm_type == torch.inf
+                    norm = (norm if is_max else norm**norm_type).to(self._device)
+                    dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, mesh.get_group(dim))
+                    norm = (norm if is_max else norm ** (1 / norm_type)).cpu()
             norms.append(norm)
         return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
 
     def gradients(self) -> list[Any]:
-        """Of all parameters that have one, wherever it is."""
+        """Return all gradients, on the device or in host memory."""
         return [g for p in self._parameters() if (g := self._gradient_of(p)) is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the optimizer itself, the states in host memory; of a 16-bit parameter with its "master" weights."""
+        """Return the state dict of the optimizer, with states in host memory, and "master" of 16-bit parameters."""
         self._raise_if_failed()
         states: dict[Any, dict[str, Any]] = {p: self.states_of(p) for p in self._parameters()}
-        before, self.state = self.state, defaultdict(dict, {p: each for p, each in states.items() if each})
+        non_empty = {p: param_states for p, param_states in states.items() if param_states}
+        previous, self.state = self.state, defaultdict(dict, non_empty)
         try:
             return super().state_dict()
         finally:
-            self.state = before
+            self.state = previous
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """What `state_dict` of this or of the plain optimizer returned.
+        """Load a state dict of this or of the original optimizer.
 
         Raises:
-            ValueError: for other parameter groups, shapes or states; nothing was changed then.
+            ValueError: for other parameter groups, shapes or states; nothing is changed.
         """
-        saved = state_dict["param_groups"]
-        mine = [group["params"] for group in self.param_groups]
-        if [len(group["params"]) for group in saved] != [len(group) for group in mine]:
+        groups = state_dict["param_groups"]
+        params = [group["params"] for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != [len(group) for group in params]:
             raise ValueError(
-                f"the state dict has {[len(group['params']) for group in saved]} parameters in its groups, the "
-                f"optimizer has {[len(group) for group in mine]}"
+                f"the state dict has {[len(group['params']) for group in groups]} parameters in its groups, the "
+                f"optimizer has {[len(group) for group in params]}"
             )
-        numbers = [number for group in saved for number in group["params"]]
-        found = dict(zip(numbers, [p for group in mine for p in group], strict=True))
-        states = {found[number]: each for number, each in state_dict["state"].items()}
-        for p, each in states.items():
-            missing = self.layout_of(p)[1].keys() - each.keys() - {MASTER} if each else ()
+        numbers = [number for group in groups for number in group["params"]]
+        by_number = dict(zip(numbers, [p for group in params for p in group], strict=True))
+        states = {by_number[number]: param_states for number, param_states in state_dict["state"].items()}
+        for p, param_states in states.items():
+            missing = self.layout_of(p)[1].keys() - param_states.keys() - {MASTER} if param_states else ()
             if missing:
                 raise ValueError(
                     f"the state dict has no {', '.join(map(repr, sorted(missing)))} of a parameter of shape "
-                    f"{tuple(p.shape)}, which this {type(self._inner).__name__} needs; it is another optimizer's"
+                    f"{tuple(p.shape)}, which this {type(self._inner).__name__} needs; it is of another optimizer"
                 )
-            for name, value in each.items():
+            for name, value in param_states.items():
                 if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
                     raise ValueError(
                         f"optimizer state {name!r} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}"
                     )
         with self.loading():
-            self.apply_settings(saved)
-            self._fill(states)
+            self.load_hyperparameters(groups)
+            self._load_states(states)
 
     def states_of(self, parameter: Any) -> dict[str, Any]:
-        """The states of a parameter in memory of their own, DTensors where it is one; {} before its first step."""
+        """Return a copy of a parameter's states, DTensors if it is one; {} before its first step."""
         if not self.is_ready(parameter):
             return {}
-        small, arrays = self.layout_of(parameter)
-        return small | {name: like(self._read_whole(parameter, name), parameter) for name in arrays}
+        scalars, arrays = self.layout_of(parameter)
+        return scalars | {name: to_dtensor_like(self._read_whole(parameter, name), parameter) for name in arrays}
 
-    # What a checkpoint asks.
+    # Interface of checkpoints.
 
     def layout_of(self, parameter: Any) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
-        """A parameter's states of one value, before its first step as they are after some; the dtypes of the others."""
-        parts = self._parts.get(parameter)
-        if not parts:
+        """Return a parameter's scalar states (examples before its first step), and the dtypes of the other states."""
+        chunks = self._chunks.get(parameter)
+        if not chunks:
             return {}, {}
-        offsets, states = parts[0].offsets, self._states[parts[0].settings]
-        ready = next((part.small for part in parts if part.ready), None)
-        small = {name: v for name, v in states.items() if name not in offsets} if ready is None else ready
-        return copy.deepcopy(small), {name: dtype for name, (_, dtype) in offsets.items()}
+        offsets, states = chunks[0].offsets, self._state_templates[chunks[0].param_group]
+        scalars = next((chunk.scalars for chunk in chunks if chunk.is_ready), None)
+        result = {name: v for name, v in states.items() if name not in offsets} if scalars is None else scalars
+        return copy.deepcopy(result), {name: dtype for name, (_, dtype) in offsets.items()}
 
     def is_ready(self, parameter: Any) -> bool:
-        """Whether it has been stepped."""
-        return any(part.ready for part in self._parts.get(parameter, ()))
+        """Return whether a parameter has states."""
+        return any(chunk.is_ready for chunk in self._chunks.get(parameter, ()))
 
     def read_state(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
-        """Elements `begin` to `end` of a state, row by row."""
+        """Return elements `begin` to `end` of a state, in row-major order."""
         self._raise_if_failed()
-        if not local(parameter).is_contiguous():
+        if not to_local(parameter).is_contiguous():
             return self._read_whole(parameter, name).reshape(-1)[begin:end]
         return self._read_in_memory_order(parameter, name, begin, end)
 
     @torch.no_grad()
     def write_state(self, parameter: Any, name: str, begin: int, values: Tensor) -> None:
-        """Replace elements of a state, row by row, from `begin` on; `end_load` makes the parameter have its states."""
-        if not local(parameter).is_contiguous():
-            begin, values = 0, flat(replaced(self._read_whole(parameter, name), begin, values))
-        self._visit_state(parameter, name, begin, begin + values.numel(), lambda mine, at: mine.copy_(values[at]), True)
+        """Replace elements of a state from `begin` on, in row-major order; call `finish_load` after all states."""
+        if not to_local(parameter).is_contiguous():
+            begin, values = 0, flat_view(replace_range(self._read_whole(parameter, name), begin, values))
+        end = begin + values.numel()
+        self._visit_state(parameter, name, begin, end, lambda array, at: array.copy_(values[at]), is_modified=True)
 
     def _read_whole(self, parameter: Any, name: str) -> Tensor:
-        """A state, with the strides of its parameter."""
-        shape, shard = local_shape(parameter), local(parameter)
+        """Return a state, with the strides of its parameter."""
+        shape, shard = local_shape(parameter), to_local(parameter)
         values = self._read_in_memory_order(parameter, name, 0, shape.numel())
         return values.view(shape) if shard.is_contiguous() else values.as_strided(shape, shard.stride())
 
     def _read_in_memory_order(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
-        found = torch.empty(end - begin, dtype=self._parts[parameter][0].offsets[name][1])
-        self._visit_state(parameter, name, begin, end, lambda mine, at: found[at].copy_(mine), False)
-        return found
+        result = torch.empty(end - begin, dtype=self._chunks[parameter][0].offsets[name][1])
+        self._visit_state(parameter, name, begin, end, lambda array, at: result[at].copy_(array), is_modified=False)
+        return result
 
     def _visit_state(
-        self, parameter: Any, name: str, begin: int, end: int, visit: Callable[[Tensor, slice], object], changes: bool
+        self,
+        parameter: Any,
+        name: str,
+        begin: int,
+        end: int,
+        visit: Callable[[Tensor, slice], object],
+        is_modified: bool,
     ) -> None:
-        def visit_parts(parts: list[StatePart]) -> None:
-            for part in parts:
-                first, last = max(begin, part.begin), min(end, part.end)
-                mine = part.arrays()[name][first - part.begin : last - part.begin]
-                visit(mine, slice(first - begin, last - begin))
+        """Call `visit` with each array of the state, and its elements' slice of `begin` to `end`."""
 
-        parts = [part for part in self._parts[parameter] if part.begin < end and begin < part.end]
-        self._over_groups(visit_parts, parts, changes)
+        def visit_chunks(chunks: list[StateChunk]) -> None:
+            for chunk in chunks:
+                first, last = max(begin, chunk.begin), min(end, chunk.end)
+                array = chunk.arrays()[name][first - chunk.begin : last - chunk.begin]
+                visit(array, slice(first - begin, last - begin))
 
-    def apply_settings(self, settings: list[dict[str, Any]]) -> None:
-        if len(settings) != len(self.param_groups):
-            raise ValueError(f"the checkpoint has {len(settings)} parameter groups, not {len(self.param_groups)}")
-        for group, values in zip(self.param_groups, settings, strict=True):
+        chunks = [chunk for chunk in self._chunks[parameter] if chunk.begin < end and begin < chunk.end]
+        self._visit_groups(visit_chunks, chunks, is_modified)
+
+    def load_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        """Copy everything but the parameters from other parameter groups."""
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"the checkpoint has {len(groups)} parameter groups, not {len(self.param_groups)}")
+        for group, values in zip(self.param_groups, groups, strict=True):
             group.update({key: copy.copy(value) for key, value in values.items() if key != "params"})
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """States are loaded within; those that are not are as before their first step. If it raises, so does a step."""
-        with self._failing():
+        """Load all states within; others are reset to those before the first step. If it raises, so do later steps."""
+        with self._record_failure():
             self.buffers.reset()
             self.state.clear()
             self._failure = None
             yield
 
     @torch.no_grad()
-    def end_load(self, parameter: Any, small: dict[str, Any], has_master: bool) -> None:
-        """All states of a parameter were written."""
-        parts = self._parts.get(parameter, [])
-        for part in parts:
-            part.ready, part.small = has_master, copy.deepcopy(small)
-            self.state[parameter] = part.small
+    def finish_load(self, parameter: Any, scalars: dict[str, Any], has_master: bool) -> None:
+        """Finish loading a parameter, all of whose states are written."""
+        chunks = self._chunks.get(parameter, [])
+        for chunk in chunks:
+            chunk.is_ready, chunk.scalars = has_master, copy.deepcopy(scalars)
+            self.state[parameter] = chunk.scalars
         if not has_master:
-            self._over_groups(self._set_masters, [part for part in parts if MASTER in part.offsets])
-        for part in parts:
-            part.ready = True
-        if parameter not in self._slots:
-            self._versions[parameter] = local(parameter)._version
+            self._visit_groups(self._update_masters, [chunk for chunk in chunks if MASTER in chunk.offsets])
+        for chunk in chunks:
+            chunk.is_ready = True
+        if parameter not in self._offloaded:
+            self._versions[parameter] = to_local(parameter)._version
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
-                "an earlier step or load has failed, so some parameters and states are those before it and some are "
-                "not; resume from a checkpoint"
+                "an earlier step or load has failed, so some parameters and states are updated and some are not; "
+                "resume from a checkpoint"
             ) from self._failure
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """What raises within leaves the optimizer unusable until states are loaded."""
+    def _record_failure(self) -> Iterator[None]:
+        """Record an exception, after which the optimizer is unusable until states are loaded."""
         try:
             yield
         except BaseException as error:
             self._failure = error
             raise
 
-    # How it works.
+    # Implementation.
 
     def _parameters(self) -> list[Any]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _as_stepped(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group whose fused implementation steps, unless another was asked for; its own settings, which a state dict
-        has, stay as they are."""
-        asked = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        fused = "fused" in inspect.signature(type(self._inner).__init__).parameters and not asked
-        return {**group, "fused": True} if fused else group
+    def _with_fused(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a group with `fused`, unless the user chose an implementation."""
+        is_explicit = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        has_fused = "fused" in inspect.signature(type(self._inner).__init__).parameters and not is_explicit
+        return {**group, "fused": True} if has_fused else group
 
-    def _names(self, part: StatePart) -> dict[str, torch.dtype]:
-        """The states that its sub-group has; the values that are stepped are among them if they are not its own."""
-        p = part.parameter
+    def _state_dtypes(self, chunk: StateChunk) -> dict[str, torch.dtype]:
+        """Return the dtypes of a chunk's states, with master weights unless the parameter is stepped in place."""
+        p = chunk.parameter
         dtype = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
-        is_own = dtype == p.dtype and local(p).device == self._step_on
-        master = {} if is_own else {MASTER: dtype}
-        shaped = [name for name, v in self._states[part.settings].items() if isinstance(v, Tensor) and v.ndim]
-        return master | dict.fromkeys(shaped, dtype)
+        in_place = dtype == p.dtype and to_local(p).device == self._step_device
+        master = {} if in_place else {MASTER: dtype}
+        states = self._state_templates[chunk.param_group].items()
+        return master | dict.fromkeys((name for name, v in states if isinstance(v, Tensor) and v.ndim), dtype)
 
     @torch.no_grad()
     def _elementwise_states(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The states of a parameter, as they would be; ValueError unless it steps each element by itself."""
-        lr = {"lr": 0.01} if "lr" in group else {}  # not 0
+        """Return example states of a parameter; ValueError unless the optimizer is element-wise.
+
+        Step a parameter of 35 elements, and the same in chunks of at most 16, twice, and compare.
+        """
+        lr = {"lr": 0.01} if "lr" in group else {}  # a rate of 0 would hide differences
         values = torch.linspace(-1, 1, 35)
-        whole, parts = nn.Parameter(values.view(5, 7)), [nn.Parameter(each) for each in values.clone().split(16)]
+        full = nn.Parameter(values.view(5, 7))
+        pieces = [nn.Parameter(piece) for piece in values.clone().split(16)]
         try:
             states: dict[Any, Any] = {}
             for gradient in (values.flip(0), values.cos()):
-                whole.grad = gradient.view(5, 7)
-                for part, of_part in zip(parts, gradient.split(16), strict=True):
-                    part.grad = of_part.clone()
-                self._run([{**group, **lr, "params": [whole, *parts]}], states)
-            found = states[whole]
-            same = all(v.shape == whole.shape for v in found.values() if isinstance(v, Tensor) and v.ndim)
-            same = same and torch.allclose(whole.flatten(), torch.cat([part.detach() for part in parts]))
+                full.grad = gradient.view(5, 7)
+                for piece, gradient_part in zip(pieces, gradient.split(16), strict=True):
+                    piece.grad = gradient_part.clone()
+                self._step_inner([{**group, **lr, "params": [full, *pieces]}], states)
+            templates = states[full]
+            is_elementwise = all(v.shape == full.shape for v in templates.values() if isinstance(v, Tensor) and v.ndim)
+            stepped = torch.cat([piece.detach() for piece in pieces])
+            is_elementwise = is_elementwise and torch.allclose(full.flatten(), stepped)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{type(self._inner).__name__} cannot be offloaded: {error}") from error
-        if not same:
+        if not is_elementwise:
             raise ValueError(
                 f"{type(self._inner).__name__} does not step each element of a parameter by itself, so its states "
                 "cannot be offloaded in parts; use an element-wise optimizer, such as Adam, or states='device' without "
                 "te.offload"
             )
-        return found
+        return templates
 
-    def _run(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
-        """Step parameters by the user's optimizer; `states` of each, which are changed."""
+    def _step_inner(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
+        """Step parameters of `groups` by the user's optimizer; `states`, by parameter, are changed."""
         inner: Any = self._inner
-        groups = [self._as_stepped(group) for group in groups]
+        groups = [self._with_fused(group) for group in groups]
         for group in groups:
             for p in group["params"]:
                 if not states.get(p):
-                    states[p] = dict(self._first_states(p, group))
+                    states[p] = dict(self._constructor_states(p, group))
         inner.param_groups, inner.state = groups, defaultdict(dict, states)
         inner.step()
         states.update(inner.state)
         inner.param_groups, inner.state = [], defaultdict(dict)
 
-    def _first_states(self, p: Tensor, group: dict[str, Any]) -> Mapping[str, Any]:
-        """What the optimizer's constructor has made, as Adagrad's does."""
+    def _constructor_states(self, p: Tensor, group: dict[str, Any]) -> Mapping[str, Any]:
+        """Return the states that the optimizer's constructor creates; only Adagrad's does."""
         if not isinstance(self._inner, torch.optim.Adagrad):
             return {}
         return type(self._inner)([p], **{k: v for k, v in group.items() if k in self._inner.defaults}).state[p]
 
-    def _sub_groups(self, elements: int) -> Iterator[SubGroup]:
-        parts, numel, number = list[StatePart](), 0, 0
-        for settings, group in enumerate(self.param_groups):
+    def _make_sub_groups(self, elements: int) -> Iterator[SubGroup]:
+        """Split parameters into chunks, and group them in order, up to `elements` per sub-group."""
+        chunks, numel, number = list[StateChunk](), 0, 0
+        for param_group, group in enumerate(self.param_groups):
             for p in group["params"]:
-                slot, size = self._slots.get(p), local_shape(p).numel()
-                if slot is None and not is_dense(local(p)):
+                offloaded, size = self._offloaded.get(p), local_shape(p).numel()
+                if offloaded is None and not is_dense(to_local(p)):
                     raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} has the strides {local(p).stride()}, so there are gaps "
-                        "in its memory; make it contiguous"
+                        f"a parameter of shape {tuple(p.shape)} has the strides {to_local(p).stride()}, with gaps in "
+                        "its memory; make it contiguous"
                     )
                 pieces: list[tuple[int, int, Any]]
                 pieces = [(at, min(at + elements, size), None) for at in range(0, size, elements)]
-                if slot is not None:
-                    pieces = [(each.begin, each.end, each) for each in slot.pieces]
+                if offloaded is not None:
+                    pieces = [(piece.begin, piece.end, piece) for piece in offloaded.pieces]
                 for begin, end, piece in pieces:
-                    most = end - begin if piece is None else pages(piece.span.num_bytes) // p.dtype.itemsize
-                    if parts and numel + most > elements:
-                        yield SubGroup(number, parts)
-                        parts, numel, number = [], 0, number + 1
-                    parts.append(StatePart(p, settings, begin, end, slot, piece))
-                    numel += most
-        yield SubGroup(number, parts)
+                    padded = end - begin if piece is None else round_to_pages(piece.span.num_bytes) // p.dtype.itemsize
+                    if chunks and numel + padded > elements:
+                        yield SubGroup(number, chunks)
+                        chunks, numel, number = [], 0, number + 1
+                    chunks.append(StateChunk(p, param_group, begin, end, offloaded, piece))
+                    numel += padded
+        yield SubGroup(number, chunks)
 
-    def _over_groups(
-        self, work: Callable[[list[StatePart]], object], parts: list[StatePart], changes: bool = True
+    def _visit_groups(
+        self, work: Callable[[list[StateChunk]], object], chunks: list[StateChunk], is_modified: bool = True
     ) -> None:
-        """Call `work` with those of the parts that are of one sub-group, which is in memory; `work` may change it."""
-        of_group: dict[SubGroup, list[StatePart]] = {}
-        for part in parts:
-            of_group.setdefault(part.group, []).append(part)
+        """Call `work` with the chunks of each sub-group, while it is in memory; `is_modified`: `work` changes them."""
+        by_group: dict[SubGroup, list[StateChunk]] = {}
+        for chunk in chunks:
+            by_group.setdefault(chunk.group, []).append(chunk)
         backward = self._steps % 2 == 1
-        for group in self.buffers.over(sorted(of_group, key=lambda each: each.number, reverse=backward), changes):
-            work(of_group[group])
+        order = sorted(by_group, key=lambda group: group.index, reverse=backward)
+        for group in self.buffers.visit(order, is_modified):
+            work(by_group[group])
 
     @torch.no_grad()
-    def _step_group(self, parts: list[StatePart]) -> None:
-        self._set_masters([part for part in parts if not part.ready])
-        values = [part.arrays()[MASTER] if MASTER in part.offsets else self._own_values(part) for part in parts]
-        for ready, some in groupby(zip(parts, values, strict=True), key=lambda each: each[0].ready):
-            self._step_parts(list(some), ready)
-        for part, value in zip(parts, values, strict=True):
-            self._put(part, value)
+    def _step_group(self, chunks: list[StateChunk]) -> None:
+        """Step chunks of a sub-group, and store the values in their parameters."""
+        self._update_masters([chunk for chunk in chunks if not chunk.is_ready])
+        values = [
+            chunk.arrays()[MASTER] if MASTER in chunk.offsets else self._parameter_values(chunk) for chunk in chunks
+        ]
+        for is_ready, run in groupby(zip(chunks, values, strict=True), key=lambda pair: pair[0].is_ready):
+            self._step_chunks(list(run), is_ready)
+        for chunk, value in zip(chunks, values, strict=True):
+            self._store_values(chunk, value)
 
-    def _step_parts(self, some: list[tuple[StatePart, Tensor]], ready: bool) -> None:
+    def _step_chunks(self, pairs: list[tuple[StateChunk, Tensor]], has_states: bool) -> None:
+        """Step chunks, all of which have states, or none."""
+        # Leaves with values, gradients and states, by parameter group.
         states: dict[Any, dict[str, Any]] = {}
         groups: dict[int, dict[str, Any]] = {}
-        stepped: list[tuple[StatePart, nn.Parameter, dict[str, Tensor]]] = []
+        stepped: list[tuple[StateChunk, nn.Parameter, dict[str, Tensor]]] = []
         used = 0
-        for part, value in some:
-            leaf, arrays = nn.Parameter(value), part.arrays()
-            gradient = local(self._gradient_of(part.parameter))
-            gradient = flat_like(gradient, local(part.parameter))[part.begin : part.end]
+        for chunk, value in pairs:
+            leaf, arrays = nn.Parameter(value), chunk.arrays()
+            gradient = to_local(self._gradient_of(chunk.parameter))
+            gradient = flat_like(gradient, to_local(chunk.parameter))[chunk.begin : chunk.end]
             if (gradient.device, gradient.dtype) != (leaf.device, leaf.dtype):
                 begin = -(-used // ALIGNMENT) * ALIGNMENT
                 used = begin + leaf.nbytes
-                gradient = self._scratch_of(leaf.device)[begin:used].view(leaf.dtype).copy_(gradient)
+                gradient = self._gradient_scratch(leaf.device)[begin:used].view(leaf.dtype).copy_(gradient)
             leaf.grad = gradient
-            if ready:
-                states[leaf] = part.small | {name: each for name, each in arrays.items() if name != MASTER}
-            if part.settings not in groups:
-                groups[part.settings] = {**self.param_groups[part.settings], "params": []}
-            groups[part.settings]["params"].append(leaf)
-            stepped.append((part, leaf, arrays))
-        self._run(list(groups.values()), states)
-        for part, leaf, arrays in stepped:
+            if has_states:
+                states[leaf] = chunk.scalars | {name: array for name, array in arrays.items() if name != MASTER}
+            if chunk.param_group not in groups:
+                groups[chunk.param_group] = {**self.param_groups[chunk.param_group], "params": []}
+            groups[chunk.param_group]["params"].append(leaf)
+            stepped.append((chunk, leaf, arrays))
+        self._step_inner(list(groups.values()), states)
+        # Store the states that are not updated in place.
+        for chunk, leaf, arrays in stepped:
             for name, value in states[leaf].items():
                 if name not in arrays:
-                    part.keep(name, value)
+                    chunk.store_scalar(name, value)
                 elif value is not arrays[name] and value.data_ptr() != arrays[name].data_ptr():
                     arrays[name].copy_(value.reshape(-1))
-            part.ready = True
-            self.state[part.parameter] = part.small
+            chunk.is_ready = True
+            self.state[chunk.parameter] = chunk.scalars
 
-    def _scratch_of(self, device: torch.device) -> Tensor:
-        """Memory for the gradients of a sub-group in another dtype, or from another device."""
+    def _gradient_scratch(self, device: torch.device) -> Tensor:
+        """Scratch memory for the gradients of a sub-group, converted to the dtype and device of the step."""
         if self._scratch is None:
-            most = max(sum(part.numel * 8 + ALIGNMENT for part in group.parts) for group in self.groups)
-            self._scratch = empty_on(device, most)
+            # 8: the largest dtype, float64.
+            num_bytes = max(sum(chunk.numel * 8 + ALIGNMENT for chunk in group.chunks) for group in self.groups)
+            self._scratch = empty_on(device, num_bytes)
         return self._scratch
 
     @torch.no_grad()
-    def _set_masters(self, parts: list[StatePart]) -> None:
-        """Let master weights have the values of the parameters, where they are not rounded to them already."""
-        for part in parts:
-            if MASTER in part.offsets:
-                master, values = part.arrays()[MASTER], self._own_values(part)
-                if part.ready:
+    def _update_masters(self, chunks: list[StateChunk]) -> None:
+        """Set master weights to the parameters' values, except where they round to these already."""
+        for chunk in chunks:
+            if MASTER in chunk.offsets:
+                master, values = chunk.arrays()[MASTER], self._parameter_values(chunk)
+                if chunk.is_ready:
                     values = torch.where(master.to(values.dtype) == values, master, values)
                 master.copy_(values)
 
-    def _own_values(self, part: StatePart) -> Tensor:
-        if part.slot is None:
-            return flat(local(part.parameter))[part.begin : part.end]
-        if part.value_at is not None and MASTER in part.offsets:
-            return part.slot.read_piece(part.piece)
-        return part.values()[: part.piece.span.num_bytes].view(part.slot.dtype)
+    def _parameter_values(self, chunk: StateChunk) -> Tensor:
+        """Return the values of the chunk's parameter, in the parameter's dtype."""
+        if chunk.offloaded is None:
+            return flat_view(to_local(chunk.parameter))[chunk.begin : chunk.end]
+        if chunk.value_offset is not None and MASTER in chunk.offsets:
+            return chunk.offloaded.read_piece(chunk.piece)
+        return chunk.values()[: chunk.piece.span.num_bytes].view(chunk.offloaded.dtype)
 
-    def _put(self, part: StatePart, value: Tensor) -> None:
-        """Let the parameter have the stepped values, if they are not its own memory."""
-        if part.slot is None:
-            if MASTER in part.offsets:
-                flat(local(part.parameter))[part.begin : part.end].copy_(value)
+    def _store_values(self, chunk: StateChunk, value: Tensor) -> None:
+        """Store stepped values in the parameter, unless they were updated in place."""
+        if chunk.offloaded is None:
+            if MASTER in chunk.offsets:
+                flat_view(to_local(chunk.parameter))[chunk.begin : chunk.end].copy_(value)
             return
-        part.slot.changed_piece(part.piece, value)
-        if MASTER in part.offsets:
-            part.values()[: part.piece.span.num_bytes].view(part.slot.dtype).copy_(value)
-        if part.value_at is not None:
-            part.written = part.piece.span.write(part.values())
-            part.group.moving.append(part.written)
+        chunk.offloaded.update_piece(chunk.piece, value)
+        if MASTER in chunk.offsets:
+            chunk.values()[: chunk.piece.span.num_bytes].view(chunk.offloaded.dtype).copy_(value)
+        if chunk.value_offset is not None:
+            chunk.value_write = chunk.piece.span.write(chunk.values())
+            chunk.group.transfers.append(chunk.value_write)
 
-    def _fill(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Let parameters have these states."""
-        for p, each in states.items():
-            arrays, small = self.layout_of(p)[1], dict[str, Any]()
-            for name, value in each.items():
+    def _load_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Load states by parameter and name."""
+        for p, param_states in states.items():
+            arrays, scalars = self.layout_of(p)[1], dict[str, Any]()
+            for name, value in param_states.items():
                 if name in arrays:
-                    self.write_state(p, name, 0, local(value).reshape(-1))
+                    self.write_state(p, name, 0, to_local(value).reshape(-1))
                 elif name != MASTER:
-                    small[name] = value
-            if each:
-                self.end_load(p, small, MASTER in each)
+                    scalars[name] = value
+            if param_states:
+                self.finish_load(p, scalars, MASTER in param_states)
 
-    def _renew(self, parameter: Any) -> None:
-        """A parameter was written to from outside."""
-        parts = self._parts.get(parameter, [])
-        self._over_groups(self._set_masters, [part for part in parts if part.ready and MASTER in part.offsets])
+    def _refresh_masters(self, parameter: Any) -> None:
+        """Update master weights after a parameter was written without this optimizer."""
+        chunks = self._chunks.get(parameter, [])
+        chunks = [chunk for chunk in chunks if chunk.is_ready and MASTER in chunk.offsets]
+        self._visit_groups(self._update_masters, chunks)
 
     def _gradient_of(self, parameter: Any) -> Any:
         return self._host_gradients.get(parameter, parameter.grad)
 
     def _move_gradient(self, parameter: Any) -> None:
-        gradient, parameter.grad = local(parameter.grad).to("cpu"), None
-        before = self._host_gradients.get(parameter)
-        self._host_gradients[parameter] = gradient if before is None else before.add_(gradient)
+        """Add a gradient to that in host memory, and free it on the device."""
+        gradient, parameter.grad = to_local(parameter.grad).to("cpu"), None
+        previous = self._host_gradients.get(parameter)
+        self._host_gradients[parameter] = gradient if previous is None else previous.add_(gradient)
 
 
-def _cut(states: Mapping[str, Any], part: Any) -> dict[str, Any]:
-    """The states of a part of a parameter; those on "meta" have no values to keep."""
+def _slice_states(states: Mapping[str, Any], index: Any) -> dict[str, Any]:
+    """Slice the states of a parameter; {} for states on "meta", which have no values."""
     if any(isinstance(value, Tensor) and value.is_meta for value in states.values()):
         return {}
     return {
-        name: value[part] if isinstance(value, Tensor) and value.ndim and part is not ... else value
+        name: value[index] if isinstance(value, Tensor) and value.ndim and index is not ... else value
         for name, value in states.items()
     }

@@ -1,7 +1,7 @@
-"""Sub-groups of parameters, which are stepped at once, and the host memory in which those on disk are stepped.
+"""Sub-groups of parameters, which the optimizer steps one by one, and the host buffers of sub-groups on disk.
 
-A pass over sub-groups reads those that follow and writes those before, `DEPTH` at once. What a pass has visited last
-stays in memory, so the next pass, which goes the other way, begins with it.
+A pass over sub-groups prefetches the next ones and writes back previous ones. The last sub-groups of a pass stay in
+memory, and the next pass, in reverse order, begins with them.
 """
 
 from collections import deque
@@ -11,42 +11,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.offloading.parameters import Slot
-from tritonemb.offloading.tiers import Span, Tier, aligned, pages
+from tritonemb.offloading.parameters import OffloadedParameter
+from tritonemb.offloading.tiers import Span, Tier, empty_host, round_to_pages
 from tritonemb.storage.store import IoFuture
 
-ALIGNMENT = 64  # bytes, of a state within its sub-group
-MASTER = "master"  # the fp32 weights of a 16-bit parameter, kept among its states
-LEAST_BUFFERS = 3  # one is read, one is stepped, one is written
-DEPTH = 4  # sub-groups that are read or written at once, at most
+ALIGNMENT = 64  # bytes: states in a sub-group begin at cache lines
+MASTER = "master"  # name of the state with fp32 master weights of a 16-bit parameter
+MIN_BUFFERS = 3  # one is read, one is stepped, one is written
+PREFETCH_DEPTH = 4  # sub-groups ahead of the pass for which buffers are freed
 
 
-class StatePart:
-    """Elements of a parameter that are stepped at once, with their states.
+class StateChunk:
+    """Elements `begin` to `end` of a parameter, in the order of memory, with their optimizer states.
 
-    `small` are states of one value, as "step". `piece` is where the values are if the parameter is offloaded;
-    `value_at` where they are in the buffer of the sub-group, if that is on disk.
+    Attributes:
+        scalars: states with one value, such as "step".
+        offsets: offset in the sub-group, and dtype, of states with one value per element.
+        piece: piece of an offloaded parameter with the same elements; None if the parameter is not offloaded.
+        value_offset: offset of the parameter's values in the sub-group's buffer, if they are on disk.
     """
 
-    def __init__(self, parameter: Any, settings: int, begin: int, end: int, slot: Slot | None, piece: Any) -> None:
-        self.parameter, self.settings, self.slot = parameter, settings, slot
+    def __init__(
+        self, parameter: Any, param_group: int, begin: int, end: int, offloaded: OffloadedParameter | None, piece: Any
+    ) -> None:
+        self.parameter, self.param_group, self.offloaded = parameter, param_group, offloaded
         self.begin, self.end, self.piece = begin, end, piece
-        self.numel, self.small, self.ready = end - begin, dict[str, Any](), False
+        self.numel, self.scalars, self.is_ready = end - begin, dict[str, Any](), False
         self.offsets: dict[str, tuple[int, torch.dtype]] = {}
-        self.room: dict[str, Tensor] = {}
-        self.value_at: int | None = None
-        self.written: IoFuture | None = None  # of the values that are in the buffer
+        self.scalar_memory: dict[str, Tensor] = {}
+        self.value_offset: int | None = None
+        self.value_write: IoFuture | None = None  # of the values in the buffer
         self.group: SubGroup
 
-    def keep(self, name: str, value: Any) -> None:
-        """Keep a state of one value, in the memory made for it, not amid the large temporary tensors of a step."""
-        room = self.room.get(name)
-        if isinstance(value, Tensor) and room is not None and (room.shape, room.dtype) == (value.shape, value.dtype):
-            value = room.copy_(value)
-        self.small[name] = value
+    def store_scalar(self, name: str, value: Any) -> None:
+        """Store a state with one value in preallocated memory, which large temporaries of a step cannot fragment."""
+        memory = self.scalar_memory.get(name)
+        if (
+            isinstance(value, Tensor)
+            and memory is not None
+            and (memory.shape, memory.dtype) == (value.shape, value.dtype)
+        ):
+            value = memory.copy_(value)
+        self.scalars[name] = value
 
     def arrays(self) -> dict[str, Tensor]:
-        """The states, in the memory of the sub-group."""
+        """Views of the states in the sub-group's memory, by name."""
         memory = self.group.memory
         return {
             name: memory[offset : offset + self.numel * dtype.itemsize].view(dtype)
@@ -54,172 +63,186 @@ class StatePart:
         }
 
     def values(self) -> Tensor:
-        """uint8, whole pages: an offloaded parameter's values in host memory, or room for them in a buffer."""
-        if self.value_at is None:
+        """Values of an offloaded parameter, uint8, whole pages: in host memory, or in the sub-group's buffer."""
+        if self.value_offset is None:
             return self.piece.span.memory
         assert self.group.buffer is not None
-        return self.group.buffer[self.value_at : self.value_at + pages(self.piece.span.num_bytes)]
+        return self.group.buffer[self.value_offset : self.value_offset + round_to_pages(self.piece.span.num_bytes)]
 
 
 class SubGroup:
-    """Parts that are stepped at once.
+    """Chunks that are stepped together (a sub-group of ZeRO-Infinity).
 
-    Their states are in `states`, or on disk in `span` and at the beginning of a `buffer`, in which values of parameters
-    on disk follow.
+    Their states are in `states`; or on disk in `span`, and while in use at the begin of a `buffer`, followed by the
+    values of parameters on disk.
     """
 
-    def __init__(self, number: int, parts: list[StatePart]) -> None:
-        self.number, self.parts, self.state_bytes, self.buffer_bytes = number, parts, 0, 0
+    def __init__(self, index: int, chunks: list[StateChunk]) -> None:
+        self.index, self.chunks, self.state_bytes, self.buffer_bytes = index, chunks, 0, 0
         self.states: Tensor | None = None
         self.span: Span | None = None
         self.buffer: Tensor | None = None
-        self.moving: list[IoFuture] = []  # between the disk and the buffer
-        self.filled = self.dirty = False  # whether the span has something, and whether the buffer has something else
-        for part in parts:
-            part.group = self
+        self.transfers: list[IoFuture] = []  # between the disk and the buffer
+        self.is_stored = False  # the span has been written
+        self.is_dirty = False  # the buffer has newer states than the span
+        for chunk in chunks:
+            chunk.group = self
 
     @property
     def memory(self) -> Tensor:
-        found = self.buffer if self.states is None else self.states
-        assert found is not None
-        return found
+        """Memory of the states, uint8."""
+        memory = self.buffer if self.states is None else self.states
+        assert memory is not None
+        return memory
 
     @property
-    def is_missing(self) -> bool:
-        """Whether it needs a buffer and has none."""
+    def needs_buffer(self) -> bool:
+        """Whether it is on disk and has no buffer."""
         return self.buffer_bytes > 0 and self.buffer is None
 
-    def lay_out(self, states: Callable[[StatePart], Mapping[str, torch.dtype]]) -> None:
-        for part in self.parts:
-            for name, dtype in states(part).items():
-                part.offsets[name] = self.state_bytes, dtype
-                self.state_bytes += -(-part.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    def assign_offsets(self, state_dtypes: Callable[[StateChunk], Mapping[str, torch.dtype]]) -> None:
+        """Lay out the states of all chunks."""
+        for chunk in self.chunks:
+            for name, dtype in state_dtypes(chunk).items():
+                chunk.offsets[name] = self.state_bytes, dtype
+                self.state_bytes += -(-chunk.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
-    def place(self, tier: Tier | None, device: torch.device) -> None:
-        """Let the states be in memory, or on the tier."""
+    def allocate(self, tier: Tier | None, device: torch.device) -> None:
+        """Allocate the states in memory, or on the tier."""
         if tier is None or not self.state_bytes:
-            self.states = torch.zeros(pages(self.state_bytes), dtype=torch.uint8, device=device)
+            self.states = torch.zeros(round_to_pages(self.state_bytes), dtype=torch.uint8, device=device)
         else:
             span = tier.reserve(self.state_bytes)
             self.span, self.states = (span, None) if span.memory is None else (None, span.memory)
-        self.buffer_bytes = pages(self.state_bytes) if self.span is not None else 0
-        for part in self.parts:
-            if part.piece is not None and part.piece.span.memory is None:
-                part.value_at = self.buffer_bytes
-                self.buffer_bytes += pages(part.piece.span.num_bytes)
+        self.buffer_bytes = round_to_pages(self.state_bytes) if self.span is not None else 0
+        for chunk in self.chunks:
+            if chunk.piece is not None and chunk.piece.span.memory is None:
+                chunk.value_offset = self.buffer_bytes
+                self.buffer_bytes += round_to_pages(chunk.piece.span.num_bytes)
 
-    def read(self, buffer: Tensor) -> None:
-        """Start to read it into a buffer."""
-        self.buffer, self.dirty = buffer, False
-        if self.span is not None and self.filled:
-            self.moving.append(self.span.read(buffer[: pages(self.state_bytes)]))
-        for part in self.parts:
-            part.written = None
-        self.read_values()
+    def begin_read(self, buffer: Tensor) -> None:
+        """Start to read states and values into a buffer."""
+        self.buffer, self.is_dirty = buffer, False
+        if self.span is not None and self.is_stored:
+            self.transfers.append(self.span.read(buffer[: round_to_pages(self.state_bytes)]))
+        for chunk in self.chunks:
+            chunk.value_write = None
+        self.begin_read_values()
 
-    def read_values(self) -> None:
-        """Start to read values that are not among the states and that somebody has written meanwhile."""
-        for part in self.parts:
-            if part.value_at is not None and MASTER not in part.offsets and part.written is not part.piece.span.written:
-                part.written = part.piece.span.written
-                self.moving.append(part.piece.span.read(part.values()))
+    def begin_read_values(self) -> None:
+        """Start to read values that were written since the last read; master weights replace values."""
+        for chunk in self.chunks:
+            if (
+                chunk.value_offset is not None
+                and MASTER not in chunk.offsets
+                and chunk.value_write is not chunk.piece.span.last_write
+            ):
+                chunk.value_write = chunk.piece.span.last_write
+                self.transfers.append(chunk.piece.span.read(chunk.values()))
 
     def wait(self) -> None:
-        while self.moving:
-            self.moving[0].wait()  # a failure stays: what it has left in the buffer is not to be used
-            self.moving.pop(0)
+        """Wait for all transfers of the buffer."""
+        while self.transfers:
+            self.transfers[0].wait()  # a failed one stays, so that later waits fail, too
+            self.transfers.pop(0)
 
-    def write(self) -> tuple[list[IoFuture], Tensor]:
-        """Start to write the states, unless the disk has them; give the buffer back with what moves in it."""
+    def begin_write(self) -> tuple[list[IoFuture], Tensor]:
+        """Start to write back dirty states; release the buffer, and return it with its pending transfers."""
         assert self.buffer is not None
-        if self.span is not None and self.dirty:
-            self.moving.append(self.span.write(self.buffer[: pages(self.state_bytes)]))
-            self.filled = True
-        found = self.moving, self.buffer
-        self.moving, self.buffer = [], None
-        return found
+        if self.span is not None and self.is_dirty:
+            self.transfers.append(self.span.write(self.buffer[: round_to_pages(self.state_bytes)]))
+            self.is_stored = True
+        result = self.transfers, self.buffer
+        self.transfers, self.buffer = [], None
+        return result
 
 
 class Buffers:
-    """Host memory for sub-groups that are on disk. Those that were visited last stay in it."""
+    """Host buffers of sub-groups on disk; a cache of those visited last."""
 
     def __init__(self, groups: list[SubGroup], num_bytes: int, device: torch.device) -> None:
-        self._groups, self._device, self._made = groups, device, 0
-        self.size = max(each.buffer_bytes for each in groups)
-        self.number = max(LEAST_BUFFERS, min(num_bytes // max(self.size, 1), len(groups)))
+        self._groups, self._device, self._num_allocated = groups, device, 0
+        self.buffer_bytes = max(group.buffer_bytes for group in groups)
+        self.num_buffers = max(MIN_BUFFERS, min(num_bytes // max(self.buffer_bytes, 1), len(groups)))
         self._free: list[Tensor] = []
         self._writing: deque[tuple[list[IoFuture], Tensor]] = deque()
-        self._resident: dict[SubGroup, None] = {}  # those that have a buffer; the least recently visited first
-        self._turn: dict[SubGroup, int] = {}  # of the pass
-        self._idle: deque[SubGroup] = deque()  # resident ones that the pass needs no longer
+        self._resident: dict[SubGroup, None] = {}  # sub-groups with a buffer; least recently visited first
+        self._pass_order: dict[SubGroup, int] = {}  # positions in the current pass
+        self._finished: deque[SubGroup] = deque()  # resident sub-groups that the pass has visited, or skips
 
-    def over(self, order: list[SubGroup], changes: bool) -> Iterator[SubGroup]:
-        """Each sub-group in turn, in memory; those that follow are read meanwhile. `changes`: it is to be written."""
-        self._turn = {group: number for number, group in enumerate(order)}
-        self._idle = deque(each for each in self._resident if each not in self._turn)
-        ahead = 0
-        for number, group in enumerate(order):
-            if group.is_missing:
-                self._read(group, self._take(wait=True))
-            ahead = max(ahead, number + 1)
-            while ahead < len(order) and (not order[ahead].is_missing or self._read(order[ahead], self._take())):
-                ahead += 1
-            group.read_values()
+    def visit(self, order: list[SubGroup], is_modified: bool) -> Iterator[SubGroup]:
+        """Yield each sub-group of `order`, in memory, while later ones are read. `is_modified`: mark them dirty."""
+        self._pass_order = {group: position for position, group in enumerate(order)}
+        self._finished = deque(cached for cached in self._resident if cached not in self._pass_order)
+        next_read = 0
+        for position, group in enumerate(order):
+            if group.needs_buffer:
+                self._begin_read(group, self._acquire(wait=True))
+            # Prefetch later sub-groups as far as buffers are free.
+            next_read = max(next_read, position + 1)
+            while next_read < len(order):
+                if order[next_read].needs_buffer and not self._begin_read(order[next_read], self._acquire()):
+                    break
+                next_read += 1
+            group.begin_read_values()
             group.wait()
-            group.dirty |= changes
+            group.is_dirty |= is_modified
             yield group
             if group.buffer is not None:
                 del self._resident[group]
                 self._resident[group] = None
-                self._idle.append(group)
-            ready = len(self._free) + len(self._writing) + self.number - self._made
-            missing = sum(each.is_missing for each in order[ahead : ahead + DEPTH])
-            if self._idle and ready < min(missing, self.number - 1):
+                self._finished.append(group)
+            # Write back a visited sub-group if the next ones lack buffers.
+            num_free = len(self._free) + len(self._writing) + self.num_buffers - self._num_allocated
+            num_missing = sum(later.needs_buffer for later in order[next_read : next_read + PREFETCH_DEPTH])
+            if self._finished and num_free < min(num_missing, self.num_buffers - 1):
                 self._evict()
 
     def drain(self) -> None:
-        """Wait until what was written is on the disk."""
-        for each in self._resident:
-            each.wait()
+        """Wait for all transfers."""
+        for group in self._resident:
+            group.wait()
         for futures, _ in self._writing:
             for future in futures:
                 future.wait()
 
     def reset(self) -> None:
-        """Forget what is in memory, and all states."""
-        self._free, self._made = [], 0
+        """Discard all states, also in memory."""
+        self._free, self._num_allocated = [], 0
         self._writing.clear()
         self._resident.clear()
-        for each in self._groups:
-            each.buffer, each.moving, each.filled = None, [], False
-            for part in each.parts:
-                part.ready, part.small = False, {}
+        for group in self._groups:
+            group.buffer, group.transfers, group.is_stored = None, [], False
+            for chunk in group.chunks:
+                chunk.is_ready, chunk.scalars = False, {}
 
-    def _read(self, group: SubGroup, buffer: Tensor | None) -> bool:
+    def _begin_read(self, group: SubGroup, buffer: Tensor | None) -> bool:
+        """Start to read a sub-group; return False without a buffer."""
         if buffer is None:
             return False
         self._resident[group] = None
-        group.read(buffer)
+        group.begin_read(buffer)
         return True
 
-    def _take(self, wait: bool = False) -> Tensor | None:
-        if not self._free and self._made < self.number:
-            self._made += 1
-            return aligned(self.size, self._device)
+    def _acquire(self, wait: bool = False) -> Tensor | None:
+        """Acquire a free buffer; `wait` for one, and evict if need be, else return None."""
+        if not self._free and self._num_allocated < self.num_buffers:
+            self._num_allocated += 1
+            return empty_host(self.buffer_bytes, self._device)
         if wait and not self._free and not self._writing:
             self._evict()
         while self._writing and not self._free:
             futures, buffer = self._writing[0]
-            if not (wait or all(each.done() for each in futures)):
+            if not (wait or all(future.done() for future in futures)):
                 break
-            for each in futures:
-                each.wait()
+            for future in futures:
+                future.wait()
             self._writing.popleft()
             self._free.append(buffer)
         return self._free.pop() if self._free else None
 
     def _evict(self) -> None:
-        """Write a sub-group that this pass needs no longer, else the one that it needs last, and free its buffer."""
-        group = self._idle.popleft() if self._idle else max(self._resident, key=self._turn.__getitem__)
+        """Write back a sub-group that the pass has visited, else the one that it needs last, and free its buffer."""
+        group = self._finished.popleft() if self._finished else max(self._resident, key=self._pass_order.__getitem__)
         del self._resident[group]
-        self._writing.append(group.write())
+        self._writing.append(group.begin_write())

@@ -1,4 +1,4 @@
-"""Where offloaded tensors are: an arena of device memory, spans of host memory, and a swap file on disk."""
+"""Memory of offloaded tensors: a device arena, host memory, and swap files on disk."""
 
 import contextlib
 import gc
@@ -22,71 +22,74 @@ from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, stor
 from tritonemb.utils import on_error
 
 TierName = Literal["device", "host", "disk"]
-CHUNK_BYTES = 4 << 20  # of one read or write
-SEGMENT_BYTES = 8 << 20  # checked at once
+CHUNK_BYTES = 4 << 20  # bytes per read or write request: large enough for an NVMe drive's full rate
+SEGMENT_BYTES = 8 << 20  # bytes per checksum step, which overlaps with the I/O of the next segment
 
 
-def pages(num_bytes: int) -> int:
-    """Rounded up to whole pages, which direct I/O needs."""
+def round_to_pages(num_bytes: int) -> int:
+    """Round up to whole pages, as direct I/O requires."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def aligned(num_bytes: int, gpu: torch.device) -> Tensor:
-    """uint8 `[pages(num_bytes)]` in host memory, page-aligned, pinned if `gpu` is one."""
-    size = pages(num_bytes)
+def empty_host(num_bytes: int, gpu: torch.device) -> Tensor:
+    """Allocate uint8 `[round_to_pages(num_bytes)]` in host memory, page-aligned; pinned if `gpu` is a GPU."""
+    size = round_to_pages(num_bytes)
     return torch.from_numpy(IoBuffer(size).array) if gpu.type == "cpu" else empty_pinned(size, gpu)
 
 
 def empty_on(device: torch.device, num_bytes: int) -> Tensor:
-    """uint8 `[pages(num_bytes)]` in memory of a device, page-aligned on a CPU."""
+    """Allocate uint8 `[round_to_pages(num_bytes)]` on a device, page-aligned on the CPU."""
     if device.type == "cpu":
-        return aligned(num_bytes, device)
-    return torch.empty(pages(num_bytes), dtype=torch.uint8, device=device)
+        return empty_host(num_bytes, device)
+    return torch.empty(round_to_pages(num_bytes), dtype=torch.uint8, device=device)
 
 
 class Arena:
-    """At most `num_bytes` of device memory, for parameters while they are used.
+    """Allocator of at most `num_bytes` of device memory, for parameters in use.
 
-    A block is free again when no tensor refers to its storage any more, so that nothing overwrites what somebody still
-    reads, such as a weight that a checkpointed block saved when it was computed again. On a CPU it is one mapping,
-    whose pages the system gives when they are first used; on a GPU blocks come from PyTorch's allocator.
+    A block is freed when no tensor refers to its storage, so a weight that activation checkpointing still reads is not
+    overwritten. On the CPU the arena is one mapping, whose pages the system allocates on first use; on a GPU blocks
+    come from PyTorch's allocator.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self.device = num_bytes // PAGE_BYTES * PAGE_BYTES, device
         self.used = self.peak = 0
         self._memory = IoBuffer(self.num_bytes) if device.type == "cpu" and self.num_bytes else None
-        self._free = [(0, self.num_bytes)]  # ascending; on a GPU only their sum counts
-        self._returned: deque[tuple[int, int]] = deque()  # by the collector, which may call at any time
+        self._free = [(0, self.num_bytes)]  # (offset, bytes), ascending; unused on a GPU
+        self._freed: deque[tuple[int, int]] = deque()  # by finalizers, which may run at any time
 
-    def take(self, num_bytes: int) -> Tensor | None:
-        """uint8 `[pages(num_bytes)]`, page-aligned; None if no free block is large enough."""
-        size = pages(num_bytes)
-        self._collect()
+    def allocate(self, num_bytes: int) -> Tensor | None:
+        """Allocate uint8 `[round_to_pages(num_bytes)]`, page-aligned; None if no free block is large enough."""
+        size = round_to_pages(num_bytes)
+        self._reclaim()
         if self._memory is None:
             if self.used + size > self.num_bytes:
                 return None
             block, begin = torch.empty(size, dtype=torch.uint8, device=self.device), 0
             owner: object = block.untyped_storage()
         else:
-            small = size <= self.num_bytes >> 6  # from the other end, not to be in the way of large ones
-            fitting = [(-at if small else length, at, length) for at, length in self._free if length >= size]
-            if not fitting:
+            is_small = size <= self.num_bytes >> 6  # small blocks come from the other end, against fragmentation
+            candidates = [
+                (-begin if is_small else length, begin, length) for begin, length in self._free if length >= size
+            ]
+            if not candidates:
                 return None
-            _, at, length = min(fitting)
-            place, begin = self._free.index((at, length)), at + length - size if small else at
-            rest = (at if small else at + size, length - size)
-            self._free[place : place + 1] = [rest] if length > size else []
+            _, offset, length = min(candidates)  # small: the last fit; large: the best fit
+            index, begin = self._free.index((offset, length)), offset + length - size if is_small else offset
+            remainder = (offset if is_small else offset + size, length - size)
+            self._free[index : index + 1] = [remainder] if length > size else []
             owner = array = self._memory.array[begin : begin + size]
             block = torch.from_numpy(array)
-        weakref.finalize(owner, self._returned.append, (begin, size)).atexit = False
+        weakref.finalize(owner, self._freed.append, (begin, size)).atexit = False
         self.used += size
         self.peak = max(self.peak, self.used)
         return block
 
-    def _collect(self) -> None:
-        while self._returned:
-            begin, size = self._returned.popleft()
+    def _reclaim(self) -> None:
+        """Return freed blocks to the free list, and merge neighbors."""
+        while self._freed:
+            begin, size = self._freed.popleft()
             self.used -= size
             if self._memory is not None:
                 self._free.append((begin, size))
@@ -100,49 +103,50 @@ class Arena:
 
 
 class HostSpan:
-    """Bytes of a tier, which hold one tensor or several. `memory`: uint8 in host memory; None on disk."""
+    """Extent of a tier, for one tensor or several. `memory`: uint8 in host memory; None on disk."""
 
     def __init__(self, tier: "HostTier", num_bytes: int) -> None:
         self.num_bytes, self._tier = num_bytes, tier
-        self.memory: Tensor = aligned(num_bytes, tier.device)
+        self.memory: Tensor = empty_host(num_bytes, tier.device)
 
     def read(self, out: Tensor) -> IoFuture:
-        """Copy them into uint8 `[pages(num_bytes)]`, page-aligned on a CPU, which must be left alone meanwhile."""
+        """Copy into uint8 `[round_to_pages(num_bytes)]`, page-aligned on the CPU, which must not be used until then."""
         return self._tier.copy(self.memory, out, 0)
 
     def write(self, values: Tensor) -> IoFuture:
-        """Copy them from such a tensor. A later `read` waits for it."""
+        """Copy from such a tensor. A later `read` waits for it."""
         return self._tier.copy(values, self.memory, 1)
 
 
 class HostTier:
-    """Host memory, pinned for a GPU. A thread copies, so that copies and computation overlap."""
+    """Host memory tier, pinned for a GPU. A thread copies, so that copies overlap with computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.moved = device, [0, 0]  # bytes read and written so far
+        self.device, self.bytes_moved = device, [0, 0]  # read, written
         self._copies = OperationQueue("tritonemb-offload-copy")
-        self._closed = weakref.finalize(self, _end, [self._copies])
+        self._closed = weakref.finalize(self, _stop_queues, [self._copies])
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reserve(self, num_bytes: int) -> HostSpan:
-        """A new span; StorageError if there is no room."""
+        """Allocate a span."""
         return HostSpan(self, num_bytes)
 
-    def copy(self, source: Tensor, target: Tensor, way: int) -> IoFuture:
-        self.moved[way] += source.nbytes
+    def copy(self, source: Tensor, target: Tensor, direction: int) -> IoFuture:
+        """Copy in the background; `direction`: 0 for a read, 1 for a write."""
+        self.bytes_moved[direction] += source.nbytes
         if self.device.type == "cpu":
             return self._copies.submit(lambda: (target.copy_(source), None)[1])
         return StreamCopy(self._stream, source, target)
 
     def close(self) -> None:
-        """Wait for what was submitted, and give the memory or the file back."""
+        """Wait for pending copies, and end the thread."""
         if self._closed.alive:
             self._copies.submit(lambda: None).wait()
             self._closed()
 
 
 class StreamCopy(IoFuture):
-    """A copy between pinned memory and a GPU on a stream of its own; `wait` makes the current stream wait for it."""
+    """Copy between pinned memory and a GPU on a side stream; `wait` makes the current stream wait for it."""
 
     def __init__(self, stream: Any, source: Tensor, target: Tensor) -> None:
         super().__init__()
@@ -160,161 +164,164 @@ class StreamCopy(IoFuture):
 
 
 class DiskSpan:
-    """As `HostSpan`, in a swap file."""
+    """Extent of a swap file; see `HostSpan`."""
 
     memory: None = None
 
     def __init__(self, tier: "DiskTier", offset: int, num_bytes: int) -> None:
         self.num_bytes, self.offset, self._tier = num_bytes, offset, tier
-        self.checksum: int | None = None  # of what was written last
-        self.written: IoFuture | None = None
+        self.checksum: int | None = None  # of the last write
+        self.last_write: IoFuture | None = None
 
     def read(self, out: Tensor) -> IoFuture:
         return self._transfer(out, False)
 
     def write(self, values: Tensor) -> IoFuture:
-        self.written = self._transfer(values, True)
-        return self.written
+        self.last_write = self._transfer(values, True)
+        return self.last_write
 
     def _transfer(self, values: Tensor, write: bool) -> IoFuture:
-        written = self.written
+        previous_write = self.last_write
 
         def transfer() -> None:
-            if written is not None:
-                with contextlib.suppress(*[StorageError] * write):  # a failed write may be made good
-                    written.wait()
+            if previous_write is not None:
+                with contextlib.suppress(*[StorageError] * write):  # a new write repairs a failed one
+                    previous_write.wait()
             self._tier.transfer(self, values, write)
 
         return self._tier.submit(write, transfer)
 
 
 class DiskTier:
-    """A rank's swap file in a folder, read and written past the page cache by the engine of `storage`.
+    """Disk tier: a rank's swap file in a folder, with direct I/O by the engine of `storage`.
 
     The file is locked, removed when the tier is closed or the process ends, and reclaimed by the next process if this
-    one was killed. What is read is checked against the checksum of what was written, so a file that was damaged or cut
-    is noticed. Reads and writes have two threads each: one checks while the disk works for the other.
+    one was killed. Reads are verified by the checksums of the writes, which detects damaged or truncated files. Reads
+    and writes have two threads each: one computes checksums while the disk works for the other.
 
     Raises:
-        StorageError: the folder cannot be written to, another process uses the file, or the disk is full.
+        StorageError: the folder is not writable, another process uses the file, or the disk is full.
     """
 
     def __init__(self, folder: Path, rank: int = 0, world_size: int = 1) -> None:
-        self.path, self.moved = folder / f"swap-{rank}.bin", [0, 0]
+        self.path, self.bytes_moved = folder / f"swap-{rank}.bin", [0, 0]
         self._size, self._lock = 0, threading.Lock()
-        with storage_errors(f"offload folder {folder}: cannot make {self.path.name}", "name a folder you can write to"):
+        with storage_errors(f"offload folder {folder}: cannot create {self.path.name}", "name a writable folder"):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
             if rank == 0:
                 _remove_stale(folder, world_size)
         names = "tritonemb-offload-read", "tritonemb-offload-write"
         self._queues = [OperationQueue(name) for name in names for _ in range(2)]
-        self._turn = [0, 0]
+        self._next_queue = [0, 0]
         self._closed = weakref.finalize(self, _remove, self._file, self._queues, os.getpid())
 
     def _open(self) -> PageFile:
-        collected = False
+        has_collected = False
         while True:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             file = PageFile(self.path)
             with on_error(file.close):
                 locked = file.lock()
-                if not locked and collected:
+                if not locked and has_collected:
                     raise StorageError(
-                        f"offload folder {self.path.parent}: another process uses {self.path.name}; give each run a "
-                        "folder of its own"
+                        f"offload folder {self.path.parent}: another process uses {self.path.name}; give each run its "
+                        "own folder"
                     )
-                if locked and file.is_linked():  # else its owner has removed it meanwhile
+                if locked and file.is_linked():  # else its owner has just removed it
                     file.resize(0)
                     return file
-                if not locked:  # perhaps by a model of this process that nobody uses any longer
-                    collected = gc.collect() >= 0
+                if not locked:  # perhaps by a dead model of this process: collect it, and retry
+                    has_collected = gc.collect() >= 0
             file.close()
 
     def reserve(self, num_bytes: int) -> DiskSpan:
-        offset, size = self._size, pages(num_bytes)
-        what = f"{self.path}: cannot reserve {offset + size:,} bytes"
-        with storage_errors(what, "name a folder on another disk"):
+        """Allocate a span in the file; StorageError if the disk is full."""
+        offset, size = self._size, round_to_pages(num_bytes)
+        problem = f"{self.path}: cannot reserve {offset + size:,} bytes"
+        with storage_errors(problem, "name a folder on another disk"):
             os.posix_fallocate(self._file.handle, offset, size)
         self._size += size
         return DiskSpan(self, offset, num_bytes)
 
     def submit(self, write: bool, work: Callable[[], None]) -> IoFuture:
+        """Run `work` in one of the two threads for reads, or for writes."""
         if not self._closed.alive:
             raise StorageError(f"{self.path} is closed")
-        self._turn[write] ^= 1
-        return self._queues[2 * write + self._turn[write]].submit(work)
+        self._next_queue[write] ^= 1
+        return self._queues[2 * write + self._next_queue[write]].submit(work)
 
     def transfer(self, span: DiskSpan, values: Tensor, write: bool) -> None:
-        """Read or write a span."""
-        on_cpu = values if values.device.type == "cpu" else torch.from_numpy(IoBuffer(values.numel()).array)
-        if write and on_cpu is not values:
-            on_cpu.copy_(values)
-        array, size = on_cpu.numpy(), pages(span.num_bytes)
-        assert write or span.checksum is not None, "a span is read that was never written"
-        memory, checksum = Memory(on_cpu.data_ptr(), memoryview(array)), 0
-        doing = "write to" if write else "read from"
+        """Read or write a span, segment by segment, and verify or store its checksum."""
+        host_values = values if values.device.type == "cpu" else torch.from_numpy(IoBuffer(values.numel()).array)
+        if write and host_values is not values:
+            host_values.copy_(values)
+        array, size = host_values.numpy(), round_to_pages(span.num_bytes)
+        assert write or span.checksum is not None, "read of a span that was never written"
+        memory, checksum = Memory(host_values.data_ptr(), memoryview(array)), 0
+        action = "write to" if write else "read from"
         segments = [slice(begin, min(begin + SEGMENT_BYTES, size)) for begin in range(0, size, SEGMENT_BYTES)]
-        span.checksum, before = None if write else span.checksum, span.checksum
+        span.checksum, expected = None if write else span.checksum, span.checksum
         advice = "check the disk, and resume from a checkpoint"
-        with storage_errors(f"{self.path}: cannot {doing} the swap file", advice), io_context() as context:
+        with storage_errors(f"{self.path}: cannot {action} the swap file", advice), io_context() as context:
             try:
-                transfers = [context.submit(self._file, _extents(span, part), write, memory) for part in segments]
-                for part, transfer in zip(segments, transfers, strict=True):
+                transfers = [context.submit(self._file, _extents(span, segment), write, memory) for segment in segments]
+                for segment, transfer in zip(segments, transfers, strict=True):
                     if not write:
                         context.wait(transfer)
-                    checksum = _checksum(array[part], checksum)
+                    checksum = _checksum(array[segment], checksum)
                     if write:
                         context.wait(transfer)
             except ExtentError as error:
                 raise error.reason from error
         with self._lock:
-            self.moved[write] += size
+            self.bytes_moved[write] += size
         if write:
             span.checksum = checksum
-        elif checksum != before:
+        elif checksum != expected:
             raise StorageError(
-                f"{self.path}: bytes {span.offset:,} to {span.offset + size:,} are not what was written: the file was "
-                "changed, or the disk is damaged; resume from a checkpoint"
+                f"{self.path}: bytes {span.offset:,} to {span.offset + size:,} have another checksum than written: the "
+                "file was changed, or the disk is damaged; resume from a checkpoint"
             )
-        elif on_cpu is not values:
-            values.copy_(on_cpu)
+        elif host_values is not values:
+            values.copy_(host_values)
 
     def close(self) -> None:
         if self._closed.alive:
-            for each in self._queues:
-                each.submit(lambda: None).wait()
+            for queue in self._queues:
+                queue.submit(lambda: None).wait()
             self._closed()
 
 
-def _extents(span: DiskSpan, part: slice) -> Extents:
-    begins = np.arange(part.start, part.stop, CHUNK_BYTES)
-    return Extents(begins, np.minimum(CHUNK_BYTES, part.stop - begins), span.offset + begins)
+def _extents(span: DiskSpan, segment: slice) -> Extents:
+    """I/O requests of a segment, at most `CHUNK_BYTES` each."""
+    begins = np.arange(segment.start, segment.stop, CHUNK_BYTES)
+    return Extents(begins, np.minimum(CHUNK_BYTES, segment.stop - begins), span.offset + begins)
 
 
-def _checksum(array: np.ndarray, before: int) -> int:
-    """Of whole pages, at the speed of memory: the CRC of each page's sum, and of each word's over the pages, so that it
-    sees words and pages that were exchanged."""
+def _checksum(array: np.ndarray, seed: int) -> int:
+    """Checksum of whole pages, at memory speed: CRC of the sum of each page, and of the sum over pages of each word, so
+    that exchanged words and exchanged pages change it."""
     words = array.view(np.uint64).reshape(-1, PAGE_BYTES // 8)
-    return zlib.crc32(words.sum(0).tobytes(), zlib.crc32(words.sum(1).tobytes(), before))
+    return zlib.crc32(words.sum(0).tobytes(), zlib.crc32(words.sum(1).tobytes(), seed))
 
 
 def _remove(file: PageFile, queues: Iterable[OperationQueue], process: int) -> None:
-    """End the threads; remove the file, unless this is a process that was forked off."""
+    """End the threads and remove the file, unless this is a forked process."""
     if os.getpid() == process:
-        _end(queues)
+        _stop_queues(queues)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file.path)
     file.close()
 
 
-def _end(queues: Iterable[OperationQueue]) -> None:
-    for each in queues:
-        each.close(lambda: None)
+def _stop_queues(queues: Iterable[OperationQueue]) -> None:
+    for queue in queues:
+        queue.close(lambda: None)
 
 
 def _remove_stale(folder: Path, world_size: int) -> None:
-    """Remove files that processes which were killed have left, of ranks that this job has not."""
+    """Remove files of killed processes, of ranks beyond this job's world size."""
     for path in folder.glob("swap-*.bin"):
         if int(path.stem.removeprefix("swap-")) >= world_size:
             file = PageFile(path)
@@ -324,22 +331,22 @@ def _remove_stale(folder: Path, world_size: int) -> None:
 
 
 class StripedTier:
-    """Swap files on several disks, which have spans in turn, so that they work at once."""
+    """Swap files on several disks, with spans assigned round-robin, so that all disks work in parallel."""
 
     def __init__(self, tiers: list[DiskTier]) -> None:
-        self._tiers, self._turn = tiers, 0
+        self._tiers, self._next_tier = tiers, 0
 
     @property
-    def moved(self) -> list[int]:
-        return [sum(each) for each in zip(*(tier.moved for tier in self._tiers), strict=True)]
+    def bytes_moved(self) -> list[int]:
+        return [sum(counts) for counts in zip(*(tier.bytes_moved for tier in self._tiers), strict=True)]
 
     def reserve(self, num_bytes: int) -> DiskSpan:
-        self._turn = (self._turn + 1) % len(self._tiers)
-        return self._tiers[self._turn].reserve(num_bytes)
+        self._next_tier = (self._next_tier + 1) % len(self._tiers)
+        return self._tiers[self._next_tier].reserve(num_bytes)
 
     def close(self) -> None:
-        for each in self._tiers:
-            each.close()
+        for tier in self._tiers:
+            tier.close()
 
 
 Span = HostSpan | DiskSpan
@@ -347,11 +354,11 @@ Tier = HostTier | DiskTier | StripedTier
 
 
 def make_tier(name: TierName, device: torch.device, folders: list[Path]) -> Tier:
-    """The tier of this name, "host" or "disk"."""
+    """Create the tier "host" or "disk"."""
     if name == "host":
         return HostTier(device)
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    made: list[DiskTier] = []
-    with on_error(lambda: StripedTier(made).close()):
-        made.extend(DiskTier(folder, *ranks) for folder in folders)
-    return made[0] if len(made) == 1 else StripedTier(made)
+    tiers: list[DiskTier] = []
+    with on_error(lambda: StripedTier(tiers).close()):
+        tiers.extend(DiskTier(folder, *ranks) for folder in folders)
+    return tiers[0] if len(tiers) == 1 else StripedTier(tiers)

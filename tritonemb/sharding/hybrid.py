@@ -116,7 +116,7 @@ class HybridParallel(ParallelModel):
         num_shards, node = self.groups.shards.size, self.groups.node.size
         table_device = _device_for(model, device)
         job = fused[0].optimizer, self.groups.world, num_shards, node, table_device, batch_size
-        self.plan = plan_job([config for each in fused for config in each.configs], *job) if plan is None else plan
+        self.plan = plan_job([c for module in fused for c in module.configs], *job) if plan is None else plan
         table_names = {config.name for collection in collections for config in collection.configs}
         if unknown := sorted(self.plan.tables.keys() - table_names):
             raise ValueError(f"the plan has tables that the model does not have: {join_names(unknown)}")

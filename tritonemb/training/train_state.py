@@ -19,9 +19,9 @@ from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
-from tritonemb.offloading.checkpoint import StoredPlace, places
+from tritonemb.offloading.checkpoint import TensorSlice, tensor_slices
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import is_offloaded, like, local, local_shape, source_of
+from tritonemb.offloading.parameters import is_offloaded, local_shape, source_of, to_dtensor_like, to_local
 from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
@@ -295,7 +295,9 @@ def optimizer_templates(
     for name, entry in stored.items():
         parameter = parameters.get(name.rpartition(".")[0])
         if isinstance(parameter, DTensor) and parameter.shape == entry.size:
-            templates[name] = like(torch.empty(local_shape(parameter), dtype=entry.properties.dtype), parameter)
+            templates[name] = to_dtensor_like(
+                torch.empty(local_shape(parameter), dtype=entry.properties.dtype), parameter
+            )
         elif parameter is not None:
             templates[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return templates
@@ -327,7 +329,7 @@ def nonfinite_parameter(
 ) -> str | None:
     """The name of a parameter that the optimizer trains and that is not finite in `tensors`; None if all are."""
     names = {place.name for p, place in _parameters_of(model, optimizer) if p.requires_grad}
-    values = {name: local(tensors[f"model.{name}"]) for name in sorted(names)}
+    values = {name: to_local(tensors[f"model.{name}"]) for name in sorted(names)}
     return next((name for name, v in values.items() if v.numel() and not v.norm(torch.inf).isfinite()), None)
 
 
@@ -385,25 +387,25 @@ def rng_plain() -> dict[str, Any]:
 
 def write_offloaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Write what was loaded into `model_tensors` to the tiers of offloaded parameters."""
-    for parameter, place in places(model.module if isinstance(model, HybridParallel) else model):
+    for parameter, place in tensor_slices(model.module if isinstance(model, HybridParallel) else model):
         if is_offloaded(parameter):
-            values = local(tensors[f"model.{place.name}"])
+            values = to_local(tensors[f"model.{place.name}"])
             source_of(parameter).write(values[place.slices] if place.is_tile else values)
 
 
-def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, StoredPlace]]:
+def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, TensorSlice]]:
     """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
     owned = {id(parameter) for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"]}
-    candidates: Iterable[tuple[Any, StoredPlace]]
+    candidates: Iterable[tuple[Any, TensorSlice]]
     if isinstance(optimizer, OffloadedOptimizer):
-        candidates = places(model.module if isinstance(model, HybridParallel) else model)
+        candidates = tensor_slices(model.module if isinstance(model, HybridParallel) else model)
     else:
         with metadata_only(parameters=True):
             entries = model.state_dict(keep_vars=True)
         candidates = (
-            (p, StoredPlace(name, p.shape, (), torch.Size())) for name, p in entries.items() if id(p) in owned
+            (p, TensorSlice(name, p.shape, (), torch.Size())) for name, p in entries.items() if id(p) in owned
         )
-    named: dict[int, tuple[Any, StoredPlace]] = {}
+    named: dict[int, tuple[Any, TensorSlice]] = {}
     for p, place in candidates:
         if id(p) in owned:
             named.setdefault(id(p), (p, place))
