@@ -449,7 +449,7 @@ class Engine:
 
     @property
     def computing(self) -> bool:
-        """Whether a forward or backward pass is running."""
+        """True during a forward or backward pass."""
         return self._depth > 0 or in_backward()
 
     @contextmanager

@@ -97,7 +97,7 @@ class SubGroup:
 
     @property
     def needs_buffer(self) -> bool:
-        """Whether it is on disk and has no buffer."""
+        """True if it is on disk and has no buffer."""
         return self.buffer_bytes > 0 and self.buffer is None
 
     def assign_offsets(self, state_dtypes: Callable[[StateChunk], Mapping[str, torch.dtype]]) -> None:
