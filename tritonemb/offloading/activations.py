@@ -19,12 +19,10 @@ PREFETCH_DEPTH = 4  # storages that are read before the backward needs them
 class SavedStorage:
     """Offloaded storage of saved tensors. Its span is reused once autograd releases them."""
 
-    def __init__(
-        self, store: "ActivationStore", storage: torch.UntypedStorage, previous: "SavedStorage | None"
-    ) -> None:
+    def __init__(self, store: "ActivationStore", storage: torch.UntypedStorage, newest: "SavedStorage | None") -> None:
         self.num_bytes, self._device = storage.nbytes(), store.device
         self.span = store.acquire(self.num_bytes)
-        self.previous = None if previous is None else weakref.ref(previous)
+        self.previous = None if newest is None else weakref.ref(newest)
         self._block: Tensor | None = empty_on(self._device, self.num_bytes)
         self._block[: self.num_bytes].copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
         self.write_future: IoFuture | None = self.span.write(self._block)

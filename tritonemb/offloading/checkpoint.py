@@ -27,14 +27,7 @@ from torch.futures import Future
 
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import (
-    is_offloaded,
-    local_shape_and_offset,
-    replace_range,
-    slices_of,
-    source_of,
-    to_local,
-)
+from tritonemb.offloading.parameters import is_offloaded, replace_range, shard_bounds, slices_of, source_of, to_local
 from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import FORMAT, METADATA, checkpoint_errors, size_and_checksum
@@ -158,7 +151,7 @@ def tensor_slices(model: nn.Module) -> Iterator[tuple[Any, TensorSlice]]:
         names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
         named += [(f"{prefix}.{name}", module._buffers[name]) for name in names if module._buffers[name] is not None]
     for name, p in named:
-        slice_shape, offset = local_shape_and_offset(p)
+        slice_shape, offset = shard_bounds(p)
         key, shape, origin = tiles.get(p, (name, torch.Size(p.shape), (0,) * p.dim()))
         offset = tuple(a + b for a, b in zip(origin, offset, strict=True))
         yield p, TensorSlice(key.removeprefix("."), shape, offset, slice_shape, p in tiles)

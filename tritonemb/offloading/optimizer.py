@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tritonemb.offloading.parameters import (
-    OffloadedParameter,
+    OffloadedParam,
     add_gradient_hook,
+    as_dtensor,
     flat_like,
     flat_view,
     is_dense,
     local_shape,
     replace_range,
-    to_dtensor_like,
     to_local,
 )
 from tritonemb.offloading.sub_groups import ALIGNMENT, MASTER, Buffers, StateChunk, SubGroup
@@ -56,7 +56,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, offloaded: Mapping[Any, OffloadedParameter], replacements: Replacements,
+        self, optimizer: torch.optim.Optimizer, offloaded: Mapping[Any, OffloadedParam], replacements: Replacements,
         tier: Tier | None, device: torch.device, sub_group: int, buffer_bytes: int, ratio: float = 0.0,
     ) -> None:  # fmt: skip
         self._is_initialized = False
@@ -225,7 +225,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not self.is_ready(parameter):
             return {}
         scalars, arrays = self.layout_of(parameter)
-        return scalars | {name: to_dtensor_like(self._read_whole(parameter, name), parameter) for name in arrays}
+        return scalars | {name: as_dtensor(self._read_whole(parameter, name), parameter) for name in arrays}
 
     # Interface of checkpoints.
 
@@ -256,7 +256,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not to_local(parameter).is_contiguous():
             begin, values = 0, flat_view(replace_range(self._read_whole(parameter, name), begin, values))
         end = begin + values.numel()
-        self._visit_state(parameter, name, begin, end, lambda array, at: array.copy_(values[at]), is_modified=True)
+        self._visit_state(parameter, name, begin, end, lambda array, at: array.copy_(values[at]), modify=True)
 
     def _read_whole(self, parameter: Any, name: str) -> Tensor:
         """Return a state, with the strides of its parameter."""
@@ -266,17 +266,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _read_in_memory_order(self, parameter: Any, name: str, begin: int, end: int) -> Tensor:
         result = torch.empty(end - begin, dtype=self._chunks[parameter][0].offsets[name][1])
-        self._visit_state(parameter, name, begin, end, lambda array, at: result[at].copy_(array), is_modified=False)
+        self._visit_state(parameter, name, begin, end, lambda array, at: result[at].copy_(array), modify=False)
         return result
 
     def _visit_state(
-        self,
-        parameter: Any,
-        name: str,
-        begin: int,
-        end: int,
-        visit: Callable[[Tensor, slice], object],
-        is_modified: bool,
+        self, parameter: Any, name: str, begin: int, end: int, visit: Callable[[Tensor, slice], object], modify: bool
     ) -> None:
         """Call `visit` with each array of the state, and its elements' slice of `begin` to `end`."""
 
@@ -287,7 +281,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 visit(array, slice(first - begin, last - begin))
 
         chunks = [chunk for chunk in self._chunks[parameter] if chunk.begin < end and begin < chunk.end]
-        self._visit_groups(visit_chunks, chunks, is_modified)
+        self._visit_groups(visit_chunks, chunks, modify)
 
     def load_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         """Copy everything but the parameters from other parameter groups."""
@@ -430,24 +424,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         yield SubGroup(number, chunks)
 
     def _visit_groups(
-        self, work: Callable[[list[StateChunk]], object], chunks: list[StateChunk], is_modified: bool = True
+        self, work: Callable[[list[StateChunk]], object], chunks: list[StateChunk], modify: bool = True
     ) -> None:
-        """Call `work` with the chunks of each sub-group, while it is in memory; `is_modified`: `work` changes them."""
+        """Call `work` with the chunks of each sub-group, while it is in memory; `modify`: it changes them."""
         by_group: dict[SubGroup, list[StateChunk]] = {}
         for chunk in chunks:
             by_group.setdefault(chunk.group, []).append(chunk)
         backward = self._steps % 2 == 1
         order = sorted(by_group, key=lambda group: group.index, reverse=backward)
-        for group in self.buffers.visit(order, is_modified):
+        for group in self.buffers.visit(order, modify):
             work(by_group[group])
 
     @torch.no_grad()
     def _step_group(self, chunks: list[StateChunk]) -> None:
         """Step chunks of a sub-group, and store the values in their parameters."""
         self._update_masters([chunk for chunk in chunks if not chunk.is_ready])
-        values = [
-            chunk.arrays()[MASTER] if MASTER in chunk.offsets else self._parameter_values(chunk) for chunk in chunks
-        ]
+        values = [c.arrays()[MASTER] if MASTER in c.offsets else self._parameter_values(c) for c in chunks]
         for is_ready, run in groupby(zip(chunks, values, strict=True), key=lambda pair: pair[0].is_ready):
             self._step_chunks(list(run), is_ready)
         for chunk, value in zip(chunks, values, strict=True):

@@ -59,7 +59,7 @@ def to_local(tensor: Any) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def to_dtensor_like(shard: Tensor, template: Any) -> Tensor:
+def as_dtensor(shard: Tensor, template: Any) -> Tensor:
     """Wrap this rank's shard like `template` if that is a DTensor."""
     if not isinstance(template, DTensor):
         return shard
@@ -67,7 +67,7 @@ def to_dtensor_like(shard: Tensor, template: Any) -> Tensor:
     return DTensor.from_local(shard, template.device_mesh, template.placements, run_check=False, **layout)
 
 
-def local_shape_and_offset(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
+def shard_bounds(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
     """Return the shape of this rank's shard of a DTensor, and its offset; of a tensor its shape, and zeros."""
     if not isinstance(tensor, DTensor):
         return torch.Size(tensor.shape), (0,) * tensor.dim()
@@ -77,7 +77,7 @@ def local_shape_and_offset(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
 
 def local_shape(tensor: Any) -> torch.Size:
     """Return the shape of this rank's shard of a DTensor, or of a tensor."""
-    return local_shape_and_offset(tensor)[0]
+    return shard_bounds(tensor)[0]
 
 
 def slices_of(shape: torch.Size, offset: tuple[int, ...]) -> tuple[slice, ...]:
@@ -143,11 +143,11 @@ def add_gradient_hook(parameter: Any, hook: Callable[[Any], None]) -> None:
 class OffloadedTensor(torch.Tensor):
     """Tensor without values, which `source` reads and writes."""
 
-    source: "OffloadedParameter"
+    source: "OffloadedParam"
     __slots__ = ("source",)
 
     @staticmethod
-    def __new__(cls, source: "OffloadedParameter", device: torch.device | str = "cpu") -> "OffloadedTensor":
+    def __new__(cls, source: "OffloadedParam", device: torch.device | str = "cpu") -> "OffloadedTensor":
         make_wrapper: Any = torch.Tensor._make_wrapper_subclass
         tensor: OffloadedTensor = make_wrapper(cls, source.shape, source.stride, dtype=source.dtype, device=device)
         tensor.source = source
@@ -222,8 +222,8 @@ def is_offloaded(parameter: Any) -> bool:
     return isinstance(to_local(parameter), OffloadedTensor)
 
 
-def source_of(parameter: Any) -> "OffloadedParameter":
-    """Return the `OffloadedParameter` of a parameter."""
+def source_of(parameter: Any) -> "OffloadedParam":
+    """Return the `OffloadedParam` of a parameter."""
     shard: Any = to_local(parameter)
     return shard.source
 
@@ -240,7 +240,7 @@ class Piece:
 class SavedParameter(NamedTuple):
     """Reference that autograd saves in place of a view of a parameter's copy."""
 
-    param: "OffloadedParameter"
+    param: "OffloadedParam"
     version: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -248,7 +248,7 @@ class SavedParameter(NamedTuple):
     dtype: torch.dtype
 
 
-class OffloadedParameter:
+class OffloadedParam:
     """Offloaded parameter of an engine: its spans in the tier, and its block while it is in the arena.
 
     Attributes:
@@ -423,7 +423,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_Pair = tuple[OffloadedParameter | None, OffloadedParameter | None]
+_Pair = tuple[OffloadedParam | None, OffloadedParam | None]
 
 
 class Engine:
@@ -432,13 +432,11 @@ class Engine:
     def __init__(self, arena: Arena, tier: Tier | None, device: torch.device) -> None:
         self.arena, self.tier, self.device = arena, tier, device
         # Parameters in the arena: by their storage, and by use, least recent first.
-        self.by_storage: dict[int, OffloadedParameter] = {}
-        self._lru: OrderedDict[OffloadedParameter, None] = OrderedDict()
+        self.by_storage: dict[int, OffloadedParam] = {}
+        self._lru: OrderedDict[OffloadedParam, None] = OrderedDict()
         # Prefetch: the last two parameters used, and the successor of such a pair in a forward, or in a backward.
         self._last_two: _Pair = (None, None)
-        self._successors: dict[
-            tuple[OffloadedParameter | None, OffloadedParameter | None, bool], OffloadedParameter
-        ] = {}
+        self._successors: dict[tuple[OffloadedParam | None, OffloadedParam | None, bool], OffloadedParam] = {}
         # Counters of the report.
         self.uses = self.waits = self.unexpected = 0
         # Depth of nested module calls, and hooks of saved tensors; `pack` and `unpack` offload activations.
@@ -453,9 +451,9 @@ class Engine:
         return self._depth > 0 or in_backward()
 
     @contextmanager
-    def use(self, params: Iterable[OffloadedParameter]) -> Iterator[None]:
+    def use(self, params: Iterable[OffloadedParam]) -> Iterator[None]:
         """Fetch parameters, pin them during the block, and prefetch their successors."""
-        pinned: list[OffloadedParameter] = []
+        pinned: list[OffloadedParam] = []
         try:
             for param in dict.fromkeys(params):
                 self._record_use(param)
@@ -470,7 +468,7 @@ class Engine:
             for param in pinned:
                 param.num_users -= 1
 
-    def _record_use(self, param: OffloadedParameter) -> None:
+    def _record_use(self, param: OffloadedParam) -> None:
         """Learn that `param` follows the last two parameters."""
         self.uses += 1
         key = *self._last_two, in_backward()
@@ -480,7 +478,7 @@ class Engine:
             self._successors[key] = param
         self._last_two = self._last_two[1], param
 
-    def _fetch(self, param: OffloadedParameter) -> None:
+    def _fetch(self, param: OffloadedParam) -> None:
         if param.block is None:
             self.waits += 1
             block = self._allocate(param.num_bytes, (), wait=True)
@@ -499,11 +497,9 @@ class Engine:
         self._lru[param] = None
         self._lru.move_to_end(param)
 
-    def _allocate(
-        self, num_bytes: int, protected: Collection[OffloadedParameter | None], wait: bool = False
-    ) -> Tensor | None:
+    def _allocate(self, size: int, protected: Collection[OffloadedParam | None], wait: bool = False) -> Tensor | None:
         """Allocate a block, evicting least recently used parameters; with `wait` also those with pending reads."""
-        block = self.arena.allocate(num_bytes)
+        block = self.arena.allocate(size)
         candidates = [param for param in self._lru if not param.num_users and param not in protected]
         loaded = [param for param in candidates if param.is_read()]
         for param in loaded + [param for param in candidates if wait and not param.is_read()]:
@@ -511,7 +507,7 @@ class Engine:
                 param.finish_read()
                 param.evict()
                 del self._lru[param]
-                block = self.arena.allocate(num_bytes)
+                block = self.arena.allocate(size)
         return block
 
     def _prefetch(self) -> None:
@@ -553,9 +549,8 @@ class Engine:
         param = self.by_storage.get(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
         if param is None:
             return self.pack(tensor)
-        return SavedParameter(
-            param, param.version, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
-        )
+        offset = int(tensor.storage_offset())
+        return SavedParameter(param, param.version, tensor.shape, tensor.stride(), offset, tensor.dtype)
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, SavedParameter):
@@ -571,7 +566,7 @@ class Engine:
             values = param.block[: param.num_bytes].view(packed.dtype)
             return values.as_strided(packed.size, packed.stride, packed.offset)
 
-    def register_hooks(self, model: nn.Module, params: Mapping[Tensor, OffloadedParameter]) -> None:
+    def register_hooks(self, model: nn.Module, params: Mapping[Tensor, OffloadedParam]) -> None:
         """Hook the calls of the model's modules; compiled modules get the copies of their parameters during a call."""
         compiled_modules: set[nn.Module] = set()
         for module in model.modules():
@@ -585,10 +580,8 @@ class Engine:
                 module.register_forward_pre_hook(self.enter_module, prepend=True)
                 module.register_forward_hook(self.leave_module, always_call=True)
 
-    def _wrap_compiled(self, module: Any, params: Mapping[Tensor, OffloadedParameter]) -> None:
-        locations = [
-            (owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p in params
-        ]
+    def _wrap_compiled(self, module: Any, params: Mapping[Tensor, OffloadedParam]) -> None:
+        locations = [(m, name) for m in module.modules() for name, p in m._parameters.items() if p in params]
         used_params = [params[owner._parameters[name]] for owner, name in locations]
         attribute = "forward" if hasattr(module, "_orig_mod") else "_compiled_call_impl"
         call = getattr(module, attribute)

@@ -18,12 +18,12 @@ from tritonemb.offloading.activations import ActivationStore
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import (
     Engine,
-    OffloadedParameter,
+    OffloadedParam,
+    as_dtensor,
     is_offloaded,
-    local_shape_and_offset,
+    shard_bounds,
     slices_of,
     source_of,
-    to_dtensor_like,
     to_local,
 )
 from tritonemb.offloading.tiers import Arena, TierName, make_tier
@@ -132,20 +132,19 @@ def offload(
     with on_error(lambda: _close(tiers)):
         arena = Arena(arena_bytes if params != "device" else 0, compute_device)
         engine = Engine(arena, tiers.get(params), compute_device)
-        parameter_move = ParameterMove(model, engine, elements, compute_device, params != "device", init)
-        offloaded, states_tier = parameter_move.offloaded, tiers.get(states)
-        options = states_tier, compute_device, elements, buffer_bytes, ratio
-        offloaded_optimizer = OffloadedOptimizer(optimizer, offloaded, parameter_move.replacements, *options)
+        move = ParameterMove(model, engine, elements, compute_device, params != "device", init)
+        options = tiers.get(states), compute_device, elements, buffer_bytes, ratio
+        offloaded_optimizer = OffloadedOptimizer(optimizer, move.offloaded, move.replacements, *options)
     plain_states = optimizer.state.copy()
     _disable(optimizer)  # the first change
-    parameter_move.commit()
-    offloaded_optimizer.load_plain_states(plain_states, parameter_move.replacements)
+    move.commit()
+    offloaded_optimizer.load_plain_states(plain_states, move.replacements)
     if activations in tiers:
         excluded = [t for t in (*model.parameters(), *model.buffers()) if not is_offloaded(t)]
         store = ActivationStore(tiers[activations], compute_device, budget_bytes // 8, excluded)
         engine.pack, engine.unpack = store.pack, store.unpack
-    if parameter_move.offloaded or activations in tiers:
-        engine.register_hooks(model, parameter_move.offloaded)
+    if move.offloaded or activations in tiers:
+        engine.register_hooks(model, move.offloaded)
     model._offload = engine, tiers  # type: ignore[assignment]
     return model, offloaded_optimizer
 
@@ -215,7 +214,7 @@ class ParameterMove:
         self, model: nn.Module, engine: Engine, elements: int, device: torch.device, offload_params: bool,
         init: Callable[[nn.Module], object] | None,
     ) -> None:  # fmt: skip
-        self.offloaded: dict[Any, OffloadedParameter] = {}
+        self.offloaded: dict[Any, OffloadedParam] = {}
         self.replacements: dict[Any, list[tuple[Any, Any]]] = {}
         self._new_parameter: dict[Any, Any] = {}
         self._device, self._init, self._initialized = device, init, set[Any]()
@@ -240,7 +239,7 @@ class ParameterMove:
                 if p is None or p in self._new_parameter or is_offloaded(p):
                     continue
                 if offload_params:
-                    param = OffloadedParameter(engine, f"{name}.{attribute}".removeprefix("."), p, elements)
+                    param = OffloadedParam(engine, f"{name}.{attribute}".removeprefix("."), p, elements)
                     self.offloaded[param.parameter], self._new_parameter[p] = param, param.parameter
                 elif to_local(p).is_meta:
                     tensor = torch.empty_like(p, device=device)
@@ -312,7 +311,7 @@ def _fill_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: A
     """Replace offloaded parameters in a state dict by copies in host memory."""
     for attribute, p in module._parameters.items():
         if is_offloaded(p) and prefix + attribute in state:
-            state[prefix + attribute] = to_dtensor_like(source_of(p).read(), p)
+            state[prefix + attribute] = as_dtensor(source_of(p).read(), p)
 
 
 def _tiled_layers(
@@ -373,7 +372,7 @@ def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Mo
     gathered: dict[Any, nn.Parameter] = {}
     for owner, name, p in locations:
         if p not in gathered:
-            values: Any = to_dtensor_like(source_of(p).read(), p)
+            values: Any = as_dtensor(source_of(p).read(), p)
             values = values.full_tensor() if isinstance(values, DTensor) else values
             gathered[p] = nn.Parameter(values, requires_grad=p.requires_grad)
         setattr(owner, name, gathered[p])
@@ -383,7 +382,7 @@ def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Mo
             for p, new_parameter in gathered.items():
                 values = new_parameter.detach()
                 if isinstance(p, DTensor):
-                    values = values[slices_of(*local_shape_and_offset(p))]
+                    values = values[slices_of(*shard_bounds(p))]
                 source_of(p).write(values)
     finally:
         for owner, name, p in locations:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.offloading.parameters import OffloadedParameter
+from tritonemb.offloading.parameters import OffloadedParam
 from tritonemb.offloading.tiers import Span, Tier, empty_host, round_to_pages
 from tritonemb.storage.store import IoFuture
 
@@ -32,7 +32,7 @@ class StateChunk:
     """
 
     def __init__(
-        self, parameter: Any, param_group: int, begin: int, end: int, offloaded: OffloadedParameter | None, piece: Any
+        self, parameter: Any, param_group: int, begin: int, end: int, offloaded: OffloadedParam | None, piece: Any
     ) -> None:
         self.parameter, self.param_group, self.offloaded = parameter, param_group, offloaded
         self.begin, self.end, self.piece = begin, end, piece
@@ -45,13 +45,9 @@ class StateChunk:
 
     def store_scalar(self, name: str, value: Any) -> None:
         """Store a state with one value in preallocated memory, which large temporaries of a step cannot fragment."""
-        memory = self.scalar_memory.get(name)
-        if (
-            isinstance(value, Tensor)
-            and memory is not None
-            and (memory.shape, memory.dtype) == (value.shape, value.dtype)
-        ):
-            value = memory.copy_(value)
+        if isinstance(value, Tensor) and (memory := self.scalar_memory.get(name)) is not None:
+            is_like = (memory.shape, memory.dtype) == (value.shape, value.dtype)
+            value = memory.copy_(value) if is_like else value
         self.scalars[name] = value
 
     def arrays(self) -> dict[str, Tensor]:
@@ -132,11 +128,8 @@ class SubGroup:
     def begin_read_values(self) -> None:
         """Start to read values that were written since the last read; master weights replace values."""
         for chunk in self.chunks:
-            if (
-                chunk.value_offset is not None
-                and MASTER not in chunk.offsets
-                and chunk.value_write is not chunk.piece.span.last_write
-            ):
+            is_stepped = chunk.value_offset is not None and MASTER not in chunk.offsets
+            if is_stepped and chunk.value_write is not chunk.piece.span.last_write:
                 chunk.value_write = chunk.piece.span.last_write
                 self.transfers.append(chunk.piece.span.read(chunk.values()))
 
@@ -170,23 +163,21 @@ class Buffers:
         self._pass_order: dict[SubGroup, int] = {}  # positions in the current pass
         self._finished: deque[SubGroup] = deque()  # resident sub-groups that the pass has visited, or skips
 
-    def visit(self, order: list[SubGroup], is_modified: bool) -> Iterator[SubGroup]:
-        """Yield each sub-group of `order`, in memory, while later ones are read. `is_modified`: mark them dirty."""
+    def visit(self, order: list[SubGroup], modify: bool) -> Iterator[SubGroup]:
+        """Yield each sub-group of `order`, in memory, while later ones are read. `modify`: mark them dirty."""
         self._pass_order = {group: position for position, group in enumerate(order)}
         self._finished = deque(cached for cached in self._resident if cached not in self._pass_order)
-        next_read = 0
+        n = 0
         for position, group in enumerate(order):
             if group.needs_buffer:
                 self._begin_read(group, self._acquire(wait=True))
-            # Prefetch later sub-groups as far as buffers are free.
-            next_read = max(next_read, position + 1)
-            while next_read < len(order):
-                if order[next_read].needs_buffer and not self._begin_read(order[next_read], self._acquire()):
-                    break
-                next_read += 1
+            # Prefetch sub-groups from the n-th on, as far as buffers are free.
+            n = max(n, position + 1)
+            while n < len(order) and (not order[n].needs_buffer or self._begin_read(order[n], self._acquire())):
+                n += 1
             group.begin_read_values()
             group.wait()
-            group.is_dirty |= is_modified
+            group.is_dirty |= modify
             yield group
             if group.buffer is not None:
                 del self._resident[group]
@@ -194,7 +185,7 @@ class Buffers:
                 self._finished.append(group)
             # Write back a visited sub-group if the next ones lack buffers.
             num_free = len(self._free) + len(self._writing) + self.num_buffers - self._num_allocated
-            num_missing = sum(later.needs_buffer for later in order[next_read : next_read + PREFETCH_DEPTH])
+            num_missing = sum(later.needs_buffer for later in order[n : n + PREFETCH_DEPTH])
             if self._finished and num_free < min(num_missing, self.num_buffers - 1):
                 self._evict()
 

@@ -70,9 +70,7 @@ class Arena:
             owner: object = block.untyped_storage()
         else:
             is_small = size <= self.num_bytes >> 6  # small blocks come from the other end, against fragmentation
-            candidates = [
-                (-begin if is_small else length, begin, length) for begin, length in self._free if length >= size
-            ]
+            candidates = [(-at if is_small else length, at, length) for at, length in self._free if length >= size]
             if not candidates:
                 return None
             _, offset, length = min(candidates)  # small: the last fit; large: the best fit

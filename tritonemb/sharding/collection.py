@@ -45,6 +45,7 @@ PIECE_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas:
 Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups | None]]]]
 # ID exchange, and the local table sets that look up the ids received.
 ShardedLookup = tuple[IdExchange, list[TableSet]]
+CacheCopies = tuple[CachedTable, dict[str, Tensor]]  # a cached table, and copies of its rows by name
 
 
 class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its `apply` takes precedence
@@ -76,11 +77,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         self._replica_groups = {True: groups.world, False: groups.replicas if sync_replicas else RankGroup()}
         cached = [placed for placed in self.shard_map.shards if self.configs[placed.table].placement != "device"]
         schemes = {placed.scheme == "replicated" for placed in cached}
-        self._prefetch_groups = {
-            replicated: groups.for_prefetch(replicated)
-            for replicated, group in self._replica_groups.items()
-            if replicated in schemes and group.size > 1
-        }
+        shared = [key for key, group in self._replica_groups.items() if key in schemes and group.size > 1]
+        self._prefetch_groups = {key: groups.for_prefetch(key) for key in shared}
         # Table sets of the local shards, with their updates and lookups.
         self.table_sets: list[TableSet] = []
         self._local_shards: list[list[PlacedShard]] = []  # by table set, in the order of its tables
@@ -170,7 +168,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
 
     def table_weights(self) -> dict[str, TableShards]:
         """Return the sharded weight of each table by name."""
-        state, _ = self._collect_state()
+        state, _ = self._get_state()
         return {config.name: state[f"{config.name}.weight"] for config in self.configs}
 
     def prefetch(self, features: Features | PrefetchedFeatures, assign: bool = False) -> Exchanged:
@@ -196,11 +194,9 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         return batch, [tables.group(batch) for tables in self._replicated_tables], prefetched
 
     def _id_exchange(self, routes: Sequence[IdRoute], **options: Any) -> IdExchange:
-        ids_group, sizes_group = self.groups.ids_network, self.groups.ids
-        device = None if ids_group is sizes_group else self.device
-        return IdExchange(
-            sizes_group, routes, self.bounds_check == "raise", network=ids_group, device=device, **options
-        )
+        group, network, check = self.groups.ids, self.groups.ids_network, self.bounds_check == "raise"
+        device = None if network is group else self.device
+        return IdExchange(group, routes, check, network=network, device=device, **options)
 
     def saturated(self) -> int:
         """Number of elements that saturated in the exchanges' codecs so far; synchronizes with the device."""
@@ -258,10 +254,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
                 ranks = sorted({shard.rank for _, shard in shards})
                 rows = sorted({(table, shard.first_row) for table, shard in shards})  # blocks of rows, numbered
                 for table, shard in shards:
-                    row_block, rank = rows.index((table, shard.first_row)), ranks.index(shard.rank)
-                    self._column_blocks[table, shard] = ColumnBlock(
-                        row_block, rank, shard.first_column, shard.num_columns
-                    )
+                    block = rows.index((table, shard.first_row)), ranks.index(shard.rank)
+                    self._column_blocks[table, shard] = ColumnBlock(*block, shard.first_column, shard.num_columns)
                 blocks = tuple(self._column_blocks[key] for key in shards)
                 updates[scheme] = WholeRowUpdate(self.groups.subset(ranks), blocks, self.optimizer)
         return updates
@@ -306,10 +300,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             if group.size > 1:
                 change_tensors(table, self.device, functools.partial(group.broadcast, kind="initial values"))
 
-    def _collect_state(
-        self, prefix: str = ""
-    ) -> tuple[dict[str, TableShards], list[tuple[CachedTable, dict[str, Tensor]]]]:
-        """Collect the state dict; also return cached tables, with the copies of their rows in it."""
+    def _get_state(self, prefix: str = "") -> tuple[dict[str, TableShards], list[CacheCopies]]:
+        """Return the state dict, and cached tables with the copies of their rows in it."""
         shards: defaultdict[str, defaultdict[str, list[LocalShard]]] = defaultdict(lambda: defaultdict(list))
         copies = []
         first_replica = self.groups.replicas.rank == 0
@@ -328,9 +320,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
                 column = shard.first_column if state.per_element else 0
                 fields[state.name].append(LocalShard(tensors[state.name], shard.first_row, column, state_primary))
         # The first rank with tables saves the step.
-        primary = first_replica and self.groups.shards.rank == min(
-            placed.shard.rank for placed in self.shard_map.shards
-        )
+        first_rank = min(placed.shard.rank for placed in self.shard_map.shards)
+        primary = first_replica and self.groups.shards.rank == first_rank
         counters = [tables.counters["step"] for tables in self.table_sets]
         steps = [LocalShard(step, is_primary=primary and not n) for n, step in enumerate(counters)]
         result = {f"{prefix}step": TableShards((), torch.int64, steps)}
@@ -340,7 +331,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
                 server_tensors: Any = self.service.tensors(config.name)
                 result |= {f"{prefix}{config.name}.{name}": value for name, value in server_tensors.items()}
             return result, copies
-        result |= {f"{prefix}{name}": value for name, value in self._collect_dynamic_state().items()}
+        result |= {f"{prefix}{name}": value for name, value in self._get_dynamic_state().items()}
         for config in (config for config in self.configs if not config.is_dynamic):
             size, fields = (config.num_embeddings, config.embedding_dim), shards[config.name]
             result[f"{prefix}{config.name}.weight"] = TableShards(size, config.dtype, fields["weight"])
@@ -350,36 +341,30 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
                 result[f"{prefix}{config.name}.{state.name}"] = state_shards
         return result, copies
 
-    def _collect_dynamic_state(self) -> dict[str, Any]:
-        """Collect the state of dynamic tables, with rows by rank, then by id; a collective if there are such tables."""
+    def _get_dynamic_state(self) -> dict[str, Any]:
+        """Return the state of dynamic tables, with rows by rank, then by id; a collective if there are such tables."""
         result: dict[str, Any] = {}
         if only_parameters() or not any(config.is_dynamic for config in self.configs):
             return result
-        local_tables: dict[int, tuple[Shard | None, DynamicTable]] = {
-            placed.table: (placed.shard, table) for placed, table in self.dynamic_tables()
-        }
-        num_rows = [
-            local_tables[index][1].num_rows if index in local_tables else 0 for index in range(len(self.configs))
-        ]
+        local_tables = {placed.table: table for placed, table in self.dynamic_tables()}
+        num_rows = [local_tables[n].num_rows if n in local_tables else 0 for n in range(len(self.configs))]
         # Not over the group of ID exchanges, which a prefetch thread may be using.
         by_rank = self.groups.shards.all_gather(torch.tensor(num_rows, device=self.device), "rows")
         for index, config in enumerate(self.configs):
             if not config.is_dynamic:
                 continue
             ranks = [placed.shard.rank for placed in self.shard_map.shards if placed.table == index]  # by partition
-            preceding = ranks[: ranks.index(self.groups.shards.rank)] if index in local_tables else []
-            first_row, total = (
-                sum(int(by_rank[rank][index]) for rank in rank_list) for rank_list in (preceding, ranks)
-            )
-            if index in local_tables:
-                shard, table = local_tables[index]
-            else:
-                shard, table = None, cast(DynamicTable, table_type(config)(config, self.optimizer.states, "meta"))
+            is_local, counts = index in local_tables, [int(by_rank[rank][index]) for rank in ranks]
+            partition = ranks.index(self.groups.shards.rank) if is_local else 0
+            first_row, total = sum(counts[:partition]), sum(counts)
+            # Without a local shard, a table on "meta" has the names and shapes.
+            meta_table = None if is_local else table_type(config)(config, self.optimizer.states, "meta")
+            table = local_tables[index] if is_local else cast(DynamicTable, meta_table)
             # Size of the global tensor, and offset of this rank's rows in it.
             for name, value in table.get_state().items():
-                size, first, is_primary = list(value.shape), (first_row, 0), shard is not None
+                size, first, is_primary = list(value.shape), (first_row, 0), True
                 if name in ("clock", "seed"):
-                    is_primary = is_primary and not preceding
+                    is_primary = partition == 0
                 elif name in ("sketch", "added"):
                     assert table.sketch is not None
                     size, first = table.sketch.shard_spec(name)
@@ -388,30 +373,24 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
                     size[0], first = size[0] // partitions * all_partitions, (table.row_config.row_origin, 0)
                 else:
                     size[0] = total
-                local_shards = [LocalShard(value, *first, is_primary)] if shard is not None else []
-                is_empty = 0 in size
-                result[f"{config.name}.{name}"] = (
-                    value.new_empty(size) if is_empty else TableShards(size, value.dtype, local_shards)
-                )
+                local_shards = [LocalShard(value, *first, is_primary)] if is_local else []
+                shards = value.new_empty(size) if 0 in size else TableShards(size, value.dtype, local_shards)
+                result[f"{config.name}.{name}"] = shards
         return result
 
     def _load_dynamic(self, state_dict: Any, prefix: str) -> list[str]:
-        """Load dynamic tables from a state dict; return problems. A collective, like `_collect_dynamic_state`."""
+        """Load dynamic tables from a state dict; return problems. A collective, like `_get_dynamic_state`."""
         problems, local_tables = [], {placed.table: table for placed, table in self.dynamic_tables()}
         for index, config in enumerate(self.configs):
-            table_prefix, table = f"{prefix}{config.name}.", local_tables.get(index)
-            if not config.is_dynamic or (ids := state_dict.get(f"{table_prefix}ids")) is None:
+            path, table = f"{prefix}{config.name}.", local_tables.get(index)
+            if not config.is_dynamic or (ids := state_dict.get(f"{path}ids")) is None:
                 continue
             num_owned = 0 if table is None else int(table.owns(_local_tensor(ids)).sum())
             owned = self.groups.shards.all_gather(torch.tensor([num_owned], device=self.device), "rows")
             if owned.sum() != ids.shape[0]:
-                problems.append(
-                    f"{table_prefix}ids: these shards are of another plan; load a checkpoint, or full tensors"
-                )
+                problems.append(f"{path}ids: these shards are of another plan; load a checkpoint, or full tensors")
                 continue
-            tensors = (
-                {} if table is None else {name: state_dict.get(table_prefix + name) for name in table.templates(0)}
-            )
+            tensors = {} if table is None else {name: state_dict.get(path + name) for name in table.templates(0)}
             if table is not None and not any(value is None for value in tensors.values()):
                 try:
                     table.load_state({name: _local_tensor(value) for name, value in tensors.items()})
@@ -445,13 +424,13 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Add one `TableShards` per table and state, under the keys of the unsharded collection."""
-        destination.update(self._collect_state(prefix)[0])
+        destination.update(self._get_state(prefix)[0])
 
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Copy the local shards from full tensors or from `TableShards`."""
         _, strict, missing_keys, unexpected_keys, error_msgs = args
-        state, copies = self._collect_state(prefix)
+        state, copies = self._get_state(prefix)
         dynamic = tuple(f"{prefix}{config.name}." for config in self.configs if config.is_dynamic)
         error_msgs += self._load_dynamic(state_dict, prefix) if self.service is None else []
         for key, value in state.items():

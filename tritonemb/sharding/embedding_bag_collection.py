@@ -47,9 +47,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         means = {table for table in row_sharded if self.configs[table].pooling == "mean"}
         weighted = set() if self.optimizer.max_gradient is None else means
         self._mean_columns = self._map_mean_columns(means - weighted)
-        self._scheme_lookups: list[
-            tuple[list[TableSet], Exchange]
-        ] = []  # table sets, and the exchange of their columns
+        self._scheme_lookups: list[tuple[list[TableSet], Exchange]] = []  # with the exchange of the sets' columns
         for scheme in EXCHANGED:
             if not shard_map.tables_of(scheme):
                 continue
@@ -80,14 +78,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             starts[columns] = width
             width += columns[1]
         in_node = [[(starts[columns], columns[1]) for columns in rank_ranges] for rank_ranges in by_node[node]]
-        self._exchange_in_node = PooledExchange(
-            groups.node, in_node, width, self.precision, kind="pooled inside a node"
-        )
-        self._exchange_across_nodes = PooledExchange(
+        self._reduce = PooledExchange(groups.node, in_node, width, self.precision, kind="pooled inside a node")
+        self._across = PooledExchange(
             groups.across, nodes, self.shard_map.width_of("hierarchical"), self.precision, groups.shards.size,
             "pooled across nodes",
         )  # fmt: skip
-        self._exchanges += [self._exchange_in_node, self._exchange_across_nodes]
+        self._exchanges += [self._reduce, self._across]
 
     def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
         """Return `[B, sum of dims]`, columns by table, then by feature; an `AsyncTensor` if there are several ranks."""
@@ -136,8 +132,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         pieces = matrix.split(batch_sizes)
         by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]
         sizes = [sum(batch_sizes[local::size]) for local in range(size)]
-        summed = self._exchange_in_node(torch.cat(by_local_rank), sizes)
-        return self._exchange_across_nodes(summed, batch_sizes[rank % size :: size])
+        summed = self._reduce(torch.cat(by_local_rank), sizes)
+        return self._across(summed, batch_sizes[rank % size :: size])
 
     def _map_mean_columns(self, tables: set[int]) -> Tensor | None:
         """Map output columns to the feature whose bag lengths divide them; to the number of features for none."""

@@ -92,9 +92,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """Look up received ids, and send their rows back; rows `[ids sent, width]` by route."""
         ids, _, routes = received
         assert routes is not None
-        outputs = [
-            tables.look_up(ids, grouped, routes.occurrences) for tables, grouped in zip(sets, groups, strict=True)
-        ]
+        lookups = zip(sets, groups, strict=True)
+        outputs = [tables.look_up(ids, grouped, routes.occurrences) for tables, grouped in lookups]
         if not outputs:  # a rank without shards of the block still joins the backward's exchange
             outputs = [self._no_columns.new_zeros(0, width, requires_grad=self._no_columns.requires_grad)]
         return exchange(functools.reduce(operator.add, outputs), routes)

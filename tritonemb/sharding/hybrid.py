@@ -33,7 +33,6 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.utils import join_names, split_evenly
 
 Dense = Literal["ddp", "fsdp"]
-_FEATURES = KeyedJaggedTensor | PrefetchedFeatures
 
 
 class HybridParallel(ParallelModel):
@@ -148,11 +147,9 @@ class HybridParallel(ParallelModel):
 
     def _shard(self, collections: Sequence[Any]) -> dict[Any, ShardedCollection]:
         options = self.plan, self.groups, self.exchange, self._table_device, self.average_every == 1
-        pooled_type, sequence_type = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-        return {
-            module: (pooled_type if isinstance(module, EmbeddingBagCollection) else sequence_type)(module, *options)
-            for module in collections
-        }
+        pooled, sequence = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+        types = [pooled if isinstance(module, EmbeddingBagCollection) else sequence for module in collections]
+        return {module: kind(module, *options) for module, kind in zip(collections, types, strict=True)}
 
     def shard_server_tables(self) -> None:
         """Shard collections on embedding servers, too: a rank leases the rows of its shards while it uses them.
@@ -181,7 +178,8 @@ class HybridParallel(ParallelModel):
         Compiled with prefetched features it is one graph, unless `dense` is "fsdp"; else ids are exchanged before it.
         """
         if self.pipeline > 1:
-            args, kwargs = tree_map_only(_FEATURES, self.prefetch, (args, kwargs), _is_features)
+            kinds = KeyedJaggedTensor | PrefetchedFeatures
+            args, kwargs = tree_map_only(kinds, self.prefetch, (args, kwargs), lambda value: isinstance(value, kinds))
         if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
             called_module: Any = self._called_module[0]
             graph_order[:] = [self._graph_input.clone(), self._graph_input.clone()]  # overwrites those of a failed call
@@ -249,10 +247,9 @@ class HybridParallel(ParallelModel):
                 another dtype or plan; nothing is changed.
         """
         current = self.state_dict()
-        named_configs = [(prefix, c) for prefix, module in self._named_collections() for c in module.configs]
-        _check_state(
-            current, state_dict, strict, tuple(f"{prefix}{c.name}." for prefix, c in named_configs if c.is_dynamic)
-        )
+        configs = [(prefix, config) for prefix, module in self._named_collections() for config in module.configs]
+        dynamic = tuple(f"{prefix}{config.name}." for prefix, config in configs if config.is_dynamic)
+        _check_state(current, state_dict, strict, dynamic)
         converted = OrderedDict((key, _to_dtensor(current.get(key), value)) for key, value in state_dict.items())
         if hasattr(state_dict, "_metadata"):
             converted._metadata = state_dict._metadata  # type: ignore[attr-defined]
@@ -260,10 +257,8 @@ class HybridParallel(ParallelModel):
 
     def _named_collections(self) -> list[tuple[str, ShardedCollection]]:
         """Sharded collections, with the prefixes of their state-dict keys."""
-        modules = self.module.named_modules()
-        return [
-            (f"{path}." if path else "", module) for path, module in modules if isinstance(module, ShardedCollection)
-        ]
+        modules = [(path, m) for path, m in self.module.named_modules() if isinstance(m, ShardedCollection)]
+        return [(f"{path}." if path else "", module) for path, module in modules]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train or freeze tables and dense layers; see `requires_grad_` of a single collection in `collections`."""
@@ -275,10 +270,6 @@ class HybridParallel(ParallelModel):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of the dense layers, under their names in the model."""
         return self.module.named_parameters(*args, **kwargs)
-
-
-def _is_features(value: Any) -> bool:
-    return isinstance(value, _FEATURES)
 
 
 class _SubBatches(nn.Module):
@@ -314,21 +305,18 @@ def _concat_outputs(*outputs: Any) -> Any:
     return torch.cat(outputs)
 
 
-def _check_state(
-    current: Mapping[str, Any], state_dict: Mapping[str, Any], strict: bool, dynamic: tuple[str, ...]
-) -> None:
-    missing = [key for key in current if key not in state_dict]
-    unexpected = [key for key in state_dict if key not in current]
+def _check_state(current: Mapping[str, Any], loaded: Mapping[str, Any], strict: bool, dynamic: tuple[str, ...]) -> None:
+    missing, unexpected = [key for key in current if key not in loaded], [key for key in loaded if key not in current]
     problems = [f"it lacks {missing}"] if strict and missing else []
     problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
     for key, tensor in current.items():
         if key.startswith(dynamic):
             continue  # their shapes depend on the number of ids; the table checks them
-        value = state_dict.get(key)
-        if key in state_dict and isinstance(tensor, TableShards):
+        value = loaded.get(key)
+        if key in loaded and isinstance(tensor, TableShards):
             problem = tensor.why_not_loadable(value)
             problems += [] if problem is None else [f"{key}: {problem}"]
-        elif key in state_dict and isinstance(tensor, Tensor) and getattr(value, "shape", None) != tensor.shape:
+        elif key in loaded and isinstance(tensor, Tensor) and getattr(value, "shape", None) != tensor.shape:
             problems.append(f"{key} has shape {list(tensor.shape)}, got {list(getattr(value, 'shape', []))}")
     if problems:
         raise RuntimeError("this state cannot be loaded: " + "; ".join(problems))

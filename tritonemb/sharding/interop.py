@@ -115,10 +115,8 @@ def _match(
         if len(matches) == 1:
             key_of[table.path] = matches[0]
         elif matches or strict:
-            problem = (
-                f"has several keys, {', '.join(matches)}" if matches else f"has no key, such as {table.name}.weight"
-            )
-            problems.append(f"table {table.path} {problem}; give its key as keys={{{table.name!r}: ...}}")
+            problem = f"several keys, {', '.join(matches)}" if matches else f"no key, such as {table.name}.weight"
+            problems.append(f"table {table.path} has {problem}; give its key as keys={{{table.name!r}: ...}}")
     # Unknown tables in `keys`, keys that several tables match, and TorchRec tables without a match.
     known = {name for table in tables for name in (table.path, table.name)}
     problems += [f"keys has {name!r}, which is not a table of the model" for name in keys if name not in known]

@@ -78,12 +78,8 @@ class ShardMap:
                 table_fields = config.name, rows_to_shard(config), first_rows, owners, config.is_dynamic
                 routes += [IdRoute(feature, *table_fields) for feature in config.feature_names]
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
-                placed += [
-                    PlacedShard(
-                        table, shard, feature_routes, len(block_shards) > 1, whole_rows and len(blocks) > 1, scheme
-                    )
-                    for shard in block_shards
-                ]
+                options = feature_routes, len(block_shards) > 1, whole_rows and len(blocks) > 1, scheme
+                placed += [PlacedShard(table, shard, *options) for shard in block_shards]
         self._configs, self.routes, self.shards = configs, tuple(routes), tuple(placed)
         self._widths = [config.embedding_dim * len(config.feature_names) for config in configs]
 
@@ -190,15 +186,10 @@ class ShardGroups(NamedTuple):
 
     def subset(self, ranks: Sequence[int]) -> RankGroup:
         """Create a group of these ranks in each replica of the tables; the remaining ranks get a group as well."""
-        copies, size = self.world.size // self.shards.size, self.shards.size
-        other_ranks = [rank for rank in range(size) if rank not in ranks]
-        rank_lists = [
-            [copy * size + rank for rank in members]
-            for copy in range(copies)
-            for members in (ranks, other_ranks)
-            if members
-        ]
-        return self.world.subgroup(rank_lists)
+        size = self.shards.size
+        parts = [part for part in (ranks, [rank for rank in range(size) if rank not in ranks]) if part]
+        copies = range(0, self.world.size, size)
+        return self.world.subgroup([[first + rank for rank in part] for first in copies for part in parts])
 
 
 def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor], None]) -> None:

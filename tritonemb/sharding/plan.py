@@ -370,9 +370,8 @@ class ShardingPlan(JsonFile):
         tables = []
         for name, sharding in self.tables.items():
             fields = vars(sharding) | (vars(self.placements[name]) if name in self.placements else {})
-            values = {"type": _NAMES[type(sharding)]} | {
-                key: value for key, value in fields.items() if value is not None
-            }
+            values = {key: value for key, value in fields.items() if value is not None}
+            values = {"type": _NAMES[type(sharding)]} | values
             tables.append(f"    {json.dumps(name)}: {json.dumps(values)}")
         head, body = "".join(f'  "{name}": {value},\n' for name, value in sizes.items()), ",\n".join(tables)
         return f'{{\n{head}  "tables": {{\n{body}\n  }}\n}}\n'

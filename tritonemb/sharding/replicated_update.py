@@ -130,9 +130,8 @@ class PinnedRows:
                 pairs = [pinned.rows_of(table) for pinned in pins]
                 rows, inverse = torch.cat([rows for rows, _ in pairs]).unique(return_inverse=True)
                 slots = torch.empty_like(rows)
-                slots[inverse] = torch.cat(
-                    [slots for _, slots in pairs]
-                )  # a row has one slot, however many batches pin it
+                # A row has one slot, however many batches pin it.
+                slots[inverse] = torch.cat([slots for _, slots in pairs])
                 self._slots[table] = rows, slots
 
     def slots(self, table: int, rows: Tensor) -> Tensor:
@@ -217,10 +216,8 @@ class _BlockUpdate(NamedTuple):
         """Read the rows' weights, in float32, and states."""
         slots, tables = self.pinned.slots(self.position, self.rows), self.pinned.tables
         with tables.memory():
-            fused = tables.fused_tables()
-            return fused.weights[self.position][slots].float(), [
-                state[slots] for state in fused.states_of(self.position)
-            ]
+            fused, n = tables.fused_tables(), self.position
+            return fused.weights[n][slots].float(), [state[slots] for state in fused.states_of(n)]
 
     def write(self, rows: Tensor, weight: Tensor, states: Sequence[Tensor], step: int, optimizer: Optimizer) -> None:
         """Write float32 weights, and states, to the rows of a mask, bool `[U]`."""
@@ -262,9 +259,8 @@ class WholeRowUpdate:
         self._per_element = [state.per_element for state in optimizer.states]
         # Squares are added in a binary tree. Sum width: columns of a subtree that no block of the table splits.
         # An optimizer that reads whole rows only to skip nonfinite ones uses just the sign of the sums.
-        self._exchanges_squares = optimizer.max_norm is None and (
-            optimizer.reads_squares or not optimizer.reads_whole_rows
-        )
+        squares_suffice = optimizer.reads_squares or not optimizer.reads_whole_rows
+        self._exchanges_squares = optimizer.max_norm is None and squares_suffice
         self._sum_width = defaultdict[int, int](lambda: 1 << 62)
         for block in blocks:
             self._sum_width[block.table] = math.gcd(self._sum_width[block.table], block.first_column)
@@ -309,7 +305,7 @@ class WholeRowUpdate:
         kind = "row squares" if self._exchanges_squares else "row columns"
         received = exchange_columns(self._group, blocks, local_blocks, messages, kind)
         pairs = [(u, read) for u, read in zip(block_updates, current, strict=True) if len(u.rows)]
-        updated, inputs = [u for u, _ in pairs], [self._update_inputs(u, *read, received) for u, read in pairs]
+        updated, inputs = [u for u, _ in pairs], [self._inputs(u, *read, received[u.block.table]) for u, read in pairs]
         # Raise for nonfinite gradients before any row is changed.
         step = int(counters["step"]) + 1
         for update, (finite, *_) in zip(updated, inputs, strict=True):
@@ -355,18 +351,15 @@ class WholeRowUpdate:
         width = self._sum_width[block.table] if self._exchanges_squares else 1
         return ColumnBlock(*block[:2], block.first_column // width, -(-block.num_columns // width))
 
-    def _update_inputs(
-        self, update: _BlockUpdate, weight: Tensor, states: list[Tensor], received: dict[int, Tensor]
-    ) -> _UpdateInputs:
-        table_columns = received[update.block.table]
+    def _inputs(self, update: _BlockUpdate, weight: Tensor, states: list[Tensor], columns: Tensor) -> _UpdateInputs:
         if self._exchanges_squares:
-            dim = table_columns.new_tensor(sum(b.num_columns for b in self._blocks if b.table == update.block.table))
-            finite, mean = ~(table_columns < 0).any(1), row_sum_by_torch(table_columns) / dim
+            dim = columns.new_tensor(sum(b.num_columns for b in self._blocks if b.table == update.block.table))
+            finite, mean = ~(columns < 0).any(1), row_sum_by_torch(columns) / dim
             return _UpdateInputs(finite, update.sums, weight, states, slice(None), mean)
-        gradient, weight, *wide_states = table_columns.chunk(2 + sum(self._per_element))
+        gradient, weight, *wide_states = columns.chunk(2 + sum(self._per_element))
         states = [wide_states.pop(0) if wide else state for state, wide in zip(states, self._per_element, strict=True)]
-        columns = slice(update.block.first_column, update.block.first_column + update.block.num_columns)
-        return _UpdateInputs(gradient.isfinite().all(1), gradient, weight, states, columns, None)
+        first, width = update.block[2:]
+        return _UpdateInputs(gradient.isfinite().all(1), gradient, weight, states, slice(first, first + width), None)
 
 
 def _round_rows(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:

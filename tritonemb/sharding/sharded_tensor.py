@@ -99,9 +99,8 @@ class TableShards(Tensor):
     def why_not_loadable(self, source: Any) -> str | None:
         """Return why a full or sharded tensor cannot be copied into this one; None if it can."""
         if not isinstance(source, Tensor) or (source.shape, source.dtype) != (self.shape, self.dtype):
-            actual = (
-                dtype_and_shape(source.dtype, source.shape) if isinstance(source, Tensor) else type(source).__name__
-            )
+            kind = type(source).__name__
+            actual = dtype_and_shape(source.dtype, source.shape) if isinstance(source, Tensor) else kind
             return f"expected a tensor of {dtype_and_shape(self.dtype, self.shape)}, got {actual}"
         rectangles = {shard.rectangle for shard in (source if isinstance(source, TableShards) else self).shards}
         if any(shard.rectangle not in rectangles for shard in self.shards):

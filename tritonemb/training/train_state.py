@@ -21,7 +21,7 @@ from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.offloading.checkpoint import TensorSlice, tensor_slices
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import is_offloaded, local_shape, source_of, to_dtensor_like, to_local
+from tritonemb.offloading.parameters import as_dtensor, is_offloaded, local_shape, source_of, to_local
 from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
@@ -295,9 +295,7 @@ def optimizer_templates(
     for name, entry in stored.items():
         parameter = parameters.get(name.rpartition(".")[0])
         if isinstance(parameter, DTensor) and parameter.shape == entry.size:
-            templates[name] = to_dtensor_like(
-                torch.empty(local_shape(parameter), dtype=entry.properties.dtype), parameter
-            )
+            templates[name] = as_dtensor(torch.empty(local_shape(parameter), dtype=entry.properties.dtype), parameter)
         elif parameter is not None:
             templates[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return templates
