@@ -180,6 +180,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         return features.of(self) if isinstance(features, PrefetchedFeatures) else self._exchange_ids(features, assign)
 
     def _exchange_ids(self, features: Features, assign: bool) -> Exchanged:
+        """Exchange ids on the CPU, then group and prefetch their rows on the device; see `prefetch`."""
         batch = self.convert_batch(features)
         sent, problem = self._batch_to_send(batch), find_invalid_id(batch, self._bounds_checked)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
@@ -270,6 +271,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
     def _init_shards(self, collection: TableCollection) -> None:
         """Copy weights and states of a collection; draw initial values if it is on the meta device."""
         on_meta = collection.tables[0].weight.device.type == "meta"
+        # Learning rate, step, and seeds of dynamic tables, which rank 0 draws.
         self.set_learning_rate(collection.current_learning_rate)
         for tables in self.table_sets if not on_meta else ():
             tables.counters["step"].copy_(collection.step)
@@ -278,6 +280,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             seeds = seeds.new_tensor([t.seed if isinstance(t, DynamicTable) else 0 for t in collection.tables])
         if any(config.is_dynamic for config in self.configs):
             self.groups.world.broadcast(seeds, 0, "initial values")
+        # Shards: copied, or drawn, then broadcast to replicas.
         for placed, table, group in self._local_tables():
             config = self.configs[placed.table]
             if isinstance(table, ServerTable):
