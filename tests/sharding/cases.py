@@ -41,7 +41,7 @@ EXACT = ExchangePrecision("fp32", "fp32")
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
+    """Training case: tables, shardings, optimizer and batches.
 
     Args:
         sizes: for each step, and each micro-batch of it, the samples of every rank.
@@ -90,11 +90,11 @@ class Case:
         return kind(self.collection(), self.plan(), groups, self.precision, torch.device("cpu"))
 
     def batches(self, step: int) -> list[list[te.KeyedJaggedTensor]]:
-        """For each micro-batch, that of every rank."""
+        """Batches by micro-batch, then by rank."""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         rows = rows_of(self.tables)
         keys = [*(["spare"] if self.spare else []), *sorted(rows)]  # each table names its features in this order
-        found = []
+        batches = []
         for sizes in self.sizes[step]:
             parts = []
             for size in sizes:
@@ -105,8 +105,8 @@ class Case:
                 flat = torch.cat(values).to(self.id_dtype)
                 weights = torch.rand(flat.shape, generator=generator) if self.weighted else None
                 parts.append(te.KeyedJaggedTensor(keys, flat, weights, lengths=lengths))
-            found.append(parts)
-        return found
+            batches.append(parts)
+        return batches
 
     def _ids(self, rows: int, count: int, generator: torch.Generator) -> Tensor:
         ids = torch.randint(0, rows, (count,), generator=generator)
@@ -117,7 +117,7 @@ class Case:
         return ids
 
     def gradient(self, step: int, shape: tuple[int, ...]) -> Tensor:
-        """Of the result for all samples of a step, micro-batch by micro-batch and rank by rank."""
+        """Outputs of a step's samples, by micro-batch, then by rank."""
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(77 * self.seed + step)) * self.size
         if step == self.bad_at and grad.numel():
             grad.view(-1)[:: max(1, grad.numel() // 3)] = float("inf")
@@ -148,8 +148,10 @@ UNEVEN = {
 
 
 def sizes(world: int, steps: int, micro: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    given = UNEVEN[world]
-    return tuple(tuple(given[(step + part) % len(given)] for part in range(micro)) for step in range(steps))
+    sample_counts = UNEVEN[world]
+    return tuple(
+        tuple(sample_counts[(step + part) % len(sample_counts)] for part in range(micro)) for step in range(steps)
+    )
 
 
 class Trained(NamedTuple):
@@ -168,11 +170,11 @@ def alone(case: Case) -> Trained:
             collection.set_learning_rate(case.rates[step])
         parts = [part for micro in case.batches(step) for part in micro]
         whole = te.KeyedJaggedTensor.stack(parts)
-        found = output_of(collection, whole)
+        output = output_of(collection, whole)
         if not case.pooled:
-            found = found[_places(parts)]
-        found.backward(case.gradient(step, found.shape).to(found.dtype))
-        outputs.append(found.detach())
+            output = output[_places(parts)]
+        output.backward(case.gradient(step, output.shape).to(output.dtype))
+        outputs.append(output.detach())
     state = {name: tensor.detach().clone() for name, tensor in collection.state_dict().items()}
     return Trained(outputs, state, collection.skipped_rows())
 
@@ -219,19 +221,19 @@ def train_steps(
             with collection.accumulate() if micros > 1 else nullcontext():
                 parts = []
                 for number in range(micros):
-                    found = output_of(collection, next(ahead))
-                    grad = _own(case, step, number, rank, found)
+                    output = output_of(collection, next(ahead))
+                    grad = _own(case, step, number, rank, output)
                     # Rounded first: small float16 numbers would be lost.
-                    found.backward(grad.to(found.dtype) * case.world)
-                    parts.append(found.detach())
+                    output.backward(grad.to(output.dtype) * case.world)
+                    parts.append(output.detach())
                 outputs.append(torch.cat(parts))
     return outputs
 
 
-def _own(case: Case, step: int, micro: int, rank: int, found: Tensor) -> Tensor:
+def _own(case: Case, step: int, micro: int, rank: int, output: Tensor) -> Tensor:
     sizes = rows_of_parts(case, step)
     place = micro * case.world + rank
-    whole = case.gradient(step, (sum(sizes), *found.shape[1:]))
+    whole = case.gradient(step, (sum(sizes), *output.shape[1:]))
     return whole.split(sizes)[place]
 
 
@@ -242,16 +244,16 @@ def rows_of_parts(case: Case, step: int) -> list[int]:
 
 
 def own_outputs(case: Case, whole: Trained, rank: int) -> list[Tensor]:
-    """Of what one process found for all ranks, one rank's part."""
-    found = []
+    """Return one rank's slice of the output of one process."""
+    outputs = []
     for step, output in enumerate(whole.outputs):
         parts = output.split(rows_of_parts(case, step))
-        found.append(torch.cat(parts[rank :: case.world]))
-    return found
+        outputs.append(torch.cat(parts[rank :: case.world]))
+    return outputs
 
 
 def _places(parts: list[te.KeyedJaggedTensor]) -> Tensor:
-    """Where in a stacked batch each value of each part is, part by part."""
+    """Positions in a stacked batch of the values of each part."""
     counts = [part.values().shape[0] for part in parts]
     numbers = torch.arange(sum(counts)).split(counts)
     numbered = [
@@ -270,8 +272,8 @@ def groups_of(local: int | None = None, copies: int = 1) -> ShardGroups:
         mesh = None
         if copies > 1:
             mesh = init_device_mesh("cpu", (copies, torch.distributed.get_world_size() // copies))
-        made = _GROUPS[local, copies] = ShardGroups.create(mesh, local)
-        KEPT.update(group.process_group for group in made if group.process_group is not None)
+        groups = _GROUPS[local, copies] = ShardGroups.create(mesh, local)
+        KEPT.update(group.process_group for group in groups if group.process_group is not None)
     return _GROUPS[local, copies]
 
 
@@ -314,25 +316,25 @@ def tables_of(draw: st.DrawFn, pooled: bool) -> tuple[te.TableConfig, ...]:
     number = draw(st.integers(1, 3))
     dim = draw(st.sampled_from((4, 16, 24)))
     features = [f"feature{index}" for index in range(2 * number + 1)]
-    found = []
+    tables = []
     for index in range(number):
         if pooled:
             chosen = draw(st.sets(st.sampled_from(features), min_size=1, max_size=3))
-            mine = [feature for feature in features if feature in chosen]
+            table_features = [feature for feature in features if feature in chosen]
             dim = draw(st.sampled_from((1, 3, 8, 16, 24, 40)))
         else:
-            mine = features[2 * index : 2 * index + draw(st.integers(1, 2))]
-        found.append(
+            table_features = features[2 * index : 2 * index + draw(st.integers(1, 2))]
+        tables.append(
             te.TableConfig(
                 f"table{index}",
                 draw(st.sampled_from((1, 2, 5, 11, 64))),
                 dim,
-                features=mine,
+                features=table_features,
                 pooling=draw(st.sampled_from(("sum", "mean"))) if pooled else "none",
                 dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
             )
         )
-    return tuple(found)
+    return tuple(tables)
 
 
 @st.composite
@@ -343,18 +345,18 @@ def sharding_of(draw: st.DrawFn, table: te.TableConfig, world: int, local: int) 
         widths = st.sampled_from(([8, table.embedding_dim - 8], [table.embedding_dim]))
     columns, rows = draw(widths), table.num_embeddings or 1
     blocks = len(columns) if columns else 1
-    some = draw(st.lists(rank, min_size=blocks, max_size=blocks))
+    ranks = draw(st.lists(rank, min_size=blocks, max_size=blocks))
     kinds: list[st.SearchStrategy[Sharding]] = [
         st.builds(TableWise, rank),
         st.just(RowWise()),
         st.permutations(range(world)).map(lambda order: RowWise(order[: max(1, world - 1)])),
         st.just(RowWise([world - 1, 0], [1, rows - 1]) if min(world, rows) > 1 else RowWise()),
         st.just(ColumnWise()),
-        st.just(ColumnWise(some, columns)),
+        st.just(ColumnWise(ranks, columns)),
         st.builds(TableRowWise, node),
         st.builds(TableColumnWise, node, st.just(columns)),
         st.just(Grid()),
-        st.just(Grid([r // local for r in some], columns)),
+        st.just(Grid([r // local for r in ranks], columns)),
         st.just(DataParallel()),
     ]
     return draw(st.one_of(kinds))
@@ -376,19 +378,19 @@ def optimizers(draw: st.DrawFn) -> Optimizer:
 
 
 def is_summed(sharding: Sharding) -> bool:
-    """Whether several ranks have rows of the same columns."""
+    """Return whether several ranks have rows of the same columns."""
     return isinstance(sharding, RowWise | TableRowWise | Grid)
 
 
 def same_outputs(case: Case) -> bool:
-    """Whether what is looked up has the bits of one process: nothing is added in another order."""
+    """Return whether outputs are bitwise identical to one process: no sum has another order."""
     whole_rows = TableWise | ColumnWise | TableColumnWise
     same = all(same_tables(case, table) for table in range(len(case.tables)))
     return same and case.precision == EXACT and all(isinstance(sharding, whole_rows) for sharding in case.shardings)
 
 
 def same_tables(case: Case, table: int) -> bool:
-    """Whether a table is updated by the same gradients, added in the same order."""
+    """Return whether a table's gradients are added in the same order."""
     sharding, config = case.shardings[table], case.tables[table]
     if isinstance(sharding, DataParallel) or case.copies > 1 or case.world == 3:  # a mean over 3 ranks is rounded
         return False
@@ -398,8 +400,8 @@ def same_tables(case: Case, table: int) -> bool:
     return not is_summed(sharding) or (case.pooled and config.pooling == "sum")
 
 
-def differences(case: Case, whole: Trained, found: list[Trained]) -> list[str]:
-    """What differs from one process's training, by more than it may.
+def differences(case: Case, whole: Trained, trained: list[Trained]) -> list[str]:
+    """Return differences from the training of one process that exceed the tolerance.
 
     Where sums are added in another order, each is off by at most the rounding of float32, 6e-8 of the sum of its
     magnitudes, a few times a step, and what has been learnt from it after 20 steps by less than 1e-6 of the
@@ -408,16 +410,18 @@ def differences(case: Case, whole: Trained, found: list[Trained]) -> list[str]:
     title = f"{case}\n"
     wrong: list[str] = []
     for rank in range(case.world):
-        for step, (own, expected) in enumerate(zip(found[rank].outputs, own_outputs(case, whole, rank), strict=True)):
-            what = f"{title}output of step {step} on rank {rank}"
-            wrong += _differ(what, own, expected, same_outputs(case), _coarsest(case))
+        for step, (output, expected) in enumerate(
+            zip(trained[rank].outputs, own_outputs(case, whole, rank), strict=True)
+        ):
+            label = f"{title}output of step {step} on rank {rank}"
+            wrong += _differ(label, output, expected, same_outputs(case), _coarsest(case))
     by_name = {table.name: number for number, table in enumerate(case.tables)}
-    assert found[0].state.keys() == whole.state.keys()
+    assert trained[0].state.keys() == whole.state.keys()
     for name, expected in whole.state.items():
         table = by_name.get(name.partition(".")[0])
         exact = table is None or same_tables(case, table)
         tolerance = 0.0 if table is None else _tolerance(case.tables[table].dtype)
-        wrong += _differ(f"{title}{name} in the end", found[0].state[name], expected, exact, tolerance)
+        wrong += _differ(f"{title}{name} in the end", trained[0].state[name], expected, exact, tolerance)
     return wrong
 
 
@@ -430,14 +434,14 @@ def _coarsest(case: Case) -> float:
     return max(_tolerance(table.dtype) for table in case.tables)
 
 
-def _differ(what: str, found: Tensor, expected: Tensor, exact: bool, tolerance: float) -> list[str]:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return [f"{what}: {found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"]
-    if torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num()):
+def _differ(label: str, actual: Tensor, expected: Tensor, exact: bool, tolerance: float) -> list[str]:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return [f"{label}: {actual.dtype} {tuple(actual.shape)}, expected {expected.dtype} {tuple(expected.shape)}"]
+    if torch.equal(actual.isnan(), expected.isnan()) and torch.equal(actual.nan_to_num(), expected.nan_to_num()):
         return []
     finite = expected.double()[expected.isfinite()].abs()
     bound = 0.0 if exact else tolerance * max(1e-3, float(finite.max()) if finite.numel() else 0.0)
-    off = (found.double() - expected.double()).abs()
-    if exact or bool((off > bound).any()) or not torch.equal(found.isnan(), expected.isnan()):
-        return [f"{what}: off by {float(off.nan_to_num().max())}, allowed {bound}"]
+    off = (actual.double() - expected.double()).abs()
+    if exact or bool((off > bound).any()) or not torch.equal(actual.isnan(), expected.isnan()):
+        return [f"{label}: off by {float(off.nan_to_num().max())}, allowed {bound}"]
     return []

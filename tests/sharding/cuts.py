@@ -29,33 +29,33 @@ def draw_cuts(shape: tuple[int, ...], world: int, seed: int) -> list[Cut]:
     columns = shape[1] if len(shape) == 2 else 1
     same = chance.random() < 0.5
     rows = _cut(shape[0], chance)
-    found = []
+    cuts = []
     for block in _cut(columns, chance):
         for band in rows if same else _cut(shape[0], chance):
             copies = chance.randint(1, 3) if len(shape) == 1 else chance.choice((1, 1, 1, 2))
-            found.append(Cut(band, block, tuple(chance.choice(allowed) for _ in range(copies))))
+            cuts.append(Cut(band, block, tuple(chance.choice(allowed) for _ in range(copies))))
     for _ in range(chance.randint(0, 2)):  # copies that are cut otherwise
         band, block = chance.choice(_cut(shape[0], chance)), chance.choice(_cut(columns, chance))
-        found.append(Cut(band, block, (chance.choice(allowed),), is_copy=True))
-    chance.shuffle(found)
-    return found
+        cuts.append(Cut(band, block, (chance.choice(allowed),), is_copy=True))
+    chance.shuffle(cuts)
+    return cuts
 
 
 def shards_of(rank: int, whole: torch.Tensor, cuts: list[Cut], value: float | None = None) -> TableShards:
-    """What a rank holds of a tensor, in memory of its own; or as much room, filled with `value`."""
-    held = []
+    """Shards of a rank: copies of a tensor's rectangles, or filled with `value`."""
+    local_shards = []
     for cut in cuts:
         part = whole[(slice(*cut.rows), slice(*cut.columns))[: whole.dim()]]
         first = [cut.rows[0], cut.columns[0] if whole.dim() == 2 else 0]
         for number, holder in enumerate(cut.ranks):
             if holder == rank:
                 tensor = part.clone() if value is None else torch.full_like(part, value)
-                held.append(LocalShard(tensor, *first, is_primary=number == 0 and not cut.is_copy))
-    return TableShards(whole.shape, whole.dtype, held)
+                local_shards.append(LocalShard(tensor, *first, is_primary=number == 0 and not cut.is_copy))
+    return TableShards(whole.shape, whole.dtype, local_shards)
 
 
 def holds(rank: int, shards: TableShards, whole: torch.Tensor) -> bool:
-    """Whether every shard has the values of the whole tensor."""
+    """Return whether every shard has the values of the full tensor."""
     for tensor, row, column, _ in shards.shards:
         starts_and_sizes = zip((row, column), tensor.shape, strict=False)
         if not torch.equal(tensor, whole[tuple(slice(start, start + size) for start, size in starts_and_sizes)]):

@@ -32,14 +32,14 @@ def dcn(device: str | None = None) -> te.nn.DCNv2:
 
 
 def plan(world: int, local: int = 0) -> ShardingPlan:
-    given = {"t0": TableWise(world - 1), "t1": RowWise(), "t2": ColumnWise(), "t3": DataParallel()}
+    shardings = {"t0": TableWise(world - 1), "t1": RowWise(), "t2": ColumnWise(), "t3": DataParallel()}
     if local and local < world:
-        given["t1"] = TableRowWise(1)
-    return ShardingPlan(given, world, local)
+        shardings["t1"] = TableRowWise(1)
+    return ShardingPlan(shardings, world, local)
 
 
 def batch(step: int, world: int) -> tuple[torch.Tensor, te.KeyedJaggedTensor, torch.Tensor]:
-    """Of all ranks."""
+    """Return the batch of all ranks."""
     generator = torch.Generator().manual_seed(step)
     size = BATCH * world
     dense = torch.randn(size, 4, generator=generator)
@@ -65,13 +65,13 @@ def loss_of(model, dense, sparse, labels):
 
 def whole_state(model: Any, group: RankGroup | None = None) -> dict[str, Tensor]:
     """Copies of a model's whole tensors on every rank of its group, whichever of them are sharded."""
-    found, group = {}, group or getattr(model, "group", None)
+    state, group = {}, group or getattr(model, "group", None)
     for name, value in model.state_dict().items():
         if isinstance(value, TableShards):
-            found[name] = value.gather(group)
+            state[name] = value.gather(group)
         else:
-            found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-    return found
+            state[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    return state
 
 
 def train(parallel, rank, world, steps=3, first=0, ahead=False):

@@ -44,18 +44,20 @@ def test_costs_are_not_negative_and_errors_are_relative():
 
 
 def test_a_topology_is_measured(tmp_path):
-    found = small(disk_folder=tmp_path)
+    topology = small(disk_folder=tmp_path)
     assumed = Topology.here(1)
-    assert set(found.spread) == LINKS
-    assert (found.world_size, found.machine) == (1, machine())
-    assert (found.hbm, found.host) == (assumed.hbm, assumed.host)
-    assert 0 < found.disk < 1e16
-    changed = [name for name in vars(assumed) if getattr(found, name) != getattr(assumed, name)]
-    measured = {f"{link}_{what}" for link in ("lookup", "update", "host", "disk") for what in ("bandwidth", "latency")}
+    assert set(topology.spread) == LINKS
+    assert (topology.world_size, topology.machine) == (1, machine())
+    assert (topology.hbm, topology.host) == (assumed.hbm, assumed.host)
+    assert 0 < topology.disk < 1e16
+    changed = [name for name in vars(assumed) if getattr(topology, name) != getattr(assumed, name)]
+    measured = {
+        f"{link}_{quantity}" for link in ("lookup", "update", "host", "disk") for quantity in ("bandwidth", "latency")
+    }
     measured |= {"lookup_rate", "id_rate", "routing_rate", "control_latency", "flops", "disk", "machine", "spread"}
     assert set(changed) - {"busy"} == measured
-    found.save(tmp_path / "topology.json")
-    assert Topology.load(tmp_path / "topology.json") == found
+    topology.save(tmp_path / "topology.json")
+    assert Topology.load(tmp_path / "topology.json") == topology
 
 
 def test_a_busy_machine():
@@ -97,7 +99,7 @@ def measure_together(rank):
     with mock.patch.multiple(module, SIZES=(1, 2), ROUNDS=3):
         slow = measure(group, torch.device("cpu"), lambda size: (partial(time.sleep, 0.01 * size * rank), size, rank))
     two = [small(), small(group=RankGroup(group.process_group, local_world_size=1))]
-    return slow, [found.to_json() for found in two], [sorted(found.spread) for found in two]
+    return slow, [topology.to_json() for topology in two], [sorted(topology.spread) for topology in two]
 
 
 @pytest.mark.more

@@ -70,11 +70,11 @@ def case_of(
     return Case(configs, tuple(shardings), optimizer, batches, pooled, **{"local": local} | options)
 
 
-def run(ranks, given: list[Case]) -> list[str]:
-    found = ranks(given[0].world).run(together, given)
+def run(ranks, cases: list[Case]) -> list[str]:
+    problems = ranks(cases[0].world).run(together, cases)
     wrong = []
-    for number, case in enumerate(given):
-        wrong += differences(case, alone(case), [of_rank[number][0] for of_rank in found])
+    for number, case in enumerate(cases):
+        wrong += differences(case, alone(case), [of_rank[number][0] for of_rank in problems])
     return wrong
 
 
@@ -92,7 +92,7 @@ QUICK = {"grid": 4, "mixed": None}  # how many ranks; every optimizer's test has
 )
 def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
     """Pooled and not, uneven and empty batches, weights or none, int32 and int64 ids."""
-    given = [
+    cases = [
         case_of(
             kind,
             world,
@@ -107,7 +107,7 @@ def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
         for pooled in (True, False)
         for optimizer in ("row_wise_adagrad", "adagrad")
     ]
-    assert not run(ranks, given)
+    assert not run(ranks, cases)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_every_optimizer_with_its_options(ranks, name, world):
         replace(plain, weight_decay=0.01, weight_decay_mode="decoupled", on_nonfinite="skip"),
         replace(plain, max_gradient=0.02),
     ]
-    given = [
+    cases = [
         case_of(
             "mixed",
             world,
@@ -145,7 +145,7 @@ def test_every_optimizer_with_its_options(ranks, name, world):
         for number, optimizer in enumerate(options)
         for pooled in (True, False)
     ]
-    assert not run(ranks, given)
+    assert not run(ranks, cases)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -154,7 +154,7 @@ def test_every_optimizer_with_its_options(ranks, name, world):
 def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
     """The same random numbers round the same elements, however the table is cut: bit for bit where sums are."""
     cut = [TableWise(1), ColumnWise(), RowWise(), TableColumnWise(1), Grid(), TableRowWise(0)]
-    given = [
+    cases = [
         Case(
             tuple(replace(t, pooling="sum" if pooled else "none") for t in tables(pooled, 6, dtype)),
             tuple(cut),
@@ -167,7 +167,7 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
         for name in ("row_wise_adagrad", "lamb")
         for pooled in (True, False)
     ]
-    assert not run(ranks, given)
+    assert not run(ranks, cases)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
     ],
 )
 def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, kind, world):
-    """Of whole rows, and of elements, whose columns are not exchanged."""
-    given = [
+    """Cases of a whole-row optimizer, and of element-wise ones, whose columns are not exchanged."""
+    cases = [
         case_of(kind, world, pooled, custom(name, lr=0.05), 3, 1 + pooled, dtype, seed=5)
         for name in ("adagrad", "row_wise_adagrad", "adam")
         for pooled, dtype in ((True, torch.float32), (False, torch.bfloat16))
     ]
-    assert not run(ranks, given)
+    assert not run(ranks, cases)
 
 
 @pytest.mark.parametrize("name", ["row_wise_adagrad", "adam", pytest.param("lamb", marks=pytest.mark.slow)])
@@ -193,7 +193,7 @@ def test_a_custom_optimizer_trains_as_one_process_however_tables_are_cut(ranks, 
 def test_copies_of_the_tables_are_alike(ranks, name):
     """Two copies, each on two ranks: gradients of both make a step, of whole rows and of blocks of columns."""
     plain = OPTIMIZERS[name](lr=0.05)
-    given = [
+    cases = [
         case_of("mixed", 2, pooled, optimizer, 5, micro, local=0, copies=2, weighted=pooled, seed=9)
         for pooled, optimizer, micro in (
             (True, plain, 1),
@@ -202,7 +202,7 @@ def test_copies_of_the_tables_are_alike(ranks, name):
             (False, replace(plain, max_gradient=0.02), 1),
         )
     ]
-    assert not run(ranks, given)
+    assert not run(ranks, cases)
 
 
 def skipping(world: int) -> Case:
@@ -213,19 +213,19 @@ def skipping(world: int) -> Case:
 
 def test_skipped_rows_are_counted_where_they_are(ranks):
     case = skipping(4)
-    found = ranks(4).run(together, [case])
+    results = ranks(4).run(together, [case])
     expected = alone(case).skipped
     assert sum(expected.values()) > 0
-    assert {name: sum(rank[0][0].skipped[name] for rank in found) for name in expected} == expected
+    assert {name: sum(rank[0][0].skipped[name] for rank in results) for name in expected} == expected
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(4, marks=pytest.mark.more)])
 def test_any_tables_any_plan(ranks, world):
     @settings(max_examples=3, phases=UNSHRUNK)
     @given(st.lists(cases(world), min_size=8, max_size=8))
-    def check(given):
-        wrong = run(ranks, given)
-        assert not wrong, wrong[0]
+    def check(drawn_cases):
+        problems = run(ranks, drawn_cases)
+        assert not problems, problems[0]
 
     check()
 
@@ -236,9 +236,9 @@ def test_any_tables_any_plan(ranks, world):
 def test_any_tables_any_plan_at_length(ranks, world):
     @settings(max_examples=25, phases=UNSHRUNK)
     @given(st.lists(cases(world, steps=20), min_size=8, max_size=8))
-    def check(given):
-        wrong = run(ranks, given)
-        assert not wrong, wrong[0]
+    def check(drawn_cases):
+        problems = run(ranks, drawn_cases)
+        assert not problems, problems[0]
 
     check()
 
@@ -257,14 +257,14 @@ PRECISIONS = {
 def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
     """Two trainings are alike to the bit, and vectors are as near as their codec allows."""
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
-    given = [
+    cases = [
         case_of("mixed", 4, pooled, optimizer, 2, precision=ExchangePrecision(*codecs), weighted=True, seed=6)
         for codecs in PRECISIONS
     ]
-    found = ranks(4).run(together, given, 2)
-    for number, case in enumerate(given):
+    results = ranks(4).run(together, cases, 2)
+    for number, case in enumerate(cases):
         for rank in range(4):
-            one, other = found[rank][number]
+            one, other = results[rank][number]
             for a, b in zip([*one.outputs, *one.state.values()], [*other.outputs, *other.state.values()], strict=True):
                 assert torch.equal(a, b), (case.precision, rank)
             expected = own_outputs(case, alone(case), rank)[0]
@@ -278,10 +278,10 @@ def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
 
 def test_learning_rates_reach_every_shard(ranks):
     rates = (0.5, 0.0, 0.25, 2.0)
-    given = [case_of("mixed", 2, pooled, te.optim.SGD(lr=1.0), 4, rates=rates, seed=7) for pooled in (True, False)]
-    constant = replace(given[0], rates=())
-    assert not run(ranks, [*given, constant])
-    assert not torch.equal(alone(given[0]).state["table0.weight"], alone(constant).state["table0.weight"])
+    cases = [case_of("mixed", 2, pooled, te.optim.SGD(lr=1.0), 4, rates=rates, seed=7) for pooled in (True, False)]
+    constant = replace(cases[0], rates=())
+    assert not run(ranks, [*cases, constant])
+    assert not torch.equal(alone(cases[0]).state["table0.weight"], alone(constant).state["table0.weight"])
 
 
 OUT_OF_RANGE = (te.TableConfig("cut", 10, 8, features=["a"]), te.TableConfig("everywhere", 5, 8, features=["b"]))
@@ -291,8 +291,8 @@ def refused(rank, pooled):
     """One rank brings a bad id of either table, then all bring good ones."""
     pooling = "sum" if pooled else "none"
     shardings = (RowWise(), DataParallel())
-    given = tuple(replace(table, pooling=pooling) for table in OUT_OF_RANGE)
-    case = Case(given, shardings, te.optim.SGD(lr=0.1), (((1, 1, 1, 1),),), pooled)
+    tables = tuple(replace(table, pooling=pooling) for table in OUT_OF_RANGE)
+    case = Case(tables, shardings, te.optim.SGD(lr=0.1), (((1, 1, 1, 1),),), pooled)
     collection = case.sharded(groups_of(None))
     messages = []
     for bad in ({"a": [[1], [2, 10]], "b": [[0], [1]]}, {"a": [[1], [2]], "b": [[0], [1, -7]]}):
@@ -308,16 +308,16 @@ def refused(rank, pooled):
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_ids_out_of_range_stop_all_ranks(ranks, pooled):
-    """Those of tables that every rank has too, although no other rank needs them."""
-    found = ranks(4).run(refused, pooled)
-    for rank, (cut, everywhere) in enumerate(found):
+    """Out-of-range ids of replicated tables stop all ranks, too."""
+    errors = ranks(4).run(refused, pooled)
+    for rank, (cut, replicated) in enumerate(errors):
         if rank == 2:
             for part, message in (
                 (("cut", "'a'", "sample 1", "position 2", "10"), cut),
-                (("everywhere", "'b'", "sample 1", "position 4", "-7"), everywhere),
+                (("everywhere", "'b'", "sample 1", "position 4", "-7"), replicated),
             ):
                 assert message.startswith("ValueError")
                 assert all(piece in message for piece in part), message
         else:
-            for message in (cut, everywhere):
+            for message in (cut, replicated):
                 assert message.startswith("RuntimeError: rank 2 has refused its batch"), message

@@ -76,12 +76,12 @@ def test_one_graph_updates_tables_as_no_graph_does(ranks, model, codec, backend,
 
 
 def first_step(rank, world, backend):
-    found = []
+    results = []
     for parallel, function in compiled_and_not(backend, lambda: te.HybridParallel(dlrm(), plan(world))):
         dense, sparse, labels = part(batch(0, world), rank)
         loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
-        found.append({name: value for name, value in whole_state(parallel).items() if "embeddings" in name})
-    return found
+        results.append({name: value for name, value in whole_state(parallel).items() if "embeddings" in name})
+    return results
 
 
 @pytest.mark.more
@@ -126,18 +126,18 @@ def test_batches_of_other_sizes_compile_few_graphs(ranks, dynamic):
 
 
 def with_ids(rank, world):
-    """Where ids are exchanged by the compiled model itself its graph ends before and begins behind it."""
+    """A compiled model that exchanges ids itself has a graph break there."""
     torch._dynamo.reset()
     models = [te.HybridParallel(dlrm(), plan(world)) for _ in range(2)]
     functions = torch.compile(models[0], backend="aot_eager"), models[1]
-    found = []
+    results = []
     for function in functions:
         dense, sparse, labels = part(batch(0, world), rank)
         loss = loss_of(function, dense, sparse, labels)
         loss.backward()
-        found.append(float(loss.detach()))
+        results.append(float(loss.detach()))
     torch._dynamo.reset()
-    return found, [whole_state(model) for model in models]
+    return results, [whole_state(model) for model in models]
 
 
 @pytest.mark.more
@@ -163,7 +163,7 @@ class Normalized(nn.Module):
 
 def accumulated(rank, world, backend):
     """Gradients of two steps, each of a micro-batch without reductions and two with, and the buffers after them."""
-    found = []
+    results = []
     for parallel, function in compiled_and_not(backend, lambda: te.HybridParallel(Normalized(), plan(world))):
         for number in range(6):
             if number % 3 == 0:
@@ -172,8 +172,8 @@ def accumulated(rank, world, backend):
             with parallel.no_sync() if number % 3 == 0 else nullcontext():
                 loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
         gradients = {name: parameter.grad.clone() for name, parameter in parallel.named_parameters()}
-        found.append((gradients, whole_state(parallel)))
-    return found
+        results.append((gradients, whole_state(parallel)))
+    return results
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.slow)])
@@ -194,15 +194,15 @@ def test_one_rank_has_cached_tables_in_the_graph(backend):
         torch.manual_seed(1)
         return te.HybridParallel(te.nn.DLRM(placed, 4, (16,), (16,), te.optim.RowWiseAdagrad(lr=0.1)))
 
-    found = []
+    results = []
     for parallel, function in compiled_and_not(backend, make):
         for step in range(3):
             dense, sparse, labels = batch(step, 1)
             loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
-        found.append({name: tensor for name, tensor in whole_state(parallel).items() if "embeddings" in name})
-    assert found[0].keys() == found[1].keys()
-    for name, tensor in found[1].items():
-        assert torch.equal(found[0][name], tensor), name
+        results.append({name: tensor for name, tensor in whole_state(parallel).items() if "embeddings" in name})
+    assert results[0].keys() == results[1].keys()
+    for name, tensor in results[1].items():
+        assert torch.equal(results[0][name], tensor), name
 
 
 class SharedUpdate(torch.autograd.Function):

@@ -72,9 +72,9 @@ def batch(step: int, rank: int = 0, world: int = 1, number: int = 1) -> tuple[Te
     if number > 1:
         ids = torch.randint(12, (4, BATCH, number), generator=generator)
     ids[:3] = ids[:3] * 7**20 * (-1) ** step - 2**62 * (step % 2)
-    mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-    values, lengths = ids[:, mine].flatten(), torch.full((4 * len(dense[mine]),), number)
-    return dense[mine], te.KeyedJaggedTensor(["user", "item", "city", "static"], values, lengths=lengths)
+    samples = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    values, lengths = ids[:, samples].flatten(), torch.full((4 * len(dense[samples]),), number)
+    return dense[samples], te.KeyedJaggedTensor(["user", "item", "city", "static"], values, lengths=lengths)
 
 
 def train(model: Any, steps: range, rank: int = 0, world: int = 1, number: int = 1) -> None:
@@ -84,13 +84,13 @@ def train(model: Any, steps: range, rank: int = 0, world: int = 1, number: int =
 
 
 def contents(model: Any) -> dict[str, Tensor]:
-    """Of tables, by id: whole, on each rank."""
-    found = {name: value for name, value in whole_state(model).items() if name.startswith("embeddings.")}
+    """Full states of tables by id, on each rank."""
+    state = {name: value for name, value in whole_state(model).items() if name.startswith("embeddings.")}
     for table in ("user", "item", "city"):
-        order = found[f"embeddings.{table}.ids"].argsort()
+        order = state[f"embeddings.{table}.ids"].argsort()
         for name in ("ids", "weight", "sum", "step", "count"):
-            found[f"embeddings.{table}.{name}"] = found[f"embeddings.{table}.{name}"][order]
-    return {name: value for name, value in found.items() if name != "embeddings.step"}
+            state[f"embeddings.{table}.{name}"] = state[f"embeddings.{table}.{name}"][order]
+    return {name: value for name, value in state.items() if name != "embeddings.step"}
 
 
 def small_partitions() -> Any:
@@ -105,15 +105,15 @@ def rows_on_ranks(rank: int, world: int, folder: Path, placed: bool) -> None:
         train(whole, range(STEPS))
         train(sharded, range(STEPS), rank, world)
         generator = torch.get_rng_state()
-        found, expected = contents(sharded), contents(whole)
+        actual, expected = contents(sharded), contents(whole)
         assert torch.equal(generator, torch.get_rng_state())
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
+        assert actual.keys() == expected.keys()
+        for name, value in actual.items():
             if name.endswith((".weight", ".sum")):
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)  # of the dense layers' sums
             else:
                 assert torch.equal(value, expected[name]), name
-        assert begun["embeddings.user.seed"] == found["embeddings.user.seed"]
+        assert begun["embeddings.user.seed"] == actual["embeddings.user.seed"]
         assert whole.embeddings["user"].statistics().evictions > 0
         assert whole.embeddings["city"].statistics().evictions > 0
         assert whole.embeddings["item"].statistics().refused > 0
@@ -124,20 +124,20 @@ def rows_on_ranks(rank: int, world: int, folder: Path, placed: bool) -> None:
         stored = stored_tensors(folder / "step-1", group)
         again = parallel(world, *options)
         load_model(folder / "step-1", again, {}, stored, (), group)
-        assert_same_bits(contents(again), found)
-        alone = model(*options)
-        load_model(folder / "step-1", alone, {}, stored, ())
-        assert_same_bits(contents(alone), found)
+        assert_same_bits(contents(again), actual)
+        unsharded = model(*options)
+        load_model(folder / "step-1", unsharded, {}, stored, ())
+        assert_same_bits(contents(unsharded), actual)
         assert any(path.suffix == ".rows" for path in (folder / "step-1").iterdir()) == placed
         # A state dict of its own, and one of whole tensors.
         train(again, range(STEPS, STEPS + 2), rank, world)
         later = contents(again)
         train(sharded, range(STEPS, STEPS + 2), rank, world)
         assert_same_bits(contents(sharded), later)
-        sharded.load_state_dict(alone.state_dict())
-        assert_same_bits(contents(sharded), found)
+        sharded.load_state_dict(unsharded.state_dict())
+        assert_same_bits(contents(sharded), actual)
         again.load_state_dict(sharded.state_dict())
-        assert_same_bits(contents(again), found)
+        assert_same_bits(contents(again), actual)
 
 
 def sequences_on_ranks(rank: int, world: int, folder: Path, max_gradient: float | None = None) -> None:
@@ -148,8 +148,8 @@ def sequences_on_ranks(rank: int, world: int, folder: Path, max_gradient: float 
         assert_same_bits(contents(sharded), contents(whole))
         train(whole, range(5, STEPS), number=4)
         train(sharded, range(5, STEPS), rank, world, number=4)
-        found, expected = contents(sharded), contents(whole)
-        for name, value in found.items():
+        actual, expected = contents(sharded), contents(whole)
+        for name, value in actual.items():
             if name.endswith((".weight", ".sum")) and ".item." not in name:
                 torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7)  # sums of ranks are added
             else:
@@ -165,22 +165,22 @@ def sequences_on_ranks(rank: int, world: int, folder: Path, max_gradient: float 
         # Ids that nobody knows.
         whole.load_state_dict(whole_state(sharded))
         with torch.no_grad():
-            given = [batch(77, *of, number=4)[1] for of in ((), (rank, world))]
-            rows, mine = whole.embeddings(given[0]).values(), sharded.module.embeddings(given[1]).values()
-            mine = mine.wait() if world > 1 else mine
+            batches = [batch(77, *of, number=4)[1] for of in ((), (rank, world))]
+            rows, sharded_rows = whole.embeddings(batches[0]).values(), sharded.module.embeddings(batches[1]).values()
+            sharded_rows = sharded_rows.wait() if world > 1 else sharded_rows
             rows = rows.view(4, world, -1, 8)[:, rank].flatten(0, 1)
-            assert torch.equal(mine, rows)
+            assert torch.equal(sharded_rows, rows)
         CheckpointFolder(folder).save(1, model_tensors(sharded), {}, sharded.group)
-        torch.save(found, folder / f"found-{rank}")
+        torch.save(actual, folder / f"expected-{rank}")
 
 
 def sequences_are_loaded(rank: int, world: int, folder: Path) -> None:
     with small_partitions():
-        sharded, found = parallel(world, False), torch.load(folder / "found-0")
+        sharded, expected = parallel(world, False), torch.load(folder / "expected-0")
         load_model(folder / "step-1", sharded, {}, stored_tensors(folder / "step-1", sharded.group), (), sharded.group)
-        assert_same_bits(contents(sharded), found)
+        assert_same_bits(contents(sharded), expected)
         sharded.load_state_dict(sharded.state_dict())
-        assert_same_bits(contents(sharded), found)
+        assert_same_bits(contents(sharded), expected)
 
 
 def one_graph(rank: int, world: int, pooled: bool) -> None:
@@ -249,19 +249,19 @@ def without_a_plan(rank: int, world: int) -> None:
     assert isinstance(shardings["user"], RowWise | TableWise)
     assert isinstance(shardings["item"], RowWise | TableWise)
     for step in range(3):
-        for each, *part in ((whole, 0, 1), (sharded, rank, world)):
+        for hybrid, *part in ((whole, 0, 1), (sharded, rank, world)):
             dense, sparse = batch(step, *part)
             values = sparse.values().clone()
             values[len(dense) : 2 * len(dense)] %= 40  # of city
             sparse = te.KeyedJaggedTensor(["user", "city", "item", "static"], values, offsets=sparse.offsets())
-            each(dense, sparse).mean().backward()
-    found, expected = whole_state(sharded), whole.state_dict()
+            hybrid(dense, sparse).mean().backward()
+    actual, expected = whole_state(sharded), whole.state_dict()
     for name in ("pooled.user", "rows.item"):
-        order, own = found[f"{name}.ids"].argsort(), expected[f"{name}.ids"].argsort()
-        assert torch.equal(found[f"{name}.ids"][order], expected[f"{name}.ids"][own])
-        torch.testing.assert_close(found[f"{name}.weight"][order], expected[f"{name}.weight"][own])
+        order, expected_order = actual[f"{name}.ids"].argsort(), expected[f"{name}.ids"].argsort()
+        assert torch.equal(actual[f"{name}.ids"][order], expected[f"{name}.ids"][expected_order])
+        torch.testing.assert_close(actual[f"{name}.weight"][order], expected[f"{name}.weight"][expected_order])
     for name in ("pooled.city.weight", "rows.static.weight"):
-        torch.testing.assert_close(found[name], expected[name])
+        torch.testing.assert_close(actual[name], expected[name])
 
 
 def test_small_dynamic_tables_have_one_row_an_id_without_a_plan_too(ranks):
@@ -305,10 +305,10 @@ def test_prefetched_batches_are_one_graph_and_have_the_same_bits(ranks, pooled):
 @pytest.mark.parametrize("pooled", [True, False])
 def test_one_rank_is_the_model_itself(pooled):
     with small_partitions():
-        alone, hybrid = model(pooled), te.HybridParallel(model(pooled))
-        train(alone, range(STEPS))
+        plain, hybrid = model(pooled), te.HybridParallel(model(pooled))
+        train(plain, range(STEPS))
         train(hybrid, range(STEPS))
-        assert_same_bits(contents(hybrid), contents(alone))
+        assert_same_bits(contents(hybrid), contents(plain))
 
 
 @pytest.mark.parametrize(

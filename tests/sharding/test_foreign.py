@@ -54,20 +54,20 @@ def test_tables_are_found_by_their_names(prefixes):
     keys = [f"{prefixes[0]}user.weight", f"{prefixes[1]}item.weight"]
     state = {keys[0]: USER, keys[1]: ITEM, "over.weight": torch.ones(1, 4), "over.bias": torch.ones(1)}
     assert load_tables(model, state) == {"sparse.0.user": keys[0], "sparse.0.item": keys[1]}
-    found = weights(model)
-    assert torch.equal(found["sparse.0.user.weight"], USER)
-    assert torch.equal(found["sparse.0.item.weight"], ITEM)
-    assert torch.equal(found["over.weight"], dense)
+    loaded = weights(model)
+    assert torch.equal(loaded["sparse.0.user.weight"], USER)
+    assert torch.equal(loaded["sparse.0.item.weight"], ITEM)
+    assert torch.equal(loaded["over.weight"], dense)
 
 
 def test_torch_modules_fill_ours():
-    theirs = nn.ModuleDict({"user": nn.EmbeddingBag(6, 4), "item": nn.Embedding(9, 4)})
+    modules = nn.ModuleDict({"user": nn.EmbeddingBag(6, 4), "item": nn.Embedding(9, 4)})
     model = Model()
-    load_tables(model, nn.ModuleDict({"embedding_bags": theirs}).state_dict())
-    assert torch.equal(weights(model)["sparse.0.user.weight"], theirs["user"].weight)
+    load_tables(model, nn.ModuleDict({"embedding_bags": modules}).state_dict())
+    assert torch.equal(weights(model)["sparse.0.user.weight"], modules["user"].weight)
     unpooled = te.nn.EmbeddingCollection([te.TableConfig("item", 9, 4)])
-    load_tables(unpooled, theirs.state_dict())
-    assert torch.equal(unpooled.state_dict()["item.weight"], theirs["item"].weight)
+    load_tables(unpooled, modules.state_dict())
+    assert torch.equal(unpooled.state_dict()["item.weight"], modules["item"].weight)
 
 
 def test_torchrec_collections_fill_ours():
@@ -76,11 +76,11 @@ def test_torchrec_collections_fill_ours():
         torchrec.EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[name])
         for name, rows in (("user", 6), ("item", 9))
     ]
-    theirs = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))
+    collection = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("cpu"))
     model = Model()
-    load_tables(model, nn.ModuleDict({"sparse": theirs}).state_dict())
+    load_tables(model, nn.ModuleDict({"sparse": collection}).state_dict())
     for name in ("user", "item"):
-        assert torch.equal(weights(model)[f"sparse.0.{name}.weight"], theirs.embedding_bags[name].weight)
+        assert torch.equal(weights(model)[f"sparse.0.{name}.weight"], collection.embedding_bags[name].weight)
 
 
 def test_keys_that_do_not_follow_from_the_name_are_given():
@@ -103,7 +103,7 @@ def test_the_same_name_in_two_collections():
 
 def test_all_that_is_wrong_is_listed_and_nothing_copied():
     model = Model("user", "item", "shop", "city", "twice")
-    before = {name: tensor.clone() for name, tensor in weights(model).items()}
+    initial = {name: tensor.clone() for name, tensor in weights(model).items()}
     state = {
         "ebc.embedding_bags.user.weight": USER,
         "ebc.embedding_bags.unknown.weight": USER,
@@ -122,16 +122,16 @@ def test_all_that_is_wrong_is_listed_and_nothing_copied():
         "  item.weight is float32 [9, 5], table sparse.0.item is float32 [9, 4]",
         "  shop.weight is float16 [3, 4], table sparse.0.shop is float32 [3, 4]; convert it first",
     ]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in weights(model).items())
 
 
 def test_some_tables_only():
     model = Model()
-    before = weights(model)["sparse.0.item.weight"].clone()
+    initial = weights(model)["sparse.0.item.weight"].clone()
     state = {"x.embedding_bags.user.weight": USER, "x.embedding_bags.other.weight": ITEM}
     assert list(load_tables(model, state, strict=False)) == ["sparse.0.user"]
     assert torch.equal(weights(model)["sparse.0.user.weight"], USER)
-    assert torch.equal(weights(model)["sparse.0.item.weight"], before)
+    assert torch.equal(weights(model)["sparse.0.item.weight"], initial)
 
 
 def test_what_is_no_whole_tensor_is_refused():
@@ -158,25 +158,25 @@ class Sharded(nn.Module):
         return self.shards
 
 
-def fill_sharded(rank: int, seed: int, how: str) -> bool:
+def fill_sharded(rank: int, seed: int, kind: str) -> bool:
     world = torch.distributed.get_world_size()
     shards = {
         "user": shards_of(rank, USER, draw_cuts((6, 4), world, seed), 0.0),
         "item": shards_of(rank, ITEM, draw_cuts((9, 4), world, seed + 1), 0.0),
     }
     state = {"embedding_bags.user.weight": USER, "embedding_bags.item.weight": ITEM}
-    if how == "dtensor":
+    if kind == "dtensor":
         mesh = init_device_mesh("cpu", (world,))
         state = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in state.items()}
     load_tables(nn.Sequential(Sharded(shards)), state)
     return holds(rank, shards["user"], USER) and holds(rank, shards["item"], ITEM)
 
 
-@pytest.mark.parametrize("how", ["whole", "dtensor"])
+@pytest.mark.parametrize("kind", ["whole", "dtensor"])
 @pytest.mark.few(1)
-def test_sharded_tables_are_filled_on_every_rank(ranks, how):
+def test_sharded_tables_are_filled_on_every_rank(ranks, kind):
     for seed in range(5):
-        assert all(ranks(2).run(fill_sharded, seed, how))
+        assert all(ranks(2).run(fill_sharded, seed, kind))
 
 
 def fill_hybrid(rank: int) -> bool:

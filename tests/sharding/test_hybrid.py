@@ -40,7 +40,7 @@ def alone(model: nn.Module, steps: int, world: int, micro: int = 1) -> dict[str,
 
 def trained(rank, world, cases):
     """Each case: model, its device, how the dense part is, copies of the tables, ids ahead or not, a node's ranks."""
-    found = []
+    states = []
     for kind, device, dense, copies, ahead, local in cases:
         mesh = None
         if copies > 1:
@@ -54,8 +54,8 @@ def trained(rank, world, cases):
             local_world_size=local or None,
         )
         losses = train(parallel, rank, world, ahead=ahead)
-        found.append((losses, whole_state(parallel)))
-    return found
+        states.append((losses, whole_state(parallel)))
+    return states
 
 
 CASES = [
@@ -68,24 +68,24 @@ CASES = [
 NODES = [(dlrm, None, "ddp", 1, True, 2), (dcn, None, "fsdp", 1, False, 2)]
 
 
-def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Means over ranks are added in another order than means over samples: some roundings of float32 a step."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.few(1)
 def test_models_train_as_one_process_on_all_samples(ranks, world):
     cases = CASES + (NODES if world == 4 else [])
-    found = ranks(world).run(trained, world, cases)
+    results = ranks(world).run(trained, world, cases)
     for number, case in enumerate(cases):
         expected = alone(case[0](), 3, world)
         for rank in range(world):
-            assert_near(found[rank][number][1], expected)
-            for name, tensor in found[0][number][1].items():
-                assert torch.equal(found[rank][number][1][name], tensor), (case, name)  # and all ranks are alike
+            assert_near(results[rank][number][1], expected)
+            for name, tensor in results[0][number][1].items():
+                assert torch.equal(results[rank][number][1][name], tensor), (case, name)  # and all ranks are alike
 
 
 @pytest.mark.parametrize("exchange", [EXACT, None, ExchangePrecision("int8", "fp8_e5m2")])
@@ -141,7 +141,7 @@ FREEZES = {
 
 
 def changed_by_training(rank, world, cases):
-    """For each case: the names of tensors that two steps have changed."""
+    """Names of the tensors that two steps change, by case."""
     results = []
     for when, kind, device, dense, ahead in cases:
         model = kind(device)
@@ -152,15 +152,15 @@ def changed_by_training(rank, world, cases):
             FREEZES[when](parallel)
         for parameter in parallel.parameters():
             parameter.requires_grad_()
-        before = whole_state(parallel)
+        initial = whole_state(parallel)
         train(parallel, rank, world, 2, ahead=ahead)
-        after = whole_state(parallel)
-        results.append([name for name in after if not torch.equal(after[name], before[name])])
+        trained_state = whole_state(parallel)
+        results.append([name for name in trained_state if not torch.equal(trained_state[name], initial[name])])
     return results
 
 
 def test_frozen_tables_are_trained_on_no_rank(ranks):
-    """Of four shardings; a rank without shards of a table takes no part in a backward that others leave out."""
+    """Four shardings: a rank without shards skips the backward that other ranks skip."""
     cases = [("model", dlrm, None, "ddp", False), ("model", dcn, "meta", "fsdp", True)]
     cases += [("collections", dlrm, "meta", "ddp", True), ("wrapper", dcn, None, "ddp", False)]
     for results in ranks(2).run(changed_by_training, 2, cases):
@@ -185,16 +185,16 @@ def test_frozen_tables_stay_on_every_tier(when, options, pooled):
     parallel = te.HybridParallel(model)
     if when != "model":
         FREEZES[when](parallel)
-    before, scale = whole_state(parallel), torch.ones((), requires_grad=True)
+    initial, scale = whole_state(parallel), torch.ones((), requires_grad=True)
     sparse = te.KeyedJaggedTensor(["t"], torch.tensor([1, 2, 15]), lengths=torch.tensor([2, 1]))
     for features in (sparse, parallel.prefetch(sparse)):
         output = parallel(features)
         ((output if pooled else output.values()) * scale).sum().backward()
-    assert_same_bits(whole_state(parallel), before)
+    assert_same_bits(whole_state(parallel), initial)
     parallel.requires_grad_(True)
     output = parallel(sparse)
     (output if pooled else output.values()).sum().backward()
-    assert not torch.equal(whole_state(parallel)["embeddings.step"], before["embeddings.step"])
+    assert not torch.equal(whole_state(parallel)["embeddings.step"], initial["embeddings.step"])
 
 
 def test_a_collection_that_is_frozen_in_part_cannot_be_sharded():
@@ -284,10 +284,10 @@ def averaged(rank, world, every):
 
 
 def test_copies_of_tables_train_apart_until_they_are_averaged(ranks):
-    found = ranks(4).run(averaged, 4, 2)
+    results = ranks(4).run(averaged, 4, 2)
     for step in range(4):
         for rank in (0, 1):
-            same = [torch.equal(a, b) for a, b in zip(found[rank][step], found[rank + 2][step], strict=True)]
+            same = [torch.equal(a, b) for a, b in zip(results[rank][step], results[rank + 2][step], strict=True)]
             # Data-parallel tables are one over all ranks; others part between averages.
             assert all(same) == (step % 2 == 1), (step, rank, same)
 
@@ -333,9 +333,9 @@ def accumulated(rank, world, dense, micro):
             for collection in parallel.collections:
                 stack.enter_context(collection.accumulate())
             for number in range(micro):
-                own = part(batch(micro * step + number, world), rank)
+                local_batch = part(batch(micro * step + number, world), rank)
                 with parallel.no_sync() if number < micro - 1 else ExitStack():
-                    (loss_of(parallel, *own) / micro).backward()
+                    (loss_of(parallel, *local_batch) / micro).backward()
         optimizer.step()
     return whole_state(parallel)
 
@@ -349,14 +349,14 @@ def test_micro_batches_are_one_large_batch(ranks, dense):
 
 def loaded(rank, world, dense, state, bad):
     parallel = te.HybridParallel(dlrm(), plan(world), dense=dense, exchange=EXACT)
-    before = whole_state(parallel)
+    initial = whole_state(parallel)
     messages = []
     for broken in bad:
         with pytest.raises(RuntimeError) as raised:
             parallel.load_state_dict(broken)
         messages.append(str(raised.value))
-        after = whole_state(parallel)
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), messages
+        loaded_state = whole_state(parallel)
+        assert all(torch.equal(loaded_state[name], tensor) for name, tensor in initial.items()), messages
     parallel.load_state_dict(state)
     first = whole_state(parallel)
     parallel.load_state_dict(parallel.state_dict())  # its own
@@ -395,14 +395,14 @@ def test_the_state_of_a_plain_model(ranks, dense):
 
 
 def traffic(rank, precisions):
-    found = []
+    results = []
     for codecs in precisions:
         model = te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=te.optim.SGD(lr=0.1))
         parallel = te.HybridParallel(model, plan(2), exchange=ExchangePrecision(*codecs))
         parallel.group.traffic.reset()
         train(parallel, rank, 2, 2)
-        found.append({kind: sent.total for kind, sent in parallel.group.traffic.by_kind().items()})
-    return found
+        results.append({kind: sent.total for kind, sent in parallel.group.traffic.by_kind().items()})
+    return results
 
 
 def test_16_bits_halve_what_crosses(ranks):
@@ -513,8 +513,8 @@ def refused(rank):
     messages = []
     for mesh, local in (((4,), 3), ((1, 2, 2), None), ((2, 2), 4)):
         try:
-            given = init_device_mesh("cpu", mesh)
-            te.HybridParallel(dlrm(), mesh=given, local_world_size=local)
+            device_mesh = init_device_mesh("cpu", mesh)
+            te.HybridParallel(dlrm(), mesh=device_mesh, local_world_size=local)
             messages.append("")
         except ValueError as error:
             messages.append(str(error))

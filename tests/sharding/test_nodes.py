@@ -1,4 +1,4 @@
-"""What leaves a node: of tables cut by rows inside nodes, one vector for each sample of other nodes."""
+"""Traffic between nodes: table-row-wise sharding sends one vector per sample of other nodes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def sent(rank, case):
     return {kind: tuple(sizes) for kind, sizes in groups.world.traffic.by_kind().items()}
 
 
-def across_nodes(found, back: bool) -> int:
-    """Of all ranks together, pooled vectors, or their gradients."""
+def across_nodes(traffic, back: bool) -> int:
+    """Bytes of pooled vectors, or of their gradients, of all ranks."""
     return sum(
         sizes[1]
-        for of_rank in found
+        for of_rank in traffic
         for kind, sizes in of_rank.items()
         if kind.startswith("pooled") and kind.endswith("gradients") == back
     )
@@ -48,27 +48,27 @@ def across_nodes(found, back: bool) -> int:
 )
 @pytest.mark.few(1)
 def test_one_vector_a_sample_leaves_a_node(ranks, sharding, vectors, flat, flat_vectors):
-    found = ranks(4).run(sent, case_of(sharding))
+    traffic = ranks(4).run(sent, case_of(sharding))
     for back in (False, True):
-        assert across_nodes(found, back) == 4 * vectors
+        assert across_nodes(traffic, back) == 4 * vectors
         assert across_nodes(ranks(4).run(sent, case_of(flat)), back) == 4 * flat_vectors
-    assert all("pooled" not in kinds for kinds in found)
-    assert all(kinds["pooled inside a node"][1] == 0 for kinds in found)
+    assert all("pooled" not in kinds for kinds in traffic)
+    assert all(kinds["pooled inside a node"][1] == 0 for kinds in traffic)
 
 
 def test_what_is_summed_inside_a_node(ranks):
     """A rank sends its neighbour its part for the samples of the ranks in the neighbour's place on every node."""
-    found = ranks(4).run(sent, case_of(TableRowWise(0)))
-    assert found[0]["pooled inside a node"] == (4 * DIM * (SIZES[1] + SIZES[3]), 0)
-    assert found[1]["pooled inside a node"] == (4 * DIM * (SIZES[0] + SIZES[2]), 0)
-    assert found[0]["pooled across nodes"] == (4 * DIM * SIZES[2],) * 2
-    assert found[1]["pooled across nodes"] == (4 * DIM * SIZES[3],) * 2
-    assert found[2]["pooled across nodes"] == found[3]["pooled inside a node"] == (0, 0)
-    assert found[2]["pooled across nodes gradients"] == (4 * DIM * SIZES[2],) * 2
+    traffic = ranks(4).run(sent, case_of(TableRowWise(0)))
+    assert traffic[0]["pooled inside a node"] == (4 * DIM * (SIZES[1] + SIZES[3]), 0)
+    assert traffic[1]["pooled inside a node"] == (4 * DIM * (SIZES[0] + SIZES[2]), 0)
+    assert traffic[0]["pooled across nodes"] == (4 * DIM * SIZES[2],) * 2
+    assert traffic[1]["pooled across nodes"] == (4 * DIM * SIZES[3],) * 2
+    assert traffic[2]["pooled across nodes"] == traffic[3]["pooled inside a node"] == (0, 0)
+    assert traffic[2]["pooled across nodes gradients"] == (4 * DIM * SIZES[2],) * 2
 
 
 def test_both_ways_train_alike(ranks):
-    given = [case_of(sharding) for sharding in (TableRowWise(0), Grid(), RowWise())]
-    found = ranks(4).run(together, given)
-    for number, case in enumerate(given):
-        assert not differences(case, alone(case), [of_rank[number][0] for of_rank in found])
+    cases = [case_of(sharding) for sharding in (TableRowWise(0), Grid(), RowWise())]
+    results = ranks(4).run(together, cases)
+    for number, case in enumerate(cases):
+        assert not differences(case, alone(case), [of_rank[number][0] for of_rank in results])

@@ -84,7 +84,7 @@ def test_a_dlrm_computes_its_bottom_mlp_beside_the_exchanges(ranks, ahead):
 
 
 def step_of_dcn(rank, world, backend):
-    """In two sub-batches; of its layers, the last one is told."""
+    """Model in two sub-batches; its last layer is recorded."""
     torch._dynamo.reset()
     parallel = te.HybridParallel(dcn(), plan(world), pipeline=2)
     events = Events(parallel.module.top)
@@ -103,7 +103,7 @@ def test_a_dcn_computes_a_sub_batch_beside_the_exchange_of_another(ranks):
 
 
 def graphs_of_dlrm(rank, world, backend):
-    """What Inductor's programs call, in order: of the forward and of the backward."""
+    """Calls of Inductor's programs, in order: of the forward and of the backward."""
     torch._dynamo.reset()
     parallel = te.HybridParallel(dlrm(), plan(world))
     dense, sparse, labels = part(batch_of(0, world), rank)
@@ -163,13 +163,13 @@ def test_rows_are_sent_back_beside_what_follows(ranks):
 
 
 def outputs(rank, world):
-    """What a collection that is called by itself, and a model that returns its output, give to the caller."""
+    """Outputs of a collection, and of a model that returns them."""
     torch.manual_seed(1)
     model = te.nn.EmbeddingBagCollection(tables(), te.optim.SGD(lr=0.1))
     parallel = te.HybridParallel(model, plan(world))
     sparse = part(batch_of(0, world), rank)[1]
-    found = parallel(sparse)
-    return type(found).__name__, found.requires_grad, tuple(found.shape), found.detach()
+    output = parallel(sparse)
+    return type(output).__name__, output.requires_grad, tuple(output.shape), output.detach()
 
 
 def test_a_model_returns_ordinary_tensors(ranks):
@@ -193,11 +193,11 @@ def trained(rank, world, exchange, overlapped, steps, dense):
 @pytest.mark.parametrize("codec", ["fp16", pytest.param("int8", marks=pytest.mark.more)])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_bit_depends_on_what_runs_beside_it(ranks, world, codec, dense):
-    found = [
+    results = [
         ranks(world).run(trained, world, ExchangePrecision(codec, "bf16"), overlapped, 5, dense)
         for overlapped in (True, False)
     ]
-    for (losses, state), (expected_losses, expected) in zip(*found, strict=True):
+    for (losses, state), (expected_losses, expected) in zip(*results, strict=True):
         assert losses == expected_losses
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), name
@@ -217,7 +217,7 @@ def trained_in_three_ways(rank, world, codec, steps):
     Layers stay as they are: `DistributedDataParallel` adds gradients in an order that follows from when they are ready.
     """
     configs, plan_of_all = all_types(world)
-    found = []
+    results = []
     for way in ("beside", "waited for", "compiled"):
         torch._dynamo.reset()
         torch.manual_seed(1)
@@ -237,9 +237,9 @@ def trained_in_three_ways(rank, world, codec, steps):
                 loss = F.binary_cross_entropy_with_logits(scores, labels)
                 loss.backward()
                 losses.append(float(loss.detach()))
-        found.append((losses, whole_state(parallel)))
+        results.append((losses, whole_state(parallel)))
     torch._dynamo.reset()
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -247,8 +247,8 @@ def trained_in_three_ways(rank, world, codec, steps):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_no_bit_depends_on_overlap_or_graph(ranks, world, codec):
     """Every sharding type and codec, twenty steps."""
-    for (losses, state), *others in ranks(world).run(trained_in_three_ways, world, codec, 20):
-        for other_losses, other in others:
+    for (losses, state), *variants in ranks(world).run(trained_in_three_ways, world, codec, 20):
+        for other_losses, other in variants:
             assert other_losses == losses
             for name, tensor in state.items():
                 assert torch.equal(other[name], tensor), name

@@ -94,9 +94,9 @@ def test_shards_cover_the_table_once(job):
 
 
 @given(st.lists(jobs(), min_size=1, max_size=5), st.integers(1, 3))
-def test_plans_are_the_same_after_json(given, copies):
+def test_plans_are_the_same_after_json(drawn_jobs, copies):
     world, local = 12, 4
-    shardings = {f'table {n} "quoted" é': job[3] for n, job in enumerate(given)}
+    shardings = {f'table {n} "quoted" é': job[3] for n, job in enumerate(drawn_jobs)}
     plan = ShardingPlan(shardings, world, local)
     text = plan.to_json()
     assert ShardingPlan.from_json(text) == plan
@@ -222,10 +222,10 @@ def test_plans_that_are_none():
     [
         ({"placement": "tape"}, r"a placement must be one of \('device', .*, got 'tape'"),
         *(
-            ({"placement": placement, f"{name}_{what}": value}, f"{name}_{what} must be .* placement in .*{where}")
-            for name, where, elsewhere in (("cache", "'host', 'disk', 'server'", "device"), ("host", "'disk'", "host"))
-            for what, good, bad in (("rows", 8, (0, -1, 0.5, "8")), ("share", 0.5, (0, -0.5, 1.5, "1", True)))
-            for placement, value in ((elsewhere, good), *(("disk", each) for each in bad))
+            ({"placement": placement, f"{name}_{unit}": value}, f"{name}_{unit} must be .* placement in .*{where}")
+            for name, where, other_tier in (("cache", "'host', 'disk', 'server'", "device"), ("host", "'disk'", "host"))
+            for unit, good, bad in (("rows", 8, (0, -1, 0.5, "8")), ("share", 0.5, (0, -0.5, 1.5, "1", True)))
+            for placement, value in ((other_tier, good), *(("disk", value_) for value_ in bad))
         ),
         ({"placement": "disk", "cache_rows": 8, "cache_share": 0.5}, "cache_rows or cache_share, got 8 and 0.5"),
         ({"placement": "disk", "host_rows": 8, "host_share": 0.5}, "host_rows or host_share, got 8 and 0.5"),
@@ -248,8 +248,8 @@ def test_placements_that_are_none(options, message):
 )
 def test_a_cache_is_as_the_plan_says_first(where, expected):
     plan = ShardingPlan({"user": RowWise()}, 2, placements={"user": where})
-    for own in ({}, {"host_rows": 3}, {"host_share": 1.0}):
-        table = te.TableConfig("user", 10, 16, placement="disk", cache=te.CacheConfig(7, folder="x", **own))
+    for options in ({}, {"host_rows": 3}, {"host_share": 1.0}):
+        table = te.TableConfig("user", 10, 16, placement="disk", cache=te.CacheConfig(7, folder="x", **options))
         assert plan.apply(table).cache == expected
         assert plan.apply(table).placement == where.placement
 
@@ -269,7 +269,7 @@ def test_uniform_plans_spread_the_bytes(tables, job):
     plan = uniform_plan(tables, world, local)
     assert plan == uniform_plan(list(tables), world, local)
     assert list(plan.tables) == [table.name for table in tables]
-    held, whole = [0] * world, [0]
+    rank_bytes, whole = [0] * world, [0]
     for table in tables:
         size = table.num_embeddings * table.embedding_dim * 4
         sharding = plan.tables[table.name]
@@ -279,10 +279,10 @@ def test_uniform_plans_spread_the_bytes(tables, job):
         if isinstance(sharding, TableWise):
             whole.append(size)
         for shard in plan.shards(table):
-            held[shard.rank] += shard.num_rows * shard.num_columns * 4
+            rank_bytes[shard.rank] += shard.num_rows * shard.num_columns * 4
     # Greedy: the fullest was the emptiest before its last table came. Blocks of rows may differ by a row a rank.
-    rest = sum(64 * 4 * world for table in tables)
-    assert max(held) <= sum(held) / world + max(whole) + rest
+    slack = sum(64 * 4 * world for table in tables)
+    assert max(rank_bytes) <= sum(rank_bytes) / world + max(whole) + slack
 
 
 def test_one_rank_holds_all():

@@ -88,13 +88,13 @@ def test_few_tables_are_placed_as_brute_force_places_them(seed, types):
         choices += [DataParallel(), RowWise(), *(RowWise(pair) for pair in itertools.permutations(range(3), 2))]
     names = [table.name for table in tables]
     # Loads add up, so each choice is predicted once, alone.
-    alone = np.array([
+    costs = np.array([
         [CostModel([table], topology, 256, stats={table.name: stats[table.name]}).predict(
             ShardingPlan({table.name: choice}, 3)).seconds.sum(1) for choice in choices]
         for table in tables
     ])  # fmt: skip
-    loads = alone[0]  # of each rank, for all choices for the first tables
-    for of_table in alone[1:]:
+    loads = costs[0]  # of each rank, for all choices for the first tables
+    for of_table in costs[1:]:
         loads = (loads[:, None] + of_table).reshape(-1, 3)
     best = loads.max(1).min()
     constraints = {name: Constraint(types=types) for name in names}
@@ -131,12 +131,12 @@ def test_whole_tables_on_four_ranks_are_placed_as_branch_and_bound_places_them(n
     random = np.random.default_rng(seed)
     tables = [te.TableConfig(f"t{n}", int(10 ** random.uniform(3, 6)), 32) for n in range(number)]
     stats = {table.name: TableStats(float(random.uniform(5, 60))) for table in tables}
-    alone = np.array([
+    costs = np.array([
         CostModel([table], te.Topology(4), 4_096, stats={table.name: stats[table.name]}).predict(
             ShardingPlan({table.name: TableWise(0)}, 4)).seconds.sum(1) for table in tables
     ])  # fmt: skip
-    own = (alone[:, 0] - alone[:, 1]).tolist()
-    best = least_largest_sum(own, 4) + alone[:, 1].sum()
+    margins = (costs[:, 0] - costs[:, 1]).tolist()
+    best = least_largest_sum(margins, 4) + costs[:, 1].sum()
     constraints = {"*": Constraint(types="table_wise", placements="device")}
     plan = te.plan(tables, te.Topology(4), batch_size=4_096, stats=stats, constraints=constraints)
     assert best * (1 - 1e-9) <= plan.report.load <= 1.01 * best
@@ -179,10 +179,10 @@ def relaxed(tables, topology, stats, slack=0.0):
 def tight_topology(tables, stats, ranks):
     """All three budgets 5 % above what makes the relaxation feasible, within 5 %."""
     size = sum(table.num_embeddings * (4 * table.embedding_dim + 4) for table in tables)
-    own = CostModel(tables, te.Topology(ranks, 8), 256, stats=stats).memory_of_rank
+    rank_memory = CostModel(tables, te.Topology(ranks, 8), 256, stats=stats).memory_of_rank
 
     def scaled(factor):
-        hbm, nodes = 0.3 * size / ranks * factor + own, ranks // 8
+        hbm, nodes = 0.3 * size / ranks * factor + rank_memory, ranks // 8
         return te.Topology(ranks, 8, hbm=hbm, host=0.4 * size / nodes * factor, disk=0.6 * size / nodes * factor)
 
     low, high = 0.05, 4.0
@@ -233,14 +233,14 @@ def test_the_search_counts_what_the_cost_model_predicts(types, monkeypatch):
         "t3": TableStats(8.0, row_share=(0.5, 0.2, 0.1, 0.1, 0.05, 0.05)), "unpooled": TableStats(5.0),
     }  # fmt: skip
     topology = te.Topology(8, 4, hbm=30 * GB, host=200 * GB, disk=2_000 * GB)
-    found = []
-    monkeypatch.setattr(planner, "solve", lambda problem: found.append(solve(problem)) or found[-1])
+    plans = []
+    monkeypatch.setattr(planner, "solve", lambda problem: plans.append(solve(problem)) or plans[-1])
     constraints = {"t[1-9]": Constraint(types=types)} if types else None
     plan = te.plan(tables, topology, batch_size=256, stats=stats, constraints=constraints)
     fits(plan, tables, topology, 256, stats=stats)
-    assert found[0].violation == 0
+    assert plans[0].violation == 0
     # It takes a table in blocks of columns to have two, whose ranks exchange sums of squares.
-    assert plan.report.load == pytest.approx(found[0].load, rel=0.05)
+    assert plan.report.load == pytest.approx(plans[0].load, rel=0.05)
     assert plan.report.bound <= plan.report.load
 
 
@@ -264,14 +264,14 @@ def test_odd_tables_keep_their_budgets_and_stay_where_they_are(table, stats, top
     if types == ("grid", "table_wise") and local in (1, ranks):
         types = ("table_wise",)
     use = {"a": TableStats(**stats)}
-    own = CostModel([config], te.Topology(ranks, local), 256, stats=use).memory_of_rank
+    rank_memory = CostModel([config], te.Topology(ranks, local), 256, stats=use).memory_of_rank
     size = rows * (dim * config.dtype.itemsize + 4)
-    cluster = te.Topology(ranks, local, hbm=own + 3 * size + 1e7, host=2 * size + 1e6)
-    made = {"batch_size": 256, "stats": use, "constraints": {"a": Constraint(types=types)}}
-    plan = te.plan([config], cluster, **made)
+    cluster = te.Topology(ranks, local, hbm=rank_memory + 3 * size + 1e7, host=2 * size + 1e6)
+    options = {"batch_size": 256, "stats": use, "constraints": {"a": Constraint(types=types)}}
+    plan = te.plan([config], cluster, **options)
     fits(plan, [config], cluster, 256, stats=use)
     assert plan.shards(config)
-    assert te.plan([config], cluster, **made, previous=plan).diff(plan).bytes == 0
+    assert te.plan([config], cluster, **options, previous=plan).diff(plan).bytes == 0
 
 
 def test_rows_fill_what_others_leave():
@@ -298,9 +298,9 @@ def test_budgets_are_kept_where_they_are_tight():
 
 def test_the_same_arguments_give_the_same_plan():
     tables, stats = zipf_tables(20, 2)
-    made = [te.plan(tables, te.Topology(8, 4), batch_size=512, stats=stats) for _ in range(2)]
-    assert made[0] == made[1]
-    assert str(made[0]) == str(made[1])
+    plans = [te.plan(tables, te.Topology(8, 4), batch_size=512, stats=stats) for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert str(plans[0]) == str(plans[1])
 
 
 @pytest.mark.more
@@ -312,9 +312,9 @@ def test_without_scipy_there_is_a_plan_and_a_simple_bound(number, ranks, monkeyp
     best = te.plan(tables, topology, batch_size=512, stats=stats).report
     for name in ("scipy", "scipy.optimize", "scipy.sparse"):
         monkeypatch.setitem(sys.modules, name, None)
-    found = te.plan(tables, topology, batch_size=512, stats=stats).report
-    assert found.bound <= best.load
-    assert found.load <= 1.1 * best.load
+    report = te.plan(tables, topology, batch_size=512, stats=stats).report
+    assert report.bound <= best.load
+    assert report.load <= 1.1 * best.load
 
 
 def f1(number: int = 40):
@@ -378,12 +378,12 @@ def test_an_error_says_what_the_smallest_shard_lacks():
     topology = te.Topology(64, hbm=1e9, host=0)
     text = refused(tables, topology, batch_size=20_000, constraints={"*": Constraint(types="table_wise")})
     assert "table 't0' cannot be placed under" in text
-    found = re.search(r"its smallest shard, .*, take ([\d.]+) GB of device memory, short by ([\d.]+) (.B)", text)
+    match = re.search(r"its smallest shard, .*, take ([\d.]+) GB of device memory, short by ([\d.]+) (.B)", text)
     model = CostModel(tables, topology, 20_000)
     at = model.pieces(ShardingPlan(dict.fromkeys(("t0", "t1"), TableWise(0)), 64))[0]
     size = model.costs(at).memory[0, 0]
-    assert float(found[1]) == pytest.approx(size / 1e9, rel=0.01)
-    short = float(found[2]) * {"MB": 1e6, "GB": 1e9}[found[3]]
+    assert float(match[1]) == pytest.approx(size / 1e9, rel=0.01)
+    short = float(match[2]) * {"MB": 1e6, "GB": 1e9}[match[3]]
     assert short == pytest.approx(size - (1e9 - model.memory_of_rank), rel=0.01)
 
 
@@ -391,16 +391,16 @@ def test_an_error_says_what_the_smallest_shard_lacks():
 def test_a_table_that_grows_moves_little(number):
     tables, stats = zipf_tables(100, 5)
     topology = te.Topology(8)
-    before = te.plan(tables, topology, batch_size=512, stats=stats)
+    previous = te.plan(tables, topology, batch_size=512, stats=stats)
     grown = [
         te.TableConfig(t.name, int(t.num_embeddings * (1.1 if n == number else 1)), t.embedding_dim)
         for n, t in enumerate(tables)
     ]
-    after = te.plan(grown, topology, batch_size=512, stats=stats, previous=before)
-    moved = after.diff(before)
+    replanned = te.plan(grown, topology, batch_size=512, stats=stats, previous=previous)
+    moved = replanned.diff(previous)
     assert moved.fraction <= 0.05
-    assert after.report.load <= 1.05 * after.report.bound
-    assert te.plan(tables, topology, batch_size=512, stats=stats, previous=before).diff(before).bytes == 0
+    assert replanned.report.load <= 1.05 * replanned.report.bound
+    assert te.plan(tables, topology, batch_size=512, stats=stats, previous=previous).diff(previous).bytes == 0
 
 
 def test_what_moves_is_counted_by_rows_and_columns():
@@ -715,7 +715,7 @@ def test_torchrecs_plan_is_no_better(seed):
     topology = TheirTopology(world_size=8, local_world_size=8, compute_device="cuda", hbm_cap=int(80e9))
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=512, constraints=constraints)
     module = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
-    found = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    torchrec_plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
 
     def sharding(parameter):
         shards = parameter.sharding_spec.shards
@@ -730,8 +730,8 @@ def test_torchrecs_plan_is_no_better(seed):
         assert parameter.sharding_type == "data_parallel"
         return DataParallel()
 
-    theirs = {name: sharding(each) for plan in found.plan.values() for name, each in plan.items()}
+    torchrec_shardings = {name: sharding(entry) for plan in torchrec_plan.plan.values() for name, entry in plan.items()}
     model = CostModel(tables, te.Topology(8), 512, stats=stats)
-    ours = te.plan(tables, te.Topology(8), batch_size=512, stats=stats)
-    assert theirs.keys() == ours.tables.keys()
-    assert model.predict(ours).step <= model.predict(ShardingPlan(theirs, 8)).step
+    plan_ = te.plan(tables, te.Topology(8), batch_size=512, stats=stats)
+    assert torchrec_shardings.keys() == plan_.tables.keys()
+    assert model.predict(plan_).step <= model.predict(ShardingPlan(torchrec_shardings, 8)).step

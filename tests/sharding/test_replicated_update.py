@@ -26,7 +26,7 @@ class Fails(torch.autograd.Function):
 
 
 def change_after_a_failure(rank):
-    """How much a table changes in the pass behind one that failed after its gradients had arrived."""
+    """Change of a table in the pass after one that failed once its gradients had arrived."""
     tables = te.nn.EmbeddingBagCollection([te.TableConfig("a", 20, 16)], te.optim.RowWiseAdagrad(lr=0.1))
     plan = ShardingPlan({"a": ColumnWise()}, 2)
     parallel = te.HybridParallel(tables, plan, exchange=ExchangePrecision("fp32", "fp32"))
@@ -38,12 +38,12 @@ def change_after_a_failure(rank):
     except ValueError:
         failed = True
     changes = []
-    before = parallel.state_dict()["a.weight"].gather(parallel.group)
+    previous = parallel.state_dict()["a.weight"].gather(parallel.group)
     for _ in range(2):
         parallel(batch).sum().backward()
-        after = parallel.state_dict()["a.weight"].gather(parallel.group)
-        changes.append((before - after).abs().amax(1))
-        before = after
+        current = parallel.state_dict()["a.weight"].gather(parallel.group)
+        changes.append((previous - current).abs().amax(1))
+        previous = current
     return failed, changes
 
 
@@ -70,11 +70,11 @@ def two_lookups(rank, pooled):
         results = {"cut": [], "whole": []}
         for use in range(2):
             lists = {name: [[step, use, (7 * r + use) % 20] for r in range(2)] for name in "ab"}
-            mine = te.KeyedJaggedTensor.from_lists({name: [bags[rank]] for name, bags in lists.items()})
-            results["cut"].append(parallel(mine))
+            features = te.KeyedJaggedTensor.from_lists({name: [bags[rank]] for name, bags in lists.items()})
+            results["cut"].append(parallel(features))
             results["whole"].append(whole(te.KeyedJaggedTensor.from_lists(lists)))
-        for name, found in results.items():
-            rows = [result if pooled else result.values() for result in found]
+        for name, actual in results.items():
+            rows = [result if pooled else result.values() for result in actual]
             # The ranks' gradients are averaged.
             (
                 sum((use + 1) * (row * row).sum() for use, row in enumerate(rows)) * (2 if name == "cut" else 1)
@@ -85,7 +85,7 @@ def two_lookups(rank, pooled):
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_tables_that_are_looked_up_twice_are_updated_twice(ranks, pooled):
-    """As a collection on one rank does it, bit for bit."""
+    """Two lookups in one pass are bitwise identical to those of one rank."""
     for equal in ranks(2).run(two_lookups, pooled):
         assert set(equal) == {"step", "a.weight", "a.sum", "b.weight", "b.sum"}
         assert all(equal.values()), equal
@@ -102,7 +102,7 @@ SQUARES = {  # how optimizers that read a row's mean of squares are set
 
 
 def trained_by_columns(rank, world, name, dtype, plans):
-    """Whether tables whose columns ranks share have the bits of whole ones; the bytes that a step sent, by kind."""
+    """Return whether column-wise sharded tables are bitwise identical to unsharded ones, and bytes per step by kind."""
     configs = [te.TableConfig(f"d{dim}", 40, dim, dtype=dtype) for dim in DIMS if plans != "uneven" or dim > 8]
     torch.manual_seed(1)
     tables = te.nn.EmbeddingBagCollection(configs, SQUARES[name])
@@ -125,12 +125,12 @@ def trained_by_columns(rank, world, name, dtype, plans):
             if step == 3:  # in two micro-batches
                 stack.enter_context(parallel.collections[0].accumulate())
             for part in [parts[rank], parts[rank]] if step == 3 else [parts[rank]]:
-                found = parallel(te.KeyedJaggedTensor.from_lists(part))
-                (found.float() * found.float().sin()).sum().mul(world).backward()
+                output = parallel(te.KeyedJaggedTensor.from_lists(part))
+                (output.float() * output.float().sin()).sum().mul(world).backward()
         batches = parts + parts if step == 3 else parts
         everything = {c.name: [bag for part in batches for bag in part[c.name]] for c in configs}
-        found = whole(te.KeyedJaggedTensor.from_lists(everything))
-        (found.float() * found.float().sin()).sum().backward()
+        output = whole(te.KeyedJaggedTensor.from_lists(everything))
+        (output.float() * output.float().sin()).sum().backward()
     sent = {kind: bytes_sent.total for kind, bytes_sent in parallel.group.traffic.by_kind().items()}
     expected = whole.state_dict()
     wrong = [name for name, value in whole_state(parallel).items() if not torch.equal(value, expected[name])]
@@ -170,8 +170,8 @@ ALL = [
 )
 def test_columns_on_several_ranks_are_updated_as_whole_rows_are(ranks, world, plans, name, dtype):
     """Bit for bit, by a few sums of squares for each row, whatever the blocks of columns."""
-    found = ranks(world).run(trained_by_columns, world, name, dtype, plans)
-    for rank, (wrong, sent, rows) in enumerate(found):
+    results = ranks(world).run(trained_by_columns, world, name, dtype, plans)
+    for rank, (wrong, sent, rows) in enumerate(results):
         assert not wrong, wrong
         assert "row columns" not in sent
         if plans == "default" and world == 2:
@@ -187,18 +187,18 @@ def refused_gradients(rank, optimizer):
         te.nn.EmbeddingBagCollection([te.TableConfig("a", 20, 32)], optimizer),
         ShardingPlan({"a": ColumnWise()}, 2), exchange=EXACT,
     )  # fmt: skip
-    before = whole_state(parallel)
-    found = parallel(te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3 + rank]]}))
-    grad = torch.full_like(found, 1e30)  # whose square is infinite, but it is finite
+    initial = whole_state(parallel)
+    output = parallel(te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3 + rank]]}))
+    grad = torch.full_like(output, 1e30)  # whose square is infinite, but it is finite
     grad[1, 31] = torch.nan if rank == 1 else 1.0
     try:
-        found.backward(grad)
+        output.backward(grad)
         message = ""
     except ValueError as error:
         message = str(error)
-    after = whole_state(parallel)
-    changed = {i for i in range(20) if not torch.equal(after["a.weight"][i], before["a.weight"][i])}
-    return message, changed, int(after["step"]), parallel.collections[0].skipped_rows()
+    current = whole_state(parallel)
+    changed = {i for i in range(20) if not torch.equal(current["a.weight"][i], initial["a.weight"][i])}
+    return message, changed, int(current["step"]), parallel.collections[0].skipped_rows()
 
 
 @pytest.mark.parametrize("name", ["RowWiseAdagrad", "PartialRowWiseAdam", "SGD", "Adam"])
@@ -217,8 +217,8 @@ def test_gradients_that_are_not_finite_in_columns_of_another_rank(ranks, name):
 
 
 def replicated(rank, codecs):
-    """What a data-parallel table, and one whose column blocks have replicas, become on a rank, by codec."""
-    found = []
+    """States of a data-parallel table, and of one with replicas of column blocks, by codec."""
+    states = []
     for codec in codecs:
         torch.manual_seed(0)
         configs = [te.TableConfig("a", 30, 16), te.TableConfig("b", 30, 16)]
@@ -231,19 +231,19 @@ def replicated(rank, codecs):
             output = parallel(te.KeyedJaggedTensor.from_lists({"a": lists, "b": lists}))
             (output.square().sum() / 1000).backward()
         shards = [s.tensor.clone() for w in parallel.table_weights().values() for s in w.shards]
-        found.append((shards, parallel.saturated()))
-    return found
+        states.append((shards, parallel.saturated()))
+    return states
 
 
 def test_replicas_stay_bitwise_identical_under_every_codec(ranks):
     steps = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8, "fp8_e5m2": 2**-3, "fp8_e4m3": 2**-4, "int8": 2**-8}
-    found = ranks(4).run(replicated, list(steps))
+    results = ranks(4).run(replicated, list(steps))
     for number, (codec, step) in enumerate(steps.items()):
-        for rank, of_rank in enumerate(found):
+        for rank, of_rank in enumerate(results):
             (a, b), saturated = of_rank[number]
             assert saturated == 0
-            assert torch.equal(a, found[0][number][0][0]), codec
-            assert torch.equal(b, found[rank % 2][number][0][1]), codec
+            assert torch.equal(a, results[0][number][0][0]), codec
+            assert torch.equal(b, results[rank % 2][number][0][1]), codec
             if codec in ("fp32", "fp16", "bf16"):  # a rounding each of 3 steps of 0.4 at most, or two for two exchanges
-                for mine, its in zip((a, b), of_rank[0][0], strict=True):
-                    assert (mine - its).abs().max() <= 3 * 0.4 * 2 * step, codec
+                for actual, expected in zip((a, b), of_rank[0][0], strict=True):
+                    assert (actual - expected).abs().max() <= 3 * 0.4 * 2 * step, codec

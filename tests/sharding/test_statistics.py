@@ -1,4 +1,4 @@
-"""How tables are used: what statistics say of rows, and what is counted in batches."""
+"""Access statistics of tables: their formulas, and counts in batches."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_groups_have_fewer_rows_where_the_table_has():
 def test_distinct_rows_of_zipf_batches(zipf):
     batches, draw, stats = zipf
     for size in (512, 4096, 32_768):
-        found = np.mean([len(np.unique(draw(size))) for _ in range(10)])
-        assert stats.distinct(ROWS, size) == pytest.approx(found, rel=0.05)
+        measured = np.mean([len(np.unique(draw(size))) for _ in range(10)])
+        assert stats.distinct(ROWS, size) == pytest.approx(measured, rel=0.05)
     assert stats.distinct(ROWS, 4096) == pytest.approx(np.mean([len(np.unique(ids)) for ids in batches]), rel=0.02)
     assert stats.repeats < 0.02
     assert len(stats.hotness) <= statistics.MOST_GROUPS
@@ -104,8 +104,8 @@ def test_misses_of_a_cache_with_the_hottest_rows(zipf):
     ids, counts = np.unique(np.concatenate([draw(4096) for _ in range(500)]), return_counts=True)
     by_use = ids[np.argsort(-counts)]
     for cached in (100, 3000, 20_000):
-        found = np.mean([len(np.setdiff1d(draw(4096), by_use[:cached])) for _ in range(10)])
-        assert stats.misses(ROWS, 4096, cached) == pytest.approx(found, rel=0.1)
+        measured = np.mean([len(np.setdiff1d(draw(4096), by_use[:cached])) for _ in range(10)])
+        assert stats.misses(ROWS, 4096, cached) == pytest.approx(measured, rel=0.1)
 
 
 def test_memory_is_bounded(zipf, monkeypatch):
@@ -160,8 +160,8 @@ def test_what_may_hold_batches():
     assert expected["f"].pooling_factor == 1.5
     for data in ([(one, 1.0), (two, 1.0)], [{"x": one}, {"x": two}], iter([one, two]), [one, two, two]):
         assert collect_stats(data, num_batches=2) == expected
-    together = collect_stats([Step(torch.ones(2), [one, two])])
-    assert together["f"].pooling_factor == 1.5
+    joint = collect_stats([Step(torch.ones(2), [one, two])])
+    assert joint["f"].pooling_factor == 1.5
     assert collect_stats([one, two], num_batches=1)["f"].pooling_factor == 2
     module = torch.nn.Sequential(EmbeddingBagCollection([te.TableConfig("t", 9, 8, features=["g"])]))
     assert list(collect_stats([one], module)) == ["t"]
@@ -169,11 +169,11 @@ def test_what_may_hold_batches():
 
 def test_a_data_set():
     data = make_synthetic(1000, 100)
-    found = collect_stats(data, data.tables(8), num_batches=1)
-    assert list(found) == [feature.name for feature in data.features]
+    measured = collect_stats(data, data.tables(8), num_batches=1)
+    assert list(measured) == [feature.name for feature in data.features]
     assert all(
         len(stats.row_share) == min(64, f.num_embeddings)
-        for f, stats in zip(data.features, found.values(), strict=True)
+        for f, stats in zip(data.features, measured.values(), strict=True)
     )
 
 

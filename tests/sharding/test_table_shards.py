@@ -45,10 +45,12 @@ def gather(rank: int, whole: torch.Tensor, cuts: list[Cut], piece_bytes: int) ->
 @given(data=st.data())
 def test_it_is_saved_under_one_cut_and_loaded_under_another(ranks, tmp_path_factory, data):
     shape, dtype, seed = data.draw(shapes()), data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(0, 10_000))
-    before, after = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 4]))
+    saving_ranks, loading_ranks = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 4]))
     whole, folder = values(shape, dtype, seed), str(tmp_path_factory.mktemp("saved"))
-    ranks(before).run(save, folder, whole, draw_cuts(shape, before, seed), data.draw(st.sampled_from(PIECES)))
-    assert all(ranks(after).run(load, folder, whole, draw_cuts(shape, after, seed + 1)))
+    ranks(saving_ranks).run(
+        save, folder, whole, draw_cuts(shape, saving_ranks, seed), data.draw(st.sampled_from(PIECES))
+    )
+    assert all(ranks(loading_ranks).run(load, folder, whole, draw_cuts(shape, loading_ranks, seed + 1)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,10 +64,10 @@ def test_plain_tensors_and_shards_read_each_other(ranks, tmp_path_factory, data,
     checkpoint.save(plain, checkpoint_id=folder / "plain", no_dist=True)
     assert all(ranks(2).run(load, str(folder / "plain"), whole, draw_cuts(shape, 2, seed)))
     ranks(2).run(save, str(folder / "shards"), whole, draw_cuts(shape, 2, seed), 64)
-    found = {"a.t.weight": torch.zeros_like(whole), "step": torch.tensor(0)}
-    checkpoint.load(found, checkpoint_id=folder / "shards", no_dist=True)
-    assert torch.equal(found["a.t.weight"], whole)
-    assert int(found["step"]) == 7
+    state = {"a.t.weight": torch.zeros_like(whole), "step": torch.tensor(0)}
+    checkpoint.load(state, checkpoint_id=folder / "shards", no_dist=True)
+    assert torch.equal(state["a.t.weight"], whole)
+    assert int(state["step"]) == 7
 
 
 @given(data=st.data())
@@ -126,7 +128,7 @@ def test_copies_have_memory_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "what",
+    "operation",
     [
         lambda shards: shards + 1,
         lambda shards: shards[0],
@@ -135,12 +137,12 @@ def test_copies_have_memory_of_their_own():
         lambda shards: pickle.dumps(shards),
     ],
 )
-def test_what_needs_the_whole_is_refused_with_what_to_do(what):
+def test_what_needs_the_whole_is_refused_with_what_to_do(operation):
     _, shards = whole_and_shards()
     with pytest.raises(
         (TypeError, NotImplementedError), match=r"this rank has only some of its rows .* Use gather\(\)"
     ):
-        what(shards)
+        operation(shards)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +188,8 @@ def bytes_written_at_once(rank: int, folder: str) -> list[int]:
 
     with patch.object(torch, "save", spy), patch.object(sharded_tensor, "PIECE_BYTES", 256):
         whole = torch.zeros(40, 16)
-        own = shards_of(rank, whole, [Cut((0, 25), (0, 16), (0,)), Cut((25, 40), (0, 16), (1,))])
-        checkpoint.save({"t": own}, checkpoint_id=folder, process_group=dist.group.WORLD)
+        shards = shards_of(rank, whole, [Cut((0, 25), (0, 16), (0,)), Cut((25, 40), (0, 16), (1,))])
+        checkpoint.save({"t": shards}, checkpoint_id=folder, process_group=dist.group.WORLD)
     return sizes
 
 
@@ -201,8 +203,8 @@ def test_the_same_shards_are_loaded_and_saved_again(tmp_path, monkeypatch):
     whole = values((9, 4), torch.float32)
     checkpoint.save({"t": whole}, checkpoint_id=tmp_path / "a", no_dist=True)
     cuts = [Cut((0, 9), (0, 4), (0,)), Cut((2, 5), (0, 4), (0,), is_copy=True)]
-    shards, found = shards_of(0, whole, cuts, value=-1.0), torch.zeros(9, 4)
+    shards, loaded = shards_of(0, whole, cuts, value=-1.0), torch.zeros(9, 4)
     checkpoint.load({"t": shards}, checkpoint_id=tmp_path / "a", no_dist=True)
     checkpoint.save({"t": shards}, checkpoint_id=tmp_path / "b", no_dist=True)
-    checkpoint.load({"t": found}, checkpoint_id=tmp_path / "b", no_dist=True)
-    assert torch.equal(found, whole)
+    checkpoint.load({"t": loaded}, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert torch.equal(loaded, whole)

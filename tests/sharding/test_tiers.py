@@ -54,7 +54,7 @@ def placed(case: Case, *placements: str) -> Case:
 def test_shards_elsewhere_train_as_one_process_on_the_device(ranks, world, placements):
     by_rows = [TableWise(world - 1), RowWise(), TableRowWise(0)]
     by_columns = [ColumnWise(), RowWise(), TableColumnWise(0)]
-    given = [
+    cases = [
         Case(
             tables(pooled, 3),
             tuple(by_rows if optimizer in ("row_wise_adagrad", "lamb") else by_columns),
@@ -68,34 +68,34 @@ def test_shards_elsewhere_train_as_one_process_on_the_device(ranks, world, place
         for pooled in (True, False)
         for optimizer in ("row_wise_adagrad", "lamb", "adam", "sgd")
     ]
-    found = ranks(world).run(together, [placed(case, *placements) for case in given])
-    for number, case in enumerate(given):
-        assert not differences(case, alone(case), [of_rank[number][0] for of_rank in found])
+    results = ranks(world).run(together, [placed(case, *placements) for case in cases])
+    for number, case in enumerate(cases):
+        assert not differences(case, alone(case), [of_rank[number][0] for of_rank in results])
 
 
-def reload(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tensor]]:
+def reload(rank: int, case: Case, other_case: Case) -> list[dict[str, torch.Tensor]]:
     """State of a trained collection, and of others that have loaded it: from the device elsewhere, and back."""
     groups = groups_of(case.local)
-    trained, there, back = case.sharded(groups), elsewhere.sharded(groups), case.sharded(groups)
+    trained, other_tier, back = case.sharded(groups), other_case.sharded(groups), case.sharded(groups)
     for step in range(2):
         trained(case.batches(step)[0][rank]).sum().backward()
     whole = whole_state(trained, groups.world)
-    there(case.batches(0)[0][rank]).sum().backward()  # rows are on the device when others are loaded
-    there.load_state_dict(whole)
-    found = whole_state(there, groups.world)
-    back.load_state_dict(found)
+    other_tier(case.batches(0)[0][rank]).sum().backward()  # rows are on the device when others are loaded
+    other_tier.load_state_dict(whole)
+    state = whole_state(other_tier, groups.world)
+    back.load_state_dict(state)
     last = whole_state(back, groups.world)
-    outputs = [collection(case.batches(1)[0][rank]).detach() for collection in (trained, there, back)]
-    return [whole, found, last, *[{"output": output} for output in outputs]]
+    outputs = [collection(case.batches(1)[0][rank]).detach() for collection in (trained, other_tier, back)]
+    return [whole, state, last, *[{"output": output} for output in outputs]]
 
 
 @pytest.mark.parametrize("placement", ["host", "disk"])
 def test_state_is_loaded_wherever_shards_live(ranks, placement):
     cuts = (TableWise(1), RowWise([1, 0], [5, 32]), ColumnWise())
     case = Case(tables(True, 3), cuts, te.optim.Adam(lr=0.1), sizes(2, 2), True, 2, seed=22)
-    for found in ranks(2).run(reload, case, placed(case, placement)):
-        whole, there, back, *outputs = found
-        assert_same_bits(there, whole)
+    for results in ranks(2).run(reload, case, placed(case, placement)):
+        whole, other_tier, back, *outputs = results
+        assert_same_bits(other_tier, whole)
         assert_same_bits(back, whole)
         assert_same_bits(outputs[1], outputs[0])
         assert_same_bits(outputs[2], outputs[0])
@@ -103,19 +103,19 @@ def test_state_is_loaded_wherever_shards_live(ranks, placement):
 
 def loaded_in_place(rank: int, case: Case) -> list[dict[str, torch.Tensor]]:
     """State as `torch.distributed.checkpoint` loads it, into the tensors of `state_dict`; and what came of it."""
-    mine = case.sharded(groups_of(case.local))
-    mine(case.batches(0)[0][rank]).sum().backward()
-    saved = {name: own_of(shards).clone() for name, shards in mine.state_dict().items()}
-    mine(case.batches(0)[0][rank]).sum().backward()
-    ahead = mine.prefetch(case.batches(0)[0][rank])  # holds rows that have changed
-    live = mine.state_dict()
+    collection = case.sharded(groups_of(case.local))
+    collection(case.batches(0)[0][rank]).sum().backward()
+    saved = {name: own_of(shards).clone() for name, shards in collection.state_dict().items()}
+    collection(case.batches(0)[0][rank]).sum().backward()
+    ahead = collection.prefetch(case.batches(0)[0][rank])  # holds rows that have changed
+    live = collection.state_dict()
     for name, shards in live.items():
         tensor = shards.shards[0].tensor
         assert not torch.equal(tensor, saved[name]), name
         tensor.copy_(saved[name])
-    mine.load_state_dict(live)
+    collection.load_state_dict(live)
     del ahead
-    return [{name: own_of(shards).clone() for name, shards in mine.state_dict().items()}, saved]
+    return [{name: own_of(shards).clone() for name, shards in collection.state_dict().items()}, saved]
 
 
 @pytest.mark.parametrize("placement", ["host", "disk"])
@@ -139,12 +139,12 @@ def test_first_values_are_the_same_wherever_shards_live(ranks):
     expected = ranks(2).run(drawn, "device")
     assert float(expected[0]["t.weight"].abs().max()) > 0
     for placement in ("host", "disk"):
-        for found, one in zip(ranks(2).run(drawn, placement), expected, strict=True):
-            assert_same_bits(found, one)
+        for actual, one in zip(ranks(2).run(drawn, placement), expected, strict=True):
+            assert_same_bits(actual, one)
 
 
 def cached(rank: int) -> dict[str, tuple[int, int, int]]:
-    """Of shards of different sizes: rows, and slots for them on the device and in host memory."""
+    """Rows of shards of different sizes, and their slots on the device and in host memory."""
     configs = [te.TableConfig("static", 1_000, 8), te.TableConfig("dynamic", None, 8, capacity=100_000)]
     uneven = {"static": RowWise([1, 0], [800, 200]), "dynamic": RowWise([0, 1], [4, 12])}
     shares = TablePlacement("disk", cache_share=0.25, host_share=0.5)
@@ -211,17 +211,17 @@ def gathered(way: str, optimizer: str, world: int = 2, pooled: bool = True, step
     )
 
 
-def assert_as_on_the_device(ranks, given: list[Case], look_aheads: list[int | None], *placements: tuple[str, ...]):
-    world = given[0].world
-    expected = ranks(world).run(together, given)
+def assert_as_on_the_device(ranks, cases: list[Case], look_aheads: list[int | None], *placements: tuple[str, ...]):
+    world = cases[0].world
+    expected = ranks(world).run(together, cases)
     for place, look_ahead in zip(placements, look_aheads, strict=True):
-        found = ranks(world).run(together, [placed(case, *place) for case in given], 1, look_ahead)
-        for of_rank, expected_of_rank in zip(found, expected, strict=True):
-            for case, (here,), (there,) in zip(given, of_rank, expected_of_rank, strict=True):
+        results = ranks(world).run(together, [placed(case, *place) for case in cases], 1, look_ahead)
+        for of_rank, expected_of_rank in zip(results, expected, strict=True):
+            for case, (actual,), (reference,) in zip(cases, of_rank, expected_of_rank, strict=True):
                 title = f"{case.title} on {place} with a look-ahead of {look_ahead}:"
-                assert_same_bits(here.state, there.state, title)
-                assert here.skipped == there.skipped, title
-                for step, outputs in enumerate(zip(here.outputs, there.outputs, strict=True)):
+                assert_same_bits(actual.state, reference.state, title)
+                assert actual.skipped == reference.skipped, title
+                for step, outputs in enumerate(zip(actual.outputs, reference.outputs, strict=True)):
                     assert_same_bits({"output": outputs[0]}, {"output": outputs[1]}, f"{title} step {step}")
 
 
@@ -239,19 +239,19 @@ def assert_as_on_the_device(ranks, given: list[Case], look_aheads: list[int | No
 @pytest.mark.more
 def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
     """The bits of the same plan on the device."""
-    given = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]
-    given.append(gathered(way, "row_wise_adagrad", pooled=pooled, dtype=torch.bfloat16, on_nonfinite="skip"))
-    assert_as_on_the_device(ranks, given, [None, 2], ("disk",), ("host", "device", CACHED))
+    cases = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]
+    cases.append(gathered(way, "row_wise_adagrad", pooled=pooled, dtype=torch.bfloat16, on_nonfinite="skip"))
+    assert_as_on_the_device(ranks, cases, [None, 2], ("disk",), ("host", "device", CACHED))
 
 
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.few(1)
 @pytest.mark.more
 def test_copies_of_tables_may_live_anywhere(ranks, pooled):
-    """As above, of tables of which each rank has a copy."""
-    given = [gathered("copies", optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "adam")]
-    given = [replace(case, shardings=(TableWise(0),) * 3) for case in given]
-    assert_as_on_the_device(ranks, given, [None, 3], ("host",), ("disk", "device"))
+    """Same for replicated tables."""
+    cases = [gathered("copies", optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "adam")]
+    cases = [replace(case, shardings=(TableWise(0),) * 3) for case in cases]
+    assert_as_on_the_device(ranks, cases, [None, 3], ("host",), ("disk", "device"))
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_copies_of_tables_may_live_anywhere(ranks, pooled):
 @pytest.mark.parametrize("way", list(GATHERED))
 def test_any_cut_optimizer_and_look_ahead_gives_the_bits_of_the_device(ranks, way, pooled):
     world = 2 if way == "grid" else 4
-    given = [
+    cases = [
         replace(gathered(way, name, world, pooled, **options), local=2 if GATHERED[way][2] else 0)
         for name, options in (
             ("row_wise_adagrad", {"max_gradient": 0.05}),
@@ -267,13 +267,13 @@ def test_any_cut_optimizer_and_look_ahead_gives_the_bits_of_the_device(ranks, wa
             ("adam", {"max_norm": 0.9}),
         )
     ]
-    assert_as_on_the_device(ranks, given, [0, 1, 4], ("disk",), ("disk", "device", "host"), ("host",))
+    assert_as_on_the_device(ranks, cases, [0, 1, 4], ("disk",), ("disk", "device", "host"), ("host",))
 
 
-def resumed(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tensor]]:
+def resumed(rank: int, case: Case, other_case: Case) -> list[dict[str, torch.Tensor]]:
     """State and outputs of a training, and of one that another collection went on with."""
     groups = groups_of(case.local or None, case.copies)
-    whole, first, second = case.sharded(groups), elsewhere.sharded(groups), elsewhere.sharded(groups)
+    whole, first, second = case.sharded(groups), other_case.sharded(groups), other_case.sharded(groups)
     outputs = [train_steps(case, whole, rank, range(6))]
     outputs.append(train_steps(case, first, rank, range(3), 2))
     second.load_state_dict(whole_state(first, groups.world))
@@ -286,8 +286,8 @@ def resumed(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tens
 @pytest.mark.few(1)
 def test_training_goes_on_with_a_loaded_state(ranks, way):
     case = gathered(way, "row_wise_adagrad", steps=6)
-    for whole, found in ranks(2).run(resumed, case, placed(case, "disk", "host")):
-        assert_same_bits(found, whole)
+    for whole, actual in ranks(2).run(resumed, case, placed(case, "disk", "host")):
+        assert_same_bits(actual, whole)
 
 
 def drawn_apart(rank: int, case: Case, device: str) -> list[dict[str, torch.Tensor]]:
@@ -298,13 +298,13 @@ def drawn_apart(rank: int, case: Case, device: str) -> list[dict[str, torch.Tens
     parallel = te.HybridParallel(
         model, case.plan(), init_device_mesh("cpu", (2, 1)), device="cpu", average_every=2, local_world_size=1
     )
-    found = []
+    results = []
     for _ in range(3):
-        found.append({name: own_of(shards) for name, shards in parallel.state_dict().items()})
+        results.append({name: own_of(shards) for name, shards in parallel.state_dict().items()})
         parallel(case.batches(0)[0][rank]).sum().backward()
         parallel.end_step()
     assert groups.replicas.size == 2
-    return [*found, {name: own_of(shards) for name, shards in parallel.state_dict().items()}]
+    return [*results, {name: own_of(shards) for name, shards in parallel.state_dict().items()}]
 
 
 def own_of(shards: Any) -> torch.Tensor:
@@ -318,13 +318,13 @@ def test_copies_that_train_apart_begin_alike_and_are_averaged(ranks, placement, 
     case = gathered("copies", "row_wise_adagrad")
     case = replace(case, shardings=(TableWise(0),) * 3, weighted=False)
     expected = ranks(2).run(drawn_apart, case, device)
-    found = ranks(2).run(drawn_apart, placed(case, placement), device)
+    results = ranks(2).run(drawn_apart, placed(case, placement), device)
     for rank in range(2):
         for step in range(4):
-            assert_same_bits(found[rank][step], expected[rank][step], f"after step {step} on rank {rank}")
-    assert_same_bits(found[0][0], found[1][0])
-    assert not torch.equal(found[0][1]["table0.weight"], found[1][1]["table0.weight"])
-    assert_same_bits(found[0][2], found[1][2])
+            assert_same_bits(results[rank][step], expected[rank][step], f"after step {step} on rank {rank}")
+    assert_same_bits(results[0][0], results[1][0])
+    assert not torch.equal(results[0][1]["table0.weight"], results[1][1]["table0.weight"])
+    assert_same_bits(results[0][2], results[1][2])
 
 
 def twice(rank: int, case: Case) -> dict[str, torch.Tensor]:
@@ -375,7 +375,7 @@ class BringsInBackward(torch.autograd.Function):
 
 
 def busy(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    """What steps leave in whose backward passes the caches are needed for other rows, behind the tables' gradients."""
+    """States after steps whose backward passes evict rows behind the tables' gradients."""
     groups = groups_of(case.local or None)
     collection = case.sharded(groups)
     for step in range(3):
@@ -389,12 +389,12 @@ def busy(rank: int, case: Case) -> dict[str, torch.Tensor]:
 def test_no_bit_depends_on_what_caches_hold(ranks, steps, way):
     case = gathered(way, "row_wise_adagrad")
     expected = ranks(2).run(steps, case)
-    for found, one in zip(ranks(2).run(steps, placed(case, "disk", "host")), expected, strict=True):
-        assert_same_bits(found, one)
+    for actual, one in zip(ranks(2).run(steps, placed(case, "disk", "host")), expected, strict=True):
+        assert_same_bits(actual, one)
 
 
 def bad_ids(rank: int, case: Case) -> tuple[str, str]:
-    """What each rank says of an id out of range on the second; and whether they can go on."""
+    """Error of each rank for an id out of range on rank 1; a later step succeeds."""
     collection = case.sharded(groups_of())
     batch = case.batches(0)[0][rank]
     if rank == 1:
@@ -407,14 +407,14 @@ def bad_ids(rank: int, case: Case) -> tuple[str, str]:
 
 def test_ids_out_of_range_are_told_to_ranks_that_have_the_table_too(ranks):
     case = placed(gathered("data-parallel", "row_wise_adagrad"), "host")
-    (kind, told), (own_kind, own) = ranks(2).run(bad_ids, case)
-    assert (kind, own_kind) == ("RuntimeError", "ValueError")
-    assert "rank 1 has refused its batch" in told
-    assert "out of range" in own
+    (remote_kind, remote_error), (local_kind, local_error) = ranks(2).run(bad_ids, case)
+    assert (remote_kind, local_kind) == ("RuntimeError", "ValueError")
+    assert "rank 1 has refused its batch" in remote_error
+    assert "out of range" in local_error
 
 
 def in_another_order(rank: int, case: Case) -> str:
-    """What a rank says where the first one trains the batch that was sent first, and the second one the other."""
+    """Error of a rank if rank 0 trains the batch prefetched first, and rank 1 the other."""
     collection = case.sharded(groups_of())
     sent = []
     for step in (0, 5):
