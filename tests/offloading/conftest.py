@@ -14,17 +14,17 @@ from tritonemb.offloading.tiers import DiskTier, HostTier
 @pytest.fixture(autouse=True)
 def _no_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close what a test has left open: what it raised, for one, may keep a model alive."""
-    made: weakref.WeakSet[Any] = weakref.WeakSet()
+    tiers: weakref.WeakSet[Any] = weakref.WeakSet()
     for kind in (DiskTier, HostTier):
 
-        def init(self: Any, *args: Any, before: Any = kind.__init__, **options: Any) -> None:
-            before(self, *args, **options)
-            made.add(self)
+        def init(self: Any, *args: Any, base_init: Any = kind.__init__, **options: Any) -> None:
+            base_init(self, *args, **options)
+            tiers.add(self)
 
         monkeypatch.setattr(kind, "__init__", init)
     yield
     gc.collect()
-    for tier in [*made]:
+    for tier in [*tiers]:
         tier.close()
     for thread in threading.enumerate():
         if thread.name.startswith("tritonemb-offload"):

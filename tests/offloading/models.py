@@ -138,8 +138,8 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-2, fused=True)
 
 
-def assert_same(found: Trained, expected: Trained) -> None:
+def assert_same(trained: Trained, expected: Trained) -> None:
     """Bit by bit: the tier moves bytes, it does no arithmetic."""
-    assert found.losses == expected.losses
-    for one, other in zip(found.weights, expected.weights, strict=True):
+    assert trained.losses == expected.losses
+    for one, other in zip(trained.weights, expected.weights, strict=True):
         assert torch.equal(one, other)

@@ -46,8 +46,8 @@ def test_training_goes_on_where_it_was_on_any_tier(params, states, dtype, tmp_pa
 
 def test_plain_models_read_it_and_are_read(tmp_path):
     plain = train(Transformer, tmp_path, 3)
-    found = train(Transformer, tmp_path, 3, offload={"params": "disk", "states": "disk", "budget": 200_000})
-    te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "ours")
+    trained = train(Transformer, tmp_path, 3, offload={"params": "disk", "states": "disk", "budget": 200_000})
+    te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / "ours")
     of_model, of_optimizer = get_state_dict(plain.model, plain.optimizer)
     dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=tmp_path / "theirs")
     reader = train(Transformer, tmp_path, 1)
@@ -56,7 +56,7 @@ def test_plain_models_read_it_and_are_read(tmp_path):
     set_state_dict(reader.model, reader.optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
     other = train(Transformer, tmp_path / "b", 1, offload={"params": "host", "states": "disk", "budget": 200_000})
     te.offloading.load_checkpoint(other.model, other.optimizer, tmp_path / "theirs")
-    losses = [steps(each.model, each.optimizer, 3, seed=3) for each in (plain, reader, other, found)]
+    losses = [steps(run.model, run.optimizer, 3, seed=3) for run in (plain, reader, other, trained)]
     assert losses[0] == losses[1] == losses[2] == losses[3]
 
 
@@ -77,13 +77,13 @@ def test_layers_that_are_tiled_otherwise_read_it(tmp_path):
 
 
 def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path):
-    found = train(mlp, tmp_path / "a", 1, offload={"params": "disk", "budget": 200_000})
+    trained = train(mlp, tmp_path / "a", 1, offload={"params": "disk", "budget": 200_000})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"is not a checkpoint: it has no \.metadata"):
-        te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "empty")
-    te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "ours")
+        te.offloading.load_checkpoint(trained.model, trained.optimizer, tmp_path / "empty")
+    te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / "ours")
     with pytest.raises(ValueError, match="exists and is not empty"):
-        te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "ours")
+        te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / "ours")
     other = train(Transformer, tmp_path / "b", 1, offload={"params": "host", "budget": 200_000})
     expected = other.model.state_dict()
     with pytest.raises(ValueError, match=r"has no 'embedding\.weight'"):
@@ -96,19 +96,19 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    found = train(mlp, tmp_path / "a", 1, offload={"params": "host", "states": "host"})
-    te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "one")
+    trained = train(mlp, tmp_path / "a", 1, offload={"params": "host", "states": "host"})
+    te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / "one")
 
     def fail(*_, **__):
         raise OSError("no space left")
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", fail)
     with pytest.raises(StorageError, match="two cannot be saved: rank 0: OSError: no space left"):
-        te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "two")
+        te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / "two")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one"]
     other = train(mlp, tmp_path / "b", 0, offload={"params": "disk"})
     te.offloading.load_checkpoint(other.model, other.optimizer, tmp_path / "one")
-    assert steps(other.model, other.optimizer, 1) == steps(found.model, found.optimizer, 1)
+    assert steps(other.model, other.optimizer, 1) == steps(trained.model, trained.optimizer, 1)
 
 
 def test_pretrained_models_load_shard_by_shard(tmp_path):
@@ -150,9 +150,9 @@ def test_each_parameter_has_its_own_number_of_steps(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
-    found, fresh = make("b")
-    te.offloading.load_checkpoint(found, fresh, tmp_path / "saved")
-    assert [each["step"].item() for each in fresh.state_dict()["state"].values()] == [5, 5, 2, 2]
+    offloaded_model, fresh = make("b")
+    te.offloading.load_checkpoint(offloaded_model, fresh, tmp_path / "saved")
+    assert [state["step"].item() for state in fresh.state_dict()["state"].values()] == [5, 5, 2, 2]
 
 
 @pytest.mark.parametrize("params", ["device", "host", "disk"])
@@ -169,24 +169,24 @@ def test_states_that_a_checkpoint_has_not_begin_anew(params, dtype, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*has no checksums.json")
 def test_a_load_that_fails_leaves_no_optimizer_that_steps(tmp_path):
-    found = train(mlp, tmp_path / "a", 2, offload={"states": "host"})
-    te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+    trained = train(mlp, tmp_path / "a", 2, offload={"states": "host"})
+    te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / "saved")
     (tmp_path / "saved" / CHECKSUMS).unlink()  # as of an earlier version
     whole = {path: path.read_bytes() for path in (tmp_path / "saved").glob("*.distcp")}
     for path, data in whole.items():
         path.write_bytes(data[: len(data) // 2])
     with pytest.raises(StorageError, match="cannot be loaded"):
-        te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+        te.offloading.load_checkpoint(trained.model, trained.optimizer, tmp_path / "saved")
     with pytest.raises(RuntimeError, match="an earlier step or load has failed"):
-        steps(found.model, found.optimizer, 1)
+        steps(trained.model, trained.optimizer, 1)
     with pytest.raises(RuntimeError, match="an earlier step or load has failed"):
-        found.optimizer.state_dict()
+        trained.optimizer.state_dict()
     for path, data in whole.items():
         path.write_bytes(data)
-    found.optimizer.zero_grad()
-    te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "saved")
+    trained.optimizer.zero_grad()
+    te.offloading.load_checkpoint(trained.model, trained.optimizer, tmp_path / "saved")
     expected = train(mlp, tmp_path, 2)
-    assert steps(found.model, found.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
+    assert steps(trained.model, trained.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
 
 
 def test_states_of_other_memory_formats_keep_their_places(tmp_path):
@@ -210,12 +210,12 @@ def test_states_of_other_memory_formats_keep_their_places(tmp_path):
     te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
     other, fresh = te.offload(*make(), states="host")
     te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
-    for found in (optimizer.state_dict(), fresh.state_dict()):
-        for number, each in expected["state"].items():
-            assert all(torch.equal(value, found["state"][number][name]) for name, value in each.items())
+    for state_dict in (optimizer.state_dict(), fresh.state_dict()):
+        for number, expected_state in expected["state"].items():
+            assert all(torch.equal(value, state_dict["state"][number][name]) for name, value in expected_state.items())
     fresh.load_state_dict(expected)
-    for one, another in zip(some_steps(other, fresh), some_steps(plain, its_adam), strict=True):
-        assert torch.equal(one, another)
+    for one, expected_loss in zip(some_steps(other, fresh), some_steps(plain, its_adam), strict=True):
+        assert torch.equal(one, expected_loss)
 
 
 def test_empty_parameters_are_saved_and_loaded(tmp_path):
@@ -233,28 +233,28 @@ def test_empty_parameters_are_saved_and_loaded(tmp_path):
 
 @LINUX
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    found = train(mlp, tmp_path / "swap", 1, offload={"params": "host", "states": "host"})
+    trained = train(mlp, tmp_path / "swap", 1, offload={"params": "host", "states": "host"})
     durability = Durability(monkeypatch, tmp_path)
     (tmp_path / ".writing-saved").mkdir()
     (tmp_path / ".writing-saved" / "__7_0.distcp").write_text("left by a process that was killed")
     for name in ("saved", "other"):
-        te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / name)
+        te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / name)
         assert durability.check() == []
     assert [path.name for path, _ in durability.named] == ["saved", "other"]
     assert all(files == sorted((METADATA, "__0_0.distcp", CHECKSUMS)) for _, files in durability.named)
 
 
 def test_a_full_disk_is_left_as_it_was(small_disk):
-    found = train(lambda: nn.Linear(70, 20_000), small_disk, 0, offload={"states": "host"})
+    trained = train(lambda: nn.Linear(70, 20_000), small_disk, 0, offload={"states": "host"})
     with pytest.raises(StorageError, match=r"saved cannot be saved: rank 0: .*No space left on device"):
-        te.offloading.save_checkpoint(found.model, found.optimizer, small_disk / "saved")
+        te.offloading.save_checkpoint(trained.model, trained.optimizer, small_disk / "saved")
     assert not list(small_disk.iterdir())
 
 
 def test_damage_is_found_before_anything_is_loaded(tmp_path):
-    found = train(mlp, tmp_path / "a", 1, offload={"params": "host", "states": "host"})
-    te.offloading.save_checkpoint(found.model, found.optimizer, tmp_path / "saved")
-    load = partial(te.offloading.load_checkpoint, found.model, found.optimizer)
+    trained = train(mlp, tmp_path / "a", 1, offload={"params": "host", "states": "host"})
+    te.offloading.save_checkpoint(trained.model, trained.optimizer, tmp_path / "saved")
+    load = partial(te.offloading.load_checkpoint, trained.model, trained.optimizer)
     for name in ("__0_0.distcp", METADATA, CHECKSUMS):
         shutil.copytree(tmp_path / "saved", tmp_path / name)
         content = bytearray((tmp_path / name / name).read_bytes())
@@ -266,17 +266,17 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"is damaged: __0_0\.distcp does not exist"):
         load(tmp_path / METADATA)
     expected = train(mlp, tmp_path, 1)
-    assert steps(found.model, found.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
+    assert steps(trained.model, trained.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
 
 
 def test_what_has_no_checksums_is_loaded_with_a_word(tmp_path):
     plain = train(mlp, tmp_path, 2)
     of_model, of_optimizer = get_state_dict(plain.model, plain.optimizer)
     dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=tmp_path / "theirs")
-    found = train(mlp, tmp_path / "a", 0, offload={"states": "host"})
+    trained = train(mlp, tmp_path / "a", 0, offload={"states": "host"})
     with pytest.warns(match=r"theirs has no checksums\.json, so damage may go undetected"):
-        te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "theirs")
-    assert steps(found.model, found.optimizer, 2) == steps(plain.model, plain.optimizer, 2)
+        te.offloading.load_checkpoint(trained.model, trained.optimizer, tmp_path / "theirs")
+    assert steps(trained.model, trained.optimizer, 2) == steps(plain.model, plain.optimizer, 2)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no checksums.json")
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(where, tmp_path):
     if where == "metadata":
         name = METADATA
         (tmp_path / "theirs" / METADATA).write_bytes(pickle.dumps(evil))
-    found = train(mlp, tmp_path / "a", 0, offload={"states": "host"})
+    trained = train(mlp, tmp_path / "a", 0, offload={"states": "host"})
     with pytest.raises(ValueError, match=rf"theirs/{name} refers to posix\.mkdir, which could run code"):
-        te.offloading.load_checkpoint(found.model, found.optimizer, tmp_path / "theirs")
+        te.offloading.load_checkpoint(trained.model, trained.optimizer, tmp_path / "theirs")
     assert not mark.exists()

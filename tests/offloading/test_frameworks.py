@@ -44,17 +44,17 @@ def loader() -> DataLoader[Any]:
 
 
 def test_moving_a_model_to_its_own_device_does_nothing():
-    """What frameworks do when they prepare a model, and when they are done with it."""
+    """Calls of frameworks that prepare a model, and that end its use."""
     net = make_net()
     model, _ = te.offload(net, adam_of(net), params="host", budget="1MiB")
-    before, values = list(model.parameters()), model.state_dict()
+    parameters, values = list(model.parameters()), model.state_dict()
     for moved in (
         model.to("cpu"),
         model.cpu(),
         model.to(torch.device("cpu"), non_blocking=True),
         model.to(torch.float32),
     ):
-        assert [*moved.parameters()] == before
+        assert [*moved.parameters()] == parameters
     for name, value in model.state_dict().items():
         assert torch.equal(value, values[name])
     with pytest.raises(RuntimeError, match="gather_parameters"):
@@ -130,7 +130,7 @@ def test_safetensors_load_into_layers_that_were_tiled(tmp_path, splits):
     whole = whole if isinstance(whole, nn.Sequential) else nn.Sequential(whole)
     save_file(whole.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):
-        net = nn.Sequential(*(nn.Linear(each.in_features, each.out_features) for each in whole))
+        net = nn.Sequential(*(nn.Linear(layer.in_features, layer.out_features) for layer in whole))
     model, _ = te.offload(
         net, adam_of(net), params="host", budget="128KiB" if splits == "rows" else "1MiB", init=lambda _: None
     )
@@ -248,9 +248,9 @@ def test_lightning(tmp_path, tiers, options):
     [
         {"bf16": True},
         {"gradient_accumulation_steps": 2},
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"gradient_checkpointing": True})),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ({}, {"gradient_checkpointing": True})),
     ],
-    ids=lambda each: "".join(each) or "plain",
+    ids=lambda case: "".join(case) or "plain",
 )
 def test_hugging_face_trainer(tmp_path, monkeypatch, tiers, options):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -269,29 +269,32 @@ def test_hugging_face_trainer(tmp_path, monkeypatch, tiers, options):
             _, self.optimizer = te.offload(self.model, self.optimizer, path=path, budget="1MiB", **tiers)
             return self.optimizer
 
-    def run(folder: str, how: str, resume: str | None = None) -> tuple[list[float], Any]:
+    def run(folder: str, mode: str, resume: str | None = None) -> tuple[list[float], Any]:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config)
         arguments = transformers.TrainingArguments(
             str(tmp_path / folder), use_cpu=True, num_train_epochs=2, per_device_train_batch_size=8, logging_steps=1,
             report_to=[], save_strategy="epoch", disable_tqdm=True, learning_rate=1e-2, weight_decay=0.1, **options,
         )  # fmt: skip
-        given: dict[str, Any] = {}
-        if how == "given":
+        extra: dict[str, Any] = {}
+        if mode == "given":
             path = tmp_path / f"swap-{folder}-{resume}"
-            given["optimizers"] = te.offload(model, adam_of(model), path=path, budget="1MiB", **tiers)[1], None
-        elif how == "plain given":
-            given["optimizers"] = adam_of(model), None
-        kind = Offloaded if how == "made" else transformers.Trainer
-        trainer = kind(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows], **given)
+            extra["optimizers"] = (
+                te.offload(model, adam_of(model), path=path, budget="1MiB", **tiers)[1],
+                None,
+            )
+        elif mode == "plain given":
+            extra["optimizers"] = adam_of(model), None
+        kind = Offloaded if mode == "made" else transformers.Trainer
+        trainer = kind(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows], **extra)
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / folder / resume))
-        return [each["loss"] for each in trainer.state.log_history if "loss" in each], trainer
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
-    made, trainer = run("made", "made")
-    assert made == run("plain", "plain")[0]
+    losses, trainer = run("made", "made")
+    assert losses == run("plain", "plain")[0]
     assert run("given", "given")[0] == run("plain-given", "plain given")[0]
-    steps = len(made) // 2
-    assert run("made", "made", f"checkpoint-{steps}")[0] == made
+    steps = len(losses) // 2
+    assert run("made", "made", f"checkpoint-{steps}")[0] == losses
     saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "made" / f"checkpoint-{2 * steps}")
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(saved.state_dict()[name], value)

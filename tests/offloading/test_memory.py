@@ -48,8 +48,8 @@ print((status("VmHWM") - resident) / allowed, losses[-1])
 
 @pytest.mark.more
 def test_it_trains_within_the_limit_and_does_not_fit_without(tmp_path):
-    def run(how):
-        command = [sys.executable, "-c", PROGRAM, how, str(tmp_path)]
+    def run(mode):
+        command = [sys.executable, "-c", PROGRAM, mode, str(tmp_path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
     fits = run("offloads")

@@ -53,15 +53,15 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("states", TIERS)
 def test_a_tier_changes_no_bit(make, params, states, tmp_path):
     expected = train(make, tmp_path)
-    found = train(make, tmp_path, offload=on(make, params, states))
-    assert_same(found, expected)
-    report = te.offloading.report(found.model)
+    trained = train(make, tmp_path, offload=on(make, params, states))
+    assert_same(trained, expected)
+    report = te.offloading.report(trained.model)
     if params != "device":
         assert min(report.moved[params]) > 0
         assert 0 < report.arena_peak <= report.arena_bytes <= ARENA[make]
-    if states == "disk" and len(found.optimizer.groups) > found.optimizer.buffers.number:
+    if states == "disk" and len(trained.optimizer.groups) > trained.optimizer.buffers.num_buffers:
         assert min(report.moved["disk"]) > 0
-    te.offloading.close(found.model)
+    te.offloading.close(trained.model)
     assert not list(tmp_path.iterdir())
 
 
@@ -71,13 +71,13 @@ def test_a_tier_changes_no_bit(make, params, states, tmp_path):
 def test_a_tier_changes_no_bit_of_16_bit_models(params, states, clip, checkpointed, tmp_path):
     options = {"dtype": torch.bfloat16, "clip": clip, "accumulate": 2}
     expected = train(lambda: Transformer(checkpointed), tmp_path, offload={}, **options)
-    found = train(
+    trained = train(
         lambda: Transformer(checkpointed),
         tmp_path,
         offload=on(Transformer, params, states),
         **options,
     )
-    assert_same(found, expected)
+    assert_same(trained, expected)
 
 
 @pytest.mark.slow
@@ -90,17 +90,17 @@ def test_fifty_steps_of_every_combination(make, dtype, accumulate, tmp_path):
     for params in TIERS:
         for states in TIERS:
             offload = on(make, params, states)
-            found = train(make, tmp_path, offload=offload, **options)
-            assert_same(found, expected)
-            te.offloading.close(found.model)
+            trained = train(make, tmp_path, offload=offload, **options)
+            assert_same(trained, expected)
+            te.offloading.close(trained.model)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("states", TIERS)
 def test_every_element_wise_optimizer(name, states, tmp_path):
     expected = train(mlp, tmp_path, optimizer=OPTIMIZERS[name])
-    found = train(mlp, tmp_path, optimizer=OPTIMIZERS[name], offload={"states": states, "budget": 150_000})
-    assert_same(found, expected)
+    trained = train(mlp, tmp_path, optimizer=OPTIMIZERS[name], offload={"states": states, "budget": 150_000})
+    assert_same(trained, expected)
 
 
 @pytest.mark.parametrize("activations", ["host", "disk"])
@@ -110,9 +110,9 @@ def test_activations_come_back_as_they_were(activations, params, checkpointed, t
     monkeypatch.setattr("tritonemb.offloading.activations.MIN_BYTES", 1_000)
     expected = train(lambda: Transformer(checkpointed), tmp_path)
     offload = on(Transformer, params, activations=activations)
-    found = train(lambda: Transformer(checkpointed), tmp_path, offload=offload)
-    assert_same(found, expected)
-    assert min(te.offloading.report(found.model).moved[activations]) > 0
+    trained = train(lambda: Transformer(checkpointed), tmp_path, offload=offload)
+    assert_same(trained, expected)
+    assert min(te.offloading.report(trained.model).moved[activations]) > 0
 
 
 @pytest.mark.more
@@ -137,7 +137,7 @@ def test_compiled_blocks(wrapped, offload, tmp_path, dynamo, monkeypatch):
 @pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.parametrize("way", ["wrapped", "in place", pytest.param("layers", marks=pytest.mark.more)])
 def test_a_model_that_is_compiled_afterwards(way, tmp_path, dynamo):
-    """Its graphs break where parameters are fetched."""
+    """Graph breaks where parameters are fetched."""
     expected = train(mlp, tmp_path, 2)
     torch.manual_seed(0)
     model = mlp()
@@ -154,25 +154,25 @@ def test_half_the_states_may_stay_in_memory(tmp_path):
     expected = train(Transformer, tmp_path)
     written = []
     for ratio in (0.0, 0.5, 1.0):
-        found = train(Transformer, tmp_path, offload={"states": "disk", "budget": 60_000, "ratio": ratio})
-        assert_same(found, expected)
-        written.append(te.offloading.report(found.model).moved["disk"][1])
-        te.offloading.close(found.model)
+        trained = train(Transformer, tmp_path, offload={"states": "disk", "budget": 60_000, "ratio": ratio})
+        assert_same(trained, expected)
+        written.append(te.offloading.report(trained.model).moved["disk"][1])
+        te.offloading.close(trained.model)
     assert written[0] > written[1] > written[2] == 0
 
 
 @pytest.mark.parametrize("budget", [60_000, 200_000])
 def test_sub_groups_that_were_stepped_last_are_neither_read_nor_written(budget, tmp_path):
     one = train(Transformer, tmp_path, 2, offload={"states": "disk", "budget": budget})
-    groups, kept = one.optimizer.groups, one.optimizer.buffers.number
-    assert len(groups) > kept
-    most = (len(groups) - kept) * one.optimizer.buffers.size
+    groups, num_cached = one.optimizer.groups, one.optimizer.buffers.num_buffers
+    assert len(groups) > num_cached
+    most = (len(groups) - num_cached) * one.optimizer.buffers.buffer_bytes
     for _ in range(3):
-        before = te.offloading.report(one.model).moved["disk"]
+        initial = te.offloading.report(one.model).moved["disk"]
         steps(one.model, one.optimizer, 1)
         moved = te.offloading.report(one.model).moved["disk"]
-        assert 0 < moved[0] - before[0] <= most
-        assert 0 < moved[1] - before[1] <= most
+        assert 0 < moved[0] - initial[0] <= most
+        assert 0 < moved[1] - initial[1] <= most
 
 
 def test_a_parameter_without_a_gradient_stays(tmp_path):
@@ -182,8 +182,8 @@ def test_a_parameter_without_a_gradient_stays(tmp_path):
         return model
 
     expected = train(make, tmp_path)
-    found = train(make, tmp_path, offload=on(mlp, "host", "disk"))
-    assert_same(found, expected)
+    trained = train(make, tmp_path, offload=on(mlp, "host", "disk"))
+    assert_same(trained, expected)
 
 
 def test_parameters_used_in_another_order_still_work_and_are_reported(tmp_path):
@@ -199,20 +199,20 @@ def test_parameters_used_in_another_order_still_work_and_are_reported(tmp_path):
             return x
 
     expected = train(Shuffled, tmp_path)
-    found = train(Shuffled, tmp_path, offload={"params": "disk", "budget": 84_000})
-    assert_same(found, expected)
-    assert te.offloading.report(found.model).unexpected > 0
+    trained = train(Shuffled, tmp_path, offload={"params": "disk", "budget": 84_000})
+    assert_same(trained, expected)
+    assert te.offloading.report(trained.model).unexpected > 0
 
 
 def test_evaluation_and_inference(tmp_path):
-    plain, found = train(Recurrent, tmp_path), train(Recurrent, tmp_path, offload=on(Recurrent, "disk"))
+    plain, trained = train(Recurrent, tmp_path), train(Recurrent, tmp_path, offload=on(Recurrent, "disk"))
     ids = torch.randint(50, (4, 7))
     for context in (torch.no_grad, torch.inference_mode):
         with context():
-            assert torch.equal(found.model.eval()(ids), plain.model.eval()(ids))
+            assert torch.equal(trained.model.eval()(ids), plain.model.eval()(ids))
     with pytest.raises(IndexError):
-        found.model(torch.full((3, 3), 99))
-    assert steps(found.model.train(), found.optimizer, 2) == steps(plain.model.train(), plain.optimizer, 2)
+        trained.model(torch.full((3, 3), 99))
+    assert steps(trained.model.train(), trained.optimizer, 2) == steps(plain.model.train(), plain.optimizer, 2)
 
 
 def test_schedulers_and_scalers_work_on_it(tmp_path):
@@ -254,9 +254,9 @@ def test_its_own_clipping_is_that_of_torch(tmp_path):
         loss_of(model, torch.Generator().manual_seed(1)).backward()
         norm = optimizer.clip_grad_norm_(0.1) if offload else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         norms.append((norm, [p.grad for p in model.parameters()]))
-    (one, grads), (other, others) = norms
+    (one, grads), (other, other_grads) = norms
     assert torch.equal(one, other)
-    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(grads, other_grads, strict=True))
 
 
 def test_a_closure_and_parameter_groups(tmp_path):
@@ -285,8 +285,8 @@ def test_a_closure_and_parameter_groups(tmp_path):
 
 def test_a_state_dict_goes_both_ways(tmp_path):
     plain = train(Transformer, tmp_path, 3)
-    found = train(Transformer, tmp_path, 3, offload=on(Transformer, "disk", "disk"))
-    state, of_optimizer = found.model.state_dict(), found.optimizer.state_dict()
+    trained = train(Transformer, tmp_path, 3, offload=on(Transformer, "disk", "disk"))
+    state, of_optimizer = trained.model.state_dict(), trained.optimizer.state_dict()
     expected = plain.model.state_dict()
     assert [*state] == [*expected]
     assert all(type(state[key]) is torch.Tensor and torch.equal(state[key], expected[key]) for key in expected)
@@ -299,7 +299,9 @@ def test_a_state_dict_goes_both_ways(tmp_path):
     other, stepped = te.offload(other, adam(other.parameters()), params="host", states="disk", path=tmp_path / "b")
     other.load_state_dict(plain.model.state_dict())
     stepped.load_state_dict(plain.optimizer.state_dict())
-    losses = [steps(m, o, 2, seed=3) for m, o in ((new, optimizer), (other, stepped), (found.model, found.optimizer))]
+    losses = [
+        steps(m, o, 2, seed=3) for m, o in ((new, optimizer), (other, stepped), (trained.model, trained.optimizer))
+    ]
     assert losses[0] == losses[1] == losses[2]
 
 
@@ -334,17 +336,17 @@ def test_models_on_meta_are_materialised_into_their_tier(tmp_path):
 
 def test_whole_parameters_can_be_read_and_changed(tmp_path):
     plain = train(mlp, tmp_path, 2)
-    found = train(mlp, tmp_path, 2, dtype=torch.float32, offload=on(mlp, "disk", "host"))
-    for model in (plain.model, found.model):
+    trained = train(mlp, tmp_path, 2, dtype=torch.float32, offload=on(mlp, "disk", "host"))
+    for model in (plain.model, trained.model):
         with te.gather_parameters(model, modify=True), torch.no_grad():
             model[0].weight.mul_(0.5)
-    with te.gather_parameters(found.model[0]) as layer, torch.no_grad():
+    with te.gather_parameters(trained.model[0]) as layer, torch.no_grad():
         layer.bias.zero_()  # not to be kept
-    assert steps(found.model, found.optimizer, 2) == steps(plain.model, plain.optimizer, 2)
+    assert steps(trained.model, trained.optimizer, 2) == steps(plain.model, plain.optimizer, 2)
 
 
 def test_masters_follow_what_is_written(tmp_path):
-    found = []
+    results = []
     for params in ("device", "disk"):
         trained = train(mlp, tmp_path / params, 2, dtype=torch.bfloat16, offload=on(mlp, params))
         trained.model.load_state_dict({k: torch.ones_like(v) for k, v in trained.model.state_dict().items()})
@@ -352,14 +354,14 @@ def test_masters_follow_what_is_written(tmp_path):
             trained.optimizer.state_dict() if params == "disk" else _without_masters(trained)
         )
         steps(trained.model, trained.optimizer, 1)
-        found.append(weights_of(trained.model))
-    assert all((p.float() - 1).abs().max() < 0.05 for p in found[1])
+        results.append(weights_of(trained.model))
+    assert all((p.float() - 1).abs().max() < 0.05 for p in results[1])
 
 
 def _without_masters(trained: Trained):
     state = trained.optimizer.state_dict()
-    for each in state["state"].values():
-        each.pop("master", None)
+    for param_state in state["state"].values():
+        param_state.pop("master", None)
     return state
 
 
@@ -398,7 +400,7 @@ def test_memory_that_somebody_reads_is_not_reused(tmp_path):
         for _ in range(2):
             loss_of(trained.model, torch.Generator())
     handle.remove()
-    assert all(torch.equal(each.t(), expected) for each in seen)
+    assert all(torch.equal(weight.t(), expected) for weight in seen)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +457,7 @@ def test_a_budget_that_is_too_small_names_the_layer(tmp_path):
 
 
 def test_a_layer_larger_than_the_budget_is_tiled(tmp_path):
-    """In float64: inputs are split, and so sums, and Adam makes of rounding errors in tiny gradients whole steps."""
+    """Train in float64: split inputs change rounding, which Adam turns into full steps of tiny gradients."""
 
     def make():
         return nn.Sequential(nn.Linear(70, 600), nn.ReLU(), nn.Linear(600, 1))
@@ -463,11 +465,11 @@ def test_a_layer_larger_than_the_budget_is_tiled(tmp_path):
     plain = train(make, tmp_path, dtype=torch.float64)
     size = 70 * 600 * 8
     offload = {"params": "disk", "states": "disk", "budget": size // 4}
-    found = train(make, tmp_path, dtype=torch.float64, offload=offload)
-    assert isinstance(found.model[0], te.nn.TiledLinear)
-    assert te.offloading.report(found.model).arena_peak <= size // 8
-    assert found.losses == pytest.approx(plain.losses, rel=1e-6)  # which are float32
-    weights = found.model.state_dict()
+    trained = train(make, tmp_path, dtype=torch.float64, offload=offload)
+    assert isinstance(trained.model[0], te.nn.TiledLinear)
+    assert te.offloading.report(trained.model).arena_peak <= size // 8
+    assert trained.losses == pytest.approx(plain.losses, rel=1e-6)  # which are float32
+    weights = trained.model.state_dict()
     assert weights["0.weight"].shape == (600, 70)
     torch.testing.assert_close(weights["0.weight"], plain.model[0].weight.detach(), rtol=1e-6, atol=1e-9)
 
@@ -489,8 +491,8 @@ def test_only_models_that_are_offloaded_have_a_report():
 
 def test_what_offloading_needs_is_estimated(tmp_path: Path):
     machine = te.offloading.Machine(device=80e9, host=3e12, disk=28e12)
-    found = te.estimate_offload(10**12, machine=machine, activation_bytes=1e9, batch_tokens=4_096)
-    best = found.best
+    estimates = te.estimate_offload(10**12, machine=machine, activation_bytes=1e9, batch_tokens=4_096)
+    best = estimates.best
     assert best.states == "disk"
     assert 2e12 <= best.host <= 3e12, "gradients are in host memory"
     assert best.disk + best.host >= 16e12, "16 bytes a parameter are somewhere"
@@ -498,7 +500,7 @@ def test_what_offloading_needs_is_estimated(tmp_path: Path):
     small = te.estimate_offload(mlp(), path=tmp_path)
     assert small.best.params == small.best.states == "device"
     assert f"{sum(p.numel() for p in mlp().parameters()):,} parameters" in str(small)
-    disk = next(each for each in small.settings if (each.params, each.states) == ("device", "disk"))
+    disk = next(setting for setting in small.settings if (setting.params, setting.states) == ("device", "disk"))
     assert disk.disk == disk.written == 8 * small.parameters
     with pytest.raises(ValueError, match="at least one parameter and one rank"):
         te.estimate_offload(nn.ReLU())
@@ -506,11 +508,11 @@ def test_what_offloading_needs_is_estimated(tmp_path: Path):
 
 def test_masters_follow_what_is_written_to_parameters_on_the_device(tmp_path):
     def written(params, rewritten):
-        found = train(mlp, tmp_path / params, 2, dtype=torch.bfloat16, offload=on(mlp, params, "host"))
-        with te.gather_parameters(found.model, modify=True), torch.no_grad():
-            for p in found.model.parameters():
+        trained = train(mlp, tmp_path / params, 2, dtype=torch.bfloat16, offload=on(mlp, params, "host"))
+        with te.gather_parameters(trained.model, modify=True), torch.no_grad():
+            for p in trained.model.parameters():
                 p.copy_(p.clone() if rewritten else torch.full_like(p, 0.125))
-        return steps(found.model, found.optimizer, 2), weights_of(found.model)
+        return steps(trained.model, trained.optimizer, 2), weights_of(trained.model)
 
     (of_device, on_device), (of_host, on_host) = (written(params, False) for params in ("device", "host"))
     assert of_device == of_host
@@ -552,10 +554,10 @@ def test_states_of_another_optimizer_are_refused():
     other = torch.optim.Adagrad(model.parameters(), lr=1e-2)
     model, optimizer = te.offload(model, adam(model.parameters()), states="host")
     steps(model, optimizer, 1)
-    before = optimizer.state_dict()
+    initial = optimizer.state_dict()
     with pytest.raises(ValueError, match="has no 'exp_avg', 'exp_avg_sq' of a parameter"):
         optimizer.load_state_dict(other.state_dict())
-    assert optimizer.state_dict()["state"][0]["step"] == before["state"][0]["step"]
+    assert optimizer.state_dict()["state"][0]["step"] == initial["state"][0]["step"]
 
 
 def test_a_layer_in_two_places_is_not_tiled():
@@ -577,7 +579,7 @@ def test_parameters_that_are_not_always_stepped(seed, tmp_path):
         optimizer: Any = adam(model.parameters())
         if offload:
             model, optimizer = te.offload(model, optimizer, path=tmp_path / str(offload), **offload)
-        random, found = torch.Generator().manual_seed(seed), []
+        random, losses = torch.Generator().manual_seed(seed), []
         for number in range(12):
             used = [layer for layer in model if torch.rand(1, generator=random) < 0.4] or [model[0]]
             x = torch.randn(3, 70, generator=random)
@@ -586,35 +588,37 @@ def test_parameters_that_are_not_always_stepped(seed, tmp_path):
             optimizer.zero_grad()
             if number % 4 == 3:
                 optimizer.load_state_dict(optimizer.state_dict())
-            found.append(weights_of(model))
-        return found
+            losses.append(weights_of(model))
+        return losses
 
     expected = run(None)
     for params in ("device", "disk"):
-        found = run({"params": params, "states": "disk", "budget": 150_000})
-        for one, other in zip(found, expected, strict=True):
+        trained = run({"params": params, "states": "disk", "budget": 150_000})
+        for one, other in zip(trained, expected, strict=True):
             assert all(map(torch.equal, one, other))
 
 
 PLAIN = {
-    "sgd": lambda params, **how: torch.optim.SGD(params, lr=0.1, **how),
-    "momentum": lambda params, **how: torch.optim.SGD(params, lr=0.1, momentum=0.9, **how),
-    "adam": lambda params, **how: torch.optim.Adam(params, lr=0.1, **how),
-    "adamw": lambda params, **how: torch.optim.AdamW(params, lr=0.1, **how),
-    "adagrad": lambda params, **how: torch.optim.Adagrad(params, lr=0.1, **how),
+    "sgd": lambda params, **options: torch.optim.SGD(params, lr=0.1, **options),
+    "momentum": lambda params, **options: torch.optim.SGD(params, lr=0.1, momentum=0.9, **options),
+    "adam": lambda params, **options: torch.optim.Adam(params, lr=0.1, **options),
+    "adamw": lambda params, **options: torch.optim.AdamW(params, lr=0.1, **options),
+    "adagrad": lambda params, **options: torch.optim.Adagrad(params, lr=0.1, **options),
 }
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}], ids=str
+)
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_state_dict_has_the_settings_of_the_plain_optimizer(name, how):
-    """Of a layer that has no state yet, too."""
+def test_a_state_dict_has_the_settings_of_the_plain_optimizer(name, options):
+    """Layers without state yet are covered, too."""
 
     def make():
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        return model, PLAIN[name](model.parameters(), **how)
+        return model, PLAIN[name](model.parameters(), **options)
 
     def step(layers, optimizer):
         optimizer.zero_grad()
@@ -625,17 +629,17 @@ def test_a_state_dict_has_the_settings_of_the_plain_optimizer(name, how):
     model, optimizer = te.offload(*make(), states="host", budget="16MiB")
     for layers, stepped in ((plain, its_optimizer), (model, optimizer)):
         step(layers[:1], stepped)
-    expected, found = its_optimizer.state_dict(), optimizer.state_dict()
-    assert found["param_groups"] == expected["param_groups"]
+    expected, actual = its_optimizer.state_dict(), optimizer.state_dict()
+    assert actual["param_groups"] == expected["param_groups"]
     other, fresh = make()
     other.load_state_dict(model.state_dict())
-    fresh.load_state_dict(found)
-    if (name, how) == ("momentum", {"fused": True}):
+    fresh.load_state_dict(actual)
+    if (name, options) == ("momentum", {"fused": True}):
         return  # torch's own: it cannot begin a momentum beside others
     step(other, fresh)
     step(plain, its_optimizer)
-    for one, another in zip(other.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, another)
+    for one, expected_parameter in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, expected_parameter)
 
 
 class Transposed(nn.Module):
@@ -683,19 +687,19 @@ def test_a_parameter_keeps_its_strides(make, params, states, tmp_path, monkeypat
         return values
 
     def strides(tensors):
-        return [each.stride() for each in tensors if each.dim() > 1]
+        return [tensor.stride() for tensor in tensors if tensor.dim() > 1]
 
     plain, its_adam = made(0)
     model, optimizer = made(0, params=params, states=states, path=tmp_path / "a")
     assert losses(model, optimizer) == losses(plain, its_adam)
     expected = [p for name, p in plain.named_parameters() if name != "gaps"]
-    found = [value for name, value in model.state_dict().items() if name != "gaps"]
-    assert strides(found) == strides(expected) == strides(p for name, p in model.named_parameters() if name != "gaps")
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    stored = [value for name, value in model.state_dict().items() if name != "gaps"]
+    assert strides(stored) == strides(expected) == strides(p for name, p in model.named_parameters() if name != "gaps")
+    assert all(torch.equal(one, other) for one, other in zip(stored, expected, strict=True))
     for number, state in its_adam.state_dict()["state"].items():
-        mine = optimizer.state_dict()["state"][number]
-        assert strides(mine.values()) == strides(state.values())
-        assert all(torch.equal(mine[name], value) for name, value in state.items())
+        param_state = optimizer.state_dict()["state"][number]
+        assert strides(param_state.values()) == strides(state.values())
+        assert all(torch.equal(param_state[name], value) for name, value in state.items())
     te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
     other, fresh = made(1, params=params, states=states, path=tmp_path / "b")
     te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")

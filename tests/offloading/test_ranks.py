@@ -63,11 +63,11 @@ def trained(
 
 
 def of_one(folder: str, optimizer: str, number: int = 8, **options: Any) -> Any:
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     try:
         return trained(0, 1, folder, optimizer, {"states": "host"}, number, **options)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def job(rank: int, ranks: int, *args: Any) -> Any:
@@ -82,11 +82,11 @@ def test_ranks_train_as_one(ranks, size, optimizer, tmp_path):
     offload = {"params": "disk", "states": "disk", "budget": 400_000}
     results = ranks(size).run(job, size, str(tmp_path), optimizer, offload)
     plain = ranks(size).run(job, size, str(tmp_path), optimizer, None)
-    for (losses, found), (of_plain, grads) in zip(results, plain, strict=True):
+    for (losses, state), (of_plain, grads) in zip(results, plain, strict=True):
         assert losses == of_plain, "a tier changes no bit"
-        assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(state, grads, strict=True))
         assert losses == pytest.approx(expected, rel=1e-5 if optimizer == "sgd" else 1e-4)
-        for one, other in zip(found, gradients, strict=True):
+        for one, other in zip(state, gradients, strict=True):
             # Samples are summed in another order. Relative to the largest: single elements are near 0.
             assert (one - other).abs().max() <= 1e-6 * other.abs().max() + 1e-9
 
@@ -103,11 +103,13 @@ def clipped(rank: int, ranks: int, on_host: bool, norm_type: float) -> tuple[flo
         optimizer._move_gradient(p)
     norm = optimizer.clip_grad_norm_(0.1, norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    found = [optimizer._gradient_of(p) for p, *_ in meshes]
+    gradients = [optimizer._gradient_of(p) for p, *_ in meshes]
     if on_host:
-        of = zip(found, meshes, strict=True)
-        found = [DTensor.from_local(g, *mesh, shape=p.shape, stride=p.stride()) if mesh else g for g, (p, *mesh) in of]
-    return norm.item(), [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+        of = zip(gradients, meshes, strict=True)
+        gradients = [
+            DTensor.from_local(g, *mesh, shape=p.shape, stride=p.stride()) if mesh else g for g, (p, *mesh) in of
+        ]
+    return norm.item(), [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
 
 
 @pytest.mark.more
@@ -132,15 +134,15 @@ def test_gradients_in_host_memory_are_clipped_by_the_norm_of_all_ranks(ranks, no
 )
 def test_tiers_of_two_ranks_change_no_bit(ranks, offload, tmp_path):
     plain = ranks(2).run(job, 2, str(tmp_path), "adam", None)
-    found = ranks(2).run(job, 2, str(tmp_path), "adam", offload | {"budget": 400_000})
-    assert [losses for losses, _ in found] == [losses for losses, _ in plain]
+    results = ranks(2).run(job, 2, str(tmp_path), "adam", offload | {"budget": 400_000})
+    assert [losses for losses, _ in results] == [losses for losses, _ in plain]
 
 
 MORE = [pytest.param(*sizes, marks=pytest.mark.more) for sizes in ((1, 4), (4, 2))]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), *MORE])
-def test_checkpoints_reshard(ranks, before, after, tmp_path):
+@pytest.mark.parametrize(("saving_ranks", "loading_ranks"), [(2, 1), *MORE])
+def test_checkpoints_reshard(ranks, saving_ranks, loading_ranks, tmp_path):
     def run(size, number, offload, **options):
         args = str(tmp_path), "adam", offload, number, options.get("save", ""), options.get("load", "")
         if size == 1:
@@ -149,24 +151,24 @@ def test_checkpoints_reshard(ranks, before, after, tmp_path):
 
     path = str(tmp_path / "checkpoint")
     on_disk, on_host = ({"params": tier, "states": tier, "budget": 400_000} for tier in ("disk", "host"))
-    run(before, 5, on_disk, save=path)
-    found, _ = run(after, 5, on_host, load=path)
-    again, _ = run(before, 5, on_host, load=path)
-    assert found == pytest.approx(again, rel=1e-5)
-    fresh, _ = run(after, 5, on_host)
-    assert abs(found[0] - fresh[0]) > 1e-2, "the checkpoint must have been loaded"
+    run(saving_ranks, 5, on_disk, save=path)
+    loaded, _ = run(loading_ranks, 5, on_host, load=path)
+    again, _ = run(saving_ranks, 5, on_host, load=path)
+    assert loaded == pytest.approx(again, rel=1e-5)
+    fresh, _ = run(loading_ranks, 5, on_host)
+    assert abs(loaded[0] - fresh[0]) > 1e-2, "the checkpoint must have been loaded"
     assert Path(path, ".metadata").exists()
 
 
 def damage_of_one_rank(rank: int, folder: Path) -> str:
-    """What loading says of a checkpoint of which another rank's file is damaged."""
+    """Error of loading a checkpoint if another rank's file is damaged."""
     torch.manual_seed(0)
     model: Any = torch.nn.Linear(6, 4)
     fully_shard(model)
     model, optimizer = te.offload(model, OPTIMIZERS["adam"](model.parameters()), params="host", states="host")
     path = folder / "saved"
     te.offloading.save_checkpoint(model, optimizer, path)
-    names = sorted(each.name for each in path.iterdir())
+    names = sorted(file.name for file in path.iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", CHECKSUMS]
     te.offloading.load_checkpoint(model, optimizer, path)
     dist.barrier()

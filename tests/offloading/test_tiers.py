@@ -36,8 +36,8 @@ def test_blocks_of_an_arena_come_back_when_nobody_has_them():
     assert arena.allocate(12_288) is None, "a view is left"
     assert torch.equal(view, torch.full_like(view, 0x02020202))
     del view
-    rest = arena.allocate(16_384)
-    assert rest.numel() == 16_384
+    remaining = arena.allocate(16_384)
+    assert remaining.numel() == 16_384
     assert one.min() == one.max() == 1
     assert arena.used == arena.peak == arena.num_bytes == 20_480
 
@@ -105,10 +105,10 @@ def test_a_folder_that_is_named_twice_is_refused(tmp_path):
 def test_a_second_run_in_one_folder_harms_neither(tmp_path):
     first = train(mlp, tmp_path, 1, offload={"params": "disk", "states": "disk", "budget": 200_000})
     model = mlp()
-    before = [p.detach().clone() for p in model.parameters()]
+    initial = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(StorageError, match="give each run its own folder"):
         te.offload(model, adam(model.parameters()), params="disk", path=tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(initial, model.parameters(), strict=True))
     steps(first.model, first.optimizer, 1)
 
 
@@ -154,29 +154,29 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 
 def limit_file_size(num_bytes: int) -> tuple[int, int]:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    return before
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    return limits
 
 
 def test_a_disk_that_is_too_small_is_noticed_before_anything_is_changed(tmp_path):
     model = mlp()
     optimizer = adam(model.parameters())
     steps(model, optimizer, 1)
-    before = limit_file_size(150_000)
+    limits = limit_file_size(150_000)
     try:
         with pytest.raises(StorageError, match=r"cannot reserve [\d,]+ bytes"):
             te.offload(model, optimizer, params="disk", states="disk", path=tmp_path, budget=200_000)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
     assert len(steps(model, optimizer, 2)) == 2
 
 
-def damage(tmp_path, how):
+def damage(tmp_path, kind):
     path = tmp_path / "swap-0.bin"
     with path.open("r+b") as file:
-        if how == "cut":
+        if kind == "cut":
             file.truncate(0)
             return
         size = path.stat().st_size
@@ -185,18 +185,18 @@ def damage(tmp_path, how):
             file.write(b"damaged")
 
 
-@pytest.mark.parametrize("how", ["cut", "changed"])
-@pytest.mark.parametrize("what", ["params", "states"])
-def test_a_damaged_swap_file_is_noticed(how, what, tmp_path):
-    trained = train(Transformer, tmp_path, 2, offload={what: "disk", "budget": 100_000})
+@pytest.mark.parametrize("kind", ["cut", "changed"])
+@pytest.mark.parametrize("option", ["params", "states"])
+def test_a_damaged_swap_file_is_noticed(kind, option, tmp_path):
+    trained = train(Transformer, tmp_path, 2, offload={option: "disk", "budget": 100_000})
     folder = tmp_path / "checkpoint"
     te.offloading.save_checkpoint(trained.model, trained.optimizer, folder)
     expected = steps(trained.model, trained.optimizer, 2, seed=3)
-    damage(tmp_path, how)
+    damage(tmp_path, kind)
     with pytest.raises(StorageError, match="resume from a checkpoint"):
         steps(trained.model, trained.optimizer, 2)
     te.offloading.close(trained.model)
-    new = train(Transformer, tmp_path, 0, offload={what: "disk", "budget": 100_000})
+    new = train(Transformer, tmp_path, 0, offload={option: "disk", "budget": 100_000})
     te.offloading.load_checkpoint(new.model, new.optimizer, folder)
     assert steps(new.model, new.optimizer, 2, seed=3) == expected
 
@@ -276,6 +276,6 @@ def test_an_error_of_the_disk_outside_of_a_step_is_not_forgotten(call, tmp_path,
     with pytest.raises((StorageError, RuntimeError)):
         steps(trained.model, trained.optimizer, 1)
     trained.optimizer.load_state_dict(saved)
-    found = trained.optimizer.state_dict()["state"]
+    states = trained.optimizer.state_dict()["state"]
     for number, expected in saved["state"].items():
-        assert all(torch.equal(value, found[number][name]) for name, value in expected.items())
+        assert all(torch.equal(value, states[number][name]) for name, value in expected.items())
