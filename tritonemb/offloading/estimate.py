@@ -110,19 +110,21 @@ def estimate_offload(
         path: folder on the disk of this machine to measure.
     """
     if isinstance(model, int):
-        total, item, largest = model, (dtype or torch.bfloat16).itemsize, model // 100
+        total, itemsize, largest = model, (dtype or torch.bfloat16).itemsize, model // 100
     else:
         parameters = list(model.parameters())
         total = sum(p.numel() for p in parameters)
-        item = (dtype or max((p.dtype for p in parameters), key=lambda d: d.itemsize, default=torch.float32)).itemsize
+        itemsize = (
+            dtype or max((p.dtype for p in parameters), key=lambda d: d.itemsize, default=torch.float32)
+        ).itemsize
         largest = max((p.numel() for p in parameters), default=0)
     if total < 1 or world_size < 1:
         raise ValueError(f"needs at least one parameter and one rank, got {total:,} and {world_size}")
     machine = machine or Machine.here(path, world_size)
     device_limit = machine.device if budget is None else float(parse_bytes(budget))
     rank_parameters = total / world_size
-    values = rank_parameters * item
-    working = working_bytes if working_bytes is not None else 2.0 * largest * item
+    parameter_bytes = rank_parameters * itemsize
+    working = working_bytes if working_bytes is not None else 2.0 * largest * itemsize
     compute = (8 if activation_bytes else 6) * total * batch_tokens / machine.flops
     estimates = []
     for tiers in product(*[get_args(TierName)] * 3):
@@ -130,23 +132,23 @@ def estimate_offload(
         if activations_tier != "device" and not activation_bytes:
             continue
         # Bytes by tier: parameters, gradients, states, activations, arena and buffers.
-        states = rank_parameters * (state_bytes + 4 * (item == 2))
+        states = rank_parameters * (state_bytes + 4 * (itemsize == 2))
         tier_bytes = dict.fromkeys(get_args(TierName), 0.0)
-        tier_bytes[params] += values
-        tier_bytes["device" if params == states_tier == "device" else "host"] += values  # gradients
+        tier_bytes[params] += parameter_bytes
+        tier_bytes["device" if params == states_tier == "device" else "host"] += parameter_bytes  # gradients
         tier_bytes[states_tier] += states
         tier_bytes[activations_tier] += activation_bytes
         tier_bytes["device"] += working if params != "device" else 0.0
         buffers = 3 * min(states, (16 << 20) * (state_bytes + 4))
         tier_bytes["host"] += buffers if states_tier == "disk" else 0.0
         # Traffic per step: over the link to the device, and to and from the disk.
-        fetched = 2 * values if params != "device" else 0.0
-        disk_written = states * (states_tier == "disk") + values * (params == "disk")
-        disk_read = disk_written - values * (params == "disk" and item == 2)  # by the update
-        link = fetched + (2 * values if states_tier != "device" else 0.0)
+        fetched = 2 * parameter_bytes if params != "device" else 0.0
+        disk_written = states * (states_tier == "disk") + parameter_bytes * (params == "disk")
+        disk_read = disk_written - parameter_bytes * (params == "disk" and itemsize == 2)  # by the update
+        link = fetched + (2 * parameter_bytes if states_tier != "device" else 0.0)
         link += 2 * activation_bytes * (activations_tier != "device")
         # Time: forward and backward overlap with their transfers, the update with its I/O.
-        update = (2 * states + 3 * values) / machine.host_rate if states_tier != "device" else 0.0
+        update = (2 * states + 3 * parameter_bytes) / machine.host_rate if states_tier != "device" else 0.0
         step = max(compute, link / machine.link, fetched / machine.disk_read * (params == "disk"))
         step += max(update, disk_read / machine.disk_read + disk_written / machine.disk_write)
         disk_written += activation_bytes * (activations_tier == "disk")
@@ -154,7 +156,7 @@ def estimate_offload(
         shared_memory = machine.device == machine.host  # without a GPU
         fits = tier_bytes["device"] + shared_memory * tier_bytes["host"] <= device_limit
         fits = fits and tier_bytes["host"] <= machine.host and tier_bytes["disk"] <= machine.disk
-        needs: Any = {**tier_bytes, "step": step, "written": disk_written, "days": days, "fits": fits}
-        estimates.append(OffloadEstimate(*tiers, **needs))
+        fields: Any = {**tier_bytes, "step": step, "written": disk_written, "days": days, "fits": fits}
+        estimates.append(OffloadEstimate(*tiers, **fields))
     estimates.sort(key=lambda estimate: (not estimate.fits, estimate.step, estimate.disk, estimate.host))
     return OffloadEstimates(total, tuple(estimates))
