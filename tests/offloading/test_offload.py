@@ -451,7 +451,7 @@ def test_a_budget_that_is_too_small_names_the_layer(tmp_path):
     model = Transformer(dim=64, tied=False)
     model, optimizer = te.offload(model, adam(model.parameters()), params="host", budget=40_000)
     with pytest.raises(
-        ValueError, match=r"budget: 36,864 bytes .* do not hold .*blocks.0.attention.in_proj_weight 49,152"
+        ValueError, match=r"budget: 36,864 bytes .* cannot hold .*blocks.0.attention.in_proj_weight 49,152"
     ):
         steps(model, optimizer, 1)
 
