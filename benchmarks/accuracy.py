@@ -168,7 +168,7 @@ def main() -> None:
             )
             rows.append(row)
     print(f"wrote {results_file.write('accuracy', {'date': shared['date'], 'rows': rows}).name}")
-    report.report_accuracy()
+    report.report("accuracy")
     if not all(row["within_tolerance"] for row in rows):
         sys.exit(f"a difference is larger than {TOLERANCE}")
 

@@ -343,7 +343,7 @@ def main() -> None:
             )
             rows.append(row | environment_)
     print(f"wrote {results_file.write('accuracy-dynamic', {'date': environment_['date'], 'rows': rows}).name}")
-    report.report_dynamic()
+    report.report("accuracy-dynamic")
     if not all(row.get("bitwise_equal_to_dynamic", True) for row in rows):
         sys.exit("dynamic tables and a vocabulary with the same initial values differ")
     if not all(row.get("within_two_standard_errors", True) for row in rows):

@@ -258,9 +258,7 @@ def report_bytes() -> None:
             column += [f"{sent:,.0f}", f"{expected[kind][1]:,.0f}"]
     header = ["kind", "sharding", "sent by a rank", "least", "2 ranks", "least", "4 ranks", "least"]
     lines = [[f"`{kind}`", *FORMULAS[kind], *column] for kind, column in zip(FORMULAS, columns, strict=True)]
-    page = report.ROOT / "docs" / "parallel.md"
-    table = report.markdown_table(header, lines, 4)
-    page.write_text(report.replace_section(page.read_text(), "bytes", table, "docs/parallel.md"))
+    report.update("docs/parallel.md", "bytes", report.markdown_table(header, lines, 4))
 
 
 def main() -> None:
@@ -285,7 +283,7 @@ def main() -> None:
         rows += [row | shared for row in found]
     path = results_file.write("exchange-accuracy", {"date": shared["date"], "rows": rows})
     print(f"wrote {path.name}")
-    report.report_exchange()
+    report.report("exchange-accuracy")
     if not all(row["within_tolerance"] for row in rows):
         sys.exit("a difference is larger than its tolerance")
 

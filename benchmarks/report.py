@@ -1,18 +1,19 @@
-"""Fill the README's tables from the newest files in `benchmarks/results/`: `python -m benchmarks.report`."""
+"""Fill tables of README and docs from the newest files in `benchmarks/results/`: `python -m benchmarks.report`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import chart, results_file
-from benchmarks.cases import COPY, GATHER, GRAPH
+from benchmarks.cases import COPY, GATHER, GRAPH, OURS
 from benchmarks.gpu import roofline
 from benchmarks.record import LIMIT
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+BENCHMARKS = "docs/benchmarks.md"
+SHOWN_OPS = "step, row-wise Adagrad", "step, Adagrad", "step of a plain DLRM, Adagrad"  # in README: at most 12 rows
 DRAWS = "python -m benchmarks.report"
 
 
@@ -22,20 +23,39 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
 
 
-def replace_section(text: str, name: str, content: str, page: str = "README.md") -> str:
+def replace_section(text: str, name: str, content: str, page: str) -> str:
     """The text of a page with what stands between `<!-- name:begin -->` and `<!-- name:end -->` replaced."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"{page} needs one line {begin!r} and, after it, one line {end!r}; add both of them")
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+    head, _, tail = text.partition(begin)
+    return f"{head}{begin}\n{content}\n{end}{tail.partition(end)[2]}"
 
 
-def speed_section(results: dict[str, Any], picture: Path) -> str:
-    """The picture, the conditions, and the medians of every op and shape."""
-    link = picture.relative_to(ROOT).as_posix()
-    parts = [f"![Time of one call, ours and its peers]({link})", _conditions(results), _peers_table(results["rows"])]
-    return "\n\n".join([*parts, _scaling_table(results["rows"])])
+def update(page: str, name: str, content: str) -> None:
+    """Replace a section of a page, whose path is relative to the root of the repository."""
+    path = ROOT / page
+    path.write_text(replace_section(path.read_text(), name, content, page))
+
+
+def speed_section(results: dict[str, Any]) -> str:
+    """The conditions, and the medians of every op and shape."""
+    return "\n\n".join([_conditions(results), _peers_table(results["rows"]), _scaling_table(results["rows"])])
+
+
+def shown_section(results: dict[str, Any], picture: str) -> str:
+    """README's picture and table: whole training steps beside the fastest peer."""
+    lines = []
+    for (op, shape), case in _cases(results["rows"]).items():
+        if op in SHOWN_OPS:
+            ours = case.pop(OURS)
+            peer = min((row for name, row in case.items() if name != COPY), key=lambda row: float(row["p50_ms"]))
+            ratio = f"{peer['p50_ms'] / ours['p50_ms']:.1f}"
+            figures = f"{peer['implementation']} {peer['p50_ms']:.1f}", f"{ours['p50_ms']:.1f}", ratio
+            lines.append([op.removeprefix("step, "), shape, *figures])
+    header = ["training step", "shape", "fastest peer, ms", "tritonemb, ms", "times as fast"]
+    table = markdown_table(header, lines, text_columns=3)
+    return "\n\n".join([f"![Time of one call, ours and its peers]({picture})", table, _conditions(results)])
 
 
 def _cases(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
@@ -49,9 +69,9 @@ def _cases(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[s
 def _peers_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for (op, shape), case in _cases(rows).items():
-        if "tritonemb" not in case:
+        if OURS not in case:
             continue
-        ours, copy = case.pop("tritonemb"), case.pop(COPY, None)
+        ours, copy = case.pop(OURS), case.pop(COPY, None)
         others = [row for name, row in case.items() if name != LIMIT] or [*case.values()]
         fastest = min((row["p50_ms"] for row in others), default=None)
         peers = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items()) or "-"
@@ -81,13 +101,14 @@ def headline(results: dict[str, Any]) -> str:
             parts.append(
                 f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as {name} ({op.removeprefix('step, ')})"
             )
-    return f"On a CPU a training step of embedding tables is {', and '.join(parts)}." if parts else ""
+    ids = "with ids that recur as in Meta's published traces"
+    return f"On a CPU, {ids}, a training step of embedding tables is {', and '.join(parts)}." if parts else ""
 
 
 def _scaling_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for (op, shape), case in _cases(rows).items():
-        if "tritonemb" not in case:
+        if OURS not in case:
             lines += [[op, shape, name, f"{row['p50_ms']:.2f}"] for name, row in case.items()]
     return markdown_table(["op", "shape", "case", "tritonemb, ms"], lines, text_columns=3)
 
@@ -99,7 +120,7 @@ def _conditions(results: dict[str, Any]) -> str:
     copy = f"a plain copy moves {copies[len(copies) // 2]:.0f} GB/s (read + write)"
     return (
         f"{row['cpu']}; {row['threads']} threads; {copy}; "
-        f"{versions} at {row['commit']}, {row['date']}. B samples, T tables, L ids a bag, D columns."
+        f"{versions} at {row['commit']}, {row['date']}. B samples, T tables, L ids per bag, D columns."
     )
 
 
@@ -185,8 +206,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f}"
 
 
-def gpu_section(results: dict[str, Any], picture: Path | None) -> str:
-    """The picture if there is one, the conditions, medians beside peers and a copy, targets, and what failed."""
+def gpu_section(results: dict[str, Any]) -> str:
+    """The conditions, medians beside peers and a copy, targets, and failures."""
     row = results["rows"][0]
     versions = ", ".join(f"{name} {row.get(name)}" for name in ("torch", "triton", "cuda", "fbgemm", "tritonemb"))
     parts = [
@@ -197,8 +218,6 @@ def gpu_section(results: dict[str, Any], picture: Path | None) -> str:
         _gpu_table([row for row in results["rows"] if not row["op"].endswith(GRAPH)]),
         _targets_table(results["targets"]),
     ]
-    if picture is not None:
-        parts.insert(0, f"![Rate reached against bytes moved]({picture.relative_to(ROOT).as_posix()})")
     if results["failures"]:
         cases: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for f in results["failures"]:
@@ -250,70 +269,49 @@ def with_section(text: str, name: str, title: str, content: str, after: str) -> 
     if f"<!-- {name}:begin -->" not in text:
         end = f"<!-- {after}:end -->"
         text = text.replace(end, f"{end}\n\n## {title}\n\n<!-- {name}:begin -->\n<!-- {name}:end -->", 1)
-    return replace_section(text, name, content)
-
-
-def update_readme(name: str, content: str) -> None:
-    README.write_text(replace_section(README.read_text(), name, content))
+    return replace_section(text, name, content, BENCHMARKS)
 
 
 def report_speed() -> None:
     path = results_file.newest("cpu")
     results = results_file.read(path)
-    picture = path.with_suffix(".png")
-    chart.draw(results, picture)
-    update_readme("bench", speed_section(results, picture))
-    update_readme("headline", headline(results))
+    chart.draw_if_possible(chart.draw, results, path.with_suffix(".png"), DRAWS)
+    update(BENCHMARKS, "bench", speed_section(results))
+    update("README.md", "speed", shown_section(results, path.with_suffix(".png").relative_to(ROOT).as_posix()))
+    update("README.md", "headline", headline(results))
 
 
-def report_accuracy() -> None:
-    update_readme("accuracy", accuracy_section(results_file.read(results_file.newest("accuracy"))))
+SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
+    "accuracy": (BENCHMARKS, "accuracy", accuracy_section),
+    "accuracy-dynamic": ("docs/dynamic-tables.md", "quality", dynamic_section),
+    "exchange-accuracy": ("docs/parallel.md", "exchange", exchange_section),
+    "memory": ("docs/kernels.md", "memory", memory_section),
+}  # by kind of results: page, its section, and what writes that
 
 
-def report_exchange() -> None:
-    """In the page about training in parallel."""
-    page = ROOT / "docs" / "parallel.md"
-    content = exchange_section(results_file.read(results_file.newest("exchange-accuracy")))
-    page.write_text(replace_section(page.read_text(), "exchange", content, "docs/parallel.md"))
-
-
-def report_dynamic() -> None:
-    """In the page about dynamic tables."""
-    page = ROOT / "docs" / "dynamic-tables.md"
-    content = dynamic_section(results_file.read(results_file.newest("accuracy-dynamic")))
-    page.write_text(replace_section(page.read_text(), "quality", content, "docs/dynamic-tables.md"))
-
-
-def report_memory() -> None:
-    """In the page about kernels."""
-    page = ROOT / "docs" / "kernels.md"
-    content = memory_section(results_file.read(results_file.newest("memory")))
-    page.write_text(replace_section(page.read_text(), "memory", content, "docs/kernels.md"))
+def report(kind: str) -> None:
+    """Rewrite the section of the newest results of a kind."""
+    page, name, section = SECTIONS[kind]
+    update(page, name, section(results_file.read(results_file.newest(kind))))
 
 
 def report_gpu() -> None:
-    """A section for every GPU that was measured; without one the README says nothing about GPUs."""
+    """A section for every GPU that was measured; without one the page says nothing about GPUs."""
+    page = ROOT / BENCHMARKS
     for path in results_file.newest_of_gpus():
         results = results_file.read(path)
-        picture = path.with_suffix(".png")
-        drawn = chart.draw_if_possible(roofline.draw, results, picture, DRAWS) or picture.exists()
+        chart.draw_if_possible(roofline.draw, results, path.with_suffix(".png"), DRAWS)
         name, title = f"gpu {results['rows'][0]['device']}", f"Speed on one {results['rows'][0]['device']}"
-        content = "`make gpu-bench` measures this and rewrites the section.\n\n"
-        content += gpu_section(results, picture if drawn else None)
-        README.write_text(with_section(README.read_text(), name, title, content, "bench"))
+        content = f"`make gpu-bench` measures this and rewrites the section; the picture is beside `{path.name}`.\n\n"
+        page.write_text(with_section(page.read_text(), name, title, content + gpu_section(results), "bench"))
 
 
 def main() -> None:
     report_speed()
     report_gpu()
-    if list(results_file.RESULTS.glob("accuracy-????-??-??.json")):
-        report_accuracy()
-    if list(results_file.RESULTS.glob("accuracy-dynamic-*.json")):
-        report_dynamic()
-    if list(results_file.RESULTS.glob("exchange-accuracy-*.json")):
-        report_exchange()
-    if list(results_file.RESULTS.glob("memory-*.json")):
-        report_memory()
+    for kind in SECTIONS:
+        if list(results_file.RESULTS.glob(f"{kind}-????-??-??.json")):
+            report(kind)
 
 
 if __name__ == "__main__":

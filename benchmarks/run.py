@@ -1,4 +1,4 @@
-"""Run all benchmarks, keep the figures, redraw the picture, rewrite the README's table: `python benchmarks/run.py`."""
+"""Run all benchmarks, keep the figures, rewrite picture and tables of README and docs: `python benchmarks/run.py`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def main() -> None:
         print(f"wrote {results_file.write(arguments.select or 'cpu', results).relative_to(ROOT)}")
     if memory["rows"] and arguments.select in ("", "memory"):
         print(f"wrote {results_file.write('memory', memory).relative_to(ROOT)}")
-        report.report_memory()
+        report.report("memory")
     if not arguments.select:
         report.main()
 

@@ -1,6 +1,6 @@
 """Measure on one GPU beside FBGEMM, torch and a copy, and keep the figures.
 
-    python benchmarks/gpu/run.py                       all; benchmarks/results/<device>-<date>.json, picture, README
+    python benchmarks/gpu/run.py                       all; benchmarks/results/<device>-<date>.json, picture, page
     python benchmarks/gpu/run.py --list                the cases
     python benchmarks/gpu/run.py --op forward,codec    cases with one of these in their op; kept in build/gpu-bench
     python benchmarks/gpu/run.py --op step --shape "B8192 T26" "B512 T32"    ... and one of these in their shape
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the run ends by itself within so many")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few rounds, to try the code out")
-    parser.add_argument("--out", type=Path, help="folder for the results, instead of benchmarks/results and README.md")
+    parser.add_argument("--out", type=Path, help="folder for the results, instead of benchmarks/results and the page")
     parser.add_argument("--commit", help="where there is no checkout: the commit to name in the results")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

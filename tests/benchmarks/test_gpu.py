@@ -171,31 +171,31 @@ def test_targets_are_met_missed_or_unknown() -> None:
     assert json.loads(json.dumps(results()["targets"])) == results()["targets"]
 
 
-README = "# name\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\n## Next\n"
+PAGE = "# name\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\n## Next\n"
 
 
 @pytest.fixture
-def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "README.md"
-    path.write_text(README)
-    monkeypatch.setattr(report, "README", path)
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / report.BENCHMARKS
+    path.parent.mkdir()
+    path.write_text(PAGE)
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(results_file, "RESULTS", tmp_path / "results")
     return path
 
 
-def test_without_a_measured_gpu_the_readme_says_nothing(readme: Path) -> None:
+def test_without_a_measured_gpu_the_page_says_nothing(page: Path) -> None:
     results_file.write("cpu", {"date": "2026-01-02"})
     report.report_gpu()
-    assert readme.read_text() == README
+    assert page.read_text() == PAGE
 
 
-def test_a_measured_gpu_gets_a_section_of_its_own(readme: Path) -> None:
+def test_a_measured_gpu_gets_a_section_of_its_own(page: Path) -> None:
     results_file.write("some-gpu", results() | {"date": "2025-12-31", "rows": [row("forward", "tritonemb", 9.0)]})
     results_file.write("some-gpu", results())
     for _ in range(2):  # the second time the section is there
         report.report_gpu()
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# name\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\n## Speed on one Some GPU\n")
     assert text.endswith("<!-- gpu Some GPU:end -->\n\n## Next\n")
     assert text.count("## Speed on one Some GPU") == 1

@@ -1,4 +1,4 @@
-"""From the raw figures of a run to the README."""
+"""From the raw figures of a run to README and docs."""
 
 from __future__ import annotations
 
@@ -50,27 +50,37 @@ def test_targets_compare_medians_with_the_fastest_peer() -> None:
 def test_only_the_marked_section_is_replaced() -> None:
     text = "before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n"
     expected = "before\n<!-- bench:begin -->\nnew\n<!-- bench:end -->\nafter\n"
-    assert report.replace_section(text, "bench", "new") == expected
-    assert report.replace_section(expected, "bench", "new") == expected
+    assert report.replace_section(text, "bench", "new", "page.md") == expected
+    assert report.replace_section(expected, "bench", "new", "page.md") == expected
 
 
 @pytest.mark.parametrize("text", ["", "<!-- bench:begin -->", "<!-- bench:end --> <!-- bench:begin -->"])
-def test_a_readme_without_markers_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"README\.md needs one line '<!-- bench:begin -->'"):
-        report.replace_section(text, "bench", "new")
+def test_a_page_without_markers_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"page\.md needs one line '<!-- bench:begin -->'"):
+        report.replace_section(text, "bench", "new", "page.md")
 
 
 def test_the_section_shows_figures_of_the_file() -> None:
-    section = report.speed_section(results(), report.ROOT / "benchmarks/results/cpu-2026-01-02.png")
-    assert "](benchmarks/results/cpu-2026-01-02.png)" in section
+    section = report.speed_section(results())
     assert "| forward | B2048 T26 L1 D64 rows 100,000 | fbgemm 9.00 | 2.00 | 2.0 | 7 % | 4.50 |" in section.splitlines()
     assert "a plain copy moves 30 GB/s" in section
+
+
+def test_the_readme_shows_steps_beside_the_fastest_peer() -> None:
+    timings = [OURS, Timing("slow", (90.0,)), PEER, Timing("copy", (0.5,))]
+    moved = dict.fromkeys(("tritonemb", "slow", "fbgemm", "copy"), 1)
+    rows = [row for op in ("forward", "step, Adagrad") for row in timing_rows(op, SHAPE, timings, moved)]
+    section = report.shown_section(condense([{"extra_info": {"rows": rows}}], SHARED), "some.png")
+    assert "](some.png)" in section
+    assert [line for line in section.splitlines() if str(SHAPE) in line] == [
+        f"| Adagrad | {SHAPE} | fbgemm 9.0 | 2.0 | 4.5 |"
+    ]
 
 
 def test_a_copy_is_no_peer_but_says_what_was_possible() -> None:
     timings = [OURS, Timing("copy", (0.5,))]
     rows = timing_rows("row cache allocate", SHAPE, timings, dict.fromkeys(("tritonemb", "copy"), 4_000_000))
-    table = report.speed_section(condense([{"extra_info": {"rows": rows}}], SHARED), report.ROOT / "some.png")
+    table = report.speed_section(condense([{"extra_info": {"rows": rows}}], SHARED))
     assert f"| row cache allocate | {SHAPE} | - | 2.00 | 2.0 | 25 % | - |" in table.splitlines()
 
 
