@@ -200,7 +200,7 @@ def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
     capsys.readouterr()
     for names, message in (
         (["users"], "columns: request, click, price, item, user, when; did you mean 'user'?"),
-        (["score"], "keep must name each column once, and none 'score', got ['score']"),
+        (["score"], "keep must name each column once, and not 'score', got ['score']"),
         (["item", "item"], "keep must name each column once"),
     ):
         assert run(*predict, "--out", tmp_path / "no.csv", "--keep", *names) == 2
@@ -211,7 +211,7 @@ def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
     assert "bad.csv, line 3: field 3 (price) is 'x', expected a number" in capsys.readouterr().err
     data.with_name("bad.csv").write_text("request,click,price,item,user,when\n")
     assert run(*bad, "--out", tmp_path / "no.csv") == 2
-    assert "no.csv is not written: there are no rows to score" in capsys.readouterr().err
+    assert "has no rows to score" in capsys.readouterr().err
     assert not (tmp_path / "no.csv").exists()
 
 
@@ -223,7 +223,7 @@ def test_columns_that_a_file_cannot_hold_are_named(tmp_path, capsys):
     assert run("train", "--data", tmp_path / "log.parquet", *schema, "--out", tmp_path / "run", *SMALL) == 0
     options = ("--checkpoint", tmp_path / "run", "--data", tmp_path / "log.parquet", "--keep", "item")
     assert run("predict", *options, "--out", tmp_path / "scores.csv") == 2
-    assert "scores.csv: these columns can not be kept in such a file (" in capsys.readouterr().err
+    assert "scores.csv: these columns cannot be written to such a file (" in capsys.readouterr().err
     assert not (tmp_path / "scores.csv").exists()
     assert run("predict", *options, "--out", tmp_path / "scores.parquet") == 0
     assert parquet.read_table(tmp_path / "scores.parquet")["item"].to_pylist() == table["item"].to_pylist()
@@ -298,7 +298,7 @@ def test_scores_that_are_no_numbers_are_refused(trained, log, tmp_path, capsys, 
     monkeypatch.setattr("tritonemb.training.metrics.logits_of", lambda _, batch, *__: nan.expand(len(batch)))
     assert run("predict", "--checkpoint", trained[0], "--data", log, "--out", tmp_path / "scores.csv") == 2
     assert re.search(
-        r"step-\d+ gives [\d,]+ rows no score but NaN: it had diverged; use another one", capsys.readouterr().err
+        r"step-\d+: [\d,]+ scores are NaN, as training had diverged; use another checkpoint", capsys.readouterr().err
     )
     assert not (tmp_path / "scores.csv").exists()
 
@@ -343,7 +343,7 @@ def test_another_vocabulary_is_noticed(log, tmp_path, capsys):
     assert run("vocab", "--data", tmp_path / "other.txt", "--out", vocabulary, "--min-count", 2) == 0
     capsys.readouterr()
     assert run("predict", "--checkpoint", out, "--data", log, "--out", tmp_path / "scores.csv") == 2
-    assert "would be numbered otherwise than in training" in capsys.readouterr().err
+    assert "would be encoded differently than in training" in capsys.readouterr().err
     assert run("train", *options, "--max-steps", 4, "--resume", "auto") == 2
     assert "is of another run: encoding was" in capsys.readouterr().err
 
@@ -492,12 +492,15 @@ def test_defaults_follow_the_data_set(capsys):
         (["train", "--data", "synthetic", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (
             ["train", "--data", "synthetic", "--preset", "kaggle"],
-            "there is no preset 'kaggle'; there are movielens-100k",
+            "unknown preset 'kaggle'; expected one of movielens-100k",
         ),
         (["train", "--config", "nowhere.toml"], "nowhere.toml: no such file; expected a configuration in TOML"),
         (["train", "--data", "synthetic", "--patience", "2"], "patience needs validation rows"),
         (["train", "--data", "synthetic", "--resume", "nowhere/a/b"], "nowhere/a/b is not a checkpoint"),
-        (["predict", "--checkpoint", "nowhere", "--data", "x"], "nowhere: no such folder; expected that of a run"),
+        (
+            ["predict", "--checkpoint", "nowhere", "--data", "x"],
+            "nowhere: no such folder; expected the folder of a run",
+        ),
         (["convert", "--data", "nowhere", "--out", "x"], "nowhere: no such file"),
         (["vocab", "--data", "nowhere"], "nowhere: no such file"),
         (["train", "--data", "synthetic", "--device", "nonsense"], "device 'nonsense' cannot be used"),
@@ -556,7 +559,7 @@ def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(tmp_path, c
     assert "unknown key 'evaluation.patiens'; did you mean 'patience'?" in capsys.readouterr().err
     (tmp_path / "old.toml").write_text("[output]\nlog_every = 3\n")
     assert run("train", "--config", tmp_path / "old.toml") == 2
-    assert "unknown key 'output.log_every'; it stands above the sections" in capsys.readouterr().err
+    assert "unknown key 'output.log_every'; move it above the sections" in capsys.readouterr().err
 
 
 def test_a_bad_line_is_named_and_can_be_skipped(log, tmp_path, capsys):

@@ -277,12 +277,12 @@ def test_ray_has_to_be_installed(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"servers": "ray"}, "servers=ray: say how many servers Ray is to start, for example ray:4"),
-        ({"servers": "ray:two"}, "servers=ray:two: say how many"),
-        ({"servers": "ray:-1"}, "servers=ray:-1: say how many"),
+        ({"servers": "ray"}, "servers=ray: expected the number of servers to start, for example ray:4"),
+        ({"servers": "ray:two"}, "servers=ray:two: expected the number"),
+        ({"servers": "ray:-1"}, "servers=ray:-1: expected the number"),
         ({"servers": "2", "server_key": Path("key")}, "server_key are for servers on Ray"),
-        ({"servers": "grpc://127.0.0.1:1", "server_log": "disk"}, "server_log is for servers that are started here"),
-        ({"server_restart_timeout": 5.0}, "without servers there is nothing for server_restart_timeout"),
+        ({"servers": "grpc://127.0.0.1:1", "server_log": "disk"}, "server_log is for servers that the run starts"),
+        ({"server_restart_timeout": 5.0}, "server_restart_timeout: no effect without servers"),
         ({"servers": "2", "server_restart_timeout": 0.0}, "server_restart_timeout must be at least 1"),
     ],
 )

@@ -654,7 +654,7 @@ def test_the_command_reads_tables_and_writes_a_plan(tmp_path, capsys):
     ("text", "error"),
     [
         ("x = 1", r"expected one \[\[table\]\]"),
-        ('[[table]]\nname = "a"', "table 1 .'a'.: it needs a num_embeddings"),
+        ('[[table]]\nname = "a"', "table 1 .'a'.: num_embeddings is missing"),
         (TABLES.replace("dtype", "dtyp"), "unknown field 'dtyp'; did you mean 'dtype'"),
         (TABLES.replace("bfloat16", "bfloat17"), "table 1 .'user'.: dtype must be the name of one"),
         (TABLES.replace("row_wise", "rows"), "types must be some of"),

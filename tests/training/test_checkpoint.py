@@ -78,7 +78,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert torch.equal(found["model.a"], torch.full((3, 4), 2.0))
 
 
-@pytest.mark.filterwarnings("ignore:.*step-3 is passed over")
+@pytest.mark.filterwarnings("ignore:.*step-3 is skipped")
 def test_what_a_killed_process_left_is_no_checkpoint_and_is_removed(tmp_path):
     folder = saved(CheckpointFolder(tmp_path), 1)
     for name in (".writing-step-2", ".dropped-step-0", ".writing-best-1"):
@@ -99,8 +99,8 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
     with pytest.raises(ValueError, match="of another model or optimizer") as caught:
         load_tensors(folder.path(1), other)
     assert str(caught.value).splitlines()[1:] == [
-        "  model.a is float32 [3, 4] in the checkpoint, float32 [3, 5] here",
-        "  model.bits is bfloat16 [5] in the checkpoint, float32 [5] here",
+        "  model.a is float32 [3, 4] in the checkpoint, float32 [3, 5] in the model",
+        "  model.bits is bfloat16 [5] in the checkpoint, float32 [5] in the model",
         "  model.new is not in the checkpoint",
         "  model.step is in the checkpoint only",
     ]
@@ -159,7 +159,7 @@ def test_a_manifest_is_json_and_one_without_a_digest_is_read_with_a_word(tmp_pat
 def test_a_checkpoint_without_its_manifest_is_not_passed_over_silently(tmp_path):
     folder = saved(CheckpointFolder(tmp_path), 1, 2)
     (folder.path(2) / MANIFEST).unlink()
-    with pytest.warns(match=r"step-2 is passed over: a checkpoint without its trainer\.json cannot be read"):
+    with pytest.warns(match=r"step-2 is skipped: it has no trainer\.json, so it cannot be read"):
         assert folder.latest() == folder.path(1)
 
 
@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_disk):
     message = str(caught.value)
     assert message.startswith(f"the checkpoint of step 2 could not be written to {folder.folder}: ")
     assert "It needs 8,000,000 bytes" in message
-    assert "The checkpoint step-1 is whole" in message
+    assert "The latest complete checkpoint is step-1" in message
     assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
     found = tensors(0.0)
     load_tensors(folder.path(1), found)
@@ -192,7 +192,7 @@ def test_a_folder_without_permission_is_reported(tmp_path):
     folder = saved(CheckpointFolder(tmp_path / "checkpoints"), 1)
     folder.folder.chmod(0o500)
     try:
-        with pytest.raises(CheckpointError, match=r"Permission denied.*The checkpoint step-1 is whole"):
+        with pytest.raises(CheckpointError, match=r"Permission denied.*The latest complete checkpoint is step-1"):
             saved(folder, 2)
     finally:
         folder.folder.chmod(0o700)
@@ -360,7 +360,7 @@ def test_a_failure_leaves_the_earlier_checkpoint_its_name(tmp_path, monkeypatch)
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(CheckpointError, match=r"the disk is broken.*The checkpoint step-5 is whole"):
+    with pytest.raises(CheckpointError, match=r"the disk is broken.*The latest complete checkpoint is step-5"):
         saved(folder, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 

@@ -137,7 +137,9 @@ def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
     with monkeypatch.context() as patch:
         patch.setattr(writer.FileSystemWriter, "write_data", full)
         save.start(2, tensors, {})
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written .* The checkpoint step-1 is whole"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 could not be written .* The latest complete checkpoint is step-1"
+        ):
             ask(save)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert save.wait() is None
@@ -231,7 +233,7 @@ def run_out_of_memory(rank: int, folder: str) -> str:
 
 
 def test_no_memory_for_the_copy_on_one_rank(ranks, tmp_path):
-    message = "the checkpoint of step 1 could not be written .*: rank 1: the tensors cannot be copied to host memory"
+    message = "the checkpoint of step 1 could not be written .*: rank 1: cannot copy tensors to host memory"
     for found in ranks(2).run(run_out_of_memory, str(tmp_path)):
         assert re.match(message, found)
     assert CheckpointFolder(tmp_path).steps() == [2]

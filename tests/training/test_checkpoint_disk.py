@@ -126,7 +126,7 @@ class TestResume:
             config = table.config.shard("t", (first, last - first), (0, 128), ["t"])
             own = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
             (part,) = own.tables
-            part.replace_store(reader.read_files(path, entry, part))
+            part.replace_store(reader.load_store(path, entry, part))
             assert part.store.bytes_on_disk() <= num_bytes
             numbers = torch.tensor([row for row in (0, 1, 5, 6, 700, 999_999_999) if first <= row < last])
             expected = torch.empty(numbers.numel(), table.record.num_bytes, dtype=torch.uint8)

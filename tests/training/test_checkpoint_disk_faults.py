@@ -180,7 +180,7 @@ class TestFaults:
         monkeypatch.setattr("tritonemb.storage.sparse._FICLONE", 0)  # no request, so it copies
         with monkeypatch.context() as patch:
             patch.setattr(PageFile, "read", fail)
-            with pytest.raises(CheckpointError, match=r"Input/output.*step-1 is whole"):
+            with pytest.raises(CheckpointError, match=r"Input/output.*complete checkpoint is step-1"):
                 probe.save(2)
         assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
         with monkeypatch.context() as patch:
@@ -222,7 +222,9 @@ class TestFaults:
         values = probe.values()
         (small_disk / "filler").write_bytes(bytes(500_000))
         probe.write(0, 10_000)
-        with pytest.raises(CheckpointError, match=r"step 2 could not .*It needs [\d,]+ bytes.*step-1 is whole"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 could not .*It needs [\d,]+ bytes.*complete checkpoint is step-1"
+        ):
             probe.save(2)
         assert [path.name for path in probe.folder.folder.iterdir()] == ["step-1"]
         assert torch.equal(probe.saved(1), values)

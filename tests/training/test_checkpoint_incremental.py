@@ -93,7 +93,7 @@ class TestIncremental:
             probe.write(5, 6)
             with monkeypatch.context() as patch:
                 patch.setattr(*place, fail)
-                with pytest.raises(CheckpointError, match="step-1 is whole"):
+                with pytest.raises(CheckpointError, match="complete checkpoint is step-1"):
                     probe.save(2)
             assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
         assert probe.save(3) == ["rows"]  # the table's last snapshot has gone with the failed checkpoint

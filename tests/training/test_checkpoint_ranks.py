@@ -227,7 +227,7 @@ def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, w
         assert f"the checkpoint of step 2 could not be written to {folder.folder}: rank {failing}: " in message
         assert str(FAILURES[what]) in message
         assert "It needs 228 bytes" in message  # 12 * 4 * 4 of the table, 24 + 8 of what all have, 4 of what each has
-        assert "The checkpoint step-1 is whole" in message
+        assert "The latest complete checkpoint is step-1" in message
     assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
     assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), whole, HALVES, 2))
     ranks(2).run(save, str(folder.folder), 3, whole, HALVES)
@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(ranks, small_disk):
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
     for message in ranks(2).run(save_too_much, str(folder.folder)):
         assert re.search(r"rank [01]: .*It needs 8,000,000 bytes", message)  # or on both there is no room
-        assert "The checkpoint step-1 is whole" in message
+        assert "The latest complete checkpoint is step-1" in message
     assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
     assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), whole, HALVES, 2))
 
@@ -261,7 +261,7 @@ def save_apart(rank: int, folder: str) -> str:
 def test_folders_that_are_not_shared_are_found_out(ranks, tmp_path):
     for message in ranks(2).run(save_apart, str(tmp_path)):
         assert "rank 1: " in message
-        assert "is not there: all ranks must write to one folder, on a file system they share" in message
+        assert "does not exist: all ranks must write to one folder on a shared file system" in message
     assert not list(tmp_path.rglob("*.distcp"))
 
 
@@ -300,7 +300,7 @@ def test_another_model_is_refused_on_every_rank_alike(ranks, tmp_path):
         "  model.new is not in the checkpoint",
         "  model.over.weight is float32 [3, 2] in the checkpoint, float32 [3, 3] on rank 1",
         "  model.step is in the checkpoint only",
-        "  model.t.weight is float32 [12, 4] in the checkpoint, float32 [12, 5] here",
+        "  model.t.weight is float32 [12, 4] in the checkpoint, float32 [12, 5] in the model",
     ]
     assert kept
 

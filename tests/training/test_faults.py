@@ -142,7 +142,7 @@ def test_no_checkpoint_is_written_of_a_run_that_has_diverged(data, tmp_path, val
     batches = [bool(batch.dense.isfinite().all()) for batch in wrong.open("train", 50, seed=1, shuffle=True)]
     good = batches.index(False)
     assert 0 < good < 11
-    what = rf"dense column 1 of train row 333 is {value}; correct such rows, or leave them out"
+    what = rf"dense column 1 of train row 333 is {value}; correct or remove such rows"
     with pytest.raises(ValueError, match=rf"^the training loss is nan in epoch 1: {what}$"):
         trainer.fit()
     assert_finite(tmp_path / "run", [f"step-{good}"])
@@ -188,7 +188,7 @@ def test_no_checkpoint_is_written_after_gradients_that_are_not_finite(data, tmp_
 
 def test_an_evaluation_names_the_input_that_is_not_finite(data, tmp_path):
     trainer = make_trainer(with_number(data, 7, math.nan, "validation"), epochs=1, patience=1)
-    what = "1 logits of the validation rows are NaN: dense column 1 of validation row 7 is nan; correct such rows"
+    what = "1 logits of the validation rows are NaN: dense column 1 of validation row 7 is nan; correct or remove"
     with pytest.raises(ValueError, match=what):
         trainer.fit()
     with pytest.raises(ValueError, match=what):
@@ -340,14 +340,14 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error(data, tmp_path, mo
     for failing in ({4}, {4, 12}):
         every = CheckpointOptions(checkpoint_steps=4)
         trainer = make_trainer(data, tmp_path / str(len(failing)), epochs=1, checkpoints=every)
-        call = getattr(trainer.saving, method)
+        call = getattr(trainer.checkpointer, method)
 
         def fails(*arguments, trainer=trainer, failing=failing, call=call):
             if trainer.progress.step in failing:
                 raise CheckpointError(f"that of step {trainer.progress.step} could not be written")
             return call(*arguments)
 
-        monkeypatch.setattr(trainer.saving, method, fails)
+        monkeypatch.setattr(trainer.checkpointer, method, fails)
         if 12 in failing:
             with pytest.raises(CheckpointError, match="that of step 12 could not be written"):
                 trainer.fit()

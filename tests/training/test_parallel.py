@@ -352,7 +352,7 @@ def test_a_rank_that_fails_is_named_with_its_error(ranks, tmp_path, kind):
 def unwrapped(rank):
     data = jobs.planted()
     model = te.nn.DLRM(data.tables(4), data.num_dense, bottom_mlp=(4,), top_mlp=(4,))
-    with pytest.raises(ValueError, match=r"the job has 2 ranks, and a DLRM trains on one of them: .*HybridParallel"):
+    with pytest.raises(ValueError, match=r"the job has 2 ranks, but a DLRM trains on one: .*HybridParallel"):
         te.Trainer(model, data)
 
 

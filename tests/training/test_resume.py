@@ -247,7 +247,7 @@ def test_a_run_resumes_with_changed_data_only_if_it_is_told_to(tmp_path, max_ste
         first.state.data = told.state.data = csv_log(tmp_path / "log", **files)
         with pytest.raises(ValueError, match=rf"the data have changed since .*: {message}"):
             first.resume()
-        with pytest.warns(UserWarning, match="The epoch begins again; rows held out now may have been trained"):
+        with pytest.warns(UserWarning, match="The epoch restarts; rows that are held out now may have been trained on"):
             told.resume()
         assert (told.progress.position, told.progress.epoch_samples) == (None, 0)
     assert told.fit().steps > (max_steps or 7)
@@ -267,7 +267,10 @@ def test_a_run_that_did_not_record_its_data_resumes_with_its_split(tmp_path):
 
     first = trainer()
     first.data.number_by_line()
-    first.saving.manifest, whole = lambda: {k: v for k, v in whole().items() if k != "data"}, first.saving.manifest
+    first.checkpointer.manifest, whole = (
+        lambda: {k: v for k, v in whole().items() if k != "data"},
+        first.checkpointer.manifest,
+    )
     first.fit()
     again = trainer(epochs=2)
     assert held_out(again.data) != held_out(first.data)
@@ -314,11 +317,11 @@ def test_a_failed_checkpoint_is_told_and_training_goes_on_or_stops(data, tmp_pat
     (message,) = record.messages
     assert "the checkpoint of step 4 could not be written" in message
     assert "disk full. It needs 123,456 bytes" in message
-    assert message.endswith("The checkpoint step-2 is whole. Training goes on")
+    assert message.endswith("The latest complete checkpoint is step-2. Training continues")
     assert CheckpointFolder(tmp_path / "a" / "checkpoints").steps() == [2, 6]
     stop = CheckpointOptions(checkpoint_steps=2, on_checkpoint_error="stop")
     trainer = make_trainer(data, tmp_path / "b", epochs=1, checkpoints=stop)
-    with pytest.raises(CheckpointError, match="The checkpoint step-2 is whole"):
+    with pytest.raises(CheckpointError, match="The latest complete checkpoint is step-2"):
         trainer.fit()
 
 
@@ -326,5 +329,5 @@ def test_saving_and_resuming_need_a_folder(data):
     trainer = make_trainer(data)
     with pytest.raises(ValueError, match="give the trainer a folder"):
         trainer.save()
-    with pytest.raises(ValueError, match="looks into the trainer's folder: give it one"):
+    with pytest.raises(ValueError, match="needs a folder: pass folder="):
         trainer.resume()

@@ -173,7 +173,7 @@ def test_what_cannot_be_encoded_is_named(trained, change, message):
     for wrong in (3, None, np.zeros(2), [row, None]):
         with pytest.raises(TypeError, match=r"expected the path of a log or a data frame, or .* a dictionary"):
             held.predict(wrong)
-    with pytest.raises(FileNotFoundError, match="no such folder; expected that of a run"):
+    with pytest.raises(FileNotFoundError, match="no such folder; expected the folder of a run"):
         te.load_run(trained[0] / "none")
 
 
@@ -205,7 +205,7 @@ def test_a_run_of_a_trainer_is_loaded_with_its_model(tmp_path):
 
     trainer = te.Trainer(make_model(), data, folder=tmp_path / "run", batch_size=50, verbose=False)
     trainer.fit()
-    with pytest.raises(ValueError, match=r"was not written by tritonemb train.*model=\.\.\."):
+    with pytest.raises(ValueError, match=r"has no model config .not written by `tritonemb train`..*model=\.\.\."):
         te.load_run(tmp_path / "run")
     held = te.load_run(tmp_path / "run", model=make_model)
     test_rows = frame_of(make_rows(400)).slice(400 - len(trainer.predict()))

@@ -15,7 +15,7 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.training.callbacks.console import size
+from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.training.config import TableOptions
@@ -96,7 +96,7 @@ def test_the_report_and_the_log_have_what_was_brought(tmp_path, placement):
     assert ("rows found in host memory" in page) == (placement == CACHED)
     if placement == CACHED:
         assert f"{told.caches[-1]['host_hits']:,.0f}" in page
-        assert size(round(told.caches[-1]["disk_written"])) in page
+        assert format_bytes(round(told.caches[-1]["disk_written"])) in page
 
 
 def test_tensorboard_has_what_was_brought(tmp_path):

@@ -143,7 +143,7 @@ def test_only_what_is_written_changes(tmp_path):
     ("text", "message"),
     [
         ("naem = 'x'", "unknown key 'naem'; did you mean 'name'?"),
-        ("zzz = 1", "unknown key 'zzz'; known are count, either, flag, inner, name, path"),
+        ("zzz = 1", "unknown key 'zzz'; known keys are count, either, flag, inner, name, path"),
         ("[inner]\nsize = [1]", "unknown key 'inner.size'; did you mean 'sizes'?"),
         ("count = 'three'", "count is 'three', expected a whole number"),
         ("count = true", "count is True, expected a whole number"),

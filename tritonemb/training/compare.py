@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tritonemb.training.callbacks.console import printable, took
+from tritonemb.training.callbacks.console import escape_unprintable, format_seconds
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.callbacks.report import PLAIN, Event, chart, last_of, page_of, test_of
+from tritonemb.training.callbacks.report import PLAIN, Event, chart, last_event, render_template, test_event
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.config import flat
 from tritonemb.utils import Options, align_columns, atomic_write, join_names
@@ -45,11 +45,12 @@ def compare(options: CompareOptions) -> str:
         raise FileNotFoundError(f"no folder of a run with a log: {join_names(missing)}")
     logs = [read_run_log(RunFolder(path).log) for path in options.runs]
     names, tables = list(map(str, options.runs)), tables_of(logs)
-    atomic_write(options.out, page_of("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables))
+    page = render_template("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables)
+    atomic_write(options.out, page)
     changed, metrics = tables.values()
     cells = {key: [text[:MAX_VALUE_WIDTH] for text in texts] for key, texts in (changed | metrics).items()}
     rows = [["", *names], *([key, *texts] for key, texts in cells.items())]
-    lines = [printable(line, "utf-8") for line in align_columns(rows)]
+    lines = [escape_unprintable(line, "utf-8") for line in align_columns(rows)]
     if len({*metrics["test rows"]} - {"-"}) > 1:
         lines.append("note: the runs have different test rows, so their test metrics are not comparable")
     return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])
@@ -57,7 +58,7 @@ def compare(options: CompareOptions) -> str:
 
 def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]]:
     """Options that differ between runs, and metrics; one text per run, "-" for a missing value."""
-    configs = [dict(flat(last_of(log, "start").get("config") or {})) for log in logs]
+    configs = [dict(flat(last_event(log, "start").get("config") or {})) for log in logs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in PATH_OPTIONS)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
     changed = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
@@ -67,8 +68,8 @@ def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]
 
 def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
     """Names and texts of a run's metrics; the same names for every run."""
-    end, test = last_of(log, "end"), test_of(log)
-    latest = {**last_of(log, "log"), **end}
+    end, test = last_event(log, "end"), test_event(log)
+    latest = {**last_event(log, "log"), **end}
     for key, name in METRICS.items():
         yield f"test {name}", _text(test["metrics"].get(key))
     yield "tested at step", _text(test["step"], "{:,}" + ", the best" * bool(test.get("best")))
@@ -77,7 +78,7 @@ def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
     yield "best validation AUC", "{:.6g} at step {:,}".format(*max(aucs)) if aucs else "-"
     yield "last training loss", _text(latest.get("loss"))
     yield "samples/s", _text(latest.get("samples_per_second"), "{:,.0f}")
-    yield "training time", took(latest["seconds"]) if "seconds" in latest else "-"
+    yield "training time", format_seconds(latest["seconds"]) if "seconds" in latest else "-"
     yield "steps", _text(latest.get("step"), "{:,}")
     yield "ended by", end.get("reason", "not ended")
 

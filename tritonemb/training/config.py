@@ -1,4 +1,4 @@
-"""Every option of a training run, once: frozen dataclasses, for `Trainer`, the TOML file and the command line."""
+"""Options of a training run: frozen dataclasses shared by `Trainer`, TOML files and the command line."""
 
 import tomllib
 import types
@@ -23,32 +23,29 @@ CodecName: TypeAlias = Literal[tuple(CODECS)]  # type: ignore[valid-type]
 Precision = Literal["fp32", "bf16", "fp16"]
 EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
-_MISMATCH = object()
-_CONVERSIBLE = {
-    Path: (str,),
-    float: (int,),
-    str: (int, date, datetime),
-}  # what TOML has for them besides; times are strings
+_MISMATCH = object()  # result of `_convert` for a value of another type
+# Types of TOML values that are converted to the type of a field.
+_CONVERSIBLE = {Path: (str,), float: (int,), str: (int, date, datetime)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    """What is trained, for how long, and how a step is computed.
+    """Length of training, and computation of a step.
 
     Args:
-        batch_size: samples a batch, of each rank; the last ones of an epoch may have fewer.
+        batch_size: samples per batch and rank; the last batches of an epoch may have fewer.
         epochs: passes over the training rows.
-        max_steps: stop after so many steps.
-        accumulate: batches a step: their gradients are applied together, as one batch's.
-        dense_lr: learning rate of the dense optimizer, for all parameters that are in no fused table.
-        precision: of the dense part: fp32, or autocast to bf16 or fp16 (with a loss scale).
-        seed: of the order of the rows; `tritonemb train` seeds initial weights and synthetic data with it too.
+        max_steps: number of steps after which training ends.
+        accumulate: batches per step; their gradients are accumulated.
+        dense_lr: learning rate of the dense optimizer, for all parameters outside fused tables.
+        precision: precision of the dense part: fp32, or autocast to bf16 or fp16 (with a loss scale).
+        seed: seed of the order of the rows; in `tritonemb train` also of initial weights and synthetic data.
         compile: run the model through torch.compile.
         log_every: steps between two lines of the log.
-        prefetch_depth: steps whose rows, in host memory or on disk, are prefetched to the device before they compute.
-            Chosen while training if not given: more, up to 8, while it waits for rows. It changes speed, and no result.
-        num_workers: data loader workers of each rank; none if 0.
-        timeout: seconds to wait for a rank that does not answer; the model's own exchanges have that of their group.
+        prefetch_depth: steps whose host- or disk-resident rows are prefetched to the device. If not given, adapted
+            during training: increased, up to 8, while training waits for rows. Results do not depend on it.
+        num_workers: data loader workers per rank; 0 for none.
+        timeout: seconds to wait for a rank that does not answer; collectives of the model use their group's timeout.
     """
 
     batch_size: int = number(1024, least=1)
@@ -67,14 +64,14 @@ class RunOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(Options):
-    """When the validation rows are evaluated, and what follows from it.
+    """Evaluation on the validation rows, choice of the best checkpoint, and early stopping.
 
-    They are evaluated where the data set has them and someone looks: a folder, callbacks, `verbose` or `patience`.
+    Skipped if the data set has no validation rows, or without a consumer: a folder, callbacks, `verbose` or `patience`.
 
     Args:
         evaluate_every: steps between two evaluations; the end of each epoch if not given.
-        monitor: the metric by which the best checkpoint is chosen.
-        patience: stop after so many evaluations in a row without gain; never if not given.
+        monitor: metric by which the best checkpoint is chosen.
+        patience: consecutive evaluations without improvement after which training stops; never if not given.
     """
 
     evaluate_every: int | None = number(None, least=1)
@@ -84,11 +81,11 @@ class EvaluationOptions(Options):
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What is kept of a run, and where.
+    """Files of a run.
 
     Args:
         out: the run's folder: checkpoints, log.jsonl, report.html, config.toml; runs/<data>-<time> if not given.
-        tensorboard: write TensorBoard's files too.
+        tensorboard: write TensorBoard event files too.
     """
 
     out: Path | None = None
@@ -97,13 +94,13 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions(Options):
-    """How a job of several processes shares the work; torchrun starts them.
+    """Hybrid parallelism in a job of several processes, which torchrun starts.
 
     Args:
-        plan: a sharding plan (JSON): where each table goes (tritonemb plan makes one); made here if not given.
-        dense_layers: all layers but the tables: a copy on every rank (ddp), or sharded over the ranks (fsdp).
-        exchange: in how many bits embeddings cross between ranks, see `ExchangePrecision`.
-        exchange_gradients: likewise their gradients.
+        plan: sharding plan (JSON) of `tritonemb plan`; computed at the start if not given.
+        dense_layers: data parallelism of all layers but the tables: replicated (ddp) or sharded over the ranks (fsdp).
+        exchange: codec of embeddings exchanged between ranks, see `ExchangePrecision`.
+        exchange_gradients: codec of their gradients.
     """
 
     plan: Path | None = None
@@ -117,19 +114,20 @@ class ServersOptions(Options):
     """Tables on embedding servers.
 
     Args:
-        servers: how many to start on this machine, for this run alone; or, as ray:4, on a Ray cluster; or addresses of
-            servers that run already, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, with commas between them.
-        server_tables: names of the tables that go there; all if none is given.
+        servers: number of servers to start on this machine for this run; ray:4 to start 4 on a Ray cluster; or
+            addresses of running servers, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, separated by commas.
+        server_tables: names of the tables on servers; all if not given.
         staleness: steps whose updates a batch may miss.
-        staleness_mode: it misses exactly these, so a run can be repeated; at most these; or any number (unbounded).
-        server_log: of servers that are started here, who keeps what they were told, so that they may be lost: trainers
-            (memory), or a file that survives the process (disk) or a loss of power (fsync), in the run's folder.
-        server_restart_timeout: seconds without an answer that end training, besides those to start a process of this
-            machine again; 20 if not given, with Ray 60.
-        server_exchange: in how many bits rows come from servers, where there is some staleness.
-        server_exchange_gradients: likewise gradients to servers.
-        server_certificate: of servers on Ray, a PEM file on their machines, for TLS.
-        server_key: likewise.
+        staleness_mode: whether a batch misses exactly these steps (reproducible), at most these, or any number
+            (unbounded).
+        server_log: write-ahead log of the servers that the run starts, for recovery: in the memory of trainers
+            (memory), or a file in the run's folder that survives the process (disk) or a power loss (fsync).
+        server_restart_timeout: seconds without an answer after which training fails, without the time to restart a
+            process on this machine; 20 if not given, 60 on Ray.
+        server_exchange: codec of rows pulled from servers, with a staleness of 1 or more.
+        server_exchange_gradients: codec of gradients pushed to servers, with a staleness of 1 or more.
+        server_certificate: TLS certificate of servers on Ray: a PEM file on their machines.
+        server_key: TLS private key of servers on Ray: a PEM file on their machines.
     """
 
     servers: str | None = None
@@ -146,41 +144,42 @@ class ServersOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.servers is None and (unused := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
-            raise ValueError(f"without servers there is nothing for {join_names(unused)}: give servers, too")
+            raise ValueError(f"{join_names(unused)}: no effect without servers; set servers, too")
         if self.on_ray and self.num_started is None:
-            raise ValueError(f"servers={self.servers}: say how many servers Ray is to start, for example ray:4")
+            raise ValueError(f"servers={self.servers}: expected the number of servers to start, for example ray:4")
         if self.servers is not None and self.num_started is None and self.server_log is not None:
-            raise ValueError("server_log is for servers that are started here; set it where those at addresses start")
+            raise ValueError("server_log is for servers that the run starts; for addresses, set it on those servers")
         if not self.on_ray and (self.server_certificate or self.server_key) is not None:
-            raise ValueError("server_certificate and server_key are for servers on Ray: give servers, too, as ray:4")
+            raise ValueError("server_certificate and server_key are for servers on Ray: set servers, too, as ray:4")
 
     @property
     def on_ray(self) -> bool:
-        """Whether Ray starts the servers."""
+        """Return whether Ray starts the servers."""
         return (self.servers or "").partition(":")[0] == "ray"
 
     @property
     def num_started(self) -> int | None:
-        """How many servers the run starts; None if they run already."""
+        """Number of servers that the run starts; None for running servers."""
         text = (self.servers or "").removeprefix("ray:")
         return int(text) if text.isdecimal() else None
 
     def trainer_options(self) -> dict[str, Any]:
-        """The keyword arguments of a `Trainer`."""
+        """Keyword arguments of `Trainer`."""
         staleness = {"exact": self.staleness, "at-most": AtMost(self.staleness), "unbounded": None}[self.staleness_mode]
         exchange = ExchangePrecision(self.server_exchange, self.server_exchange_gradients)
         return {"staleness": staleness, "server_exchange": exchange}
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
-        """These tables, on servers if there are any."""
+        """Set the placement of tables to "server" if there are servers: of `server_tables`, by default of all."""
         if self.servers is None:
             return list(tables)
         names = [table.name for table in tables]
         for name in self.server_tables:
             if name not in names:
                 known = did_you_mean(name, names, f", only {join_names(names)}")
-                raise ValueError(f"server_tables: there is no table {name!r}{known}")
-        protect = (self.staleness + 1) * 8  # batches, of accumulated ones and several trainers, too
+                raise ValueError(f"server_tables: unknown table {name!r}{known}")
+        # Batches whose rows stay on the servers; 8 per step is enough for accumulated batches and several trainers.
+        protect = (self.staleness + 1) * 8
         placed = list(tables)
         for index, table in enumerate(tables):
             if table.name in (self.server_tables or names):
@@ -192,18 +191,18 @@ class ServersOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions(Options):
-    """Where the tables are, and how many of their rows are cached on the device.
+    """Placement of the tables, and caches of their rows on the device.
 
     Args:
-        placement: of large tables: on the device, in host memory or on disk, with rows cached on the device.
-        placed_rows: tables with fewer rows stay on the device.
-        cache_share: fraction of a placed table's rows that the device has room for.
-        cache_rows: as many rows instead.
-        cache_host_rows: rows of each table on disk that are cached in host memory too; none if not given.
-        cache_policy: the row to evict: the least recently used (lru) or the least frequently used (lfu).
-        cache_folder: where tables on disk have their files while they are in use; that of temporary files if not given.
-        evict: the row of a full dynamic table to evict, likewise.
-        admit_after: how often an id must have occurred to get a row of a dynamic table.
+        placement: placement of large tables: device, or host memory (host) or disk with rows cached on the device.
+        placed_rows: least number of rows of a table with this placement; smaller tables stay on the device.
+        cache_share: fraction of a table's rows that its device cache holds.
+        cache_rows: number of rows that a device cache holds, in place of cache_share.
+        cache_host_rows: rows of each table on disk that are also cached in host memory; none if not given.
+        cache_policy: eviction policy of caches: least recently used (lru) or least frequently used (lfu).
+        cache_folder: folder of the files of tables on disk during the run; the system's temporary folder if not given.
+        evict: eviction policy of full dynamic tables: lru or lfu.
+        admit_after: occurrences of an id after which it gets a row of a dynamic table.
     """
 
     placement: Literal["device", "host", "disk"] = "device"
@@ -220,10 +219,10 @@ class TableOptions(Options):
         super().__post_init__()
         if self.cache_host_rows is not None and self.placement != "disk":
             raise ValueError(f"cache_host_rows is for tables on disk, but placement is {self.placement!r}")
-        self.place([])  # checks the numbers of the cache
+        self.place([])  # checks the cache options
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
-        """These tables with placement and cache."""
+        """Set placement, cache, eviction and admission of tables."""
         cache = CacheConfig(
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
@@ -239,17 +238,17 @@ class TableOptions(Options):
 
 @dataclass(frozen=True)
 class CheckpointOptions(Options):
-    """When checkpoints are written, how many are kept, and what happens if one cannot be written.
+    """Interval, number and kind of checkpoints, and handling of failures.
 
     Args:
-        checkpoint_steps: write one every so many steps.
-        checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
-        keep: how many of the last checkpoints stay; the best one stays besides.
-        on_checkpoint_error: continue training with the earlier checkpoints, or stop.
-        on_changed_data: at a resumption with data that are not what they were, stop, or begin the epoch again.
-        checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
-            long as such changes together are smaller than the table.
-        checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
+        checkpoint_steps: steps between two checkpoints.
+        checkpoint_minutes: minutes between two checkpoints; 0 for no limit.
+        keep: number of latest checkpoints to keep; the best one is kept too.
+        on_checkpoint_error: if a checkpoint cannot be written, continue with the earlier checkpoints, or stop.
+        on_changed_data: if the data have changed at resume, stop, or continue from the start of the epoch.
+        checkpoint_incremental: for tables on disk, write only the rows changed since the last checkpoint, while these
+            changes together are smaller than the table.
+        checkpoint_async: write checkpoints in a thread during training; needs host memory for a copy of the tensors.
     """
 
     checkpoint_steps: int | None = number(None, least=1)
@@ -263,11 +262,11 @@ class CheckpointOptions(Options):
 
 @dataclass(frozen=True)
 class ProfileOptions(Options):
-    """Which steps to profile.
+    """Window of steps to profile.
 
     Args:
-        profile_steps: how many, 0 for none; the trace is `trace.json` in the run's folder (ui.perfetto.dev opens it).
-        profile_start: how many steps of this process go before.
+        profile_steps: steps to profile, 0 for none; writes `trace.json` to the run's folder (ui.perfetto.dev opens it).
+        profile_start: steps of this process before the profiled ones.
     """
 
     profile_steps: int = number(0, least=0)
@@ -276,15 +275,15 @@ class ProfileOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions(Options):
-    """What of the layers that are not tables is offloaded, see `te.offload`: to host memory, or to disk.
+    """Offload of the layers outside tables to host memory or disk, see `te.offload`.
 
     Args:
-        offload_states: states of the dense optimizer.
-        offload_params: parameters, while nobody uses them.
-        offload_activations: what autograd saves for the backward.
-        offload_path: folder of the swap file, for disk; on a disk of this machine, and of this run alone.
-        offload_budget: as 8GiB or in bytes, of device memory for parameters in use, and of host memory for states that
-            are read from disk; a quarter of what is free if not given.
+        offload_states: tier of the dense optimizer's states.
+        offload_params: tier of parameters while they are not in use.
+        offload_activations: tier of activations that autograd saves for the backward pass.
+        offload_path: folder of the swap file, for disk; on a local disk, and not shared with other runs.
+        offload_budget: device memory for parameters in use, and host memory for states read from disk, as 8GiB or in
+            bytes; a quarter of the free memory if not given.
     """
 
     offload_states: TierName = "device"
@@ -297,7 +296,7 @@ class OffloadOptions(Options):
         super().__post_init__()
         on_disk = [option.name for option in fields(self) if getattr(self, option.name) == "disk"]
         if on_disk and self.offload_path is None:
-            raise ValueError(f"{join_names(on_disk)}=disk needs a folder for the swap file: give offload_path, too")
+            raise ValueError(f"{join_names(on_disk)}=disk needs a folder for the swap file: set offload_path, too")
         for name, used in (("offload_path", on_disk), ("offload_budget", self.moved)):
             if getattr(self, name) is not None and not used:
                 raise ValueError(f"{name}: nothing is offloaded{' to disk' * (name == 'offload_path')}")
@@ -305,28 +304,28 @@ class OffloadOptions(Options):
 
     @property
     def moved(self) -> list[str]:
-        """The options that offload something."""
+        """Names of the options that offload something."""
         return [option.name for option in fields(self) if getattr(self, option.name) in ("host", "disk")]
 
     def check(self, num_ranks: int, sharded: bool, compile: bool) -> None:
-        """ValueError, which names an option, if a run of so many ranks cannot offload."""
+        """Raise ValueError, which names an option, if a run with these options cannot offload."""
         if self.moved and num_ranks > 1 and not sharded:
             raise ValueError(
                 f'{self.moved[0]} needs dense_layers="fsdp" (of te.HybridParallel: dense="fsdp"), or one process: with '
                 f'"ddp" each of {num_ranks} ranks has a copy of the dense layers'
             )
         if self.moved and compile:
-            raise ValueError(f"{self.moved[0]} and compile exclude each other: a compiled model needs all its weights")
+            raise ValueError(f"{self.moved[0]} cannot be used with compile: a compiled model needs all its weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions(EvaluationOptions, RunOptions):
-    """The options that a `Trainer` takes as keyword arguments.
+    """Options that `Trainer` takes as keyword arguments.
 
     Args:
-        dense_schedule: of the learning rate of the dense part.
-        table_schedule: of the learning rates of the fused tables.
-        checkpoints: when checkpoints are written.
+        dense_schedule: schedule of the dense learning rate.
+        table_schedule: schedule of the learning rates of the fused tables.
+        checkpoints: options of checkpoints.
     """
 
     dense_schedule: Schedule | None = None
@@ -340,26 +339,26 @@ class TrainConfig(RunOptions):
 
     Args:
         data: movielens-100k, synthetic, adult, criteo-kaggle, criteo-terabyte, or the path of a log.
-        path: the file or folder of criteo-kaggle, criteo-terabyte and adult.
+        path: file or folder of criteo-kaggle, criteo-terabyte and adult.
         model: dlrm (Naumov et al., 2019) or dcnv2 (Wang et al., 2021).
         embedding_dim: columns of every table.
-        bottom_mlp: hidden widths of the dense part of dlrm; the embedding dim follows.
-        top_mlp: hidden widths before the logit.
-        embedding_optimizer: fused into the backward pass of the tables.
-        embedding_lr: its learning rate.
-        embedding_weight_decay: its weight decay, on the rows of each batch.
-        threads: CPU threads; torch's choice if not given.
-        device: where to train.
-        tables: where they are.
-        read: how a log is read.
-        schedule: learning rates over the steps.
-        evaluation: of the validation rows.
-        checkpoint: when checkpoints are written.
-        output: what is kept of the run.
-        profile: a window of steps under the profiler.
-        parallel: how several processes share the work.
+        bottom_mlp: hidden widths of dlrm's bottom MLP; a layer of width embedding_dim follows.
+        top_mlp: hidden widths of the top MLP; the logit follows.
+        embedding_optimizer: optimizer of the tables, fused into their backward pass.
+        embedding_lr: learning rate of the tables.
+        embedding_weight_decay: weight decay of the tables, applied to the rows of each batch.
+        threads: CPU threads; torch's default if not given.
+        device: device to train on.
+        tables: placement and caches of tables.
+        read: reading of a log.
+        schedule: learning rate schedules.
+        evaluation: evaluation on the validation rows.
+        checkpoint: checkpoints.
+        output: files of the run.
+        profile: profiling.
+        parallel: hybrid parallelism.
         server: tables on embedding servers.
-        offload: dense layers in host memory or on disk.
+        offload: offload of dense layers.
     """
 
     data: str = "movielens-100k"
@@ -387,7 +386,7 @@ class TrainConfig(RunOptions):
     offload: OffloadOptions = field(default_factory=OffloadOptions)
 
     def trainer_options(self) -> dict[str, Any]:
-        """The keyword arguments of a `Trainer`, each from the section that has it."""
+        """Keyword arguments of `Trainer`, collected from the sections."""
         sections = (self, self.schedule, self.evaluation)
         names = [option.name for option in fields(TrainerOptions)]
         options = {name: getattr(section, name) for section in sections for name in names if hasattr(section, name)}
@@ -399,12 +398,12 @@ PRESETS = {
     "movielens-100k": TrainConfig(data="movielens-100k", batch_size=256, epochs=2, dense_lr=3e-3),
     "synthetic": TrainConfig(data="synthetic", batch_size=1024, epochs=2, dense_lr=2e-3),
     "adult": TrainConfig(data="adult", top_mlp=(64, 32), batch_size=256, epochs=4, embedding_lr=0.02),
-    # The widths of the DLRM paper's own Criteo Kaggle run.
+    # Widths of the DLRM paper's Criteo Kaggle run.
     "criteo-kaggle": TrainConfig(
         data="criteo-kaggle", bottom_mlp=(512, 256, 64), top_mlp=(512, 256), batch_size=2048, epochs=1,
         embedding_lr=0.02,
     ),
-    # The widths of MLPerf's DLRM, with its polynomial decay; rates of our own.
+    # Widths of MLPerf's DLRM, with its polynomial decay; learning rates chosen here.
     "criteo-terabyte": TrainConfig(
         data="criteo-terabyte", embedding_dim=128, bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256),
         batch_size=16_384, epochs=1, embedding_lr=0.02, log_every=500,
@@ -414,14 +413,14 @@ PRESETS = {
 
 
 def preset(data: str, name: str | None = None) -> TrainConfig:
-    """The starting point for a data set, or the preset of that name for it; a log gets that of Criteo's Kaggle set."""
+    """Return the preset `name`, by default that of the data set, for this data; a log gets that of criteo-kaggle."""
     if name is not None and name not in PRESETS:
-        raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
     return replace(PRESETS[name or kind_of(data)], data=data)
 
 
 def plain(value: Any) -> Any:
-    """A value as nested lists and dicts of what TOML and JSON know, without fields that are None."""
+    """Convert a value to nested dicts, lists and scalars for TOML and JSON; fields that are None are omitted."""
     if is_dataclass(value):
         value = {name: item for name, item in vars(value).items() if item is not None}
     if isinstance(value, dict):
@@ -432,18 +431,18 @@ def plain(value: Any) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """A dataclass as TOML; None is the absence of a key."""
+    """Encode a dataclass as TOML; keys whose value is None are omitted."""
     return str(require("tomli_w").dumps(plain(config)))
 
 
 def read_toml(path: str | Path, base: Config) -> Config:
-    """`base` with the values of a TOML file in place of its own. FileNotFoundError, or ValueError for what is not valid
-    TOML, an unknown key, or a value of a wrong type or range."""
+    """Replace values of `base` by those of a TOML file. FileNotFoundError; ValueError for invalid TOML, an unknown key,
+    or a value of a wrong type or range."""
     return from_plain(load_toml(path), base, str(path))
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:
-    """The contents of a TOML file; raises as `read_toml`."""
+    """Parse a TOML file; raises as `read_toml`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a configuration in TOML")
@@ -454,7 +453,7 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested plain values by their path: `read.schema.label`."""
+    """Flatten nested plain values to pairs of path and value, with paths such as `read.schema.label`."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from flat(item, f"{name}.{key}" if name else str(key))
@@ -463,9 +462,10 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def from_plain(values: dict[str, Any], base: Config, where: str, section: str = "") -> Config:
-    """`base` with these values in place of its own; `where` and `section` name their source in errors."""
+    """Replace values of `base`, converted to the types of its fields; errors name the source, `where` and `section`."""
+    # Checkpoints of versions without clamp_negative: it was implied by log_transform.
     if isinstance(base, Schema) and {"log_transform", "sizes", "dynamic", "integers"} <= values.keys():
-        values = {"clamp_negative": bool(values["log_transform"])} | values  # saved by a version without this option
+        values = {"clamp_negative": bool(values["log_transform"])} | values
     if isinstance(base, LogOptions):  # renamed; checkpoints and config files have the old key
         values = {{"workers": "parser_threads"}.get(key, key): value for key, value in values.items()}
     hints, changed = get_type_hints(type(base)), {}
@@ -473,8 +473,8 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if key not in known:
-            hint = did_you_mean(key, known, f"; known are {', '.join(known)}")
-            hint = "; it stands above the sections" if section and hasattr(TrainConfig, key) else hint
+            hint = did_you_mean(key, known, f"; known keys are {', '.join(known)}")
+            hint = "; move it above the sections" if section and hasattr(TrainConfig, key) else hint
             raise ValueError(f"{where}: unknown key {name!r}{hint}")
         if is_dataclass(hints[key]) and isinstance(value, dict):
             changed[key] = from_plain(value, getattr(base, key), where, name)
@@ -489,7 +489,7 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """The value as a field of this type has it; `_NO` where it is of another type."""
+    """Convert a TOML value to the type of a field; `_MISMATCH` if it has another type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return next((converted for part in args if (converted := _convert(value, part)) is not _MISMATCH), _MISMATCH)
@@ -505,6 +505,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _describe_type(hint: Any) -> str:
+    """Describe the type of a field for errors."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_describe_type(part) for part in args if part is not type(None))

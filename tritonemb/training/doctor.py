@@ -1,4 +1,4 @@
-"""Versions and devices; what `tritonemb doctor` prints of these, of kernels, and of a training step that it checks."""
+"""Checks of the installation by `tritonemb doctor`: versions, devices, kernels, a training step, embedding servers."""
 
 import copy
 import functools
@@ -16,17 +16,17 @@ from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.ops.registry import REFERENCE, check_errors, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.server.attach import connect
-from tritonemb.training.callbacks.console import size
+from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.types import TableConfig
 from tritonemb.utils import align_columns, cpu_model, kernel_folder
 
-# Sums of at most 8 products of numbers of about 1: a few units in the last place.
+# Largest difference between kernels and references: values are fp32 sums of at most 8 products of numbers near 1.
 TOLERANCE = 1e-5
 PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchmetrics")
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
-    """The text, of one device or of the CPU and every GPU, and whether all is well; ValueError for no such device."""
+    """Check a device, by default the CPU and every GPU; return a report, and whether all is well. Raises ValueError."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
     lines = ["versions", *align_columns(("", *item) for item in versions().items())]
@@ -39,13 +39,13 @@ def examine(device: str | None = None) -> tuple[str, bool]:
             verdict = f"a training step agrees with the reference (largest difference {difference:.1e})"
             if not agrees:
                 verdict = f"a training step is WRONG: it differs from the reference by {difference:.1e}"
-        except Exception as error:  # whatever is broken is reported
+        except Exception as error:  # any failure belongs in the report
             agrees, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
         healthy &= agrees
         lines += ["", f"{target}: {details['device']}, {details['threads']} threads on the CPU"]
         lines += [*align_columns(("", op, *why(op, target)) for op in ops()), f"  {verdict}"]
-    cache_bytes = sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc"))
-    lines += ["", f"compiled kernels: {size(cache_bytes)} in {kernel_folder()}; doctor --clear-kernels removes them"]
+    size = format_bytes(sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc")))
+    lines += ["", f"compiled kernels: {size} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:
         lines += ["", f"no GPU: torch {torch.__version__} sees no CUDA device"]
     lines += ["", "all is well" if healthy else "something is wrong: see above"]
@@ -53,39 +53,37 @@ def examine(device: str | None = None) -> tuple[str, bool]:
 
 
 def examine_servers(addresses: Sequence[str]) -> tuple[str, bool]:
-    """Whether embedding servers answer, how fast, and what they have; and whether all do."""
+    """Check embedding servers: latency, collections and tables; return the text, and whether all servers answered."""
     lines, healthy = list[str](), True
     for address in addresses:
         lines.append(address)
         try:
             with connect([address]) as servers:
                 begin = time.perf_counter()
-                (server_statistics,) = servers.statistics()
+                (statistics,) = servers.statistics()
                 lines.append(f"  answers in {1000 * (time.perf_counter() - begin):.1f} ms")
         except (OSError, ValueError) as error:
             lines.append(f"  FAILS: {error}")
             healthy = False
             continue
-        for name, collection in server_statistics["collections"].items():
+        for name, collection in statistics["collections"].items():
             lines.append(f"  {name}: {collection['steps']:,} steps, staleness {collection['staleness']}")
             tables = collection["tables"].items()
-            lines += align_columns(
-                ("", table, f"{table_stats['rows']:,} rows", size(table_stats["num_bytes"]))
-                for table, table_stats in tables
-            )
+            rows = ((table, f"{t['rows']:,} rows", format_bytes(t["num_bytes"])) for table, t in tables)
+            lines += align_columns(("", *row) for row in rows)
     return "\n".join([*lines, "", "all is well" if healthy else "something is wrong: see above"]), healthy
 
 
 def clear_kernels() -> str:
-    """Remove compiled CPU kernels, those of other versions too; returns a line that says so. OSError if it cannot."""
+    """Remove the compiled CPU kernels of all versions; return a message. OSError if they cannot be removed."""
     for version in kernel_folder().iterdir():
         shutil.rmtree(version)
-    return f"{kernel_folder()} is empty now; kernels are compiled anew when they are needed"
+    return f"{kernel_folder()} is empty now; kernels are compiled again on first use"
 
 
 def check_step(device: torch.device) -> float:
-    """The largest difference between a step by the kernels that serve `device` and one by the references: forward,
-    backward and update of tables pooled by sum and by mean, and a dynamic one, with repeated ids and empty bags."""
+    """Return the largest difference between a training step by the kernels of `device` and one by the references:
+    forward, backward and update of sum-pooled, mean-pooled and dynamic tables, with repeated ids and empty bags."""
     tables = [TableConfig("sums", 50, 16), TableConfig("means", 7, 16, pooling="mean")]
     tables.append(TableConfig("dynamic", None, 16, capacity=50))
     torch.manual_seed(0)
@@ -107,7 +105,7 @@ def check_step(device: torch.device) -> float:
 
 
 def check_device(name: str) -> torch.device:
-    """The device of that name; ValueError if it does not exist, or torch cannot use it."""
+    """Return the device `name`; ValueError if it does not exist or torch cannot use it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -117,7 +115,7 @@ def check_device(name: str) -> torch.device:
 
 
 def versions(device: torch.device | None = None) -> dict[str, str]:
-    """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
+    """Versions of Python and of the packages that determine results, the platform, and the device if given."""
     packages = {name: _version(name) for name in PACKAGES}
     result = {"python": platform.python_version(), **packages, "platform": platform.platform()}
     if device is not None:

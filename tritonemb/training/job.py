@@ -1,4 +1,4 @@
-"""What `tritonemb train` does: one run, in all processes of torchrun."""
+"""`tritonemb train`: a run of training, in every process of torchrun."""
 
 import os
 import re
@@ -49,34 +49,35 @@ def train(
 ) -> FitResult:
     """Open the data set, build the model, train it and evaluate it on the test rows.
 
-    A text log that is read for more than one epoch is first converted to Parquet, once, in the folder of the run. A
-    resumed run reads what it has read before, text or Parquet, as its checkpoint says.
+    A text log is first converted to Parquet in the run's folder if the run has more than one epoch. A resumed run reads
+    the format that it has begun with, text or Parquet, which its checkpoint records.
 
     Args:
         resume: "auto" for the newest checkpoint of the run's folder (of the newest folder of this data set, if `out` is
-            not given), a new run if there is none; or the path of a checkpoint.
-        callbacks: besides those of the configuration.
+            not given), or a new run without one; or the path of a checkpoint.
+        callbacks: callbacks in addition to those of the configuration.
 
     Raises:
-        ValueError, FileNotFoundError, ConnectionError: as the data set, the model and the trainer say.
-        Interrupted: a signal asked to stop.
+        ValueError, FileNotFoundError, ConnectionError: raised by the data set, the model or the trainer.
+        Interrupted: a signal stopped training.
         RankFailed: another rank of the job has failed, or does not answer.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with joined(config.device, config.timeout) as (group, device), ExitStack() as stack:
+    with rendezvous(config.device, config.timeout) as (group, device), ExitStack() as stack:
+        # Open the data, find the run's folder, and check that the data of a resumed run have not changed.
         config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         data = open_data(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
-        if (resumed_from := checkpoint) is not None:  # before anything is converted
-            on_each_rank(
-                group, lambda: data_changes(resumed_from, read_manifest_text(resumed_from)[1], data, config.checkpoint)
-            )
+        if (resumed := checkpoint) is not None:  # before a conversion
+            on_each_rank(group, lambda: data_changes(resumed, read_manifest_text(resumed)[1], data, config.checkpoint))
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
-            # The first rank that comes writes; the others wait, in no collective that times out.
+            # The first rank converts; the others wait for its lock, not in a collective, which could time out.
             with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
                 data = on_each_rank(group, partial(cached_as_parquet, data, folder.path / "cache", show))
+
+        # Build servers, model and trainer.
         torch.manual_seed(config.seed)
         servers = stack.enter_context(_servers(config, folder.path, group))
         trainer = Trainer(
@@ -88,6 +89,8 @@ def train(
         stack.callback(trainer.close)
         if checkpoint is not None:
             trainer.resume(checkpoint)
+
+        # Train; then test the best checkpoint too, if it is not that of the last step.
         result, best = trainer.fit(test="test" in data.splits()), on_rank_zero(group, folder.checkpoints.best)
         if best is not None and result.test is not None and trainer.progress.best_step != result.steps:
             trainer.resume(best)
@@ -103,9 +106,9 @@ def train(
 
 
 @contextmanager
-def joined(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.device]]:
-    """The ranks that torchrun has started, and this one's device of that name; this process alone without it.
-    ValueError if the environment of torchrun is incomplete."""
+def rendezvous(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.device]]:
+    """Join the ranks of torchrun, or a group of this process alone without it; yield the group and this rank's device.
+    ValueError if torchrun's environment variables are incomplete."""
     if "WORLD_SIZE" not in os.environ:
         yield RankGroup(), check_device(name)
         return
@@ -118,13 +121,13 @@ def joined(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.d
     except Interrupted:
         dist.destroy_process_group()
         raise
-    # After any other exception ranks may be gone, and to destroy the group would be to wait for them.
+    # Not after other exceptions: destroying the group would wait for ranks that may have failed.
     dist.destroy_process_group()
 
 
 @contextmanager
 def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Servers | None]:
-    """Connections to embedding servers; those that are started here are rank 0's, and end with it."""
+    """Connect to embedding servers, which rank 0 starts first if the options say so, and stops at the end."""
     options, started = config.server, list[Servers]()
     if options.servers is None:
         yield None
@@ -136,7 +139,7 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
     def begin() -> tuple[list[str], str]:
         assert count is not None
         if log_folder is not None:
-            shutil.rmtree(log_folder, ignore_errors=True)  # of an earlier process: the run has its checkpoints
+            shutil.rmtree(log_folder, ignore_errors=True)  # logs of an earlier process
         on_ray = partial(start_on_ray, certificate=options.server_certificate, key=options.server_key)
         launch = on_ray if options.on_ray else partial(start, processes=True)
         started.append(launch(count, log=options.server_log, **arguments))
@@ -144,18 +147,18 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
 
     if count is not None and not options.on_ray and len(set(group.nodes)) > 1:
         raise ValueError(
-            f"servers={options.servers} starts servers on one machine, and the ranks are on several; start them there "
-            "(tritonemb embedding-server), and give their addresses"
+            f"servers={options.servers} starts servers on one machine, but the ranks are on several; start "
+            "servers with tritonemb embedding-server, and set servers to their addresses"
         )
     addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, begin)
     if count is not None and not options.on_ray and log_folder is not None:
-        arguments["patience"] += SECONDS_TO_START  # only rank 0 knows that it starts one again, or that it gives up
+        arguments["patience"] += SECONDS_TO_START  # other ranks do not know that rank 0 is restarting a server
     with started[0] if started else connect(addresses, token=token, **arguments) as servers:
         yield servers
 
 
 def open_data(config: TrainConfig, group: RankGroup) -> Data:
-    """The data set; one process a node downloads or counts what has to be, before the others open it."""
+    """Open the data set on all ranks; one process per node opens it first, and downloads or counts what is missing."""
     open_once = cache(lambda: open_dataset(config.data, config.path, log=config.read, seed=config.seed))
     first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
     on_each_rank(group, open_once if first_of_node else lambda: None)
@@ -163,21 +166,21 @@ def open_data(config: TrainConfig, group: RankGroup) -> Data:
 
 
 def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
-    """The folder of the run, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
+    """Return the run's folder, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
     requested = None if resume is None or resume == "auto" else RunFolder(resume).checkpoints.latest() or Path(resume)
     path = config.output.out or (_run_path(data, resume) if requested is None else requested.resolve().parents[1])
     newest = RunFolder(path).checkpoints.latest()
     checkpoint = newest if resume == "auto" else requested
     if checkpoint is not None:
-        # Positions in text and in Parquet differ, so a run keeps what it has begun with, however many epochs it has.
+        # Positions in text and in Parquet differ, so a resumed run keeps its format.
         return path, checkpoint, bool(read_manifest_text(checkpoint)[1].get("config", {}).get("converted"))
     is_text = isinstance(data, ClickLog) and data.text_schema() is not None
-    return path, None, is_text and config.epochs > 1 and newest is None  # else the trainer refuses the folder
+    return path, None, is_text and config.epochs > 1 and newest is None  # otherwise the trainer rejects the folder
 
 
 @contextmanager
 def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], None] | None]:
-    """Shows how many rows are done, of how many, on stderr: a line at the first call, and a bar on a terminal."""
+    """Yield a function that shows progress in rows on stderr: a line at its first call, and a bar on a terminal."""
     if not verbose:
         yield None
         return
@@ -194,7 +197,7 @@ def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], 
 
 
 def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device, verbose: bool) -> nn.Module:
-    """On several ranks, made without memory, and initialized shard by shard; then two lines say what was planned."""
+    """Build the model. On several ranks it is built on the meta device, sharded, and initialized shard by shard."""
     if group.process_group is None:
         return build_model(config, data.features, data.num_dense)
     options = config.parallel
@@ -211,18 +214,18 @@ def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.devi
 
 
 def _run_path(data: Data, resume: str | None) -> Path:
-    """The newest folder with a checkpoint of the data set to resume, or a new one."""
+    """Return the newest folder of this data set with a checkpoint, for resume="auto", or a new folder."""
     name = Path(data.name).name
     if resume == "auto" and RUNS.is_dir():
-        started = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
-        runs = [run for run in RUNS.iterdir() if started.fullmatch(run.name) and RunFolder(run).checkpoints.latest()]
+        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
+        runs = [run for run in RUNS.iterdir() if pattern.fullmatch(run.name) and RunFolder(run).checkpoints.latest()]
         if runs:
             return max(runs, key=lambda path: path.stat().st_mtime)
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 class SavedConfig(Callback):
-    """Writes the effective configuration, once the folder is this run's."""
+    """Writes the effective configuration at the start, when the run's folder is locked."""
 
     def __init__(self, path: Path, config: TrainConfig) -> None:
         self._path, self._config = path, config

@@ -1,4 +1,4 @@
-"""The loop of a fit: steps, what is due after each of them, and what is measured of their speed."""
+"""Training loop: steps; log, evaluation and checkpoint after a step; measurement of speed."""
 
 import signal
 import time
@@ -19,7 +19,7 @@ from tritonemb.ops.registry import check_errors
 from tritonemb.server.attach import flush
 from tritonemb.server.metrics import totals
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
-from tritonemb.training.callbacks.console import size
+from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
@@ -29,26 +29,28 @@ from tritonemb.training.step import PreparedStep, StepInfo, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
 
-MIN_STALL = 1e-3  # seconds that count
-RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
+# Training asks for a deeper prefetch after MANY_STALLS stalls in RECENT_STEPS steps, at most MAX_WIDENED times: from
+# the depth 2 to 8. Shorter waits than MIN_STALL are jitter of threads, which a deeper prefetch does not cure.
+MIN_STALL = 1e-3  # seconds
+RECENT_STEPS, MANY_STALLS = 10, 3
 MAX_WIDENED = 6
-LEVELS = ("rows", "capacity", "num_bytes")  # of a dynamic table; the rest of its statistics are counts
-HOST = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
+LEVELS = ("rows", "capacity", "num_bytes")  # gauges among the statistics of a dynamic table; the others are counters
+HOST_STATISTICS = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a fit did.
+    """Result of a fit.
 
     Args:
-        losses: mean training loss of each epoch of the run that is done.
+        losses: mean training loss of each epoch since the run began.
         num_samples: samples trained on by this call.
-        seconds: wall time of training since the run began, evaluation and checkpoints left out.
-        samples_per_second: of this call, without its first step, which compiles and warms up.
+        seconds: wall time of training since the run began, without evaluation and checkpoints.
+        samples_per_second: mean of this call, without its first step, which compiles and warms up.
         reason: "finished" or "early stop".
-        steps: steps done since the run began.
-        test: metrics of the last model on the test rows, if they were asked for.
-        best: those of the best checkpoint, where `tritonemb train` has another one than that of the last step.
+        steps: steps since the run began.
+        test: metrics of the last model on the test rows; None without `test`.
+        best: test metrics of the best checkpoint, by `tritonemb train`; None if it is that of the last step.
     """
 
     losses: tuple[float, ...]
@@ -62,36 +64,43 @@ class FitResult:
 
 
 class Loop:
-    """One fit.
+    """Training loop of one fit.
 
-    After a step come, in this order: log, evaluation, checkpoint. So whatever a log says of a step and of those before
-    it is decided when the step's checkpoint is written, and a run resumed from there says the rest, and says it once.
+    The order after a step is log, evaluation, checkpoint. All events up to a step precede its checkpoint, so a run that
+    resumes from it logs every later event exactly once.
 
-    Several ranks do all this alike: what decides it (rows, metrics, signals, rank 0's clock) they have agreed upon.
+    All ranks take the same decisions, from values that they have agreed upon: rows, metrics, signals, rank 0's clock.
     """
 
     def __init__(
-        self, state: TrainState, saving: CheckpointManager, folder: Path | None, callbacks: CallbackList,
+        self, state: TrainState, checkpointer: CheckpointManager, folder: Path | None, callbacks: CallbackList,
         request: StopRequest,
     ) -> None:  # fmt: skip
-        self.state, self.saving, self.folder = state, saving, folder
+        self.state, self.checkpointer, self.folder = state, checkpointer, folder
         self.callbacks, self.request = callbacks, request
         self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
+
+        # Measurement.
         self.clock = Clock(self.progress.seconds)
         self.caches = CacheMeter(state.model) if caches_of(state.model) else None
         self.dynamic = DynamicMeter(state.model)
-        self._began = time.monotonic()
-        self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
+
+        # Time of the latest step, in milliseconds since rank 0's `_start_time`, and its signal; equal on all ranks.
+        self._start_time, self._now = time.monotonic(), 0
+        self._signal: int | None = None
+
+        # Latest checkpoint and log.
+        self._saved_at, self._saved_step = 0, self.progress.step
+        self._checkpoint_error: CheckpointError | None = None  # of the latest checkpoint
         self._logged_step = self.progress.step
-        self._signal: int | None = None  # that the ranks have agreed upon
-        self._failed: CheckpointError | None = None  # of the newest checkpoint
         self._reported_skipped: dict[str, int] = {}
         self._evaluated = bool(self.ranks.max(bool(callbacks) or self.options.patience is not None))
 
     def run(self, test: bool) -> FitResult:
-        """Train to the end, call the callbacks, and return what was done."""
+        """Train to the end, evaluate the test rows with `test`, and call the callbacks."""
         progress, initial_samples, end = self.progress, self.progress.samples, None
         try:
+            # Start event, with the size of the run.
             exact = self.state.data.num_rows("train")
             rows = self.state.data.estimated_rows("train") if exact is None else exact
             self.callbacks.on_start(FitStart(
@@ -99,70 +108,75 @@ class Loop:
                 exact is None, num_epochs=self.state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
                 config=self.state.config, versions=versions(self.state.device),
             ))  # fmt: skip
+            # Train, and wait for embedding servers and for the last checkpoint.
             reason = self._train()
             if reason in ("finished", "early stop"):
                 flush(self.state.model)
-            self._save(self.saving.finish)
+            self._save(self.checkpointer.finish)
+            # Test metrics, messages and the end event.
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
             if metrics is not None and self.callbacks and (warning := warn_of_repeated_rows(self.state)):
                 self.callbacks.on_message(warning)
             if isinstance(self.state.step.dense_optimizer, OffloadedOptimizer):
                 tiers = report(self.state.model).moved.items()
-                transfers = [f"{tier} {size(read)} read, {size(written)} written" for tier, (read, written) in tiers]
+                transfers = [f"{tier} {format_bytes(r)} read, {format_bytes(w)} written" for tier, (r, w) in tiers]
                 self.callbacks.on_message(f"offload: {'; '.join(transfers)}")
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
         except Exception as error:
             if not isinstance(error, RankFailed) and not lost_contact(error):
-                with suppress(CheckpointError):  # what is being written is worth having
-                    self.saving.finish()
+                with suppress(CheckpointError):  # complete a checkpoint that is being written
+                    self.checkpointer.finish()
             raise
         finally:
             self.callbacks.on_end(end)
-        if self._failed is not None:  # on all ranks
-            raise self._failed
-        if signum := self.ranks.max(self._stopped or self.request.signum or 0):  # some rank's may have come late
+        if self._checkpoint_error is not None:  # on all ranks
+            raise self._checkpoint_error
+        if signum := self.ranks.max(self._stop_signal or self.request.signum or 0):  # a rank's may have come late
             raise Interrupted(signum)
         trained = progress.samples - initial_samples
         return FitResult(tuple(progress.losses), trained, seconds, speed, reason, progress.step, metrics)
 
     def _train(self) -> str:
-        """Why it ended: "finished", "early stop", or the name of a signal."""
-        while not self.progress.ended and not self._over:
-            self._epoch()
-            if self._stopped is not None and not self.progress.ended:
+        """Train all epochs; return the reason of the end: "finished", "early stop", or the name of a signal."""
+        while not self.progress.ended and not self._finished:
+            self._train_epoch()
+            if self._stop_signal is not None and not self.progress.ended:
                 if self.folder is not None and self._saved_step != self.progress.step:
-                    self._checkpoint()  # the signal came too late for that of the step
-                return signal.Signals(self._stopped).name
+                    self._checkpoint()  # the signal came after the step's checkpoint was due
+                return signal.Signals(self._stop_signal).name
         return self.progress.ended or "finished"
 
     @property
-    def _over(self) -> bool:
+    def _finished(self) -> bool:
+        """True once the run has reached its last epoch or step."""
         last = self.state.last_step
         return self.progress.epoch >= self.state.last_epoch or (last is not None and self.progress.step >= last)
 
     @property
-    def _stopped(self) -> int | None:
-        """The signal that ends training: one rank's own at once, else the one that all ranks have agreed upon."""
+    def _stop_signal(self) -> int | None:
+        """Signal that ends training; on several ranks the one that they have agreed upon."""
         return self.request.signum if self.ranks.size == 1 else self._signal
 
-    def _epoch(self) -> None:
-        state, progress, request = self.state, self.progress, self.request
-        signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - self._began))}
+    def _train_epoch(self) -> None:
+        """Train an epoch, or the rest of one, up to its last step, the end of the run or a signal."""
+        state, progress, request, start = self.state, self.progress, self.request, self._start_time
+        signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - start))}
         state.model.train()
         with state.open("train", True) as stream, state.steps(stream, True, **signals) as steps:
-            step, over = self._next(steps)
+            step, last = self._next_step(steps)
             while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
-                step, over = self._next(steps)
-                if over or self._over or self._stopped is not None:
-                    self._report_left_out(step[1], f"train {epoch}")
-                draining = (self._stopped is not None or self._checkpoint_due()) and self._rows_ahead()
-                self._due_after_step(epoch, last=over, save=not draining)
+                step, last = self._next_step(steps)  # before the events: it says whether this was the epoch's last step
+                if last or self._finished or self._stop_signal is not None:
+                    self._report_skipped_rows(step[1], f"train {epoch}")
+                # Train steps whose rows have been prefetched before a checkpoint: it must not contain these rows.
+                draining = (self._stop_signal is not None or self._checkpoint_due()) and self._has_prefetched_steps()
+                self._finish_step(epoch, last, save=not draining)
                 if draining:
                     continue
-                if progress.ended or self._over or self._stopped is not None:
+                if progress.ended or self._finished or self._stop_signal is not None:
                     return
 
     def _train_step(self, step: PreparedStep) -> None:
@@ -176,14 +190,15 @@ class Loop:
         progress.epoch_samples += info.rows
         progress.logged_samples += info.rows
         progress.position = info.position
-        if self.state.rows_ahead is not None:
-            self.state.rows_ahead.trained(progress.step)
+        if self.state.ordered_prefetch is not None:
+            self.state.ordered_prefetch.mark_trained(progress.step)
         self.clock.step(info.rows)
         if self.callbacks:
             self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
-    def _next(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
-        """The next step, and whether the epoch has none more: then it is ended."""
+    def _next_step(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
+        """Wait for the next step; return it, and whether there is none in this epoch, which is ended then."""
+        # Take the step, and measure the wait.
         begin = time.perf_counter()
         step = batches, info = next(steps)
         end = time.perf_counter()
@@ -191,11 +206,13 @@ class Loop:
         if self.caches is not None:
             self.caches.stalled(begin, end, info.moved)
             deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
-            if deeper and self.ranks.size == 1 and self.state.prefetched is not None:
-                self.state.prefetched.widen()
+            if deeper and self.ranks.size == 1 and self.state.prefetcher is not None:
+                self.state.prefetcher.widen()
         self._now, self._signal = info.clock, info.signal or None
-        over = not batches and not info.signal
-        if over:
+
+        # End the epoch.
+        last = not batches and not info.signal
+        if last:
             progress = self.progress
             check_errors(self.state.device)
             if progress.epoch_samples:
@@ -204,39 +221,37 @@ class Loop:
                 progress.losses.append(loss)
             progress.epoch += 1
             progress.position, progress.epoch_samples = None, 0
-        return step, over
+        return step, last
 
-    def _rows_ahead(self) -> bool:
-        """Prefetch no more; whether there are rows of prefetched steps, which are to be trained before all is saved.
-
-        Where another rank has prefetched a step, this one trains it, too.
-        """
-        if self.state.rows_ahead is not None:
+    def _has_prefetched_steps(self) -> bool:
+        """Hold the prefetch of rows; return whether any rank has prefetched rows of a step that is not trained yet."""
+        if self.state.ordered_prefetch is not None:
             self.state.hold()
             self.state.settle()
         return self.ranks.max(self.state.hold()) > self.progress.step
 
-    def _due_after_step(self, epoch: int, last: bool, save: bool) -> None:
-        progress, over = self.progress, self._over
-        if progress.step % self.options.log_every == 0 or over:
+    def _finish_step(self, epoch: int, last: bool, save: bool) -> None:
+        """Log, evaluate and save a checkpoint, as far as they are due after a step."""
+        progress, finished = self.progress, self._finished
+        if progress.step % self.options.log_every == 0 or finished:
             self._log(epoch)
         every = self.options.evaluate_every
-        if self._evaluated and (progress.step % every == 0 if every else last or over):
+        if self._evaluated and (progress.step % every == 0 if every else last or finished):
             self._evaluate(epoch)
-        if over and not progress.ended:
+        if finished and not progress.ended:
             progress.ended = "finished"
         if save and self.folder is not None and self._checkpoint_due():
             self._checkpoint()
-        if save and self.state.rows_ahead is not None:
-            self.state.seen = progress.step
-            self.state.rows_ahead.hold(False)
+        if save and self.state.ordered_prefetch is not None:
+            self.state.last_due_step = progress.step
+            self.state.ordered_prefetch.hold(False)
 
     def _log(self, epoch: int) -> None:
         progress = self.progress
         loss = self.state.step.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
         self.state.refuse_nonfinite(loss)
-        sent = self.ranks.sent()
+        sent = self.ranks.take_bytes_sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         if self.callbacks:
             device, on_gpu, servers = self.state.device, self.state.device.type == "cuda", self.state.servers
@@ -266,9 +281,9 @@ class Loop:
             progress.ended = "early stop"
 
     def _metrics(self, split: Split) -> Metrics | None:
-        """Those of a split; None, and a message, where its labels define none."""
+        """Evaluate a split; None, and a message, if its labels are all the same."""
         try:
-            with self.clock.pause(), self.ranks.unmetered():
+            with self.clock.pause(), self.ranks.without_metering():
                 metrics = evaluate(self.state, split)
         except UndefinedMetricsError as error:
             self.callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
@@ -278,7 +293,7 @@ class Loop:
         return metrics
 
     def _checkpoint_due(self) -> bool:
-        if self.progress.ended or self._stopped is not None or self._is_best():
+        if self.progress.ended or self._stop_signal is not None or self._is_best():
             return True
         every, minutes = self.options.checkpoints.checkpoint_steps, self.options.checkpoints.checkpoint_minutes
         return 0 < 60_000 * minutes <= self._now - self._saved_at or bool(every and self.progress.step % every == 0)
@@ -289,75 +304,74 @@ class Loop:
     def _checkpoint(self) -> None:
         self._saved_at = self._now
         self.progress.seconds = self.clock.seconds
-        self._save(self.saving.finish)  # of the one before, if that is still being written
+        self._save(self.checkpointer.finish)  # an asynchronous checkpoint that is still being written
         check_errors(self.state.device)
-        if self._save(lambda: self.saving.start(self._is_best())):
-            self._saved_step, self._failed = self.progress.step, None
+        if self._save(lambda: self.checkpointer.start(self._is_best())):
+            self._saved_step, self._checkpoint_error = self.progress.step, None
 
     def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
-        """Report what has been saved; False if it could not be, and training goes on."""
+        """Write a checkpoint by `call` and report it; return False if it failed and training continues."""
         try:
-            with self.clock.pause(), self.ranks.unmetered():
+            with self.clock.pause(), self.ranks.without_metering():
                 saved = call()
         except CheckpointError as error:
             if self.options.checkpoints.on_checkpoint_error == "stop":
                 raise
-            self._failed = error
-            self.callbacks.on_message(f"{error}. Training goes on")
+            self._checkpoint_error = error
+            self.callbacks.on_message(f"{error}. Training continues")
             return False
         if saved is not None:
             self.callbacks.on_checkpoint(saved)
         return True
 
-    def _report_left_out(self, info: StepInfo, what: str) -> None:
+    def _report_skipped_rows(self, info: StepInfo, split: str) -> None:
+        """Report the bad rows that all ranks have skipped. Collective."""
         reports = self.ranks.control.all_gather_object(info.report)
-        texts = [
-            f"rank {r}: " * (len(reports) > 1) + str(rank_report)
-            for r, rank_report in enumerate(reports)
-            if rank_report.skipped
-        ]
-        self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
+        prefixes = [f"rank {rank}: " * (len(reports) > 1) for rank in range(len(reports))]
+        texts = [prefix + str(report) for prefix, report in zip(prefixes, reports, strict=True) if report.skipped]
+        self._report_skipped(sum(report.skipped for report in reports), split, "\n".join(texts))
 
-    def _report_skipped(self, skipped: int, what: str, text: str) -> None:
-        if skipped and self._reported_skipped.get(what) != skipped:
-            self._reported_skipped[what] = skipped
+    def _report_skipped(self, skipped: int, split: str, text: str) -> None:
+        if skipped and self._reported_skipped.get(split) != skipped:
+            self._reported_skipped[split] = skipped
             self.callbacks.on_message(text)
 
 
 class Clock:
-    """Seconds of training since the run began, `seconds` of them in earlier processes, without what `pause` covers."""
+    """Training time and speed, without blocks under `pause`. `seconds` is the time of earlier processes of the run."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self._earlier, self._began = seconds, time.perf_counter()  # which moves by what has been paused
-        self._samples, self.waited = 0, 0.0
-        self._warm = self._lap = self._now()  # after the first step; at the last lap
+        self._earlier_seconds, self._start = seconds, time.perf_counter()  # pauses move the start forward
+        self._samples, self.waited = 0, 0.0  # `waited`: seconds of waiting for data
+        self._warm = self._lap = self._now()  # readings after the first step, and at the last lap
 
     def _now(self) -> tuple[float, int, float]:
         """Seconds trained by this process, its samples, and seconds of waiting."""
-        return time.perf_counter() - self._began, self._samples, self.waited
+        return time.perf_counter() - self._start, self._samples, self.waited
 
     @property
     def seconds(self) -> float:
-        return self._earlier + self._now()[0]
+        """Training time of the run so far."""
+        return self._earlier_seconds + self._now()[0]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens in the block is not training."""
+        """Stop the clock in the block."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._began += time.perf_counter() - start
+            self._start += time.perf_counter() - start
 
     def step(self, num_samples: int) -> None:
-        """A step is done; the first one of a process, which compiles and warms up, does not count for speeds."""
+        """Count a step. Speeds exclude the first step of a process, which compiles and warms up."""
         first = not self._samples
         self._samples += num_samples
         if first:
             self._warm = self._lap = self._now()
 
     def lap(self) -> tuple[float, float]:
-        """Samples a second and the share of waiting since the last lap."""
+        """Samples per second, and fraction of time spent waiting, since the last lap."""
         (last_seconds, samples, waited), self._lap = self._lap, self._now()
         if self._samples == samples:  # the first step alone
             return self.samples_per_second, 0.0
@@ -366,7 +380,7 @@ class Clock:
 
     @property
     def samples_per_second(self) -> float:
-        """Mean of this process; that of the first step where there is no other."""
+        """Mean of this process without its first step, or of the first step if it is the only one."""
         seconds, samples, _ = self._warm
         if self._samples == samples:
             return samples / seconds if seconds else 0.0
@@ -374,32 +388,34 @@ class Clock:
 
 
 class CacheMeter:
-    """Means per step of what the caches of a model's tables on this rank, of which there are some, count."""
+    """Statistics per step of the caches of this rank's tables; the model must have cached tables."""
 
     def __init__(self, model: nn.Module) -> None:
         self._caches = caches_of(model)
         tables = [table for cache in self._caches for table in cache.tables if table is not None]
         in_host_memory = any(table.config.cache.num_host_rows(table.row_config.num_embeddings) for table in tables)
-        self._names = ("read", "written", "stall", *(HOST if in_host_memory else ()))
-        self._stall = self._stall_before = 0.0
-        self.trained: Counter[str] | None = None  # what was counted when the rows of the last trained step were there
-        self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
-        self._widened = 0
+        self._names = ("read", "written", "stall", *(HOST_STATISTICS if in_host_memory else ()))
+        self.trained: Counter[str] | None = None  # counters when the last trained step's rows had been prefetched
+
+        # Stalls: seconds in all and up to the last step; which of the recent steps stalled; deepenings of the prefetch.
+        self._stall = self._last_stall = 0.0
+        self._recent_stalls: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self._num_widened = 0
         self._last_counts = self._now()
 
     def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
-        """Training has waited from `begin` to `end` for a step whose rows were transferred in the time `moved`."""
+        """Count the overlap of a wait from `begin` to `end` with `moved`, the interval of the step's transfers."""
         if moved is not None:
             self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
 
     def wants_deeper_prefetch(self) -> bool:
-        """Whether training has waited for rows in several of the last steps; asked after each step."""
-        self._recent.append(self._stall - self._stall_before > MIN_STALL)
-        self._stall_before = self._stall
-        if sum(self._recent) < MANY_STALLS or self._widened == MAX_WIDENED:
+        """Return whether several recent steps have stalled. Call it once per step."""
+        self._recent_stalls.append(self._stall - self._last_stall > MIN_STALL)
+        self._last_stall = self._stall
+        if sum(self._recent_stalls) < MANY_STALLS or self._num_widened == MAX_WIDENED:
             return False
-        self._recent.clear()
-        self._widened += 1
+        self._recent_stalls.clear()
+        self._num_widened += 1
         return True
 
     def lap(self, steps: int) -> dict[str, float]:
@@ -415,14 +431,14 @@ class CacheMeter:
 
 
 class DynamicMeter:
-    """What the dynamic tables of a model on this rank, if there are some, count; those of one name together."""
+    """Statistics per step of this rank's dynamic tables; shards of one table are added."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [table for tables in table_sets_of(model) for table in tables.dynamic.values()]
         self._last_counts = self._now()
 
     def lap(self, steps: int) -> dict[str, dict[str, float]]:
-        """By table, means per step since the last call, see `Log.dynamic`."""
+        """Means per step since the last call, by table, see `Log.dynamic`."""
         last_counts, self._last_counts = self._last_counts, self._now()
         return {
             table: {name: n if name in LEVELS else (n - last_counts[table][name]) / steps for name, n in now.items()}

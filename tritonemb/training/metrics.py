@@ -1,4 +1,4 @@
-"""The quality of click probabilities: metrics of logits, and the evaluation of a split."""
+"""Metrics of click probabilities, and evaluation of a split."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -23,20 +23,19 @@ from tritonemb.training.train_state import TrainState
 
 @dataclass(frozen=True)
 class Metrics:
-    """Quality on some rows.
+    """Metrics of binary classification.
 
     Args:
         auc: area under the ROC curve, exact.
         log_loss: mean binary cross-entropy in nats.
-        normalized_entropy: log loss over that of always predicting the base rate: below 1 is better (He et al., 2014).
+        normalized_entropy: log loss relative to always predicting the base rate; below 1 is better (He et al., 2014).
         num_samples: rows evaluated.
-        samples_per_second: speed of the evaluation, metrics not included; 0 where nothing was timed.
-        num_skipped: bad rows that were left out.
-        best_threshold: the probability from which on rows count as clicks for the largest F1, the harmonic mean of
-            precision and recall.
-        best_f1: that F1.
-        calibration: of ten parts of the rows, as many each, by ascending probability: number of rows, mean probability,
-            share of clicks.
+        samples_per_second: speed of the evaluation, without computing the metrics; 0 if not timed.
+        num_skipped: bad rows skipped.
+        best_threshold: probability threshold with the largest F1, the harmonic mean of precision and recall.
+        best_f1: F1 at this threshold.
+        calibration: calibration curve in ten bins of equal size by ascending probability: number of rows, mean
+            probability, fraction of clicks.
     """
 
     auc: float
@@ -51,8 +50,8 @@ class Metrics:
 
 
 def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None) -> Metrics:
-    """Metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}. ValueError if the shapes differ, a logit is NaN, or
-    all labels are the same (no metric is defined then)."""
+    """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}. ValueError if the shapes differ, a logit
+    is NaN, or all labels are the same, for which AUC is undefined."""
     if logits.shape != labels.shape or logits.dim() != 1:
         raise ValueError(f"logits and labels must be [N], got {tuple(logits.shape)} and {tuple(labels.shape)}")
     logits, labels = logits.detach().double(), labels.double()
@@ -73,23 +72,23 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """float32 `[N]` of logits, by NumPy: torch computes what is left of a vector's width in another way."""
+    """Sigmoid of logits, float32 `[N]`, by NumPy: in torch an element's rounding depends on its position."""
     with np.errstate(over="ignore"):
         return torch.from_numpy((1.0 / (1.0 + np.exp(-logits.detach().double().numpy()))).astype(np.float32))
 
 
 def best_threshold(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """The probability from which on rows `[N]`, by ascending logit, count as clicks for the largest F1, and that F1; of
-    several the largest probability."""
+    """Return the probability threshold with the largest F1, and this F1; the largest of equal thresholds. `logits`
+    `[N]` ascend."""
     logits, clicks = logits.flip(0), labels.flip(0).cumsum(0)
     f1 = 2 * clicks / (torch.arange(1, len(clicks) + 1) + clicks[-1])
-    f1[:-1][logits[:-1] == logits[1:]] = 0.0  # between equal scores there is no threshold
+    f1[:-1][logits[:-1] == logits[1:]] = 0.0  # a threshold cannot separate equal scores
     best = int(f1.argmax())
     return float(logits[best].sigmoid()), float(f1[best])
 
 
 def calibration_of(logits: Tensor, labels: Tensor, num_bins: int = 10) -> tuple[tuple[int, float, float], ...]:
-    """Number of rows, mean probability and share of clicks of parts of the rows `[N]`, by ascending logit."""
+    """Number of rows, mean probability and fraction of clicks of bins of equal size. `logits` `[N]` ascend."""
     pairs = zip(logits.sigmoid().tensor_split(num_bins), labels.tensor_split(num_bins), strict=True)
     return tuple((len(scores), float(scores.mean()), float(clicks.mean())) for scores, clicks in pairs if len(scores))
 
@@ -97,51 +96,49 @@ def calibration_of(logits: Tensor, labels: Tensor, num_bins: int = 10) -> tuple[
 def evaluate(state: TrainState, split: Split) -> Metrics:
     """See `Trainer.evaluate`."""
     start = time.perf_counter()
-    with state.ranks.watched():
+    with state.ranks.monitor_failures():
         logits, labels, skipped = score(state, split)
         metrics = on_rank_zero(state.ranks.control, lambda: binary_metrics(logits, labels, time.perf_counter() - start))
     return replace(metrics, num_skipped=skipped)
 
 
 def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
-    """Logits and labels `[N]` of a split, of all ranks' rows on the first one, and the number of bad rows left out."""
+    """Return logits and labels `[N]` of a split, gathered on rank zero, and the number of skipped rows. Collective."""
     ranks, step = state.ranks, state.step
-    state.settle()  # its collectives and those of the evaluation must not mix
+    state.settle()  # collectives of the pipeline and of the evaluation must not interleave
     with state.open(split) as stream, state.steps(stream) as steps:
         batches = (batch for step_batches in steps for batch in take(step_batches))
         logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
         skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
     if (wrong := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
         raise ValueError(f"{wrong:.0f} logits of the {split} rows are NaN: {cause}")
-    return ranks.to_first(logits), ranks.to_first(labels), skipped
+    return ranks.gather_to_first(logits), ranks.gather_to_first(labels), skipped
 
 
 def warn_of_repeated_rows(state: TrainState, max_test_rows: int = 1_000, max_train_rows: int = 100_000) -> str:
-    """A warning where the first `most` test rows are all among the first `among` rows to train, else ""."""
+    """Return a warning if the first `max_test_rows` test rows all occur in the first `max_train_rows` training rows."""
     try:
         missing = set(first_rows(state, "test", max_test_rows))
         for num_rows, row in enumerate(first_rows(state, "train", min(max_train_rows, state.progress.samples)), 1):
             missing.discard(row)
             if not missing:
-                what = f"the first {max_test_rows:,} of them, or all, are among the first {num_rows:,} training rows"
-                return f"test rows were trained: {what}, labels included; the test metrics say nothing about new rows"
-    except (OSError, ValueError) as error:  # a bad row that was not read before must not end a run that is done
+                overlap = f"the first {max_test_rows:,}, or all, are among the first {num_rows:,} training rows"
+                return f"test rows were trained on: {overlap}, with labels; test metrics do not hold for new rows"
+    except (OSError, ValueError) as error:  # a bad row must not fail a finished run
         return f"test rows were not compared with training rows: {error}"
     return ""
 
 
 def first_rows(state: TrainState, split: Split, max_rows: int) -> Iterator[int]:
-    """The hashes of a split's first rows."""
+    """Hashes of a split's first rows."""
     with state.data.open(split, state.options.batch_size) as stream:
         yield from islice(chain.from_iterable(map(row_hashes, stream)), max_rows)
 
 
 def row_hashes(batch: Batch) -> list[int]:
-    """uint64 per row, equal for equal rows: sums of the hashes of the label, of dense features, and of ids."""
+    """Hash rows: uint64 sums of the hashes of label, dense features and ids; equal for equal rows."""
     columns = torch.cat([batch.labels[:, None], batch.dense], 1).T.contiguous().view(torch.int32).numpy()
-    hashes = np.sum(
-        [hash_integers(column, feature_seed(f"dense {index}")) for index, column in enumerate(columns)], axis=0
-    )
+    hashes = np.sum([hash_integers(column, feature_seed(f"dense {i}")) for i, column in enumerate(columns)], axis=0)
     offsets, ids = batch.sparse.offsets().numpy(), batch.sparse.values().numpy()
     for index, key in enumerate(batch.sparse.keys()):
         ends = offsets[index * len(batch) : (index + 1) * len(batch) + 1]
@@ -155,12 +152,12 @@ def predict_logits(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, precision: Precision = "fp32",
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Logits and labels `[N]` of all samples that are not padding, on the CPU, by the model (or `forward`, compiled) in
-    evaluation mode."""
-    if training := [module for module in model.modules() if module.training]:  # frozen ones are not
+    """Predict logits in evaluation mode; return logits and labels `[N]` of all samples but padding, on the CPU.
+    `forward` is the compiled model, if it is compiled."""
+    if training := [module for module in model.modules() if module.training]:
         model.eval()
-    # One tensor that grows: a small one kept from every batch would lie between the large ones that come and go, and
-    # keep the allocator from using their room again: 160 bytes a sample, measured.
+    # Append to one tensor that doubles when it is full. A tensor kept of every batch would fragment the allocator's
+    # memory between the temporary tensors of the forward pass: 160 bytes per sample, measured.
     pairs, size = torch.empty(2, 1 << 16, device=device), 0
     try:
         for batch in batches:

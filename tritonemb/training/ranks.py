@@ -1,4 +1,4 @@
-"""The ranks that train together: calls that succeed on all of them or raise on all, and the signals that stop them."""
+"""Control plane of the ranks of a job: consensus, calls that raise on all ranks or on none, and signals to stop."""
 
 import signal
 import threading
@@ -23,54 +23,54 @@ MAX_LISTED = 8
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written; the earlier ones are as they were."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 class UndefinedMetricsError(ValueError):
-    """The rows have labels of one kind only, so that neither AUC nor normalized entropy is defined."""
+    """All labels are the same, so neither AUC nor normalized entropy is defined."""
 
 
-# Every rank raises the first of these that a rank's exception is. The exception itself may not be picklable.
+# Kinds of exceptions that all ranks raise: the first that matches. The exception itself may not be picklable.
 _KINDS = (CheckpointError, FileNotFoundError, OSError, UndefinedMetricsError, ValueError, TypeError, RuntimeError)
 
 
 class Ranks:
-    """The ranks of a job: their consensus, small messages, and reports of failures, which name this rank's `step`."""
+    """Control plane of a job: consensus, small collectives, and reports of failures, which name this rank's `step`."""
 
     def __init__(self, group: RankGroup, timeout: float) -> None:
-        wait = timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout)
         self.group, self.rank, self.size = group, group.rank, group.size
-        self.is_first = group.rank == 0  # the rank that shows and writes what one rank has to
-        self.control = group.duplicate("gloo", wait)
-        self.agreement = Consensus(group, wait)
+        self.is_first = group.rank == 0  # displays progress, and writes logs
+        self.control = group.duplicate("gloo", limit)
+        self.consensus = Consensus(group, limit)
         self.reports: FailureReports | None = None
         self.step = 0
         self._sent = self._bytes_sent()
 
     def max(self, number: int) -> int:
-        """The largest of the ranks' numbers. Collective."""
+        """Return the largest of the ranks' numbers. Collective."""
         return int(self.control.all_gather(torch.tensor([number], dtype=torch.int64), "control").max())
 
     def sum(self, number: Tensor) -> float:
-        """The sum of the ranks' numbers, in the order of ranks. Collective."""
+        """Return the sum of the ranks' numbers, added in rank order. Collective."""
         return float(self.control.all_gather(number.detach().reshape(1).cpu(), "control").sum())
 
-    def to_first(self, values: Tensor) -> Tensor:
-        """The 1-D CPU tensors of all ranks, one after the other, on rank 0; none of them on the others. Collective."""
+    def gather_to_first(self, values: Tensor) -> Tensor:
+        """Concatenate the 1-D CPU tensors of all ranks on rank 0; empty on other ranks. Collective."""
         sizes: list[int] = self.control.all_gather_object(values.shape[0])
-        send = [values.shape[0]] + [0] * (self.size - 1)
-        return self.control.all_to_all(values, send, sizes if self.is_first else [0] * self.size, "evaluation")
+        send_sizes = [values.shape[0]] + [0] * (self.size - 1)
+        return self.control.all_to_all(values, send_sizes, sizes if self.is_first else [0] * self.size, "evaluation")
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """A rank that is lost in the block becomes a `RankFailed` that names it; an error of this one is reported."""
+    def monitor_failures(self) -> Iterator[None]:
+        """Raise `RankFailed`, which names the rank, if one fails in the block; report errors of this rank to others."""
         if self.size == 1 or self.reports is not None:
             yield
             return
         self.reports = FailureReports(self.group)
         try:
             yield
-        except Interrupted:  # all ranks are
+        except Interrupted:  # raised on all ranks
             raise
         except Exception as error:
             if lost_contact(error):
@@ -81,37 +81,37 @@ class Ranks:
             self.reports = None
 
     @contextmanager
-    def unmetered(self) -> Iterator[None]:
-        """Do not count what is sent in the block as training's."""
+    def without_metering(self) -> Iterator[None]:
+        """Exclude bytes sent in the block from `take_bytes_sent`."""
         previous = self._bytes_sent()
         try:
             yield
         finally:
             self._sent.update(self._bytes_sent() - previous)
 
-    def sent(self) -> dict[str, int]:
-        """Bytes that all ranks have sent each other since this was last asked, by kind."""
+    def take_bytes_sent(self) -> dict[str, int]:
+        """Return the bytes that all ranks have sent to each other since the last call, by kind. Collective."""
         previous, self._sent = self._sent, self._bytes_sent()
         return {} if self.size == 1 else sum(self.control.all_gather_object(self._sent - previous), Counter())
 
     def _bytes_sent(self) -> Counter[str]:
-        return Counter({kind: sent.total for kind, sent in self.group.traffic.by_kind().items()})
+        return Counter({kind: traffic.total for kind, traffic in self.group.traffic.by_kind().items()})
 
 
 def group_of(model: nn.Module) -> RankGroup:
-    """The ranks that train a model; ValueError if it trains on one of several."""
+    """Return the group of ranks that train a model; ValueError for a model of one process in a job of several ranks."""
     if isinstance(model, HybridParallel):
         return model.group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"the job has {dist.get_world_size()} ranks, and a {type(model).__name__} trains on one of them: give the "
-            "trainer tritonemb.HybridParallel(model), which shards its tables and copies the rest to all ranks"
+            f"the job has {dist.get_world_size()} ranks, but a {type(model).__name__} trains on one: pass "
+            "tritonemb.HybridParallel(model) to the trainer, which shards its tables and replicates the rest"
         )
     return RankGroup()
 
 
 class Interrupted(Exception):
-    """Training ended at a signal's request; `exit_status` is what a process reports for it: 130 or 143."""
+    """A signal stopped training; `exit_status` is the process's exit status for it, 130 or 143."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"training was interrupted by {signal.Signals(signum).name}")
@@ -119,30 +119,28 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """The signal that has arrived, if one has."""
+    """Signal that was received; None until then."""
 
     signum: int | None = None
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Note the first SIGINT or SIGTERM in the block, in the main thread only; a second one acts as usual, at once."""
+    """Record the first SIGINT or SIGTERM in the block, in the main thread only; a second one has its usual effect."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    # Whoever started this process may have it ignore a signal: it keeps ignoring it.
-    handlers = {
-        number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-    }
+    # Signals that the parent process has set to be ignored, as nohup does, remain ignored.
+    handlers = {n: signal.getsignal(n) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
 
-    def note(signum: int, frame: FrameType | None) -> None:
+    def record(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
     for number in handlers:
-        signal.signal(number, note)
+        signal.signal(number, record)
     try:
         yield request
     finally:
@@ -151,7 +149,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 class Failure(NamedTuple):
-    """A rank's exception, as the other ranks receive it."""
+    """Exception of a rank, as sent to the other ranks: index of its kind in `_KINDS`, and message."""
 
     kind: int
     message: str
@@ -165,11 +163,11 @@ class Failure(NamedTuple):
 
 
 def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> list[T]:
-    """Call `function()`, which must use no collective, on every rank; returns all results, sent by pickle.
+    """Call `function()`, which must not use collectives, on every rank; return the results of all ranks, pickled.
 
-    If it raised on one of several ranks, every rank raises: an `error` if given, else an exception of the same kind if
-    that is a common one, else a RuntimeError. Its message names the ranks. A rank whose own was no `Exception`, e.g. a
-    KeyboardInterrupt, raises that.
+    If it raises on any rank, every rank raises `error` if given, otherwise an exception of the same kind if that is a
+    common one, otherwise RuntimeError; the message names the ranks. Non-`Exception`s such as KeyboardInterrupt are
+    raised unchanged on their rank.
     """
     if group is None or group.size == 1:
         return [function()]
@@ -184,34 +182,32 @@ def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type
 
 
 def on_each_rank(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
-    """What `function()` returns on this rank, which is not sent to others; raises as `on_all_ranks` does."""
+    """Call `function()` on every rank; return this rank's result, which is not sent. Raises as `on_all_ranks`."""
     results: list[T] = []
     on_all_ranks(group, lambda: results.append(function()), error)
     return results[0]
 
 
 def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
-    """What `function()` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
+    """Call `function()` on rank 0; return its result on every rank. Raises as `on_all_ranks`."""
     is_zero = group is None or group.rank == 0
     return on_all_ranks(group, lambda: function() if is_zero else None, error)[0]  # type: ignore[return-value]
 
 
-def raise_failures(
-    outcomes: Sequence[Any], local_error: BaseException | None, error: type[Exception] | None = None
-) -> None:
-    """Raise for the `Failure`s among all ranks' outcomes, if there are any; `own` is this rank's exception."""
+def raise_failures(outcomes: Sequence[Any], local: BaseException | None, error: type[Exception] | None = None) -> None:
+    """Raise if there is a `Failure` among all ranks' outcomes; `local` is this rank's exception."""
     if not (failures := {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}):
         return
-    if local_error is not None and not isinstance(local_error, Exception):
-        raise local_error
+    if local is not None and not isinstance(local, Exception):
+        raise local
     first = next(iter(failures.values()))
-    failed_ranks = [rank for rank, failure in failures.items() if failure == first]
-    other_failures = [rank for rank in failures if rank not in failed_ranks]
-    where = "" if len(failed_ranks) == len(outcomes) else f"{_ranks(failed_ranks)}: "
-    besides = f" ({_ranks(other_failures)} failed, too)" if other_failures else ""
-    raise (error or _KINDS[first.kind])(f"{where}{first.message}{besides}") from local_error
+    same_failure = [rank for rank, failure in failures.items() if failure == first]
+    other_failures = [rank for rank in failures if rank not in same_failure]
+    where = "" if len(same_failure) == len(outcomes) else f"{_ranks(same_failure)}: "
+    suffix = f" ({_ranks(other_failures)} failed, too)" if other_failures else ""
+    raise (error or _KINDS[first.kind])(f"{where}{first.message}{suffix}") from local
 
 
 def _ranks(ranks: list[int]) -> str:
-    few = ", ".join(map(str, ranks[:MAX_LISTED])) + ", …" * (len(ranks) > MAX_LISTED)
-    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}"
+    text = ", ".join(map(str, ranks[:MAX_LISTED])) + ", …" * (len(ranks) > MAX_LISTED)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

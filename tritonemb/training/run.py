@@ -1,4 +1,4 @@
-"""A run as an object: its model, how it reads rows, scores and metrics of any rows, rows of its tables."""
+"""Trained runs: load a model, score and evaluate rows encoded as in training, look up rows of its tables."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,48 +32,53 @@ from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, 
 from tritonemb.types import TableConfig
 from tritonemb.utils import join_names
 
-TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
-READING = "features", "num_dense", "read", "precision"
-DATASETS = "movielens-100k", "synthetic", "adult"  # rows of which are encoded as a whole
-NOT_OF_A_MODEL = "schedule evaluation checkpoint output profile parallel server offload converted features num_dense"
-MakeModel = Callable[[], nn.Module]
+TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")  # prefixes of tensors that are not loaded
+READING_KEYS = "features", "num_dense", "read", "precision"  # of the config in checkpoints of old versions
+DATASETS = "movielens-100k", "synthetic", "adult"  # data sets without raw rows: they are encoded in one piece
+# Keys of the config that do not determine the model.
+TRAINING_KEYS = "schedule evaluation checkpoint output profile parallel server offload converted features num_dense"
+Factory = Callable[[], nn.Module]
 
 
 def load_run(
-    path: str | Path, *, model: nn.Module | MakeModel | None = None, device: str = "cpu", servers: Servers | None = None
+    path: str | Path, *, model: nn.Module | Factory | None = None, device: str = "cpu", servers: Servers | None = None
 ) -> "Run":
-    """Load what a run has trained: its best checkpoint, or its newest if none is marked best.
+    """Load the trained model of a run: its best checkpoint, or its newest if none is marked best.
 
     Args:
-        path: the folder of a run of `tritonemb train` or of a `te.Trainer`, or a checkpoint.
-        model: of a `te.Trainer`'s run: a model as it was made for training, or a function that makes it.
-        device: where to compute.
-        servers: embedding servers of the run, see `te.server.connect`: rows are read there, as they are at that moment.
-            By default rows that were on servers are read from the checkpoint into memory.
+        path: folder of a run of `tritonemb train` or `te.Trainer`, or a checkpoint.
+        model: model as built for training, or a function that builds it; required for a run of `te.Trainer`.
+        device: device of the model.
+        servers: embedding servers of the run, see `te.server.connect`; current rows are read there. By default, rows
+            that were on servers are read from the checkpoint into memory.
 
     Raises:
-        FileNotFoundError, ValueError: there is no checkpoint, it is damaged, or it does not fit the model.
+        FileNotFoundError, ValueError: the checkpoint is missing, damaged, or does not fit the model.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such folder; expected that of a run, or a checkpoint")
+        raise FileNotFoundError(f"{path}: no such folder; expected the folder of a run, or a checkpoint")
     for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
         path = folder.best() or folder.latest() or path
+
+    # Options of the model and of reading rows.
     manifest = read_manifest(path)
     config, options, target = manifest["config"], None, check_device(device)
-    reading = manifest.get("reading") or {name: config[name] for name in READING if name in config}
+    reading = manifest.get("reading") or {name: config[name] for name in READING_KEYS if name in config}
     if "embedding_dim" in config:
-        unused = [name for name in NOT_OF_A_MODEL.split() if servers is None or name != "server"]
+        unused = [name for name in TRAINING_KEYS.split() if servers is None or name != "server"]
         values = {name: value for name, value in config.items() if name not in unused}
         values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
         options = replace(from_plain(values, TrainConfig(), str(path)), device=device)
     kinds = manifest["run"].get("kinds", {})
     features = tuple(Feature(**f | {"kind": kinds.get(f["name"], "")}) for f in reading.get("features", ()))
+
+    # Build the model, and load its tensors.
     if model is None:
         if options is None or not features:
             raise ValueError(
-                f"{path} was not written by tritonemb train, so nothing says how to build its model: load_run(path, "
-                "model=...) takes the model, or a function that makes it; a command takes --model MODULE:FUNCTION"
+                f"{path} has no model config (not written by `tritonemb train`): pass a model, or a function that "
+                "builds it, to load_run(path, model=...), or --model MODULE:FUNCTION to a command"
             )
         model = build_model(options, features, reading["num_dense"])
     model = (model if isinstance(model, nn.Module) else model()).to(target)
@@ -81,17 +86,17 @@ def load_run(
     if servers is not None:
         attach_for_reading(model, servers)
     elif collections_on_servers(model):
-        rows = start(1)  # a thread of this process has the rows of the checkpoint, as long as there is the run
-        weakref.finalize(run, rows.close)
-        attach(model, rows, None)
+        local_server = start(1)  # a thread of this process, which serves the checkpoint's rows while `run` exists
+        weakref.finalize(run, local_server.close)
+        attach(model, local_server, None)
     load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY, servers=servers is None)
     if servers is None:
-        flush(model)  # as at the end of training
+        flush(model)
     return run
 
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
-    """The model of a config, with one table for each feature."""
+    """Build the model of a config, with one table per feature."""
     tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
     options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
     if config.model == "dcnv2":
@@ -100,19 +105,19 @@ def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int
 
 
 def build_optimizer(config: TrainConfig) -> Optimizer:
-    """The tables' fused optimizer."""
+    """Build the fused optimizer of the tables."""
     return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
 
 
 class Run:
-    """A trained model and how its rows are read; see `load_run`.
+    """Trained model with the encoding of its rows; see `load_run`.
 
     Attributes:
-        path: of the checkpoint.
-        model: in evaluation mode.
-        features: its categorical features.
-        schema: which columns of a row are what; None where the model was not trained on a log.
-        options: of `tritonemb train`; None for a run of a `te.Trainer`.
+        path: path of the checkpoint.
+        model: the model, in evaluation mode.
+        features: categorical features of the model.
+        schema: label, dense and sparse columns of a row; None if the model was not trained on a log.
+        options: options of `tritonemb train`; None for a run of `te.Trainer`.
     """
 
     def __init__(
@@ -129,15 +134,15 @@ class Run:
         self.schema = schema if schema is None or schema.label else schema.of(FIELDS, str(path))
 
     def predict(self, rows: Any, *, batch_size: int = 8192) -> Any:
-        """Click probabilities, a float for one row, else float32 `[N]`, NumPy's. A row has the same bits whatever is
-        beside it, on a CPU.
+        """Predict click probabilities: a float for one row, otherwise NumPy float32 `[N]`. On a CPU the result of a row
+        is bitwise independent of the other rows.
 
         Args:
-            rows: a dictionary of raw values by column, or a list of such; a data frame; or the path or URI of a log.
-            batch_size: rows at a time, at most.
+            rows: dictionary of raw values by column, or a list of these; a data frame; or the path or URI of a log.
+            batch_size: largest number of rows per batch.
 
         Raises:
-            ValueError, FileNotFoundError: the rows cannot be read; names column, row and value.
+            ValueError, FileNotFoundError: the rows cannot be read; the message names column, row and value.
         """
         if hasattr(rows, "to_dict") and hasattr(rows, "to_frame"):  # a row of a pandas data frame
             rows = rows.to_dict()
@@ -152,7 +157,7 @@ class Run:
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
     def score_log(self, data: Any, names: Sequence[str] = (), batch_size: int = 8192) -> Iterator[tuple[Any, Tensor]]:
-        """Blocks of a log's rows, in their order: the `pyarrow` columns of these names, and scores `[n]`."""
+        """Iterate over blocks of a log in order; yield the `pyarrow` columns `names` and the scores `[n]`."""
         log = self.open_log(data, tuple(names))
         with closing(log.scan("test", lambda read: ([*map(read.column, names)], log.encode(read)))) as blocks:
             for block in blocks:
@@ -161,34 +166,31 @@ class Run:
                     yield columns, self._scores(map(pad_batch, self._cut(rows, batch_size)))
 
     def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
-        """Metrics of rows with labels: of a log or a data frame, or by default of the run's own test rows."""
+        """Compute the metrics on rows with labels: a log or a data frame, by default the run's test rows."""
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
         with rows.open("test", batch_size) as batches:
             return binary_metrics(*predict_logits(self.model, map(pad_batch, batches), self._device, self._precision))
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
-        """The model's tables by name."""
+        """Tables of the model by name."""
         collections = [module for module in self.model.modules() if isinstance(module, TableCollection)]
         return {config.name: RunTable(config, c, self._device) for c in collections for config in c.configs}
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
-        """Ids int64 `[N]` of raw values of a feature, for `tables[...].lookup`; those of training for unknown values.
-        ValueError if there is no such feature, or a value cannot be encoded."""
+        """Encode raw values of a feature as ids int64 `[N]`, for `tables[...].lookup`; unknown values as in training.
+        ValueError if the feature is unknown, or a value cannot be encoded."""
         return self._encode.ids(feature, values)
 
     def open_log(self, data: Any, names: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
-        """A log or a data frame as it was read in training, all of it test rows, with its columns of these `names`
-        besides; its label only if it is `labelled`.
-
-        TypeError if it is neither; ValueError if a row would become other ids than in training.
-        """
+        """Open a log or a data frame, encoded as in training, with all rows as test rows; also read the columns
+        `names`, and with `labelled` the label. TypeError for other data; ValueError if the encoding would differ."""
         if not (isinstance(data, str | Path) or hasattr(data, "__arrow_c_stream__")) or hasattr(data, "to_frame"):
             raise TypeError(
                 f"expected the path of a log or a data frame, or to predict a dictionary or a list of them, got a "
                 f"{type(data).__name__}"
             )
-        # A row that is left out would give all later ones another row's score.
+        # Raise on bad rows: skipping one would shift the scores of all later rows.
         log = open_for_scoring(data, replace(self._reading, on_bad_row="raise"), self.features, names, labelled)
         log = log.read_as(self._kinds, self._encoding)
         self._check_encoding(log.encoding, log.name)
@@ -196,7 +198,7 @@ class Run:
 
     def _test_rows(self) -> Data:
         if (options := self.options) is None:
-            raise ValueError(f"{self.path} was not written by tritonemb train: give evaluate the rows")
+            raise ValueError(f"{self.path} has no data set (not written by `tritonemb train`): pass rows to evaluate()")
         rows: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
         return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
 
@@ -204,7 +206,7 @@ class Run:
     def _reading(self) -> LogOptions:
         if self._read is None:
             raise ValueError(
-                f"{self.path} was trained on rows that were encoded already, so raw rows cannot be scored; call "
+                f"{self.path} was trained on encoded rows, so raw rows cannot be scored; call "
                 "run.model(dense, sparse), or evaluate() its test rows"
             )
         return self._read
@@ -212,8 +214,8 @@ class Run:
     def _check_encoding(self, encoding: str, name: str) -> None:
         if encoding != self._encoding:
             raise ValueError(
-                f"{name} would be numbered otherwise than in training, so its ids would mean something else: the "
-                "vocabulary file has changed since, or the columns are others"
+                f"{name} would be encoded differently than in training: the vocabulary file or columns have changed; "
+                "restore the vocabulary file, and use a log with the columns of training"
             )
 
     def __repr__(self) -> str:
@@ -224,13 +226,13 @@ class Run:
         schema = self.schema or self._reading.schema
         vocabulary = vocabulary_digest(schema)
         if schema.log_transform is None and encoding_digest(schema, self.features, vocabulary) != self._encoding:
-            schema = replace(schema, log_transform=True, clamp_negative=True)  # once the default
+            schema = replace(schema, log_transform=True, clamp_negative=True)  # defaults of old versions
         self._check_encoding(encoding_digest(schema, self.features, vocabulary), "a row")
         return RequestEncoder(schema, self.features, make_numberings(schema), self._from_text)
 
     @cached_property
     def _request_size(self) -> int:
-        """The least number of samples among which one's logit has the bits that it has among many; found by trying."""
+        """Smallest batch size with bitwise the logits of large batches, measured; smaller batches are padded to it."""
         size, generator, columns = LARGE_BATCH, torch.Generator().manual_seed(0), list[Column]()
         for feature in self.features:
             ids = torch.randint(feature.num_embeddings, (size,), generator=generator)
@@ -242,15 +244,13 @@ class Run:
 
     def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys = tuple(feature.name for feature in self.features)
-        return (
-            gather_batch(rows, keys, slice(start, min(start + batch_size, len(rows))))
-            for start in range(0, len(rows), batch_size)
-        )
+        slices = (slice(i, min(i + batch_size, len(rows))) for i in range(0, len(rows), batch_size))
+        return (gather_batch(rows, keys, rows_slice) for rows_slice in slices)
 
     def _scores(self, batches: Iterable[Batch]) -> Tensor:
         logits = self._logits(batches)
         if wrong := int(logits.isnan().sum()):
-            raise ValueError(f"{self.path} gives {wrong:,} rows no score but NaN: it had diverged; use another one")
+            raise ValueError(f"{self.path}: {wrong:,} scores are NaN, as training had diverged; use another checkpoint")
         return probabilities(logits)
 
     def _logits(self, batches: Iterable[Batch]) -> Tensor:
@@ -258,7 +258,7 @@ class Run:
 
 
 class RunTable(NamedTuple):
-    """A table of a model, to be read by id."""
+    """Table of a model, for lookups by id."""
 
     config: TableConfig
     collection: TableCollection
@@ -269,8 +269,8 @@ class RunTable(NamedTuple):
 
     @torch.no_grad()
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
-        """`[N, embedding_dim]`: rows of ids, wherever the table is; of a dynamic table initial values of ids without a
-        row. ValueError names an id that is out of range."""
+        """Look up the rows `[N, embedding_dim]` of ids; in a dynamic table, ids without a row have initial values.
+        ValueError names an id that is out of range."""
         ids = torch.as_tensor(ids, dtype=torch.int64, device=self.device)
         keys, (feature, *_) = self.collection.feature_names, self.config.feature_names
         lengths = torch.zeros(len(keys), len(ids), dtype=torch.int64, device=self.device)

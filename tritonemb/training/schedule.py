@@ -1,4 +1,4 @@
-"""Factors that change from step to step, of learning rates (warm-up, decay) and fp16 losses."""
+"""Learning rate schedules (warm-up, decay), and dynamic loss scaling for fp16."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,19 +11,19 @@ Decay = Literal["constant", "polynomial", "cosine"]
 
 @dataclass(frozen=True)
 class Schedule(Options):
-    """What the base learning rate is multiplied by at each step.
+    """Learning rate schedule: a factor of the base learning rate for each step.
 
-    Step `n` (from 0) of the warm-up has the factor `(n + 1) / warmup_steps`. The decay begins after the warm-up and
-    takes `decay_steps` steps, at a share `x` of which the factor is `final + (1 - final) * f(x)`, `f` being
-    `(1 - x) ** power` (polynomial) or `(1 + cos(pi * x)) / 2` (cosine; Loshchilov & Hutter, ICLR 2017); it stays at
-    `final` from then on. Numbers out of range are a ValueError.
+    Step `n` (from 0) of the warm-up has the factor `(n + 1) / warmup_steps`. The decay follows and takes `decay_steps`
+    steps; at the fraction `x` of them the factor is `final + (1 - final) * f(x)`, where `f(x)` is `(1 - x) ** power`
+    (polynomial) or `(1 + cos(pi * x)) / 2` (cosine; Loshchilov & Hutter, ICLR 2017). Later it remains `final`. Numbers
+    out of range are a ValueError.
 
     Args:
-        warmup_steps: 0 for none.
-        decay: how it falls.
-        decay_steps: None for all steps of the run that are left after the warm-up.
-        power: of the polynomial; MLPerf's DLRM has 2.
-        final: the factor at the end, 0 to 1.
+        warmup_steps: steps of the warm-up, 0 for none.
+        decay: kind of the decay.
+        decay_steps: steps of the decay; None for all steps of the run after the warm-up.
+        power: exponent of the polynomial; MLPerf's DLRM has 2.
+        final: factor at the end, 0 to 1.
     """
 
     warmup_steps: int = number(0, least=0)
@@ -39,11 +39,12 @@ class Schedule(Options):
 
     @property
     def is_constant(self) -> bool:
-        """Whether it leaves the base rate as it is."""
+        """True if the factor is always 1."""
         return self.warmup_steps == 0 and self.decay == "constant"
 
     def within(self, total_steps: int | None) -> Self:
-        """The same schedule with `decay_steps` set; ValueError if it takes all steps and their number is not known."""
+        """Return the schedule with `decay_steps` set for a run of `total_steps`; ValueError if it needs them and they
+        are unknown."""
         if self.decay == "constant" or self.decay_steps is not None:
             return self
         if total_steps is None:
@@ -53,31 +54,31 @@ class Schedule(Options):
         return replace(self, decay_steps=max(total_steps - self.warmup_steps, 1))
 
     def factor(self, step: int) -> float:
-        """The factor of step `step`, counted from 0."""
+        """Factor of a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay == "constant":
             return 1.0
-        assert self.decay_steps is not None, "ask the schedule that `within` returns"
-        share = min((step - self.warmup_steps) / self.decay_steps, 1.0)
-        fall = (1 - share) ** self.power if self.decay == "polynomial" else (1 + math.cos(math.pi * share)) / 2
-        return self.final + (1 - self.final) * fall
+        assert self.decay_steps is not None, "call `within` first"
+        x = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        decay = (1 - x) ** self.power if self.decay == "polynomial" else (1 + math.cos(math.pi * x)) / 2
+        return self.final + (1 - self.final) * decay
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """Learning rates over the steps, of the dense part and of the tables separately.
+    """Learning rate schedules, separate for the dense part and the tables.
 
     Args:
-        dense_warmup_steps: steps in which the dense rate rises to its full value.
-        dense_decay: how it falls afterwards.
-        dense_decay_steps: over how many steps; to the end of the run if not given.
-        dense_final_factor: what it is multiplied by in the end.
-        table_warmup_steps: as for the dense part.
-        table_decay: as for the dense part.
-        table_decay_steps: as for the dense part.
-        table_final_factor: as for the dense part.
-        decay_power: of polynomial decays.
+        dense_warmup_steps: steps of linear warm-up of the dense learning rate.
+        dense_decay: decay of the dense learning rate after the warm-up.
+        dense_decay_steps: steps of the decay; to the end of the run if not given.
+        dense_final_factor: factor of the dense learning rate after the decay.
+        table_warmup_steps: steps of linear warm-up of the tables' learning rate.
+        table_decay: decay of the tables' learning rate after the warm-up.
+        table_decay_steps: steps of the tables' decay; to the end of the run if not given.
+        table_final_factor: factor of the tables' learning rate after the decay.
+        decay_power: exponent of polynomial decays.
     """
 
     dense_warmup_steps: int = 0
@@ -91,7 +92,7 @@ class ScheduleOptions:
     decay_power: float = 2.0
 
     def __post_init__(self) -> None:
-        _ = self.dense_schedule, self.table_schedule  # making them checks their numbers
+        _ = self.dense_schedule, self.table_schedule  # checks the options
 
     @property
     def dense_schedule(self) -> Schedule:
@@ -108,11 +109,11 @@ class ScheduleOptions:
 
 @dataclass
 class LossScale:
-    """A factor that keeps fp16 gradients above the smallest number and below the largest.
+    """Dynamic loss scale, which keeps fp16 gradients from underflow and overflow.
 
-    It doubles after `GROWTH_INTERVAL` steps without overflow and halves at every overflow, whose step is left out
-    (Micikevicius et al., ICLR 2018). `torch.amp.GradScaler` has the same rule but unscales gradients of a
-    `torch.optim.Optimizer` only; those of fused tables have to be checked together with them.
+    It doubles after `GROWTH_INTERVAL` steps without overflow; at an overflow it halves, and the step is skipped
+    (Micikevicius et al., ICLR 2018). `torch.amp.GradScaler` has the same rule, but unscales gradients of a
+    `torch.optim.Optimizer` only; gradients of fused tables have to be checked together with these.
     """
 
     GROWTH_INTERVAL: ClassVar[int] = 2000

@@ -1,4 +1,4 @@
-"""Commands that score rows with a run: `tritonemb predict` and `evaluate`."""
+"""`tritonemb predict` and `tritonemb evaluate`: scores and metrics of rows by a trained run."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from tritonemb.training.metrics import Metrics
 from tritonemb.training.run import Run, load_run
 from tritonemb.utils import Options, align_columns, atomic_path, number
 
-SUFFIXES = (".parquet", ".csv")  # of scores
+SUFFIXES = (".parquet", ".csv")  # of output files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class PredictOptions(Options):
     Example: tritonemb predict --checkpoint runs/mine --data day_23 --out scores.csv
 
     Args:
-        checkpoint: a checkpoint, or the folder of a run: its best checkpoint, or its newest if none is marked best.
-        data: the log to score: a file or a folder.
-        out: the .parquet or .csv file to write: one row a row of the log, in its order.
-        keep: columns of the log to write before the scores, as they are read.
-        model: of a run of a te.Trainer: MODULE:FUNCTION that makes its model.
-        batch_size: rows at a time, at most.
-        device: where to compute.
+        checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
+        data: log to score: a file or a folder.
+        out: .parquet or .csv file to write: one row per row of the log, in the same order.
+        keep: columns of the log to write before the scores, without encoding.
+        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
+        batch_size: largest number of rows per batch.
+        device: device of the model.
     """
 
     POSITIONAL: ClassVar[str] = "checkpoint"
@@ -43,37 +43,37 @@ class PredictOptions(Options):
 
 
 def predict(options: PredictOptions) -> str:
-    """Score a log and write the file, aside and renamed; returns a line that says what was done. ValueError or
-    FileNotFoundError if the checkpoint or the log cannot be used, or the file cannot be written."""
+    """Score a log and write the file atomically; return a message. ValueError or FileNotFoundError if the checkpoint or
+    the log cannot be used, or the file cannot be written."""
     if options.out.suffix not in SUFFIXES:
         raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
     if len({*options.keep, "score"}) <= len(options.keep):
-        raise ValueError(f"keep must name each column once, and none 'score', got {list(options.keep)}")
+        raise ValueError(f"keep must name each column once, and not 'score', got {list(options.keep)}")
     run = open_run(options.checkpoint, options.model, options.device)
     blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, "score"]
     tables = (pa.table([*arrays, scores.numpy()], names) for arrays, scores in blocks)
     num_rows = 0
     if (first := next(tables, None)) is None:
-        raise ValueError(f"{options.out} is not written: there are no rows to score")
-    kind = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
+        raise ValueError(f"{options.out} is not written: {options.data} has no rows to score")
+    writer_class = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    try:  # table by table, so that a log of any size fits
-        with atomic_path(options.out) as part, kind(part, first.schema) as writer:
+    try:  # write table by table: memory does not depend on the size of the log
+        with atomic_path(options.out) as temporary, writer_class(temporary, first.schema) as writer:
             for table in itertools.chain([first], tables):
                 writer.write_table(table.cast(first.schema))
                 num_rows += table.num_rows
     except pa.ArrowException as error:
-        raise ValueError(f"{options.out}: these columns can not be kept in such a file ({error})") from error
+        raise ValueError(f"{options.out}: these columns cannot be written to such a file ({error})") from error
     return f"{options.out}: {num_rows:,} scores by {run.path}"
 
 
 def open_run(path: Path, model: str | None, device: str) -> Run:
-    """`load_run`, of a model that MODULE:FUNCTION makes; ValueError if there is no such function."""
+    """Load a run, with the model of a function MODULE:FUNCTION if given; ValueError if it cannot be imported."""
     try:
-        make = None if model is None else resolve_name(model)
+        factory = None if model is None else resolve_name(model)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model must be MODULE:FUNCTION, which makes a model, got {model!r} ({error})") from error
-    return load_run(path, model=make, device=device)
+        raise ValueError(f"model must be MODULE:FUNCTION that builds a model, got {model!r} ({error})") from error
+    return load_run(path, model=factory, device=device)
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class EvaluateOptions(Options):
     Example: tritonemb evaluate --checkpoint runs/mine --data day_23
 
     Args:
-        checkpoint: a checkpoint, or the folder of a run: its best checkpoint, or its newest if none is marked best.
-        data: a log: a file or a folder; the run's own test rows if not given.
-        model: of a run of a te.Trainer: MODULE:FUNCTION that makes its model.
+        checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
+        data: log with labels: a file or a folder; the run's test rows if not given.
+        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
         json: print the metrics as JSON.
-        batch_size: rows at a time, at most.
-        device: where to compute.
+        batch_size: largest number of rows per batch.
+        device: device of the model.
     """
 
     POSITIONAL: ClassVar[str] = "checkpoint"
@@ -101,14 +101,14 @@ class EvaluateOptions(Options):
 
 
 def evaluate(options: EvaluateOptions) -> str:
-    """Metrics of a run as text. ValueError or FileNotFoundError if checkpoint or log cannot be used."""
+    """Evaluate a run; return the text. ValueError or FileNotFoundError if the checkpoint or the log cannot be used."""
     run = open_run(options.checkpoint, options.model, options.device)
     metrics = run.evaluate(options.data, batch_size=options.batch_size)
     return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe(metrics)}"
 
 
 def describe(metrics: Metrics) -> str:
-    """Metrics as lines of text: one per number, then the calibration curve."""
+    """Format metrics as lines of text: one per number, then the calibration curve."""
     numbers = [(name, f"{getattr(metrics, key):.{0 if key == 'num_samples' else 4}f}") for key, name in METRICS.items()]
     curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]
     return "\n".join([*align_columns(numbers), *align_columns([("rows", "mean score", "share of clicks"), *curve])])

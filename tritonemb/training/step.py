@@ -1,7 +1,7 @@
-"""A step: its batches, prefetched to the device; then forward, backward, and the optimizers of dense part and tables.
+"""Training steps: batches prefetched to the device; forward, backward and optimizer step.
 
-While a step computes, the next one is ready, and the one after it is being made. A rank that has run out of data has
-batches without samples until all have.
+While a step computes, the pipeline prepares the next steps. A rank without more data trains on empty batches until all
+ranks have finished the epoch.
 """
 
 import threading
@@ -33,7 +33,7 @@ from tritonemb.training.config import OffloadOptions, Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
 
-PLAIN = (int, float, str, bool, type(None))
+PLAIN = (int, float, str, bool, type(None))  # types of optimizer options and states that are saved as JSON
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Forward = Callable[..., Any]
 Prefetch = Callable[[Any], Any]
@@ -41,18 +41,18 @@ Prefetch = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What belongs to the batches of a step.
+    """Metadata of a prepared step.
 
     Args:
-        weights: of the batches' mean losses. The ranks' gradients are averaged, so they are such that the step's loss
-            is the mean over the samples of all batches of all ranks.
+        weights: weights of the batches' mean losses. Gradients are averaged over the ranks; with these weights the loss
+            of the step is the mean over the samples of all batches and ranks.
         rows: samples of all ranks.
-        position, report: of this rank's data after them.
-        signal: that some rank received, 0 for none.
-        clock: rank 0's.
-        copied: when the batches are on the device.
-        moved: from when to when they, and the rows that they need, were moved to the device.
-        counted: what the caches of these rows had counted then.
+        position, report: state of this rank's data after the step's batches.
+        signal: signal that a rank received, 0 for none.
+        clock: time of rank 0's clock.
+        copied: event after the copy of the batches to the device.
+        moved: begin and end of the transfers of the batches, and of the rows that they need, to the device.
+        counted: counters of the caches after these transfers.
     """
 
     weights: tuple[float, ...]
@@ -74,52 +74,58 @@ def prepare(
     accumulate: int = 1, prefetch: Prefetch | None = None, counted: Callable[[], Counter[str]] | None = None,
     signal: Callable[[], int] = lambda: 0, clock: Callable[[], int] = lambda: 0, pad: bool = False,
 ) -> Generator[PreparedStep, None, None]:  # fmt: skip
-    """The steps of an epoch, or of an evaluation: batches on the device; collective where there are several ranks.
+    """Prepare the steps of an epoch or an evaluation: batches on the device. Collective.
 
-    The last one has no batches: the data is over, or a signal arrived.
+    The last step has no batches: the data has ended, or a signal has been received.
 
     Args:
-        prefetch: a batch's features for the model, whose ids are exchanged and whose rows are on the device.
-        counted: what the caches of rows that `prefetch` moves have counted.
-        signal: that asks this rank to stop, 0 for none.
-        pad: batches, so that a sample's logit does not depend on the samples beside it; see `pad_batch`.
+        empty: makes a batch without samples.
+        accumulate: batches per step.
+        prefetch: exchanges the ids of a batch and transfers its rows to the device; returns its features.
+        counted: counters of the caches that `prefetch` fills.
+        signal: signal that this rank has received, 0 for none.
+        clock: time of this rank.
+        pad: pad batches, so that the logit of a sample does not depend on the other samples; see `pad_batch`.
 
     Raises:
-        RankFailed: the data of another rank has failed.
-        Exception: whatever the stream raised, on this rank.
+        RankFailed: reading failed on another rank.
+        Exception: exception of the stream, on this rank.
     """
-    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+    copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     while True:
+        # Read this rank's batches, and agree with the other ranks on the step.
         start_position, error = stream.position, None
         try:
             batches = list(islice(stream, accumulate))
         except Exception as raised:
             batches, error = [], raised
-        step_round = _agree(ranks, batches, error, signal(), clock())
-        if not step_round.batches or step_round.signal:
-            position, number = (start_position, step_round.signal) if step_round.batches else (stream.position, 0)
-            yield (), StepInfo((), 0, position, stream.report, number, step_round.clock)
+        consensus = _agree(ranks, batches, error, signal(), clock())
+        if not consensus.batches or consensus.signal:
+            position, stop_signal = (start_position, consensus.signal) if consensus.batches else (stream.position, 0)
+            yield (), StepInfo((), 0, position, stream.report, stop_signal, consensus.clock)
             return
-        batches += [empty() for _ in range(step_round.batches - len(batches))]
-        rows = sum(step_round.rows)
+        batches += [empty() for _ in range(consensus.batches - len(batches))]
+        rows = sum(consensus.rows)
         weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
+
+        # Copy the batches to the device and prefetch their rows, on a stream of their own.
         begin = time.perf_counter()
         batches = [pad_batch(batch) for batch in batches] if pad else batches
-        with nullcontext() if copies is None else torch.cuda.stream(copies):
+        with nullcontext() if copy_stream is None else torch.cuda.stream(copy_stream):
             device_batches = tuple(batch.to(device, non_blocking=True) for batch in batches)
             if prefetch is not None:
                 device_batches = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in device_batches)
-            copied = None if copies is None else copies.record_event()
-        moved = begin, time.perf_counter()
+            copied = None if copy_stream is None else copy_stream.record_event()
+        transfer_time = begin, time.perf_counter()
         yield device_batches, StepInfo(
-            weights, rows, stream.position, stream.report, 0, step_round.clock, copied, moved,
+            weights, rows, stream.position, stream.report, 0, consensus.clock, copied, transfer_time,
             None if counted is None else counted(),
         )  # fmt: skip
-        del batches, device_batches  # or they would stay until the next ones are there
+        del batches, device_batches  # free them before the next ones are read
 
 
 def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
-    """What all ranks have for a step; raises `error`, of this rank's data, or that another rank's have failed."""
+    """Exchange numbers of rows and batches with all ranks. Raise `error`, of this rank's data, or that of another."""
     if error is not None and ranks.size == 1:
         raise error
     rows = sum(len(batch) for batch in batches)
@@ -127,92 +133,94 @@ def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: 
         return Round((rows,), len(batches), signal, clock)
     failure = None if error is None else describe(error)
     try:
-        return ranks.agreement.next(rows, len(batches), failure=failure, signal=signal, clock=clock)
-    except RuntimeError as lost:
-        if ranks.reports is not None and lost_contact(lost):
-            ranks.reports.report()  # at once: this rank is alive
+        return ranks.consensus.next(rows, len(batches), failure=failure, signal=signal, clock=clock)
+    except RuntimeError as connection_error:
+        if ranks.reports is not None and lost_contact(connection_error):
+            ranks.reports.report()  # tell the others at once that this rank is alive
         if error is not None:
             raise error from None
         raise
 
 
 def take(step: PreparedStep) -> tuple[Batch, ...]:
-    """The batches of a step, for the CUDA stream of this thread."""
+    """Return the batches of a step, synchronized with this thread's CUDA stream."""
     batches, info = step
     if info.copied is not None:
         stream = torch.cuda.current_stream(batches[0].labels.device)
         stream.wait_event(info.copied)
         for tensor in tree_leaves([(batch.dense, batch.labels, batch.sparse) for batch in batches]):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
-                tensor.record_stream(stream)  # the allocator must know that the stream uses the memory
+                tensor.record_stream(stream)  # the allocator must not reuse the memory before this stream is done
     return batches
 
 
 def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
-    """Prefetches a batch's features for a model, with gradients to come or without; None if there is no need."""
+    """Return a function that prefetches a batch's features for a model; None if the model needs no prefetch."""
     if not isinstance(model, HybridParallel) and not needs_prefetch(model):
         return None
 
     def prefetch_features(features: Any) -> PrefetchedFeatures:
         with torch.set_grad_enabled(training):
             if isinstance(model, HybridParallel):
-                return model.prefetch(features, assign=False)  # a checkpoint has no rows of steps to come
+                return model.prefetch(features, assign=False)  # later steps must not assign rows before a checkpoint
             return prefetch(model, features)
 
     return prefetch_features
 
 
-class RowsAhead:
-    """Prefetches batches in the order in which they are trained, where tables keep account of that: those of cached
-    dynamic tables, whose new ids get rows then, and those of tables on embedding servers.
+class OrderedPrefetch:
+    """Prefetches batches in training order, for tables whose prefetch has effects: cached dynamic tables, where new ids
+    get rows, and tables on embedding servers.
 
-    Where tables are saved or evaluated there must be no rows of batches that come later. So a step beyond `limit`, or
-    one that comes to be prefetched while the pipeline is held, is left as it is, and gets its rows when it is trained;
-    the next ones wait until then.
+    When tables are saved or evaluated, no later batch may have been prefetched. So a step beyond `limit`, or one that
+    arrives while the prefetch is on hold, is passed through without prefetch, and gets its rows when it is trained;
+    later steps wait until then.
 
     Args:
         step: steps trained so far.
-        accumulate: batches of a step.
-        depth: steps that may be prefetched at once.
-        limit: the last step that may be, now.
+        accumulate: batches per step.
+        depth: largest number of steps that are prefetched at once.
+        limit: returns the last step that may be prefetched now.
     """
 
     def __init__(self, prefetch: Prefetch, step: int, accumulate: int, depth: int, limit: Callable[[], int]) -> None:
         self._prefetch, self._accumulate, self._depth, self._limit = prefetch, accumulate, depth, limit
-        self._changed, self._calls, self._left = threading.Condition(), 0, False
-        self._step = self._assigned = self._trained = step
+        self._changed, self._calls = threading.Condition(), 0
+        self._skipped = False  # whether the current step is not prefetched
+        self._step = self._prefetched = self._trained = step  # last step that arrived, was prefetched, was trained
         self.on_hold = False
 
     def __call__(self, features: Any) -> Any:
-        """For the pipeline's thread: a batch's features, prefetched or not."""
+        """Prefetch a batch's features, or pass them through; called by the pipeline's thread."""
         if self._calls % self._accumulate == 0:
             self._step += 1
             with self._changed:
                 self._changed.wait_for(lambda: self.on_hold or self._may_follow())
-                self._left = not self._may_follow() or self.on_hold or self._step > self._limit()
-                self._assigned += not self._left
+                self._skipped = not self._may_follow() or self.on_hold or self._step > self._limit()
+                self._prefetched += not self._skipped
         self._calls += 1
-        return features if self._left else self._prefetch(features)
+        return features if self._skipped else self._prefetch(features)
 
     def _may_follow(self) -> bool:
-        return self._assigned == self._step - 1 and self._step <= self._trained + self._depth
+        """Return whether the current step is the next one to prefetch, and within the depth."""
+        return self._prefetched == self._step - 1 and self._step <= self._trained + self._depth
 
-    def trained(self, step: int) -> None:
-        """A step has been trained, prefetched or not."""
+    def mark_trained(self, step: int) -> None:
+        """Record that a step has been trained, prefetched or not."""
         with self._changed:
-            self._trained, self._assigned = step, max(self._assigned, step)
+            self._trained, self._prefetched = step, max(self._prefetched, step)
             self._changed.notify()
 
     def hold(self, on_hold: bool) -> int:
-        """Prefetch nothing more, or again; the last step that is prefetched."""
+        """Hold or resume the prefetch; return the last step that has been prefetched or trained."""
         with self._changed:
             self.on_hold = on_hold
             self._changed.notify()
-            return self._assigned
+            return self._prefetched
 
 
 def count(caches: Iterable[RowCache]) -> Counter[str]:
-    """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
+    """Sum the `CacheStatistics` of all tables of caches, by field."""
     counts: Counter[str] = Counter()
     for cache in caches:
         for statistics in cache.statistics().values():
@@ -221,14 +229,14 @@ def count(caches: Iterable[RowCache]) -> Counter[str]:
 
 
 class TrainStep:
-    """Trains a model step by step; the options are those of `Trainer`.
+    """Train step of a model: forward, backward, and the optimizers of the dense part and the tables.
 
     Attributes:
-        forward: the model, compiled if that is asked for.
-        dense_optimizer: None where every parameter is in a fused table.
-        optimizer_name: its class, before it is offloaded.
-        loss_sums: over this rank's samples: since the last log, and in this epoch.
-        input_sum: of its dense numbers: not finite once one of them was not.
+        forward: the model, compiled with `compile`.
+        dense_optimizer: optimizer of the parameters outside fused tables; None if there are none.
+        optimizer_name: class name of the dense optimizer, before offload.
+        loss_sums: sums of the loss over this rank's samples: since the last log, and in this epoch.
+        input_sum: sum of this rank's dense features; non-finite once a feature was non-finite.
     """
 
     def __init__(
@@ -238,15 +246,21 @@ class TrainStep:
     ) -> None:  # fmt: skip
         self.model, self.device, self.ranks, self.precision = model, device, ranks, precision
         self.forward: Forward = torch.compile(model) if compile else model
+
+        # Optimizers.
         dense = dense_parameters(model)
         self.dense_optimizer = dense_optimizer(dense, lr=dense_lr) if dense else None
         self.optimizer_name = None if self.dense_optimizer is None else type(self.dense_optimizer).__name__
         self.collections = fused_collections(model)
         self.loss_scale = LossScale()
+
+        # Sums over samples, on the device: reading them every step would wait for it.
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
         self.input_sum = torch.zeros((), dtype=torch.float64, device=device)
+
+        # Schedules of dense part and tables; learning rates and options before training, to compare with a checkpoint.
         self._schedules: tuple[Schedule | None, Schedule | None] = (None, None)
-        self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
+        self._base_rates = [float(group["lr"]) for group, _ in self._scheduled_groups()]
         self._base_options = self._options()
         if offloading.moved:
             arguments = {name.removeprefix("offload_"): value for name, value in vars(offloading).items()}
@@ -254,19 +268,19 @@ class TrainStep:
 
     def _offload(self, option: str, arguments: dict[str, Any]) -> None:
         if self.dense_optimizer is None:
-            raise ValueError(f"{option}: every parameter of the model is in a fused table; leave it out")
+            raise ValueError(f"{option}: every parameter of the model is in a fused table; remove the option")
         for group in self._dense_groups():
             if self.device.type == "cpu" and group.get("fused", True) is None:
-                group["fused"] = False  # as torch chooses there, or results would have other bits
+                group["fused"] = False  # torch's default on the CPU, for bitwise identical results
         _, self.dense_optimizer = offload(self.model, self.dense_optimizer, device=self.device, **arguments)
 
     def schedule(self, dense: Schedule, tables: Schedule) -> None:
-        """Let the learning rates follow these."""
+        """Set the schedules of the learning rates."""
         self._schedules = (None if dense.is_constant else dense, None if tables.is_constant else tables)
 
     def __call__(self, number: int, batches: Sequence[Batch], weights: Sequence[float]) -> None:
-        """Step `number`, from 0, on as many batches on each rank; `weights` are those of their mean losses."""
-        for base, (group, schedule) in zip(self._base_rates, self._rates(), strict=True):
+        """Train step `number`, from 0, on batches, equally many on all ranks; `weights` multiply their mean losses."""
+        for base, (group, schedule) in zip(self._base_rates, self._scheduled_groups(), strict=True):
             if schedule is not None:
                 group["lr"] = base * schedule.factor(number)
         if self.dense_optimizer is not None:
@@ -282,44 +296,44 @@ class TrainStep:
             self.model.end_step()
 
     def take_loss(self, index: int) -> float:
-        """The sum of all ranks' losses since it was last taken: 0 for that of the logs, 1 for that of epochs."""
+        """Return the sum of all ranks' losses since the last call, and reset it; index 0 for logs, 1 for epochs."""
         value = self.ranks.sum(self.loss_sums[index])
         self.loss_sums[index] = 0.0
         return value
 
     def current_rates(self) -> tuple[float | None, float | None]:
-        """Learning rates of the dense part and of the fused tables; None where there are none."""
+        """Learning rates of the dense part and of the fused tables; None without such parameters."""
         dense = None if self.dense_optimizer is None else float(self.dense_optimizer.param_groups[0]["lr"])
         return dense, self.collections[0].current_learning_rate if self.collections else None
 
     def to_json(self) -> dict[str, Any]:
-        """Rates, options and loss scale as they are, and as they were at first."""
+        """State for a checkpoint: learning rates and options, initial and current, and the loss scale."""
         return {
             "base_rates": self._base_rates,
-            "rates": [float(group["lr"]) for group, _ in self._rates()],
+            "rates": [float(group["lr"]) for group, _ in self._scheduled_groups()],
             "base_options": self._base_options,
             "options": self._options(),
             "loss_scale": asdict(self.loss_scale),
         }
 
     def load_json(self, values: dict[str, Any]) -> None:
-        """Restore what training has changed; keep what the user has changed since."""
+        """Restore the state of a checkpoint, except options and rates whose initial values the user has changed."""
         self.loss_scale = LossScale(**values["loss_scale"])
         if values["base_options"] == self._base_options:
-            for group, saved in zip(self._dense_groups(), values["options"], strict=True):
-                group.update({name: value for name, value in saved.items() if name != "fused"})  # offloading sets it
+            for group, options in zip(self._dense_groups(), values["options"], strict=True):
+                group.update({name: value for name, value in options.items() if name != "fused"})  # offload sets it
         if values["base_rates"] == self._base_rates:
-            for (group, _), rate in zip(self._rates(), values["rates"], strict=True):
+            for (group, _), rate in zip(self._scheduled_groups(), values["rates"], strict=True):
                 group["lr"] = rate
 
     def all_loss_sums(self) -> Tensor:
-        """`loss_sums` `[2]`; of several ranks `[size, 2]`. Collective."""
+        """Gather `loss_sums`: `[2]` of one process, otherwise `[num_ranks, 2]`. Collective."""
         if self.ranks.size == 1:
             return self.loss_sums
         return torch.tensor(self.ranks.control.all_gather_object(self.loss_sums.tolist()), dtype=torch.float64)
 
     def load_loss_sums(self, sums: Tensor) -> None:
-        """Those of this rank; of another number of ranks, rank 0 takes the sums of all."""
+        """Restore this rank's sums; after a change of the number of ranks, rank 0 gets the sums of all ranks."""
         sums = sums.reshape(-1, 2)
         if len(sums) == self.ranks.size:
             self.loss_sums.copy_(sums[self.ranks.rank])
@@ -327,13 +341,14 @@ class TrainStep:
             self.loss_sums.copy_(sums.sum(0) if self.ranks.is_first else torch.zeros(2))
 
     def _backward(self, batches: Sequence[Batch], weights: Sequence[float], scale: float) -> None:
-        for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        """Backward of the batches' weighted mean losses, multiplied by `scale`; count losses and inputs."""
+        for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             batch, factor = batch.to(self.device, non_blocking=True), weight * scale
-            # Where more batches follow, dense gradients are averaged over the ranks with those of the last one.
-            followed = number < len(batches) - 1
-            with self.model.no_sync() if followed and isinstance(self.model, HybridParallel) else nullcontext():
+            # Dense gradients are averaged over the ranks in the backward of the last batch only.
+            is_last = index == len(batches) - 1
+            with self.model.no_sync() if not is_last and isinstance(self.model, HybridParallel) else nullcontext():
                 logits = logits_of(self.forward, batch, self.precision, self.device)
-                # The mean of no samples is no number; their sum is 0, and has gradients, which other ranks wait for.
+                # The mean over no samples is NaN; their sum is 0, and has the gradients that other ranks wait for.
                 reduction = "mean" if len(batch) else "sum"
                 loss = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction=reduction)
                 (loss if factor == 1.0 else loss * factor).backward()
@@ -341,7 +356,7 @@ class TrainStep:
             self.input_sum += batch.dense.sum()
 
     def _scaled_step(self, batches: Sequence[Batch], weights: Sequence[float]) -> None:
-        """A step whose gradients are scaled, checked and only then applied, to all parameters or to none."""
+        """Step with loss scaling: gradients are checked before any update; an overflow on any rank skips the step."""
         scale = self.loss_scale.factor
         with suppress(_GradientOverflow), self._accumulating():
             self._backward(batches, weights, scale)
@@ -349,10 +364,8 @@ class TrainStep:
             gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
             if isinstance(self.dense_optimizer, OffloadedOptimizer):
                 gradients = self.dense_optimizer.gradients()
-            local_gradients = [
-                gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients
-            ]
-            finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in local_gradients]
+            shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+            finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in shards]
             overflowed = self.ranks.max(not all(finite)) > 0
             if overflowed:
                 raise _GradientOverflow
@@ -362,12 +375,14 @@ class TrainStep:
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
+        """Accumulate the gradients of fused tables in the block, and apply them at its end unless it raises."""
         with ExitStack() as stack:
             for collection in self.collections:
                 stack.enter_context(collection.accumulate())
             yield
 
     def _options(self) -> list[dict[str, Any]]:
+        """Options of the dense optimizer that JSON can encode, by parameter group."""
         return [
             {name: value for name, value in group.items() if name != "params" and isinstance(value, PLAIN)}
             for group in self._dense_groups()
@@ -376,23 +391,21 @@ class TrainStep:
     def _dense_groups(self) -> list[dict[str, Any]]:
         return [] if self.dense_optimizer is None else self.dense_optimizer.param_groups
 
-    def _rates(self) -> list[tuple[dict[str, Any], Schedule | None]]:
-        """Every parameter group and its schedule, if it has one; loading an optimizer's state makes new groups."""
+    def _scheduled_groups(self) -> list[tuple[dict[str, Any], Schedule | None]]:
+        """Parameter groups of all optimizers with their schedules. Not stored: loading a state creates new groups."""
         dense, tables = self._schedules
-        optimizers = [
-            collection.fused_optimizer for collection in self.collections if collection.fused_optimizer is not None
-        ]
+        optimizers = [c.fused_optimizer for c in self.collections if c.fused_optimizer is not None]
         fused = [(group, tables) for optimizer in optimizers for group in optimizer.param_groups]
         return [*((group, dense) for group in self._dense_groups()), *fused]
 
 
 class _GradientOverflow(Exception):
-    """A gradient was not finite under the present loss scale."""
+    """A gradient is not finite at the current loss scale."""
 
 
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
-    """Logits `[B]` of `forward(dense, sparse)`, float32 if computed in 16 bits; ValueError if the shape is another."""
-    # Products of matrices have 16 bits; tables and weights stay as they are.
+    """Compute the logits `[B]` of `forward(dense, sparse)`, cast from 16 bits to fp32; ValueError for another shape."""
+    # Autocast: matrix products in 16 bits; tables and weights are unchanged.
     with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)
     if logits.shape != batch.labels.shape:
@@ -401,12 +414,12 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
 
 
 def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollection]:
-    """The collections of a model that update their tables by themselves."""
+    """Embedding collections of a model with a fused optimizer."""
     collections = (module for module in model.modules() if isinstance(module, TableCollection | ShardedCollection))
     return [module for module in collections if module.fused_optimizer is not None]
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that no fused embedding collection updates by itself."""
+    """Trainable parameters of a model outside collections with a fused optimizer."""
     owned = {id(parameter) for module in fused_collections(model) for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in owned and parameter.requires_grad]

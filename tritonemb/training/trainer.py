@@ -1,4 +1,4 @@
-"""Trains, evaluates, saves and resumes a model, in one process or on several ranks together."""
+"""`Trainer`: training, evaluation, checkpoints and resume, in one process or on several ranks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -36,43 +36,43 @@ from tritonemb.training.train_state import DEPTH, Progress, TrainState, seed_ran
 class Trainer(TrainerOptions):
     """Trains `model(dense, sparse) -> logits [B]` on binary labels with the cross-entropy loss.
 
-    Embedding collections with a fused optimizer update their tables themselves; every other parameter belongs to
-    `dense_optimizer`. Batches are shuffled by (seed, epoch). The initial weights are the caller's; call
-    `torch.manual_seed` before the model is made.
+    Embedding collections with a fused optimizer update their tables themselves; `dense_optimizer` has every other
+    parameter. Batches are shuffled by (seed, epoch). Initial weights are the caller's; call `torch.manual_seed` before
+    building the model.
 
-    With a `folder` a run outlives its process: checkpoints, a log and a report are kept there, SIGINT and SIGTERM end
-    it after the running step, and `resume` continues, bitwise identical to a run that never stopped.
+    With a `folder` a run survives its process: checkpoints, a log and a report are written to it, SIGINT and SIGTERM
+    end training after the current step, and `resume` continues, bitwise identical to an uninterrupted run.
 
-    On several ranks the model is a `tritonemb.HybridParallel`, and every rank makes a trainer with the same arguments.
-    A step trains the ranks' batches as one, in the order of ranks; each rank reads its own shard of the data. Rank 0
-    shows progress, and writes log and report. A signal to any rank ends all after the same step; a checkpoint is
-    written by all, to a folder that all share, and read by any number of them.
+    On several ranks the model is a `tritonemb.HybridParallel`, and every rank creates a trainer with equal arguments.
+    A step trains on the batches of all ranks as one batch, in rank order; each rank reads its shard of the data. Rank 0
+    displays progress, and writes log and report. A signal to any rank stops all ranks after the same step. All ranks
+    write a checkpoint, to a folder on a shared file system; any number of ranks can read it.
 
     Args:
-        model: on the device where it is to be trained, unless `device` is given.
-        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.protocol.Data`.
-        dense_optimizer: called with the parameters and `lr=dense_lr`; a class of `torch.optim`, for example.
-        device: where to train; the model is moved there.
-        folder: where checkpoints, `log.jsonl` and `report.html` go.
+        model: model on its training device, or on any device with `device`.
+        data: `tritonemb.data.Dataset` or `ClickLog`, or an object with the methods of `tritonemb.data.protocol.Data`.
+        dense_optimizer: class or function called with the parameters and `lr=dense_lr`, such as `torch.optim.Adam`.
+        device: device to train on; the model is moved to it.
+        folder: folder of checkpoints, `log.jsonl` and `report.html`.
         callbacks: see `Callback`.
-        config: shown in the report, kept in the log.
-        verbose: show progress.
-        servers: embedding servers (`tritonemb.server`) for the tables whose placement is "server".
-        staleness: of those tables: how many steps' updates a batch misses, exactly; `te.AtMost` so many; or None, and
-            it is `prefetch_depth` that bounds them.
-        server_exchange: in how many bits rows and gradients go to servers and back; all of them by default.
-        offload: dense layers and the dense optimizer's states in host memory or on disk; the model is changed then.
-        pipeline: prepare the next steps while one computes; False for a model that changes features before its lookups.
+        config: options to show in log and report.
+        verbose: display progress.
+        servers: embedding servers (`tritonemb.server`) for the tables with placement "server".
+        staleness: number of steps whose updates a batch misses on these tables: exactly, or at most with `te.AtMost`;
+            None for no bound but `prefetch_depth`.
+        server_exchange: codecs of pulled rows and pushed gradients; fp32 by default.
+        offload: offload of dense layers and of the dense optimizer's states; modifies the model.
+        pipeline: prepare the next steps during a step; False for a model that changes features before its lookups.
 
-    All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
+    For all other options see `tritonemb.training.config.TrainerOptions` and its base classes.
 
     Attributes:
-        dense_optimizer: the optimizer that was made; None where every parameter is in a fused table.
-        state: what changes in a run, shared with its loop and its checkpoints.
+        dense_optimizer: the created optimizer; None if every parameter is in a fused table.
+        state: state of the run, shared with its loop and its checkpoints.
 
     Raises:
-        ValueError: options are out of range; `patience` or `evaluate_every` without validation rows; several ranks, and
-            the model is no `tritonemb.HybridParallel`.
+        ValueError: an option is out of range; `patience` or `evaluate_every` without validation rows; a model other
+            than `tritonemb.HybridParallel` on several ranks.
     """
 
     model: nn.Module
@@ -91,23 +91,27 @@ class Trainer(TrainerOptions):
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     state: TrainState = field(init=False)
     run_folder: RunFolder | None = field(init=False)
-    saving: CheckpointManager = field(init=False)
+    checkpointer: CheckpointManager = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("evaluate_every", "patience"):
             if getattr(self, name) is not None and "validation" not in self.data.splits():
                 raise ValueError(f"{name} needs validation rows, and data set {self.data.name!r} has none")
+
+        # Ranks, model, device, servers.
         ranks = Ranks(group_of(self.model), self.timeout)
         self.offload.check(ranks.size, isinstance(getattr(self.model, "module", None), FSDPModule), self.compile)
         model = self.model if self.device is None else self.model.to(self.device)
         sample_tensor = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
-        device = torch.device("cpu") if sample_tensor is None else sample_tensor.device  # with its index
+        device = torch.device("cpu") if sample_tensor is None else sample_tensor.device  # includes the device index
         if self.servers is not None:
             attach(
                 model, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control,
                 exchange=self.server_exchange,
             )  # fmt: skip
+
+        # Train step and state.
         step = TrainStep(
             model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile, self.offload
         )
@@ -117,104 +121,109 @@ class Trainer(TrainerOptions):
         if bound is None:
             bound = DEPTH if self.prefetch_depth is None else self.prefetch_depth
         state.servers, state.staleness = self.servers, bound
-        # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
+
+        # Schedules use the data's size as known now: if it changed them later, a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))
         options, path = self.checkpoints, self.folder
         folder = None if path is None else RunFolder(path, options.keep, options.checkpoint_incremental)
-        saving = CheckpointManager(state, folder, options.checkpoint_async)
-        # The options are frozen; what is made of them is set once.
-        vars(self).update(
-            device=device, dense_optimizer=step.dense_optimizer, state=state, run_folder=folder, saving=saving
-        )
+        checkpointer = CheckpointManager(state, folder, options.checkpoint_async)
+        # The dataclass is frozen: set derived attributes directly.
+        vars(self).update(device=device, dense_optimizer=step.dense_optimizer, state=state)
+        vars(self).update(run_folder=folder, checkpointer=checkpointer)
 
     @property
     def progress(self) -> Progress:
-        """How far the run has come."""
+        """Progress of the run."""
         return self.state.progress
 
     def fit(self, test: bool = False) -> FitResult:
-        """Train to the end of the run, and with `test` evaluate the test rows; again for as many epochs, or steps.
+        """Train to the end of the run, in later calls for `epochs` or `max_steps` more; with `test` evaluate test rows.
 
         Raises:
-            ValueError: the loss is not finite; the data says so; or the folder holds another run.
-            Interrupted: a signal asked to stop; what was done is saved. With a folder only.
-            CheckpointError: the last one could not be written; or another one, and `on_checkpoint_error` is "stop".
-            RankFailed: another rank has failed, is gone, or has not answered in time; says which.
+            ValueError: the loss is not finite; the data raised it; or the folder holds another run.
+            Interrupted: a signal stopped training, after a checkpoint; with a folder only.
+            CheckpointError: the last checkpoint could not be written; with `on_checkpoint_error="stop"` any checkpoint.
+            RankFailed: another rank has failed, or has not answered in time; the message names it.
         """
+        # Extend a finished run.
         state = self.state
         if state.fitted:
             state.last_epoch = state.progress.epoch + self.epochs
             state.last_step = None if self.max_steps is None else state.progress.step + self.max_steps
             state.progress.ended = ""
         with ExitStack() as stack:
-            stack.enter_context(state.ranks.watched())
-            if not state.begun and state.ranks.rank > 0:
-                seed_rank(self.seed, state.ranks.rank)  # ranks that start alike draw random numbers of their own
-            state.begun = True
+            stack.enter_context(state.ranks.monitor_failures())
+            if not state.seeded and state.ranks.rank > 0:
+                seed_rank(self.seed, state.ranks.rank)  # different random numbers on each rank
+            state.seeded = True
+
+            # Lock the folder, and raise before training if the state cannot be saved.
             request, folder = StopRequest(), self.run_folder
             if folder is not None:
                 on_rank_zero(state.ranks.control, lambda: self._lock(folder, stack))
-                json.dumps(self.saving.manifest())  # what cannot be saved is an error before training
-                self.saving.tensors()
+                json.dumps(self.checkpointer.manifest())
+                self.checkpointer.tensors()
                 request = stack.enter_context(stop_requests())
-            display_callbacks: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
+
+            # Display, log and report come before the user's callbacks.
+            callbacks: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
             if folder is not None and state.ranks.is_first:
-                display_callbacks += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
+                callbacks += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
             path = None if folder is None else folder.path
-            result = Loop(state, self.saving, path, CallbackList([*display_callbacks, *self.callbacks]), request).run(
-                test
-            )
+            loop = Loop(state, self.checkpointer, path, CallbackList([*callbacks, *self.callbacks]), request)
+            result = loop.run(test)
         state.fitted = True
         return result
 
     def step(self, batches: Sequence[Batch]) -> int:
-        """One step on the samples of the batches of all ranks together, as many on each; returns their number."""
+        """Train one step on the batches of all ranks, equally many on each; return the samples. Collective."""
         ranks = self.state.ranks
         total = int(ranks.sum(torch.tensor(sum(len(batch) for batch in batches))))
         self.state.step(self.progress.step, batches, [len(batch) * ranks.size / total for batch in batches])
         return total
 
     def evaluate(self, split: Split = "test") -> Metrics:
-        """Metrics on the test rows, or on another split; ValueError if there are none, or a logit is NaN."""
+        """Evaluate the test rows or another split; ValueError if the split is missing, or a logit is NaN."""
         return evaluate(self.state, split)
 
     def predict(self, split: Split = "test") -> Tensor:
-        """Click probabilities float32 `[N]` of a split's rows in their order; on several ranks those of all shards, on
-        the first rank. ValueError if there are none, or a logit is NaN."""
-        with self.state.ranks.watched():
+        """Predict click probabilities float32 `[N]` of a split in row order; on several ranks gathered on rank zero.
+        ValueError if the split is missing, or a logit is NaN."""
+        with self.state.ranks.monitor_failures():
             logits = score(self.state, split)[0]
         if wrong := int(logits.isnan().sum()):
             raise ValueError(f"{wrong:,} logits of the {split} rows are NaN: training has diverged")
         return probabilities(logits)
 
     def save(self) -> CheckpointSaved:
-        """Write a checkpoint; ValueError if there is no folder, CheckpointError if it cannot be written."""
+        """Write a checkpoint; ValueError without a folder, CheckpointError if it cannot be written."""
         if self.run_folder is None:
-            raise ValueError("there is nowhere to save to: give the trainer a folder")
+            raise ValueError("save() needs a folder: pass folder= to the trainer")
         check_errors(self.state.device)
-        with self.state.ranks.watched():
-            return self.saving.save()
+        with self.state.ranks.monitor_failures():
+            return self.checkpointer.save()
 
     def resume(self, checkpoint: str | Path = "auto") -> Path | None:
-        """Resume from a checkpoint: model, optimizers, schedules, position in the data and generators. ValueError or
-        FileNotFoundError if it is damaged, or of another model, optimizer, data set or batch size; it lists all
-        differences, and nothing has been changed then.
+        """Resume from a checkpoint: model, optimizers, schedules, position in the data, generators. Return its path.
+
+        ValueError or FileNotFoundError if it is missing or damaged, or of another model, optimizer, data set or batch
+        size; the message lists all differences, and nothing was changed.
 
         Args:
-            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder, if there is one.
-                Later checkpoints than this are removed when the next one is written.
+            checkpoint: folder of a checkpoint, or "auto" for the newest one in the trainer's folder (returns None if
+                there is none). Later checkpoints are removed when the next one is written.
         """
-        with self.state.ranks.watched():
-            path = self.saving.restore(checkpoint)
+        with self.state.ranks.monitor_failures():
+            path = self.checkpointer.restore(checkpoint)
         if path is not None:
-            self.state.begun = True
+            self.state.seeded = True
             if self.patience is None or self.progress.evaluations_since_best < self.patience:
-                self.progress.ended = ""  # a run that was finished may have more to do now
+                self.progress.ended = ""  # a finished run continues if epochs or max_steps have been raised
         return path
 
     def close(self) -> None:
-        """Remove the swap file of what was offloaded to disk; an offloaded model cannot be used after."""
+        """Remove the swap file of offload to disk; an offloaded model cannot be used afterwards."""
         if self.offload.moved:
             close(self.model)
 
@@ -225,4 +234,4 @@ class Trainer(TrainerOptions):
             raise ValueError(
                 f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
             )
-        self.saving.mark_best_again()
+        self.checkpointer.mark_best_again()

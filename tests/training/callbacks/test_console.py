@@ -12,13 +12,13 @@ from tritonemb.training.callbacks import CallbackList
 from tritonemb.training.callbacks.console import (
     Lines,
     LiveView,
-    duration,
-    fold,
+    escape_unprintable,
+    format_bytes,
+    format_duration,
     make_display,
-    printable,
-    size,
     start_line,
     summary,
+    wrap_line,
 )
 
 SUMMARY = """\
@@ -158,7 +158,7 @@ def test_a_text_that_the_stream_cannot_encode_is_still_shown():
     lines = Lines(stream)
     lines.on_message("f\N{LATIN SMALL LETTER U WITH DIAERESIS}r \udcff \x1b[31m")
     assert stream.buffer.getvalue() == rb"note: f\xfcr \udcff \x1b[31m" + b"\n"
-    assert printable("two\nlines", "utf-8") == "two\nlines"
+    assert escape_unprintable("two\nlines", "utf-8") == "two\nlines"
 
 
 def test_the_default_stream_is_standard_output(capsys):
@@ -175,7 +175,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
     ("seconds", "expected"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3725, "1:02:05"), (math.inf, "?")]
 )
 def test_durations(seconds, expected):
-    assert duration(seconds) == expected
+    assert format_duration(seconds) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_durations(seconds, expected):
     ],
 )
 def test_sizes(num_bytes, expected):
-    assert size(num_bytes) == expected
+    assert format_bytes(num_bytes) == expected
 
 
 def test_folding_breaks_between_fields_only():
-    assert fold("training  some data  batch 100", 20) == "training  some data\n  batch 100"
-    assert fold("checkpoint  a/very/long/path/of/a/run", 10) == "checkpoint\n  a/very/long/path/of/a/run"
-    assert fold("unbreakable", 5) == "unbreakable"
-    assert fold("short  line", 80) == "short  line"
+    assert wrap_line("training  some data  batch 100", 20) == "training  some data\n  batch 100"
+    assert wrap_line("checkpoint  a/very/long/path/of/a/run", 10) == "checkpoint\n  a/very/long/path/of/a/run"
+    assert wrap_line("unbreakable", 5) == "unbreakable"
+    assert wrap_line("short  line", 80) == "short  line"
 
 
 def test_what_the_library_logs_is_a_note_on_stderr_while_it_trains(capsys):

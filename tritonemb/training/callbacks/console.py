@@ -62,7 +62,7 @@ class Lines(Callback):
         )
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
-        self._print(f"checkpoint  {saved.path}  {size(saved.num_bytes)} in {saved.seconds:.1f} s")
+        self._print(f"checkpoint  {saved.path}  {format_bytes(saved.num_bytes)} in {saved.seconds:.1f} s")
 
     def on_message(self, text: str) -> None:
         self._print(f"note: {text}")
@@ -73,7 +73,7 @@ class Lines(Callback):
             self._print(summary(end))
 
     def _print(self, text: str) -> None:
-        print(printable(text, self._stream.encoding), file=self._stream, flush=True)
+        print(escape_unprintable(text, self._stream.encoding), file=self._stream, flush=True)
 
 
 class LiveView(Lines):
@@ -113,7 +113,8 @@ class LiveView(Lines):
         super().on_end(end)
 
     def _print(self, text: str) -> None:
-        lines = [fold(line, self._console.width) for line in printable(text, self._console.encoding).split("\n")]
+        text = escape_unprintable(text, self._console.encoding)
+        lines = [wrap_line(line, self._console.width) for line in text.split("\n")]
         self._console.print(require("rich.text").Text("\n".join(lines)), soft_wrap=True)
 
 
@@ -143,16 +144,16 @@ def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
         f"loss {log.loss:.4f}".ljust(11),
         f"{rate:,.0f} samples/s".ljust(16),
         f"wait {100 * log.data_wait:.0f} %".ljust(9),
-        size(log.memory_bytes).ljust(7),
+        format_bytes(log.memory_bytes).ljust(7),
     ]
     if eta and start.total_samples is not None and math.isfinite(rate) and rate > 0:
-        fields.append(f"ETA {duration(max(0, start.total_samples - log.samples) / rate)}")
+        fields.append(f"ETA {format_duration(max(0, start.total_samples - log.samples) / rate)}")
     return "  ".join(fields).rstrip()
 
 
 def summary(end: FitEnd) -> str:
     """Last lines of a run: test metrics, speed, and the reason if it ended early."""
-    lines = [f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})"]
+    lines = [f"samples/s           {end.samples_per_second:,.0f}  (training took {format_seconds(end.seconds)})"]
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
         hint = "  (above 1: worse than always predicting the base rate; try lower learning rates, fewer epochs, or "
@@ -184,7 +185,7 @@ def _epoch_done(log: Log, start: FitStart) -> str:
     return f"{done:.2f}"
 
 
-def fold(line: str, width: int) -> str:
+def wrap_line(line: str, width: int) -> str:
     """Break a line between its fields so that it fits `width`; a single field is not broken."""
     rows = [""]
     for field in re.split(r"(?<=\S)(?=  +\S)", line):
@@ -194,12 +195,12 @@ def fold(line: str, width: int) -> str:
     return "\n".join(rows)
 
 
-def took(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds: "12.3 s" below a minute, then as `duration`."""
-    return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 59.95 else format_duration(seconds)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as m:ss, from an hour on as h:mm:ss; "?" if not finite."""
     if not math.isfinite(seconds):
         return "?"
@@ -208,14 +209,14 @@ def duration(seconds: float) -> str:
     return f"{hours:,}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format bytes with three digits, in MB (10^6 bytes) or GB (10^9)."""
     value, unit = (num_bytes / 1e6, "MB") if num_bytes < 999.5e6 else (num_bytes / 1e9, "GB")
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f} {unit}"
 
 
-def printable(text: str, encoding: str | None) -> str:
+def escape_unprintable(text: str, encoding: str | None) -> str:
     """Escape control characters, which paths may contain, and characters that the encoding does not have."""
     shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")

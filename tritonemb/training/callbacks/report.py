@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from tritonemb.training.callbacks import Callback, FitEnd
-from tritonemb.training.callbacks.console import size, took
+from tritonemb.training.callbacks.console import format_bytes, format_seconds
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.utils import atomic_write
 
@@ -54,44 +54,45 @@ def render(events: Sequence[Event]) -> str:
     kinds: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         kinds[event["event"]].append(event)
-    start = last_of(events, "start")
+    start = last_event(events, "start")
     end: Event = events[-1] if events and events[-1]["event"] == "end" else {}
     config = start.get("config") or {}
     validations = [event for event in kinds["evaluation"] if event.get("split") == "validation"]
     last_step = max((event["step"] for event in events if "step" in event), default=0)
     resumed = sorted({event["first_step"] for event in kinds["start"] if event["first_step"]})
-    tested = test_of(events)
+    tested = test_event(events)
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
-    return page_of(
+    return render_template(
         "report.html.jinja", title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end,
         config=config, resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None),
         last_step=last_step, tested=tested,
-        latest={**last_of(events, "log"), **end},
+        latest={**last_event(events, "log"), **end},
         charts=list(_charts(kinds["log"], validations, tested["metrics"], end, resumed, last_step)),
         **{key: next((log[key] for log in reversed(kinds["log"]) if log.get(key)), None) for key in SECTIONS},
     )  # fmt: skip
 
 
-def last_of(events: Sequence[Event], kind: str) -> Event:
+def last_event(events: Sequence[Event], kind: str) -> Event:
     """Return the last event of a kind; {} without one."""
     return next((event for event in reversed(events) if event["event"] == kind), {})
 
 
-def test_of(events: Sequence[Event]) -> Event:
+def test_event(events: Sequence[Event]) -> Event:
     """Return `step` and `metrics` of the last evaluation on the test rows; that of the best checkpoint is last."""
-    end = last_of(events, "end")
+    end = last_event(events, "end")
     tests = (event for event in reversed(events) if event["event"] == "evaluation" and event["split"] == "test")
     return next(tests, {"step": end.get("step"), "metrics": end.get("test") or {}})
 
 
-def page_of(template: str, **values: Any) -> str:
+def render_template(template: str, **values: Any) -> str:
     """Render a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         finalize=_visible,
     )  # fmt: skip
     formats = {"count": "{:,.0f}", "metric": "{:.4f}", "percent": "{:.1f} %"}
-    environment.filters |= {name: text.format for name, text in formats.items()} | {"size": size, "took": took}
+    environment.filters |= {name: text.format for name, text in formats.items()}
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     return environment.get_template(template).render(GEOMETRY, **values)
 
 
@@ -163,7 +164,7 @@ def chart(
         "x": x,
         "last": show(last) if is_finite(last) else str(last),
         "y_ticks": [(y_of(value), show_tick(value)) for value in y_ticks],
-        "x_ticks": [(x_of(tick), compact(tick)) for tick in ticks(0, last_step) if x != "step" or tick == int(tick)],
+        "x_ticks": [(x_of(t), format_compact(t)) for t in ticks(0, last_step) if x != "step" or t == int(t)],
         "resumed": [(x_of(step), step) for step in resumed],
         "level": None if level is None else (y_of(level), show(level)),
         "curves": [plot_curve(points) for points in curves],
@@ -204,7 +205,7 @@ def is_finite(value: float) -> bool:
     return abs(value) < LARGEST  # False for NaN
 
 
-def compact(value: float) -> str:
+def format_compact(value: float) -> str:
     """Format a number with the suffix k, M or G."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
@@ -213,7 +214,7 @@ def compact(value: float) -> str:
 
 
 PLAIN: Unit = ("{:.4f}".format, "{:g}".format)
-COUNT: Unit = ("{:,.0f}".format, compact)
+COUNT: Unit = ("{:,.0f}".format, format_compact)
 SHARE: Unit = (lambda value: f"{100 * value:.1f} %", lambda value: f"{100 * value:g} %")
-BYTES: Unit = (size, lambda value: size(value) if value else "0")
+BYTES: Unit = (format_bytes, lambda value: format_bytes(value) if value else "0")
 RATE: Unit = ("{:.3g}".format, "{:.3g}".format)

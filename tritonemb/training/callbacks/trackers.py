@@ -12,16 +12,13 @@ from tritonemb.utils import require
 
 METRICS = ("auc", "log_loss", "normalized_entropy")
 LOGGED = ("loss", "samples_per_second", "data_wait", "memory_bytes")
-MAX_PARAMS = 100  # parameters per request, MLflow's limit
-MAX_PARAM_LENGTH = 500  # characters of a value that every MLflow store accepts
+MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # MLflow's limits: parameters per request, characters that all stores accept
 
 
 class Scalars(Callback):
-    """Base class of trackers: passes scalars by name to `write`.
-
-    Names: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes; lr/dense, lr/tables; <split>/auc,
-    <split>/log_loss, <split>/normalized_entropy; cache/<name of Log.cache>; dynamic/<table>/<name of Log.dynamic>.
-    """
+    """Base class of trackers, which passes scalars to `write`: train/loss, train/samples_per_second, train/data_wait,
+    train/memory_bytes; lr/dense, lr/tables; <split>/auc, <split>/log_loss, <split>/normalized_entropy;
+    cache/<name of Log.cache>; dynamic/<table>/<name of Log.dynamic>."""
 
     essential = False
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written aside and renamed, checked and read, by one process or by several ranks."""
+"""Checkpoints of a run: atomic writing, checks and reading, by one process or by several ranks."""
 
 from tritonemb.storage.checkpoint import FORMAT, MANIFEST
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder

@@ -1,8 +1,8 @@
-"""The folder of a run and its checkpoints: written aside and renamed, so that whatever stands there is whole.
+"""Folders of runs and of their checkpoints. Checkpoints are written under a temporary name and renamed when complete.
 
-A checkpoint is a folder: the tensors in the format of `torch.distributed.checkpoint` (`model.<key of state_dict>`,
-`optimizer.<parameter>.<state>`, `rng.<device>`), the files of tables on disk, and `trainer.json`, which holds all else,
-and sizes and checksums of the files.
+A checkpoint is a folder: tensors in the format of `torch.distributed.checkpoint` (`model.<key of state_dict>`,
+`optimizer.<parameter>.<state>`, `rng.<device>`), files of tables on disk, and `trainer.json`, the manifest, with all
+other state, and with sizes and checksums of the files.
 """
 
 import json
@@ -27,42 +27,42 @@ from tritonemb.training.checkpoint.writer import CheckpointWriter, Manifest, Ran
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 from tritonemb.utils import atomic_write, seal
 
-# A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
+# Prefixes of the names of incomplete checkpoints, of complete ones that are being replaced, and of ones being removed.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: `step-<n>`, the newest `keep` of them, and `best-<n>`.
+    """Checkpoints of one run: the newest `keep`, `step-<n>`, and the best, `best-<n>`.
 
-    What a killed process left half-written begins with a dot, and is removed when the next checkpoint is written. So
-    does a whole checkpoint, `.replaced-step-<n>`, whose name a new one was about to take: it stands for that one, and
-    gets its name back when the next one is written.
+    Incomplete checkpoints of a killed process have hidden names, and are removed when the next checkpoint is written. A
+    complete checkpoint `.replaced-step-<n>`, which a killed process was replacing by one of the same step, is read in
+    place of `step-<n>`, and gets its name back when the next checkpoint is written.
 
-    With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder, on
-    a file system that all share; rank 0 does all else. What fails on one fails on all.
+    With a `group` of several ranks, methods are collective: every rank writes its tensors into one folder on a shared
+    file system, and rank 0 does the rest. A failure on one rank is raised on all.
 
-    An `incremental` one has what has changed in tables on disk since the last checkpoint, where that is less.
+    With `incremental`, checkpoints of tables on disk have only the pages changed since the last one, if that is less.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, incremental: bool = False) -> None:
         self.folder, self.keep, self.incremental = Path(folder), keep, incremental
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, ascending."""
-        return self._numbers("step")
+        """Steps of the checkpoints, ascending."""
+        return self._steps_of("step")
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Path of the checkpoint of a step, which need not exist."""
         return self._path(f"step-{step}")
 
     def latest(self, group: RankGroup | None = None) -> Path | None:
-        """The newest checkpoint, if there is one; with several ranks, what rank 0 finds."""
+        """Path of the newest checkpoint, None without one; that of rank 0 on all ranks."""
         names = on_rank_zero(group, lambda: [self.path(step).name for step in self.steps()[-1:]])
         return self.folder / names[0] if names else None
 
     def best(self) -> Path | None:
-        """The checkpoint of the best evaluation, if there is one."""
-        steps = self._numbers("best")
+        """Path of the checkpoint of the best evaluation, None without one."""
+        steps = self._steps_of("best")
         return self._path(f"best-{steps[-1]}") if steps else None
 
     def save(
@@ -72,21 +72,21 @@ class CheckpointFolder:
         """Write the checkpoint of a step.
 
         Args:
-            tensors: this rank's; what has the same name and is no `TableShards` or DTensor is the same on all ranks.
-                A `DiskTensor` refers to a table on disk, whose file is copied.
-            manifest: what `trainer.json` is to hold, for JSON; rank 0's is taken.
-            group: ranks that write it together, over a backend that serves the CPU; None for this process alone.
-            best: mark it as the best one when it is written.
-            services: of collections on embedding servers, by path; the servers must be able to write to the folder.
+            tensors: tensors of this rank. Those that are neither `TableShards` nor DTensor are equal on all ranks that
+                have them. A `DiskTensor` refers to a table on disk, of which a snapshot is written.
+            manifest: contents of `trainer.json`, for JSON; rank 0's is written.
+            group: ranks that write the checkpoint, with a CPU backend; None for this process alone.
+            best: mark the checkpoint as the best one.
+            services: services of collections on embedding servers, by path; the servers must have access to the folder.
 
         Raises:
-            CheckpointError: on every rank, if it could not be written; says why, where, and how many bytes were needed.
-            ValueError: on every rank, if the ranks' parts do not make up a sharded table.
-            TypeError: the manifest is not for JSON.
-            StorageError: what was trained could not be written to a table on disk.
+            CheckpointError: on every rank, if writing failed; the message has the cause, the path and the bytes needed.
+            ValueError: on every rank, if the ranks' shards do not cover a sharded table.
+            TypeError: the manifest cannot be encoded as JSON.
+            StorageError: rows could not be written back to a table on disk.
         """
         writer = self.begin(step, tensors, manifest, group, best, services)
-        with self.reporting(writer):
+        with self.convert_errors(writer):
             return writer.result(save(
                 dict(writer.tensors), storage_writer=writer, process_group=writer.group.process_group,
                 no_dist=writer.group.size == 1,
@@ -96,55 +96,50 @@ class CheckpointFolder:
         self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
         services: Mapping[str, TableService] | None = None,
     ) -> CheckpointWriter:  # fmt: skip
-        """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
-
-        Arguments and errors as of `save`.
-        """
+        """Create the folder of a checkpoint, and submit snapshots of tables on disk; torch then saves the writer's
+        tensors. Arguments and errors as of `save`."""
         group = RankGroup() if group is None else group
-        aside = self.folder / f"{WRITING}step-{step}"
+        temporary = self.folder / f"{WRITING}step-{step}"
 
         def make() -> None:
             self._remove_leftovers()
-            aside.mkdir(parents=True)
+            temporary.mkdir(parents=True)
 
         def begin() -> None:
-            if not aside.is_dir():
-                raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
-            writer.snapshots.begin(aside, self._earlier(step) if writer.snapshots.tables or services else [])
+            if not temporary.is_dir():
+                raise OSError(f"{temporary} does not exist: all ranks must write to one folder on a shared file system")
+            has_snapshots = writer.snapshots.tables or services
+            writer.snapshots.begin(temporary, self._earlier_checkpoints(step) if has_snapshots else [])
 
-        def publish(written: RankFiles) -> None:
-            for path, (size, _) in ((aside / name, entry) for name, entry in written.files.items()):
-                if (actual_size := files.size_of(path)) != size:
-                    raise OSError(
-                        f"{path} should have {size:,} bytes, rank 0 finds {actual_size}: do all ranks share it?"
-                    )
-            tables = {
-                name: files_by_path for name in ("tables", "servers") if (files_by_path := getattr(written, name))
-            }
-            entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
-            atomic_write(aside / MANIFEST, seal(json.dumps(entries, indent=1)))
-            self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
+        def publish(rank_files: RankFiles) -> None:
+            for path, (size, _) in ((temporary / name, entry) for name, entry in rank_files.files.items()):
+                if (actual := files.size_of(path)) != size:
+                    raise OSError(f"{path} has {actual} bytes on rank 0, expected {size:,}: is the file system shared?")
+            tables = {name: table for name in ("tables", "servers") if (table := getattr(rank_files, name))}
+            entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": rank_files.files}
+            atomic_write(temporary / MANIFEST, seal(json.dumps(entries, indent=1)))
+            self._publish(temporary, self.folder / f"step-{step}", self._obsolete_paths(step))
             if best:
                 self._mark_best(step)
 
         files.ignore_single_process_warning()
-        writer = CheckpointWriter(aside, step, tensors, manifest, group, publish, services)
-        with self.reporting(writer):
+        writer = CheckpointWriter(temporary, step, tensors, manifest, group, publish, services)
+        with self.convert_errors(writer):
             on_rank_zero(group, make, OSError)
             on_all_ranks(group, begin, OSError)
         return writer
 
     @contextmanager
-    def reporting(self, pending: CheckpointWriter) -> Iterator[None]:
-        """What goes wrong in the block becomes a `CheckpointError`, and nothing is left of the checkpoint."""
+    def convert_errors(self, writer: CheckpointWriter) -> Iterator[None]:
+        """Raise errors of the block as `CheckpointError`, after removing the incomplete checkpoint."""
         try:
             yield
         except (OSError, CheckpointException) as error:
-            pending.snapshots.settle()
-            raise self._failure(pending.step, pending.needed, error, pending.group) from error
+            writer.snapshots.settle()
+            raise self._failure(writer.step, writer.needed, error, writer.group) from error
 
     def mark_best(self, step: int, group: RankGroup | None = None) -> None:
-        """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones. Raises as `save`."""
+        """Keep the checkpoint of a step as the best one, by hard links or copies. Raises as `save`."""
         try:
             on_rank_zero(group, lambda: self._mark_best(step), OSError)
         except OSError as error:
@@ -153,56 +148,57 @@ class CheckpointFolder:
             raise self._failure(step, needed, error, group) from error
 
     def _mark_best(self, step: int) -> None:
-        source, aside = self.folder / f"step-{step}", self.folder / f"{WRITING}best-{step}"
+        source, temporary = self.folder / f"step-{step}", self.folder / f"{WRITING}best-{step}"
         self._remove_leftovers()
-        aside.mkdir()
+        temporary.mkdir()
         for entry in source.iterdir():
-            files.link_or_copy(entry, aside / entry.name)
-        previous_best = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
-        self._publish(aside, self.folder / f"best-{step}", previous_best)
+            files.link_or_copy(entry, temporary / entry.name)
+        previous_best = [self.folder / f"best-{old}" for old in self._steps_of("best") if old != step]
+        self._publish(temporary, self.folder / f"best-{step}", previous_best)
 
-    def _earlier(self, step: int) -> list[tuple[Path, Manifest]]:
+    def _earlier_checkpoints(self, step: int) -> list[tuple[Path, Manifest]]:
         earlier: list[tuple[Path, Manifest]] = []
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
-            with suppress(ValueError):  # nothing follows a damaged one
+            with suppress(ValueError):  # skip damaged ones
                 earlier.append((path, files.read_manifest_text(path)[1]))
         return earlier
 
-    def _obsolete(self, step: int) -> list[Path]:
-        """What goes when this step has its checkpoint: the later ones, as the run has gone back behind them and now
-        goes another way, and those that are not among the newest `keep` any more."""
-        later = [(kind, number) for kind in ("step", "best") for number in self._numbers(kind) if number > step]
+    def _obsolete_paths(self, step: int) -> list[Path]:
+        """Paths of checkpoints to remove after that of `step`: later ones, of steps before the run was resumed from an
+        earlier step, and ones beyond the newest `keep`."""
+        later = [(kind, number) for kind in ("step", "best") for number in self._steps_of(kind) if number > step]
         earlier = [("step", number) for number in self.steps() if number < step]
         old = earlier[: max(0, len(earlier) + 1 - self.keep)]
         return [self.folder / f"{kind}-{number}" for kind, number in later + old]
 
-    def _numbers(self, kind: str) -> list[int]:
+    def _steps_of(self, kind: str) -> list[int]:
+        """Steps of complete checkpoints of a kind, "step" or "best", ascending; warn of folders without manifest."""
         if not self.folder.is_dir():
             return []
         names = {entry.name.removeprefix(REPLACED).partition("-") for entry in self.folder.iterdir()}
         paths = {int(n): self._path(f"{name}-{n}") for name, _, n in names if name == kind and n.isdecimal()}
         complete = sorted(number for number, path in paths.items() if (path / MANIFEST).is_file())
         for path in (path for number, path in paths.items() if number not in complete and path.is_dir()):
-            warnings.warn(f"{path} is passed over: a checkpoint without its {MANIFEST} cannot be read", stacklevel=2)
+            warnings.warn(f"{path} is skipped: it has no {MANIFEST}, so it cannot be read", stacklevel=2)
         return complete
 
     def _path(self, name: str) -> Path:
-        """Where the checkpoint of this name is, or would be. Whoever reads it changes nothing here."""
+        """Path of the checkpoint of a name, which need not exist; without changes to the folder, for readers."""
         final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
         return replaced if replaced.exists() and not final.exists() else final
 
-    def _publish(self, aside: Path, final: Path, obsolete: Sequence[Path]) -> None:
-        """Give a whole folder its name; others go then, as does one of the same name, of a run that was taken back."""
-        sync(aside)
+    def _publish(self, temporary: Path, final: Path, obsolete: Sequence[Path]) -> None:
+        """Rename a complete checkpoint to its final name, and remove obsolete ones, and an old one of this name."""
+        sync(temporary)
         replaced = self.folder / f"{REPLACED}{final.name}"
         if final.exists():
             os.rename(final, replaced)
-        os.rename(aside, final)
+        os.rename(temporary, final)
         sync(self.folder)
-        self._drop([*obsolete, replaced] if replaced.exists() else obsolete)
+        self._remove([*obsolete, replaced] if replaced.exists() else obsolete)
 
-    def _drop(self, paths: Sequence[Path]) -> None:
-        """Take all their names away first: a half-removed checkpoint is none, and removing one may take long."""
+    def _remove(self, paths: Sequence[Path]) -> None:
+        """Remove checkpoints. Rename all of them first: a partially removed one must not be read."""
         for path in paths:
             os.rename(path, self.folder / f"{DROPPED}{path.name}")
         if paths:
@@ -214,10 +210,10 @@ class CheckpointFolder:
         self._restore_replaced()
         for entry in [*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{DROPPED}*")]:
             shutil.rmtree(entry)
-        self._drop(list(self.folder.glob(f"{REPLACED}*")))
+        self._remove(list(self.folder.glob(f"{REPLACED}*")))
 
     def _restore_replaced(self) -> None:
-        """Where a checkpoint has lost its name and the new one has not got it, the old one has it again."""
+        """Give replaced checkpoints their names back if the new ones were not published."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             if not (final := self.folder / replaced.name.removeprefix(REPLACED)).exists():
                 os.rename(replaced, final)
@@ -226,24 +222,24 @@ class CheckpointFolder:
         cause = error
         if isinstance(error, CheckpointException):
             cause = next((failure[0] for failure in error.failures.values()), error)
-            if not isinstance(cause, Exception):  # somebody wants the process to end
+            if not isinstance(cause, Exception):  # KeyboardInterrupt, SystemExit
                 raise cause
-        if group is None or group.rank == 0:  # all ranks have stopped writing
+        if group is None or group.rank == 0:  # no rank is writing any more
             for kind in ("step", "best"):
                 shutil.rmtree(self.folder / f"{WRITING}{kind}-{step}", ignore_errors=True)
-            with suppress(OSError):  # it is found where it is, too
+            with suppress(OSError):  # readers find replaced checkpoints, too
                 self._restore_replaced()
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
         newest = self.latest()
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes, "
-            f"{shutil.disk_usage(existing).free:,} are free there. "
-            f"{f'The checkpoint {newest.name} is whole' if newest else 'There is no earlier checkpoint'}"
+            f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes; "
+            f"{shutil.disk_usage(existing).free:,} are free. "
+            f"{f'The latest complete checkpoint is {newest.name}' if newest else 'There is no earlier checkpoint'}"
         )
 
 
 class RunFolder:
-    """`checkpoints/`, `log.jsonl`, `report.html`, `config.toml`, `trace.json`, `tensorboard/` of one run."""
+    """Paths of a run: `checkpoints/`, `log.jsonl`, `report.html`, `config.toml`, `trace.json`, `tensorboard/`."""
 
     def __init__(self, path: str | Path, keep: int = 3, incremental: bool = False) -> None:
         self.path = Path(path)
@@ -252,14 +248,12 @@ class RunFolder:
         self.trace, self.tensorboard = self.path / "trace.json", self.path / "tensorboard"
 
     def lock(self) -> AbstractContextManager[object]:
-        """Make the folder, and keep other processes out of it; a killed process keeps nobody out.
-
-        ValueError if another process trains there, or nothing can be written there.
-        """
+        """Create the folder, and lock it until the process ends or the lock is released. ValueError if another process
+        holds the lock, or the folder is not writable."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             return FileLock(self.path / ".lock").acquire(timeout=0)
         except Timeout as error:
             raise ValueError(f"another process trains in {self.path}; wait for it, or choose another folder") from error
         except OSError as error:
-            raise ValueError(f"nothing can be written to {self.path}: {error}") from error
+            raise ValueError(f"cannot write to {self.path}: {error}") from error

@@ -1,6 +1,6 @@
-"""A run's state to a checkpoint and back: model, optimizers, progress, position in the data, generators.
+"""Saving and restoring of runs: model, optimizers, progress, position in the data, random generators.
 
-Checkpoints may be written while training goes on, by `torch.distributed.checkpoint.async_save`.
+Asynchronous checkpoints are written during training by `torch.distributed.checkpoint.async_save`.
 """
 
 import atexit
@@ -43,14 +43,14 @@ from tritonemb.utils import join_names, print_error
 
 
 class AsyncSave:
-    """Writes one checkpoint at a time in a thread: training stops only while the tensors are copied to host memory.
+    """Writes checkpoints in a thread, one at a time. Training stops only while tensors are copied to host memory.
 
-    Tables on disk are not copied there: snapshots of them are submitted, for which what training reads and writes of
-    them afterwards has to wait, and which take no time where the file system makes reflink copies.
+    For tables on disk, snapshots are submitted instead. Later reads and writes of these tables wait for the snapshots,
+    which are instantaneous on file systems with reflink copies.
 
-    The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
-    last checkpoint whole, as `CheckpointFolder` does. All ranks of the group make it, start it and wait for it
-    together, in the same order, and get the same answer.
+    The thread has its own process group. The exit of the process waits for it; after a kill the latest complete
+    checkpoint remains, as with `CheckpointFolder`. Construction and methods are collective, in the same order on all
+    ranks of the group, with equal results.
     """
 
     def __init__(self, folder: CheckpointFolder, group: RankGroup | None = None) -> None:
@@ -58,7 +58,7 @@ class AsyncSave:
         self._group = (RankGroup() if group is None else group).duplicate(backend="gloo")
         self._process_group = self._group.process_group
         if self._process_group is None and dist.is_available() and dist.is_initialized():
-            # torch does not use it, and wants one that serves the CPU.
+            # torch requires a group with a CPU backend, although it does not use it for one process.
             self._process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._stager = HostStager(self._group)
         self._running: tuple[CheckpointWriter, Future[Metadata]] | None = None
@@ -68,33 +68,34 @@ class AsyncSave:
         self, step: int, tensors: Tensors, manifest: Manifest, best: bool = False,
         services: Mapping[str, TableService] | None = None,
     ) -> CheckpointSaved | None:  # fmt: skip
-        """Begin to write a checkpoint, see `CheckpointFolder.save`; wait for the one before, return it if nobody has.
+        """Start to write a checkpoint, see `CheckpointFolder.save`. Wait for the previous one first and return it,
+        unless `wait` has returned it.
 
         Raises:
-            CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some
-                rank, or its folder cannot be made; nothing is left of this one then. Where the ranks could not be
-                reached, the error is that of the exchange.
-            StorageError: what was trained could not be written to a table on disk.
+            CheckpointError, ValueError: the previous checkpoint could not be written, or a rank has not enough memory
+                for this one, or its folder cannot be created; this one is removed then. If ranks cannot be reached, the
+                exception of the collective.
+            StorageError: rows could not be written back to a table on disk.
         """
         previous = self.wait()
         writer = self.folder.begin(step, tensors, manifest, self._group, best, services)
-        writer.per_thread_copy_ahead = 0  # the copies are in host memory
-        with self.folder.reporting(writer):
+        writer.per_thread_copy_ahead = 0  # the staged copies are in host memory
+        with self.folder.convert_errors(writer):
             future = async_save(
                 dict(writer.tensors), storage_writer=writer, process_group=self._process_group,
                 async_stager=self._stager, no_dist=self._group.size == 1,
             )  # fmt: skip
-        assert isinstance(future, Future)  # not of an asynchronous stager
+        assert isinstance(future, Future)  # an asynchronous stager would return another type
         self._running = writer, future
         return previous
 
     def wait(self) -> CheckpointSaved | None:
-        """Wait for what is being written, and return it. Raises as `start`, once."""
+        """Wait for the checkpoint that is being written, and return it. An error is raised once, as by `start`."""
         if self._running is None:
             return None
         writer, future = self._running
         try:
-            with self.folder.reporting(writer):
+            with self.folder.convert_errors(writer):
                 return writer.result(future.result())
         finally:
             if future.done():
@@ -102,7 +103,7 @@ class AsyncSave:
 
 
 def _finish(save: weakref.ref[AsyncSave]) -> None:
-    """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
+    """Complete a checkpoint at the exit of the process, and print a failure that `wait` has not raised."""
     if (async_save := save()) is not None:
         print_error(async_save.wait)
 
@@ -112,64 +113,71 @@ def load_model(
     stored: Mapping[str, TensorStorageMetadata], ignore: tuple[str, ...], group: RankGroup | None = None,
     servers: bool = True,
 ) -> None:  # fmt: skip
-    """Load the tensors that are `stored` in a checkpoint into a model and into `others`; see `load_tensors`. Without
-    `servers` tables on these stay as they are."""
-    tensors, dynamic = train_state.model_tensors(model), dict[DynamicTable, dict[str, Tensor]]()
-    server_collections = collections_on_servers(model) if servers else {}
-    saved_chains = on_each_rank(group, lambda: reader.saved_on_servers(Path(path))) if servers else {}
+    """Load the `stored` tensors of a checkpoint into a model and into `extra_tensors`; see `load_tensors`. Without
+    `servers`, tables on embedding servers are not changed."""
+    path, tensors = Path(path), train_state.model_tensors(model)
+    collections = collections_on_servers(model) if servers else {}
+    snapshots = on_each_rank(group, lambda: reader.saved_on_servers(path)) if servers else {}
     services = services_of(model) if servers else {}
-    assert services.keys() == server_collections.keys(), "attach the servers first"
-    servers_to_tables, tables_to_servers = dict[str, Tensor](), dict[tuple[str, str], dict[str, Tensor]]()
-    for name, chains in saved_chains.items():
-        if name not in server_collections:
-            for of_servers, saved in on_each_rank(group, partial(read_tables, chains)).items():
-                servers_to_tables |= {f"{_prefix(name)}{of_servers}.{field}": value for field, value in saved.items()}
-    tensors = {name: value for name, value in tensors.items() if name.removeprefix("model.") not in servers_to_tables}
-    for name, table_name in [
-        (n, config.name)
-        for n in server_collections
-        if n not in saved_chains
-        for config in server_collections[n].configs
-    ]:
+    assert services.keys() == collections.keys(), "attach the servers first"
+
+    # Tables that are now in this process, and were on servers: read the servers' files.
+    local_tables = dict[str, Tensor]()
+    for name, chains in snapshots.items():
+        if name not in collections:
+            for table_name, fields in on_each_rank(group, partial(read_tables, chains)).items():
+                prefix = f"{_prefix(name)}{table_name}"
+                local_tables |= {f"{prefix}.{field}": value for field, value in fields.items()}
+    tensors = {name: value for name, value in tensors.items() if name.removeprefix("model.") not in local_tables}
+
+    # Tables that are now on servers, and were not: read their tensors, to send them to the servers.
+    server_tables = dict[tuple[str, str], dict[str, Tensor]]()
+    moved = [(name, collection) for name, collection in collections.items() if name not in snapshots]
+    for name, table_name in [(name, config.name) for name, collection in moved for config in collection.configs]:
         prefix = f"model.{_prefix(name)}{table_name}."
-        fields = {key.removeprefix(prefix): _room_for(stored[key]) for key in stored if key.startswith(prefix)}
-        tables_to_servers[name, table_name] = fields
+        fields = {key.removeprefix(prefix): _allocate(stored[key]) for key in stored if key.startswith(prefix)}
+        server_tables[name, table_name] = fields
         tensors |= {prefix + field: value for field, value in fields.items()}
-    on_disk = on_each_rank(group, lambda: reader.saved_tables(Path(path)))
+
+    # Dynamic tables: read as many ids and rows as the checkpoint has; the tables adopt them below.
+    dynamic = dict[DynamicTable, dict[str, Tensor]]()
+    disk_tables = on_each_rank(group, lambda: reader.saved_tables(path))
     for name, table in _dynamic_tables(model):
         prefix = f"model.{name}."
-        of_table = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        current = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         tensors = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
         if table is None or (ids := stored.get(f"{prefix}ids")) is None:
             continue
-        wanted = table.templates(ids.size[0])
-        if (entry := on_disk.get(f"{prefix}rows")) is not None:
-            if isinstance(table, CachedTable) and table.config.placement == "disk" and reader.same_part(entry, table):
-                rows = {key: value for key, value in of_table.items() if key.startswith("rows.")}
+        templates = table.templates(ids.size[0])
+        if (entry := disk_tables.get(f"{prefix}rows")) is not None:  # rows are in files
+            if isinstance(table, CachedTable) and table.config.placement == "disk" and reader.find_shard(entry, table):
+                rows = {key: value for key, value in current.items() if key.startswith("rows.")}
             else:
-                rows = {f"rows.{field}": _room_for(stored[f"{prefix}rows.{field}"]) for field in entry["fields"]}
-            wanted = {key: value for key, value in wanted.items() if key not in entry["fields"]}
-            wanted |= {"row": torch.empty_like(wanted["ids"]), **rows}
-        dynamic[table] = wanted
-        tensors |= {prefix + part: value for part, value in wanted.items()}
+                rows = {f"rows.{field}": _allocate(stored[f"{prefix}rows.{field}"]) for field in entry["fields"]}
+            templates = {key: value for key, value in templates.items() if key not in entry["fields"]}
+            templates |= {"row": torch.empty_like(templates["ids"]), **rows}
+        dynamic[table] = templates
+        tensors |= {prefix + field: value for field, value in templates.items()}
+
+    # Read all tensors, and install what the tables do not share memory with.
     reader.load_tensors(path, tensors | {**extra_tensors}, ignore, group)
     train_state.write_offloaded(model, tensors)
-    for table, saved in dynamic.items():
-        table.load_state(_by_id(saved, path))
-    if servers_to_tables:
-        model.load_state_dict(servers_to_tables, strict=False)
-    steps = {
-        name: steps_of_snapshot(chains[0][-1]) for name, chains in saved_chains.items() if name in server_collections
-    }
+    for table, fields in dynamic.items():
+        table.load_state(_rows_by_id(fields, path))
+    if local_tables:
+        model.load_state_dict(local_tables, strict=False)
+
+    # Servers restore their snapshots, or get the tables that were elsewhere; all ranks continue from the same step.
+    steps = {name: steps_of_snapshot(chains[0][-1]) for name, chains in snapshots.items() if name in collections}
 
     def load_servers() -> None:
         for name in steps:
-            services[name].restore(saved_chains[name], steps[name])
-        for (name, table_name), fields in tables_to_servers.items():
+            services[name].restore(snapshots[name], steps[name])
+        for (name, table_name), fields in server_tables.items():
             services[name].load(table_name, fields)
 
     on_rank_zero(group, load_servers)
-    for name, service in services.items():  # the ranks go on from the same step
+    for name, service in services.items():
         if name in steps:
             service.restore([], steps[name])
         else:
@@ -180,56 +188,49 @@ def load_model(
 
 
 def _prefix(collection: str) -> str:
-    """Of a collection's names in the model's `state_dict`."""
+    """Return the prefix of a collection's keys in the model's `state_dict`."""
     return "" if collection == "tables" else f"{collection}."
 
 
 def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: CheckpointOptions) -> str:
-    """What is not as it was in the data of a checkpoint's run, as far as both say; ValueError if that is to stop it."""
+    """Describe how the data differ from those of a checkpoint, "" if they do not or either is unknown; ValueError with
+    `on_changed_data="stop"`."""
     if not (recorded := manifest.get("data")) and isinstance(data, ClickLog):
         data.number_by_line()
     current = getattr(data, "contents", None)
     if not recorded or not current or list(current.items()) == list(recorded.items()):
         return ""
     pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
-    changes = [
-        f"{name} was {recorded_value}, is {current_value}"
-        for name, (recorded_value, current_value) in pairs.items()
-        if recorded_value != current_value
-    ]
+    changes = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new]
     text = f"the data have changed since {path}: {join_names(changes or ['another order of the files'], most=5)}"
     if options.on_changed_data == "stop":
-        raise ValueError(f"{text}. Bring them back, or begin the epoch again (--on-changed-data continue)")
+        raise ValueError(f"{text}. Restore them, or restart the epoch with --on-changed-data continue")
     return text
 
 
 def services_of(model: nn.Module) -> dict[str, TableService]:
-    """Of a model's collections on embedding servers, by path."""
-    return {
-        path: collection.service
-        for path, collection in collections_on_servers(model).items()
-        if collection.service is not None
-    }
+    """Services of a model's collections on embedding servers, by path."""
+    return {path: c.service for path, c in collections_on_servers(model).items() if c.service is not None}
 
 
-def _room_for(entry: TensorStorageMetadata) -> Tensor:
+def _allocate(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _by_id(saved: dict[str, Tensor], path: str | Path) -> dict[str, Tensor]:
-    """What a checkpoint has of a dynamic table; if that was on disk, the memory's rows become those of the ids."""
-    fields = {name.removeprefix("rows."): value for name, value in saved.items() if name.startswith("rows.")}
-    non_row_fields = {name: value for name, value in saved.items() if not name.startswith("rows.")}
+def _rows_by_id(tensors: dict[str, Tensor], path: str | Path) -> dict[str, Tensor]:
+    """Order the rows of a saved dynamic table as its ids, if they were saved on disk and read into memory."""
+    fields = {name.removeprefix("rows."): value for name, value in tensors.items() if name.startswith("rows.")}
+    result = {name: value for name, value in tensors.items() if not name.startswith("rows.")}
     if not fields or any(isinstance(value, DiskTensor | TableShards) for value in fields.values()):
-        return non_row_fields  # or it is in the table's store
-    rows = non_row_fields.pop("row")
-    if not torch.equal(fields.pop("id")[rows], non_row_fields["ids"]):
-        raise ValueError(f"{path} is damaged: rows of a dynamic table are not those of its ids; use another checkpoint")
-    return non_row_fields | {name: value[rows] for name, value in fields.items()}
+        return result  # saved in memory; or the table's store on disk has adopted the rows
+    rows = result.pop("row")
+    if not torch.equal(fields.pop("id")[rows], result["ids"]):
+        raise ValueError(f"{path} is damaged: rows of a dynamic table do not match its ids; use another checkpoint")
+    return result | {name: value[rows] for name, value in fields.items()}
 
 
 def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
-    """By the names that they have in `state_dict`; of sharded ones, this rank's parts, if it has one."""
+    """Dynamic tables by their names in `state_dict`; for a sharded table this rank's shard, or None without one."""
     for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
         if isinstance(module, DynamicTable):
             yield path, module
@@ -241,7 +242,7 @@ def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None
 
 
 class CheckpointManager:
-    """Checkpoints of a run in its folder, None to read only; all ranks call each method together."""
+    """Saves and restores a run; without `folder`, only restores. All methods but `mark_best_again` are collective."""
 
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
@@ -249,28 +250,26 @@ class CheckpointManager:
         self._async = AsyncSave(folder.checkpoints, self._control) if folder is not None and asynchronous else None
 
     def save(self, best: bool = False) -> CheckpointSaved:
-        """Write a checkpoint of this moment, and mark it if it is the best."""
+        """Write a checkpoint, and mark it as the best one if `best`."""
         assert self._folder is not None
         self.finish()
         step, save = self._state.progress.step, self._folder.checkpoints.save
         return save(step, self._finite_tensors(), self.manifest(), self._control, best, services_of(self._state.model))
 
     def start(self, best: bool) -> CheckpointSaved | None:
-        """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
-
-        CheckpointError if this one could not be written, or the one that was being written.
-        """
+        """Write a checkpoint, in a thread if asynchronous; return the latest completed one. CheckpointError if this or
+        the previous checkpoint could not be written."""
         if self._async is None:
             return self.save(best)
         services, step = services_of(self._state.model), self._state.progress.step
         return self._async.start(step, self._finite_tensors(), self.manifest(), best, services)
 
     def finish(self) -> CheckpointSaved | None:
-        """Wait for what is being written; CheckpointError if it could not be."""
+        """Wait for an asynchronous checkpoint, and return it; CheckpointError if it could not be written."""
         return None if self._async is None else self._async.wait()
 
     def _finite_tensors(self) -> dict[str, Tensor]:
-        """All tensors; ValueError, and nothing is written, if training has diverged. Collective."""
+        """Return `tensors()`; ValueError if training has diverged. Collective."""
         state = self._state
         state.refuse_nonfinite()
         tensors = self.tensors()
@@ -281,10 +280,10 @@ class CheckpointManager:
         return tensors
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is saved as tensors. Collective."""
+        """Tensors of a checkpoint: model, dense optimizer, generators, sums of losses. Collective."""
         state, ranks = self._state, self._state.ranks
         if train_state.caches_of(state.model):
-            state.settle()  # prefetched rows are written back, or not, whenever this is done
+            state.settle()  # a running prefetch must not change which rows are written back
         for service in services_of(state.model).values():
             service.return_leases()
         return {
@@ -295,7 +294,7 @@ class CheckpointManager:
         }
 
     def manifest(self) -> dict[str, Any]:
-        """All else, for JSON. Collective."""
+        """Manifest of a checkpoint, for JSON: all state that is not in `tensors()`. Collective."""
         state = self._state
         generators = self._control.all_gather_object(train_state.rng_plain())
         positions = self._control.all_gather_object(state.progress.position)
@@ -315,29 +314,29 @@ class CheckpointManager:
 
     def restore(self, checkpoint: str | Path) -> Path | None:
         """See `Trainer.resume`. Collective."""
+        # Find the checkpoint and read its manifest.
         state, step = self._state, self._state.step
         self.finish()
         newest = None if self._folder is None else self._folder.checkpoints.latest(self._control)
         if checkpoint == "auto":
             if self._folder is None:
-                raise ValueError('resume("auto") looks into the trainer\'s folder: give it one')
+                raise ValueError('resume("auto") needs a folder: pass folder= to the trainer, or a path to resume()')
             if newest is None:
                 return None
             checkpoint = newest
         path = Path(checkpoint)
         manifest = reader.read_manifest(path, self._control)
+
+        # Check that it is of this run, and that the data have not changed.
         run, data = manifest["run"], state.data
         if isinstance(data, ClickLog):
             data = data.read_as(run.get("kinds", {}), run.get("encoding", ""))
         current_run = self._run(data)
         run["kinds"] = current_run["kinds"] | run.get("kinds", {})  # older checkpoints have none
-        different = [
-            f"{name} was {run.get(name)!r}, is {current_run[name]!r}"
-            for name in current_run
-            if run.get(name) != current_run[name]
-        ]
-        if different:
-            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
+        changed = {name: value for name, value in current_run.items() if run.get(name) != value}
+        if changed:
+            differences = (f"{name} was {run.get(name)!r}, is {value!r}" for name, value in changed.items())
+            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(differences)}")
         changes = on_each_rank(self._control, lambda: data_changes(path, manifest, data, state.options.checkpoints))
         try:
             progress = train_state.Progress(**manifest["progress"])
@@ -346,6 +345,8 @@ class CheckpointManager:
             raise ValueError(f"{path / 'trainer.json'} is damaged ({error!r}); use another checkpoint") from error
         if self._folder is not None and newest is not None and path.resolve().parent != newest.resolve().parent:
             raise ValueError(f"{self._folder.path} holds another run than {path}; choose another folder")
+
+        # Load the tensors.
         stored = reader.stored_tensors(path, self._control)
         random = train_state.rng_templates(stored, state.ranks.rank, state.device)
         tensors = train_state.optimizer_templates(state.model, state.step.dense_optimizer, stored) | random
@@ -355,11 +356,13 @@ class CheckpointManager:
         load_model(path, state.model, extra_tensors, stored, ("rng.",), self._control)
         if state.step.dense_optimizer is not None:
             train_state.load_optimizer_state(state.model, state.step.dense_optimizer, tensors, options["optimizer"])
+
+        # Set progress, generators and position; changed data restart the epoch.
         if changes:
             progress, sums = replace(progress, position=None, epoch_samples=0), sums * torch.tensor([1.0, 0.0])
             if state.ranks.is_first:
                 warnings.warn(
-                    f"{changes}. The epoch begins again; rows held out now may have been trained", stacklevel=3
+                    f"{changes}. The epoch restarts; rows that are held out now may have been trained on", stacklevel=3
                 )
         step.load_loss_sums(sums)
         step.load_json(options)
@@ -371,7 +374,7 @@ class CheckpointManager:
         return path
 
     def mark_best_again(self) -> None:
-        """For rank 0: mark the best checkpoint, where a process was killed before it marked what it had written."""
+        """Mark the best checkpoint if a process was killed after writing and before marking it. For rank 0."""
         assert self._folder is not None
         progress, checkpoints = self._state.progress, self._folder.checkpoints
         best, step = checkpoints.best(), progress.best_step
@@ -380,7 +383,7 @@ class CheckpointManager:
             checkpoints.mark_best(step)
 
     def _reading(self) -> dict[str, Any]:
-        """Features of a model's rows, and options by which a log is read; for `tritonemb.load_run`."""
+        """Features of the model, and options of reading a log, for `tritonemb.load_run`."""
         state, data = self._state, self._state.data
         reading = {"features": data.features, "num_dense": data.num_dense, "precision": state.options.precision}
         if isinstance(data, ClickLog):
@@ -389,6 +392,7 @@ class CheckpointManager:
         return dict(plain(reading))
 
     def _run(self, data: Data) -> dict[str, Any]:
+        """Properties of a run that must be equal to resume it."""
         state = self._state
         return {
             "data": data.name,

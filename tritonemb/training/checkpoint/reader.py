@@ -1,6 +1,6 @@
-"""Reads checkpoints: the manifest, tensors in the format of `torch.distributed.checkpoint`, rows of tables on disk.
+"""Reading of checkpoints: manifest, tensors in the format of `torch.distributed.checkpoint`, rows of tables on disk.
 
-Rows of saved tables are read a piece at a time: out of a table's files or tensors, into a table on disk or into memory.
+Rows of saved tables are read in blocks from a table's files or tensors, and written to a table on disk or to memory.
 """
 
 import tempfile
@@ -24,36 +24,36 @@ from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageEr
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import MANIFEST, ROWS, CheckpointPlanner, CheckpointReader, read_manifest_text
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.training.checkpoint.writer import describe_part, split_tables
+from tritonemb.training.checkpoint.writer import describe_shard, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
 from tritonemb.utils import on_error
 
 MAX_LISTED = 20
 Stored = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
-# Some rows of a whole table, ascending; their first column; and each field's values, of which some have no columns.
+# Block of rows: row numbers in the unsharded table, ascending; first column; values by field, some without columns.
 _Block = tuple[Tensor, int, Mapping[str, Tensor]]
 
 
 def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
-    """What `trainer.json` of a checkpoint says, after a check, which the ranks of a group share, that it is whole.
+    """Read the manifest of a checkpoint, `trainer.json`, and check all files; the ranks of a group divide the checks.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, it is damaged, or it is of a format that this version cannot read;
-            on every rank. One without a digest is a warning.
+        FileNotFoundError, ValueError: on every rank, if the checkpoint is missing, damaged, or of an unknown format. A
+            manifest without digest is a warning.
     """
     path, group = Path(path), RankGroup() if group is None else group
     text, manifest = on_each_rank(group, lambda: read_manifest_text(path))
     if len(set(on_all_ranks(group, lambda: zlib.crc32(text)))) > 1:
-        raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
+        raise ValueError(f"the ranks read different checkpoints from {path}; put it on a shared file system")
     if group.rank == 0 and "sha256" not in manifest:
-        warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
+        warnings.warn(f"{path / MANIFEST} has no digest (old version), so damage may go undetected", stacklevel=2)
     on_all_ranks(group, lambda: files.check_files(path, manifest["files"], group.rank, group.size))
     return manifest
 
 
 def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
-    """Names, shapes and dtypes of a checkpoint's tensors, also of tables that are files; each rank reads them."""
+    """Read names, shapes and dtypes of a checkpoint's tensors, including tables saved as files; on each rank."""
     entries, tables = on_each_rank(
         group, lambda: (CheckpointReader(path).read_metadata().state_dict_metadata, saved_tables(Path(path)))
     )
@@ -66,13 +66,13 @@ def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str
 
 
 def saved_on_servers(path: Path) -> dict[str, list[list[Path]]]:
-    """Files of embedding servers, a chain of each, by collection."""
+    """Snapshot files of embedding servers, by collection: one chain of files per server."""
     servers = read_manifest_text(path)[1].get("servers", {}) if (path / MANIFEST).is_file() else {}
     return {name: [[path / file for file in chain["files"]] for chain in chains] for name, chains in servers.items()}
 
 
 def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
-    """What a checkpoint's manifest, if it has one, says of the tables that are files, by the prefix of their names."""
+    """Manifest entries of tables saved as files, by the prefix of their tensors' names; {} without a manifest."""
     return read_manifest_text(path)[1].get("tables", {}) if (path / MANIFEST).is_file() else {}
 
 
@@ -82,99 +82,103 @@ def load_tensors(
     """Read a checkpoint into `tensors`, in place.
 
     Args:
-        tensors: this rank's, whole ones or parts (`TableShards`, DTensors), however they were saved. The table that an
-            `DiskTensor` refers to adopts other rows, when all else has been read.
-        ignore: beginnings of names that may be in the checkpoint alone.
-        group: ranks that load it together; a tensor of the checkpoint need not be on all of them.
+        tensors: tensors of this rank, or shards (`TableShards`, DTensors), independent of how they were saved. A table
+            that a `DiskTensor` refers to gets a new store after everything else has been read.
+        ignore: prefixes of names that may be missing in `tensors`.
+        group: ranks that load together; not every rank needs every tensor.
 
     Raises:
-        ValueError: on every rank, if names, shapes or dtypes differ on one; lists them all, and nothing has been read.
-        StorageError: a file of a table is missing, damaged, or of another table, or there is no room for its rows;
-            no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
+        ValueError: on every rank, if names, shapes or dtypes differ on any; lists all of them, and nothing was read.
+        StorageError: a file of a table is missing, damaged, or of another table, or the disk is full; no table on disk
+            was changed then, and no tensor if the checkpoint has tables on disk only.
     """
     path = Path(path)
     files.ignore_single_process_warning()
     stored = stored_tensors(path, group)
     local = {name: dtype_and_shape(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if problems := _differences(stored, on_all_ranks(group, lambda: local), ignore):
-        more = len(problems) - MAX_LISTED
-        listed = "\n  ".join(problems[:MAX_LISTED] + [f"and {more} more"] * (more > 0))
-        raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
+        omitted = len(problems) - MAX_LISTED
+        lines = "\n  ".join(problems[:MAX_LISTED] + [f"and {omitted} more"] * (omitted > 0))
+        raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {lines}")
 
-    fresh: dict[CachedTable, DiskRows] = {}
-    with on_error(lambda: [*map(DiskRows.close, fresh.values())]):
-        on_all_ranks(group, lambda: _load(path, tensors, stored, fresh))
-    for table, store in fresh.items():
+    # Tables on disk adopt their new stores only when all ranks have read everything.
+    stores: dict[CachedTable, DiskRows] = {}
+    with on_error(lambda: [*map(DiskRows.close, stores.values())]):
+        on_all_ranks(group, lambda: _load(path, tensors, stored, stores))
+    for table, store in stores.items():
         table.replace_store(store)
 
 
 @files.checkpoint_errors("the checkpoint cannot be loaded")
-def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, fresh: dict[CachedTable, DiskRows]) -> None:
-    """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
+def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, stores: dict[CachedTable, DiskRows]) -> None:
+    """Read tensors in memory, and add new stores of tables on disk to `stores`."""
     saved = saved_tables(path)
     in_memory, on_disk = split_tables(tensors)
     reader = CheckpointReader(path)
-    for part, prefix in {part: prefix for prefix, table in on_disk.items() for part in table.parts}.items():
+
+    # Tables on disk: from files if they were on disk when saved, otherwise from tensors.
+    for shard, prefix in {shard: prefix for prefix, table in on_disk.items() for shard in table.shards}.items():
         if prefix in saved:
-            fresh[part] = read_files(path, saved[prefix], part)
+            stores[shard] = load_store(path, saved[prefix], shard)
         else:
-            entries = {field.name: stored[f"{prefix}.{field.name}"] for field in part.record.fields}
-            fresh[part] = _write_rows(part, _tensor_blocks(reader, prefix, entries, part.config))
+            entries = {field.name: stored[f"{prefix}.{field.name}"] for field in shard.record.fields}
+            stores[shard] = _write_rows(shard, _tensor_blocks(reader, prefix, entries, shard.config))
+
+    # Tensors in memory: from tensors, each rank for itself; or from the files of tables that were on disk.
     if plain := {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}:
-        load(plain, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)  # each rank reads for itself
+        load(plain, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
     for prefix, entry in saved.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
         if targets:
-            _fill_tensors(path, _parts_of(path, entry), targets)
+            _fill_tensors(path, _shards_of(path, entry), targets)
 
 
-def _differences(stored: Stored, entries_by_rank: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
+def _differences(stored: Stored, types_by_rank: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
+    """Describe differences of tensors between the checkpoint and the ranks; `types_by_rank` has dtypes with shapes."""
     problems = []
-    expected: dict[str, dict[str, int]] = {}  # name: what it is: the first rank that says so
-    for rank, local_entries in enumerate(entries_by_rank):
-        for name, description in local_entries.items():
-            expected.setdefault(name, {}).setdefault(description, rank)
+    expected: dict[str, dict[str, int]] = {}  # tensor name -> type -> first rank with this type
+    for rank, types in enumerate(types_by_rank):
+        for name, local_type in types.items():
+            expected.setdefault(name, {}).setdefault(local_type, rank)
     for name in sorted(expected.keys() | stored.keys()):
         if name not in stored:
             problems.append(f"{name} is not in the checkpoint")
         elif name in expected:
-            stored_description = dtype_and_shape(stored[name].properties.dtype, stored[name].size)
-            for description, rank in expected[name].items():
-                where = "here" if len(expected[name]) == 1 else f"on rank {rank}"
-                problems += (
-                    [f"{name} is {stored_description} in the checkpoint, {description} {where}"]
-                    if description != stored_description
-                    else []
-                )
+            stored_type = dtype_and_shape(stored[name].properties.dtype, stored[name].size)
+            for local_type, rank in expected[name].items():
+                owner = "in the model" if len(expected[name]) == 1 else f"on rank {rank}"
+                if local_type != stored_type:
+                    problems.append(f"{name} is {stored_type} in the checkpoint, {local_type} {owner}")
         elif not name.startswith(ignore):
             problems.append(f"{name} is in the checkpoint only")
     return problems
 
 
-def same_part(entry: Mapping[str, Any], table: CachedTable) -> Mapping[str, Any] | None:
-    """The very part that a table on disk is, in the manifest's `entry` of the whole table; None if it is not there."""
-    description = describe_part(table.row_config)
-    return next((part for part in entry["parts"] if part | description == part), None)
+def find_shard(entry: Mapping[str, Any], table: CachedTable) -> Mapping[str, Any] | None:
+    """Find the shard that is exactly a table on disk in the manifest's entry of the table; None if it was not saved."""
+    target = describe_shard(table.row_config)
+    return next((shard for shard in entry["parts"] if shard | target == shard), None)
 
 
-def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
-    """Rows that a table on disk, or a part of one, can adopt: its own files, where the same part was saved.
+def load_store(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
+    """Create a store with the saved rows of a table or shard on disk; `entry` is the manifest entry of the table.
 
-    `entry` is the manifest's of the whole table. Else rows never written are left out if all initial values are alike.
+    Restores the files of the same shard if it was saved. Otherwise copies rows from the files of all shards, without
+    rows never written if all shards have the same initial values.
     """
-    if (part := same_part(entry, table)) is not None:
-        base, *changes = [path / name for name in part["files"]]
+    if (saved_shard := find_shard(entry, table)) is not None:
+        base, *changes = [path / name for name in saved_shard["files"]]
         return table.restore_store(base, changes)
-    config, parts = table.config, _parts_of(path, entry)
-    seeds = {int(snapshot_header(path / part["files"][0])["seed"]) for part in entry["parts"]}
-    sparse = len(seeds) == 1 and {part["bound"] for part in parts} == {config.bound}
+    config, shards = table.config, _shards_of(path, entry)
+    seeds = {int(snapshot_header(path / shard["files"][0])["seed"]) for shard in shards}
+    sparse = len(seeds) == 1 and {shard["bound"] for shard in shards} == {config.bound}
     first, last = config.row_origin, config.row_origin + config.num_embeddings
-    blocks = chain.from_iterable(_blocks_of(path, part, first, last, sparse) for part in parts)
+    blocks = chain.from_iterable(_blocks_of(path, shard, first, last, sparse) for shard in shards)
     return _write_rows(table, blocks, seeds.pop() if sparse else 0)
 
 
 def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> DiskRows:
-    """A store with the rows of blocks, and the initial values of a seed where there are none."""
+    """Create a store with the rows of blocks; other rows have the initial values of `seed`."""
     store = table.empty_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
     with on_error(store.close):
@@ -182,7 +186,7 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
             records = torch.zeros(rows.numel(), table.record.num_bytes, dtype=torch.uint8)
             end = first_column + values["weight"].shape[1]
             if first_column > column or end < column + table.config.embedding_dim:
-                store.read(rows - row, records).wait()  # other blocks have the other columns
+                store.read(rows - row, records).wait()  # keep columns of other blocks
             for name, view in table.record.views(records).items():
                 _copy_columns(view, column, values[name], first_column)
             store.write(rows - row, records).wait()
@@ -190,14 +194,15 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
 
 
 @torch.no_grad()
-def _fill_tensors(path: Path, parts: Sequence[Mapping[str, Any]], targets: Mapping[str, Tensor]) -> None:
+def _fill_tensors(path: Path, saved_shards: Sequence[Mapping[str, Any]], targets: Mapping[str, Tensor]) -> None:
+    """Copy the rows of `saved_shards` of a table into tensors by field."""
     shards = [
         (name, shard, shard.first_row, shard.first_row + shard.tensor.shape[0])
         for name, target in targets.items()
         for shard in (target.shards if isinstance(target, TableShards) else (LocalShard(target),))
     ]
     first, last = min((entry[2] for entry in shards), default=0), max((entry[3] for entry in shards), default=0)
-    for rows, first_column, values in chain.from_iterable(_blocks_of(path, part, first, last) for part in parts):
+    for rows, first_column, values in chain.from_iterable(_blocks_of(path, s, first, last) for s in saved_shards):
         row, end = int(rows[0]), int(rows[-1]) + 1
         for name, shard, begin, stop in shards:
             begin, stop = max(row, begin), min(end, stop)
@@ -206,19 +211,20 @@ def _fill_tensors(path: Path, parts: Sequence[Mapping[str, Any]], targets: Mappi
                 _copy_columns(target, shard.first_column, values[name][begin - row : stop - row], first_column)
 
 
-def _copy_columns(target: Tensor, first: int, values: Tensor, first_value: int) -> None:
+def _copy_columns(target: Tensor, target_column: int, values: Tensor, column: int) -> None:
+    """Copy the common columns of `values`, from `column` on, into `target`, from `target_column` on; or a vector."""
     if target.dim() == 1:
         target.copy_(values)
         return
-    begin = max(first, first_value)
-    end = max(begin, min(first + target.shape[1], first_value + values.shape[1]))
-    target[:, begin - first : end - first] = values[:, begin - first_value : end - first_value]
+    begin = max(target_column, column)
+    end = max(begin, min(target_column + target.shape[1], column + values.shape[1]))
+    target[:, begin - target_column : end - target_column] = values[:, begin - column : end - column]
 
 
-def _parts_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The manifest's parts of a table, which make up the whole of it."""
+def _shards_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Shards of a table in its manifest entry; ValueError unless they cover the table."""
     try:
-        rectangles = [Rectangle(*part["rows"], *part["columns"]) for part in entry["parts"]]
+        rectangles = [Rectangle(*shard["rows"], *shard["columns"]) for shard in entry["parts"]]
         check_coverage(torch.Size(entry["fields"]["weight"][1]), rectangles)
     except ValueError as error:
         raise ValueError(f"{path / MANIFEST} is damaged ({error}); use another checkpoint") from None
@@ -226,29 +232,29 @@ def _parts_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _blocks_of(
-    path: Path, part: Mapping[str, Any], first: int, last: int, only_written: bool = False
+    path: Path, shard: Mapping[str, Any], first: int, last: int, only_written: bool = False
 ) -> Iterator[_Block]:
-    """The rows [first, last) of a table, as far as they are in a part of it."""
-    (row, num_rows), (column, _) = part["rows"], part["columns"]
+    """Read those rows of a shard that are in [first, last) of the table; with `only_written`, only written ones."""
+    (row, num_rows), (column, _) = shard["rows"], shard["columns"]
     first, last = max(0, first - row), min(num_rows, last - row)
     if first >= last:
         return
-    base, *changes = [path / name for name in part["files"]]
+    base, *changes = [path / name for name in shard["files"]]
     with ExitStack() as stack:
         snapshot_path = base
-        if changes:  # they are put onto a copy, among the system's temporary files
+        if changes:  # apply them to a copy of the base, in the system's temporary folder
             folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
             snapshot_path = Path(stack.enter_context(folder)) / f"table{ROWS}"
             restore(snapshot_path, base, changes)
         saved = stack.enter_context(SnapshotReader(snapshot_path))
         header = saved.header
-        actual = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
-        if actual != (part["table"], row, num_rows, column):
+        header_identity = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
+        if header_identity != (shard["table"], row, num_rows, column):
             raise StorageError(
-                f"{base} is a snapshot of table {header['table']!r}, not of the part of table {part['table']!r} that "
-                "should be there; use another checkpoint"
+                f"{base} is a snapshot of table {header['table']!r}, expected the shard of table {shard['table']!r} of "
+                "the manifest; use another checkpoint"
             )
-        initial = InitialValues(saved.record, header["seed"], part["bound"], row, column)
+        initial = InitialValues(saved.record, header["seed"], shard["bound"], row, column)
         ranges = saved.written() if only_written else iter([(first, last)])
         inside = ((max(first, begin), min(last, end)) for begin, end in ranges)
         for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
@@ -258,34 +264,35 @@ def _blocks_of(
 
 
 def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
-    parts: list[Tensor] = []
-    room = step
+    """Concatenate ranges of rows, and split them into chunks of `step` rows."""
+    pieces: list[Tensor] = []
+    remaining = step
     for begin, end in ranges:
         while begin < end:
-            parts.append(torch.arange(begin, min(end, begin + room)))
-            room, begin = room - parts[-1].numel(), begin + parts[-1].numel()
-            if not room:
-                yield torch.cat(parts)
-                parts, room = [], step
-    if parts:
-        yield torch.cat(parts)
+            pieces.append(torch.arange(begin, min(end, begin + remaining)))
+            remaining, begin = remaining - pieces[-1].numel(), begin + pieces[-1].numel()
+            if not remaining:
+                yield torch.cat(pieces)
+                pieces, remaining = [], step
+    if pieces:
+        yield torch.cat(pieces)
 
 
 def _tensor_blocks(reader: CheckpointReader, prefix: str, entries: Stored, config: TableConfig) -> Iterator[_Block]:
-    """The rows of a table, or of a part of one, out of tensors, as many at a time as were written at once."""
-    pieces: dict[tuple[str, int], set[int]] = defaultdict(set)
+    """Read the rows of a table or a shard from saved tensors, in ranges of rows that were written at once."""
+    begins_by_column: dict[tuple[str, int], set[int]] = defaultdict(set)
     for name, entry in entries.items():
         for chunk in entry.chunks:
             row, column = (*chunk.offsets, 0)[:2]
-            pieces[name, column].add(row)
-    # The columns in the most pieces have the smallest ones, so the least of the others is read in vain.
+            begins_by_column[name, column].add(row)
+    # Split at the rows where the most finely split tensor was split, so that few rows of the others are read twice.
     first, last = config.row_origin, config.row_origin + config.num_embeddings
-    edges = {first, last, *(row for row in max(pieces.values(), key=len) if first < row < last)}
+    edges = {first, last, *(row for row in max(begins_by_column.values(), key=len) if first < row < last)}
     for begin, end in pairwise(sorted(edges)):
         size = end - begin
         buffers = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
         shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in buffers.items()}
-        parts: dict[str, Any] = {f"{prefix}.{name}": part for name, part in shards.items()}
-        load(parts, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
+        tensors: dict[str, Any] = {f"{prefix}.{name}": shard for name, shard in shards.items()}
+        load(tensors, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
         for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in buffers.values()))):
             yield rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in buffers.items()}
