@@ -18,7 +18,7 @@ from tests.gpu.driver import rehearsing
 from tests.helpers import INTERPRETED
 from tests.ranks import Ranks
 from tests.selection import Meter, limit_examples, rest, schedule, select
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 
 _COMMON = {
     "deadline": None,  # the first example compiles kernels
@@ -110,7 +110,7 @@ def _seeded() -> Iterator[None]:
 def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests marked public are served as `--kernels` says; without it, as the registry chooses."""
     name = request.config.getoption("--kernels")
-    with forced(name) if name and request.node.get_closest_marker("public") else nullcontext():
+    with use_kernels(name) if name and request.node.get_closest_marker("public") else nullcontext():
         yield
 
 

@@ -624,7 +624,5 @@ def test_a_missing_extra_is_named():
     environment = os.environ | {"COLUMNS": "200"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    expected = (
-        "error: tyro is needed here and not installed: pip install 'tritonemb[train]', or in a clone pip install "
-    )
+    expected = "error: tyro is required and not installed: pip install 'tritonemb[train]', or in a clone pip install "
     assert done.stderr.strip() == f"{expected}'.[train]'"

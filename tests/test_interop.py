@@ -127,7 +127,7 @@ def test_rows_of_dynamicemb(tmp_path, world):
         has(found, dict(zip(IDS, ROWS, strict=True)))
     dump(tmp_path, "other")
     found = table(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"no user_emb_keys.rank_\*, only tables \['other', 'user_emb'\]"):
+    with pytest.raises(ValueError, match=r"no user_emb_keys.rank_\*, only those of tables \['other', 'user_emb'\]"):
         from_dynamicemb(found, tmp_path)
     from_dynamicemb(found, tmp_path, "user_emb")
     has(found, dict(zip(IDS, ROWS, strict=True)))
@@ -170,21 +170,21 @@ def edited(state: dict[str, Tensor], end: str, edit: Callable[[Tensor], Any]) ->
         (TypeError, "ids must be .*ndarray <U1", lambda t, _: from_vocabulary(t, ROWS[:1], ["a"])),
         (TypeError, "weight must be .*int64", lambda t, _: from_vocabulary(t, ROWS.long(), IDS)),
         (TypeError, "weight must be .*list", lambda t, _: from_vocabulary(t, ROWS.tolist(), IDS)),
-        (TypeError, "weight.*whole.*Part.*gather", lambda t, _: from_vocabulary(t, ROWS.as_subclass(Part), IDS)),
+        (TypeError, "weight.*unsharded.*Part.*gather", lambda t, _: from_vocabulary(t, ROWS.as_subclass(Part), IDS)),
         (TypeError, "a DynamicTable.*EmbeddingBag", lambda t, _: from_vocabulary(te.nn.EmbeddingBag(5, 3), ROWS, IDS)),
         (TypeError, "a DynamicTable.*Embedding", lambda t, f: from_dynamicemb(nn.Embedding(3, 3), f)),
-        (ValueError, "no .*item._hash.*there are.*user._hash", lambda t, _: from_torchrec(t, mpzch(), name="item")),
-        (ValueError, "no mc._managed", lambda t, _: from_torchrec(t, mpzch(), "mc")),
-        (ValueError, "no .*weight", lambda t, _: from_torchrec(t, edited(mpzch(), "weight", lambda _: None))),
+        (ValueError, "either .*item._hash.*it has.*user._hash", lambda t, _: from_torchrec(t, mpzch(), name="item")),
+        (ValueError, "either mc._managed", lambda t, _: from_torchrec(t, mpzch(), "mc")),
+        (ValueError, "must have .*weight", lambda t, _: from_torchrec(t, edited(mpzch(), "weight", lambda _: None))),
         (ValueError, "_mapping", lambda t, _: from_torchrec(t, edited(mch(), "_mapping", lambda _: None))),
         (ValueError, "6 ids", lambda t, _: from_torchrec(t, edited(mpzch(), "weight", lambda rows: rows[1:]))),
         (ValueError, "4 ids", lambda t, _: from_torchrec(t, edited(mch(), "_mapping", lambda rows: rows[1:]))),
         (ValueError, "rows 2 to 5", lambda t, _: from_torchrec(t, edited(mch(), "_mapping", lambda rows: rows + 2))),
         (ValueError, "missing.*: user_emb_values.rank_1", spoilt(lambda paths: paths[3].unlink())),
-        (ValueError, "too many: .*rank_0.world_size_2", spoilt(lambda paths: dump(paths[0].parent, world=3))),
-        (ValueError, "rank_0.*not int64 and 3 float32", spoilt(lambda paths: paths[0].open("ab").write(b"1"))),
-        (ValueError, "rank_1.*not int64 and 3 float32", spoilt(lambda paths: paths[3].write_bytes(b"1234"))),
-        (ValueError, r"only tables \[\]", lambda t, folder: from_dynamicemb(t, folder / "nowhere")),
+        (ValueError, "surplus .*rank_0.world_size_2", spoilt(lambda paths: dump(paths[0].parent, world=3))),
+        (ValueError, "rank_0.*not an int64 and 3 float32", spoilt(lambda paths: paths[0].open("ab").write(b"1"))),
+        (ValueError, "rank_1.*not an int64 and 3 float32", spoilt(lambda paths: paths[3].write_bytes(b"1234"))),
+        (ValueError, r"only those of tables \[\]", lambda t, folder: from_dynamicemb(t, folder / "nowhere")),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_changes_nothing(error, message, call, tmp_path):

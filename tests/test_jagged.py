@@ -218,25 +218,25 @@ def test_it_passes_through_export(dtype):
 
 IDS, LENGTHS = torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0, 2])
 BAD = {
-    "a key is given twice in ['a', 'a']": {"keys": ["a", "a"]},
+    "duplicate key in ['a', 'a']": {"keys": ["a", "a"]},
     "keys must be str, got ['a', 3]": {"keys": ["a", 3]},
-    "give lengths or offsets": {"lengths": None},
+    "pass lengths or offsets": {"lengths": None},
     "lengths must be int32 or int64, got torch.float32": {"lengths": LENGTHS.float()},
     "lengths must be int32 or int64, got torch.int16": {"lengths": LENGTHS.short()},
     "lengths must be 1-D, got shape (4, 1, 1)": {"lengths": LENGTHS.reshape(4, 1, 1)},
-    "lengths has 3 elements, which 2 keys cannot share: expected a multiple of 2": {"lengths": LENGTHS[:3]},
+    "lengths has 3 elements; for 2 keys, expected a multiple of 2": {"lengths": LENGTHS[:3]},
     "lengths must not be negative: feature 'b', sample 0 has -1": {"lengths": torch.tensor([1, 1, -1, 2])},
-    "lengths add up to 4 but there are 3 values": {"lengths": torch.tensor([1, 1, 0, 2])},
-    "lengths add up to 2 but there are 3 values": {"lengths": torch.tensor([1, 0, 0, 1])},
+    "lengths sum to 4 but there are 3 values": {"lengths": torch.tensor([1, 1, 0, 2])},
+    "lengths sum to 2 but there are 3 values": {"lengths": torch.tensor([1, 0, 0, 1])},
     "offsets must be int32 or int64, got torch.float64": {"lengths": None, "offsets": torch.zeros(5).double()},
     "offsets must have at least one element": {"lengths": None, "offsets": IDS[:0], "keys": []},
-    "offsets has 4 elements, which 2 keys cannot share: expected a multiple of 2 plus 1": {
+    "offsets has 4 elements; for 2 keys, expected a multiple of 2 plus 1": {
         "lengths": None, "offsets": torch.tensor([0, 1, 1, 3]),
     },
-    "5 offsets need 4 lengths, got 6; give one of them": {
+    "5 offsets need 4 lengths, got 6; pass only one of them": {
         "lengths": torch.tensor([1, 0, 0, 2, 0, 0]), "offsets": torch.tensor([0, 1, 1, 1, 3]),
     },
-    "lengths and offsets disagree: feature 'a', sample 1 has the length 2, by its offsets 0; give one of them": {
+    "lengths and offsets disagree: feature 'a', sample 1 has length 2, but by its offsets 0; pass only one of them": {
         "lengths": torch.tensor([1, 2, 0, 0]), "offsets": torch.tensor([0, 1, 1, 1, 3], dtype=torch.int32),
     },
     "keys must be a list of feature names, got None": {"keys": None},
@@ -257,7 +257,7 @@ BAD = {
         "lengths": None, "offsets": torch.tensor([0, 2, 1, 2, 3]),
     },
     "offsets end at 2 but there are 3 values": {"lengths": None, "offsets": torch.tensor([0, 1, 1, 1, 2])},
-    "weights must have one element a value: expected shape (3,), got (2,)": {"weights": torch.ones(2)},
+    "weights must have one element per value: expected shape (3,), got (2,)": {"weights": torch.ones(2)},
     "weights must be floating point, got torch.int64": {"weights": IDS},
 }  # fmt: skip
 
@@ -305,7 +305,7 @@ def test_bad_lists_have_a_name():
         make({"a": [[1]], "b": [[1], [2]]})
     with pytest.raises(TypeError, match=r"ids of 'a' must be integers, got 1\.5"):
         make({"a": [[1.5]]})
-    with pytest.raises(ValueError, match="weights lack the key 'a'"):
+    with pytest.raises(ValueError, match="weights have no key 'a'"):
         make({"a": [[1]]}, {"b": [[1.0]]})
     with pytest.raises(ValueError, match="weights of 'a' have 2 samples, its ids have 1"):
         make({"a": [[1]]}, {"a": [[1.0], []]})
@@ -319,13 +319,13 @@ def test_bad_calls_have_a_name():
     for join in (KeyedJaggedTensor.concat, KeyedJaggedTensor.stack):
         with pytest.raises(ValueError, match="at least one"):
             join([])
-    with pytest.raises(ValueError, match=re.escape("parts of one batch size, got [1, 2]")):
+    with pytest.raises(ValueError, match=re.escape("batches of one size, got [1, 2]")):
         KeyedJaggedTensor.concat([a, b])
-    with pytest.raises(ValueError, match="a key is given twice"):
+    with pytest.raises(ValueError, match="duplicate key"):
         KeyedJaggedTensor.concat([a, a])
-    with pytest.raises(ValueError, match="parts of the same keys in one order"):
+    with pytest.raises(ValueError, match="batches with the same keys in one order"):
         KeyedJaggedTensor.stack([a, b])
-    with pytest.raises(ValueError, match="weights are needed in all parts or in none"):
+    with pytest.raises(ValueError, match="all batches or none must have weights"):
         KeyedJaggedTensor.stack([a, weighted])
     for segments in ([2], [0], [2, -1], []):
         with pytest.raises(ValueError, match="must add up to the 1 keys"):

@@ -11,14 +11,14 @@ import torch
 
 import tritonemb as te
 from tritonemb import memory
-from tritonemb.ops.registry import CPU, forced
+from tritonemb.ops.registry import CPU, use_kernels
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages")
 def test_a_large_result_and_its_gradient_ask_for_huge_pages():
     module = te.nn.Embedding(70_000, 128)
     collection = te.nn.EmbeddingBagCollection([te.TableConfig("a", 10, 128)])
-    with forced(CPU):
+    with use_kernels(CPU):
         rows = module(torch.arange(70_000))
         rows.backward(torch.ones_like(rows))
         pooled = collection(te.KeyedJaggedTensor.from_lengths(["a"], *[torch.ones(70_000, dtype=torch.int64)] * 2))
@@ -29,7 +29,7 @@ def test_a_large_result_and_its_gradient_ask_for_huge_pages():
 def test_a_large_result_stands_where_one_stood_that_is_used_no_longer():
     """Else each of its pages is a fault, and is cleared first."""
     ids, module = torch.arange(70_000), te.nn.Embedding(70_000, 128)
-    with forced(CPU):
+    with use_kernels(CPU):
         first, second = module(ids), module(ids)
         place, size = first.data_ptr(), first.nbytes
         assert second.data_ptr() != place

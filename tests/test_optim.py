@@ -171,7 +171,7 @@ BAD_CUSTOM = [
     ({"states": {"weight": "row"}}, ValueError, "got 'weight': 'row'"),
     ({"states": {"step": "element"}}, ValueError, "got 'step': 'element'"),
     ({"states": {"sum": "rows"}}, ValueError, "states must be \"row\" or \"element\".*got 'sum': 'rows'"),
-    ({"states": {"sum": "row"}, "whole_row": False}, ValueError, "state 'sum' has one value for the whole row"),
+    ({"states": {"sum": "row"}, "whole_row": False}, ValueError, "state 'sum' has one value per row"),
     ({"lr": -1.0}, ValueError, "lr must lie in"),
 ]
 

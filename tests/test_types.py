@@ -76,10 +76,10 @@ def test_a_part_rounds_where_it_stands_in_the_whole_table():
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
-        ((0, 0), (0, 4), "rows 0 to 9; 0 rows from 0 on are no part of it"),
+        ((0, 0), (0, 4), "rows 0 to 9; a shard of 0 rows from 0 on is outside"),
         ((-1, 3), (0, 4), "3 rows from -1 on"),
         ((8, 3), (0, 4), "3 rows from 8 on"),
-        ((0, 10), (4, 0), "columns 0 to 3; 0 columns from 4 on"),
+        ((0, 10), (4, 0), "columns 0 to 3; a shard of 0 columns from 4 on"),
         ((0, 10), (1, 4), "4 columns from 1 on"),
     ],
 )

@@ -33,17 +33,17 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is loaded when it is first used, so that the command can set torch's threads up before."""
+    """Import a submodule at its first use, so that the command line can configure torch's threads before."""
     if name not in __all__:
         raise AttributeError(f"module 'tritonemb' has no attribute {name!r}")
     module = importlib.import_module(f"tritonemb.{_MODULES.get(name, name)}")
-    found = globals()[name] = getattr(module, name) if name in _MODULES else module
-    return found
+    value = globals()[name] = getattr(module, name) if name in _MODULES else module
+    return value
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if "torch" in sys.modules:  # a program of the user's: `import tritonemb` registers the ops
+if "torch" in sys.modules:  # in a user's program, `import tritonemb` registers the ops
     importlib.import_module("tritonemb.nn")

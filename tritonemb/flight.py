@@ -1,6 +1,6 @@
-"""Arrow Flight between machines: JSON messages with bytes beside them, a token for every call, and TLS where asked for.
+"""Arrow Flight between machines: messages of JSON values and bytes, authenticated by a token, optionally over TLS.
 
-Nothing that comes through a socket is unpickled. Exceptions of the server are raised again in the client.
+Received data is never unpickled. Exceptions of the server are raised again in the client.
 """
 
 import builtins
@@ -22,22 +22,22 @@ from tritonemb.utils import LazyModule, on_error
 pa, pa_flight = LazyModule("pyarrow"), LazyModule("pyarrow.flight")
 
 SCHEMES = ("grpc://", "grpc+tls://")
-TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
-TIMEOUT = 5.0  # seconds to connect, for a server to accept a stream, and for the streams of a server to end
+TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # environment variables
+TIMEOUT = 5.0  # seconds to connect, to open a stream, and for a server to end its streams
 Message = tuple[dict[str, Any], Any]
-"""JSON-able values, and the bytes that go with them: anything with a buffer; in the client a NumPy array of uint8."""
+"""JSON values and a payload of bytes: any object with a buffer; in the client a NumPy array of uint8."""
 RequestHandler = Callable[[dict[str, Any]], Iterator[Message]]
-"""The messages that answer a request, as the client takes them; closed when it takes no more. May raise anything."""
+"""Handler of a request: yields response messages; closed when the client stops reading. May raise any exception."""
 
 
 class MessageStream:
-    """One end of a stream of messages in both directions. Any thread may send; one thread receives."""
+    """Endpoint of a bidirectional stream of messages. Any thread may send; one thread receives."""
 
     def __init__(self, reader: Any, writer: Any, peer: str) -> None:
         self._reader, self._writer, self._peer, self._lock = reader, writer, peer, threading.Lock()
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send messages one behind the other; wait while the other end does not receive.
+        """Send messages in sequence; block while the peer does not read.
 
         Raises:
             ConnectionError: the stream has ended.
@@ -53,46 +53,46 @@ class MessageStream:
                     self._writer.write_with_metadata(batch, metadata)
 
     def receive(self) -> Iterator[Message]:
-        """The messages of the other end, their bytes as Arrow arrays or None; raises as `Client.stream` does."""
+        """Messages of the peer, with payloads as Arrow arrays or None; raises as `Client.stream` does."""
         return _read(self._reader, self._peer)
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` at the other end, if that is still there."""
+        """Raise `error` at the peer, if it is still connected."""
         with suppress(ConnectionError):
             self.send([({"error": encode_error(error)}, b"")])
 
     def cancel(self) -> None:
-        """In a client: let whoever sends or receives fail. What has just been sent may be lost."""
+        """Cancel a client's stream: blocked and later sends and receives fail, and recent messages may be lost."""
         self._reader.cancel()
 
     def end(self) -> None:
-        """Send no more; nobody may receive any more."""
-        with self._lock, suppress(Exception):  # of a stream that broke
+        """End the stream; no thread may be receiving."""
+        with self._lock, suppress(Exception):  # the stream may be broken
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
 
 
 def reject_stream(_: Any) -> Any:
-    """What a server does where it is asked for nothing."""
-    raise ValueError("the server at this address does not do this")
+    """Reject a stream; the default of servers that do not exchange messages."""
+    raise ValueError("the server at this address does not support bidirectional streams; check the address")
 
 
 def start_server(
-    answer: RequestHandler, address: str, token: str, certificate: str | Path | None = None,
+    handler: RequestHandler, address: str, token: str, certificate: str | Path | None = None,
     key: str | Path | None = None, exchange: Callable[[MessageStream], None] = reject_stream,
 ) -> Any:  # fmt: skip
-    """A running `pyarrow.flight.FlightServerBase`, with a method `stop`.
+    """Start a `pyarrow.flight.FlightServerBase` with a method `stop`; return it.
 
     Args:
-        answer: what the server does with a request.
-        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate; port 0 takes a free one.
-        token: that every call has to have.
+        handler: handler of requests.
+        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate; port 0 selects a free one.
+        token: token that every call must present.
         certificate, key: PEM files for TLS.
-        exchange: what the server does with a stream in both directions, which ends when it returns or raises.
+        exchange: handler of bidirectional streams; a stream ends when it returns or raises.
 
     Raises:
-        ValueError: the address does not fit to the files, or other machines could reach it without TLS.
+        ValueError: the scheme of the address contradicts the files, or other machines could connect without TLS.
         OSError: the address is in use, or a file is missing.
     """
     _check_address(address)
@@ -106,13 +106,13 @@ def start_server(
 
     class Authentication(pa_flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
         def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
-            given = (headers.get("authorization") or [""])[0]
-            if not hmac.compare_digest(given.encode(), expected):
+            authorization = (headers.get("authorization") or [""])[0]
+            if not hmac.compare_digest(authorization.encode(), expected):
                 raise pa_flight.FlightUnauthenticatedError("the token is missing or wrong")
 
     class Server(pa_flight.FlightServerBase):  # type: ignore[name-defined]
         def do_get(self, context: Any, ticket: Any) -> Any:
-            return pa_flight.GeneratorStream(_schema(), _record_batches(answer, ticket.ticket))
+            return pa_flight.GeneratorStream(_schema(), _record_batches(handler, ticket.ticket))
 
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
             writer.begin(_schema())
@@ -125,14 +125,14 @@ def start_server(
             except Exception as error:
                 stream.fail(error)
                 with suppress(Exception):
-                    while True:  # a client that sends to a stream that has ended would not read the error
+                    while True:  # drain: a client that sends to an ended stream would not read the error
                         reader.read_chunk()
             finally:
                 streams.discard(stream)
                 stream.end()
 
         def stop(self) -> None:
-            """End the server; streams that are still open fail. Waits up to `TIMEOUT` for clients that do not read."""
+            """Stop the server; open streams fail. Waits up to `TIMEOUT` for clients that do not read."""
             stopping.set()
             for work in (*(partial(stream.fail, closed) for stream in list(streams)), self.shutdown):
                 thread = threading.Thread(target=work, name="tritonemb-shutdown", daemon=True)
@@ -142,7 +142,7 @@ def start_server(
     try:
         return Server(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
     except pa.ArrowException as error:
-        raise OSError(f"cannot serve at {address}: {error}; is the port in use? 0 takes a free one") from error
+        raise OSError(f"cannot serve at {address}: {error}; is the port in use? Port 0 selects a free one") from error
 
 
 @cache
@@ -151,15 +151,15 @@ def _schema() -> Any:
 
 
 def _record_batch(data: Any) -> Any:
-    """The bytes of a message travel as the column of a record batch."""
+    """Encode the payload of a message as the column of a record batch."""
     buffer = pa.py_buffer(data)
     return pa.record_batch([pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])], schema=_schema())
 
 
 def _metadata(values: dict[str, Any], data: Any) -> bytes:
-    """The values of a message travel as the metadata of its record batch.
+    """Encode the values of a message as the metadata of its record batch.
 
-    Blanks behind them let many bytes begin at a multiple of 8 in what gRPC receives.
+    Padding with blanks aligns the payload to 8 bytes in the gRPC message.
     """
     metadata = json.dumps(values).encode()
     sizes = (size for size in count(len(metadata)) if not (6 + _varint(size) + size + _varint(len(data))) % 8)
@@ -167,21 +167,21 @@ def _metadata(values: dict[str, Any], data: Any) -> bytes:
 
 
 def _varint(number: int) -> int:
-    """Bytes of a number in Protocol Buffers."""
+    """Encoded size of a Protocol Buffers varint, in bytes."""
     return (number.bit_length() + 6) // 7
 
 
-def _record_batches(answer: RequestHandler, ticket: bytes) -> Iterator[tuple[Any, bytes]]:
+def _record_batches(handler: RequestHandler, ticket: bytes) -> Iterator[tuple[Any, bytes]]:
     try:
-        for values, data in answer(json.loads(ticket)):
+        for values, data in handler(json.loads(ticket)):
             yield _record_batch(data), _metadata(values, data)
-            del data  # or it would stay until the next one is there
+            del data  # release it before waiting for the next one
     except Exception as error:
         yield _record_batch(b""), _metadata({"error": encode_error(error)}, b"")
 
 
 def _read(reader: Any, peer: str) -> Iterator[Message]:
-    """The messages of a stream, their bytes as Arrow arrays, or None if it came without a record batch."""
+    """Messages of a stream, with payloads as Arrow arrays, or None for a message without a record batch."""
     while True:
         with _readable_errors(peer):
             try:
@@ -192,46 +192,48 @@ def _read(reader: Any, peer: str) -> Iterator[Message]:
         if "error" in values:
             raise decode_error(values["error"], peer)
         yield values, None if chunk.data is None else chunk.data.column(0)
-        del chunk  # or it would stay until the next one is there
+        del chunk  # release it before waiting for the next one
 
 
 class Client:
-    """The calls to one server.
+    """Client of a server.
 
     Args:
-        address: of the server.
-        token: that the server expects.
-        roots: a PEM file with the certificates to trust with TLS; the system's if not given.
+        address: address of the server.
+        token: token of the server.
+        roots: PEM file with root certificates to trust; the system's by default.
     """
 
     def __init__(self, address: str, token: str, roots: str | Path | None = None) -> None:
         _check_address(address)
         self.address = address
-        trusted = Path(roots).read_bytes() if roots and address.startswith("grpc+tls://") else None
+        root_certificates = Path(roots).read_bytes() if roots and address.startswith("grpc+tls://") else None
         options = [
-            ("grpc.min_reconnect_backoff_ms", int(TIMEOUT * 1000)),  # an attempt to connect may take that long
-            # Servers allow a ping in 300 seconds. With these, what is not acknowledged for 20 seconds is an error too.
+            ("grpc.min_reconnect_backoff_ms", int(TIMEOUT * 1000)),  # timeout of a connection attempt
+            # Servers allow a ping per 300 seconds. A ping without an acknowledgement in 20 seconds fails.
             ("grpc.keepalive_time_ms", 310_000),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.max_frame_size", 1 << 20),
         ]
         with _readable_errors(address):
-            self._client = pa_flight.FlightClient(address, tls_root_certs=trusted, generic_options=options)
+            self._client = pa_flight.FlightClient(address, tls_root_certs=root_certificates, generic_options=options)
         self._options = pa_flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
 
     def call(self, name: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The values of the only message that answers a request; raises as `stream` does."""
+        """Send a request, and return the values of its only response message; raises as `stream` does."""
         messages, _ = self.stream({"action": name} | (request or {}))
         with closing(messages):
             return next(messages)[0]
 
     def stream(self, request: dict[str, Any]) -> tuple[Generator[Message, None, None], Callable[[], None]]:
-        """The messages that answer a request, and what lets whoever waits for one fail; the server then closes its
-        stream. `next` raises the server's exceptions.
+        """Send a request; return an iterator of its response messages, and a function that cancels it.
+
+        After a cancellation, a blocked `next` fails and the server closes its stream. `next` raises the server's
+        exceptions.
 
         Raises:
-            PermissionError: the server expects another token: here or out of `next`.
-            ConnectionError: it does not answer.
+            PermissionError: the token is wrong; raised here or by `next`.
+            ConnectionError: the server does not answer.
         """
         with _readable_errors(self.address):
             reader = self._client.do_get(pa_flight.Ticket(json.dumps(request).encode()), self._options)
@@ -241,31 +243,31 @@ class Client:
         try:
             for values, array in _read(reader, self.address):
                 yield values, array.to_numpy()
-                del array  # or it would stay until the next one is there
+                del array  # release it before waiting for the next one
         finally:
             reader.cancel()
 
     def exchange(self) -> MessageStream:
-        """A stream of messages in both directions, once the server has accepted it; raises as `stream` does."""
+        """Open a bidirectional stream; return it once the server has accepted it. Raises as `stream` does."""
         with _readable_errors(self.address):
             descriptor = pa_flight.FlightDescriptor.for_command(b"")
             writer, reader = self._client.do_exchange(descriptor, self._options)
             stream = MessageStream(reader, writer, self.address)
-            patience = threading.Timer(TIMEOUT, stream.cancel)
-            patience.start()
+            timer = threading.Timer(TIMEOUT, stream.cancel)
+            timer.start()
             try:
                 with on_error(stream.end):
-                    with suppress(OSError):  # the reader knows why
+                    with suppress(OSError):  # the reader raises the reason
                         writer.begin(_schema())
-                    _ = reader.schema  # a server sends it first
+                    _ = reader.schema  # sent when the server accepts the stream
             finally:
-                patience.cancel()
+                timer.cancel()
         return stream
 
 
 @contextmanager
 def _readable_errors(peer: str) -> Iterator[None]:
-    """Raises built-in exceptions for those of Arrow."""
+    """Convert exceptions of Arrow to built-in ones."""
     try:
         yield
     except pa_flight.FlightUnauthenticatedError as error:
@@ -276,7 +278,7 @@ def _readable_errors(peer: str) -> Iterator[None]:
 
 
 def encode_error(error: Exception) -> dict[str, Any]:
-    """An error as JSON: its nearest built-in type, its arguments, its message and its traceback."""
+    """Encode an error as JSON values: its nearest built-in type, arguments, message and traceback."""
     builtin = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
     message = str(error)
     if builtin is Exception:
@@ -290,7 +292,7 @@ def encode_error(error: Exception) -> dict[str, Any]:
 
 
 def decode_error(values: dict[str, Any], origin: str) -> Exception:
-    """The error again, with the same message, and a note of where it was raised."""
+    """Rebuild an error with the same message, and a note with its origin and traceback."""
     kind = getattr(builtins, values["type"], None)
     error: Exception = RuntimeError(f"{values['type']}: {values['message']}")
     if isinstance(kind, type) and issubclass(kind, Exception):
@@ -304,7 +306,7 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
 
 
 def check_exposure(address: str, has_token: bool = True) -> None:
-    """ValueError if other machines can reach a server at this address without TLS, or a token that was chosen."""
+    """Raise ValueError if other machines could reach a server without TLS, or without a token set by the user."""
     if address.startswith("grpc://" if has_token else SCHEMES) and not _is_loopback(address):
         raise ValueError(
             f"other machines can reach {address}: set {TOKEN}, and serve at grpc+tls://HOST:PORT with a certificate "
@@ -313,7 +315,7 @@ def check_exposure(address: str, has_token: bool = True) -> None:
 
 
 def complete_address(address: str) -> str:
-    """An address of which HOST:PORT may be all that is given: of this machine, or else with TLS."""
+    """Add a scheme to a HOST:PORT address: grpc for this machine, else grpc+tls."""
     host, _, port = address.rpartition(":")
     if "//" in host or not (host and port.isdecimal()):
         return address
@@ -330,4 +332,4 @@ def _is_loopback(address: str) -> bool:
 
 def _check_address(address: str) -> None:
     if not address.startswith(SCHEMES):
-        raise ValueError(f"{address!r} is not an address: expected grpc://HOST:PORT or grpc+tls://HOST:PORT")
+        raise ValueError(f"invalid address {address!r}: expected grpc://HOST:PORT or grpc+tls://HOST:PORT")

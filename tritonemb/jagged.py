@@ -1,7 +1,7 @@
-"""`KeyedJaggedTensor`: the ids of a batch, several per sample and feature, in one flat tensor.
+"""`KeyedJaggedTensor`: the ids of a batch, any number per sample and feature, in one flat tensor.
 
 Values are feature-major: all samples of key 0, then all of key 1, and so on. Bag `k * B + b` holds the values of key
-`k` and sample `b`; `offsets[bag]` is where it starts.
+`k` and sample `b`; it starts at `offsets[bag]`.
 """
 
 import operator
@@ -20,20 +20,20 @@ OFFSET_DTYPES = (torch.int32, torch.int64)
 class KeyedJaggedTensor:
     """Jagged values of several keys over one batch of `B` samples.
 
-    A pytree node, so that it passes through `torch.compile` and `torch.export`; method names are TorchRec's, whose
+    A pytree node, so it works with `torch.compile` and `torch.export`. Method names are TorchRec's, whose
     `KeyedJaggedTensor` is accepted wherever this one is.
 
     Args:
         keys: `F` distinct feature names.
         values: `[N]` ids (int32 or int64), or `[N, D]` rows as `EmbeddingCollection` returns them.
-        weights: `[N]` floating point, one a value, or None.
+        weights: `[N]` floating point, one per value, or None.
         lengths: `[F * B]` or `[F, B]` int32 or int64, values per bag.
-        offsets: `[F * B + 1]` int32 or int64, ascending from 0 to `N`. Give lengths or offsets. Of both, offsets are
-            kept; lengths must agree with them, which is checked on the CPU alone, and not where it is traced.
+        offsets: `[F * B + 1]` int32 or int64, ascending from 0 to `N`. Pass lengths or offsets. If both are passed,
+            offsets are used; lengths must agree with them, which is checked on the CPU only, and not under tracing.
 
     Raises:
-        TypeError, ValueError: for shapes and dtypes, always; for contents (negative lengths, offsets that descend, a
-            total other than `N`) at once when they are on the CPU, else when a kernel meets them.
+        TypeError, ValueError: for shapes and dtypes, always; for contents (negative lengths, descending offsets, a
+            total other than `N`) immediately on the CPU, else when a kernel reads them.
     """
 
     is_checked = False  # whether offsets ascend from 0 to the number of values
@@ -46,13 +46,13 @@ class KeyedJaggedTensor:
             raise TypeError(f"keys must be a list of feature names, got {keys!r}")
         self._keys, self._values, self._weights = tuple(keys), values, weights
         lengths = lengths.reshape(-1) if isinstance(lengths, Tensor) and lengths.dim() == 2 else lengths
-        self._check_form(lengths, offsets)
+        self._check_shapes(lengths, offsets)
         self.is_checked = not torch.compiler.is_compiling() and is_host_readable(
             lengths if offsets is None else offsets
         )
         if self.is_checked:
             self._check_contents(lengths, offsets)
-        # Both are settled here: a batch that changed when it is used would be compiled for twice.
+        # Computed eagerly: a lazily computed attribute would change the batch, and so recompile, at its first use.
         self._lengths = lengths if offsets is None else None
         ends: Any = torch.cumsum(lengths, 0, dtype=lengths.dtype) if offsets is None else offsets  # type: ignore
         self._offsets = torch.cat([ends.new_zeros(1), ends]) if offsets is None else offsets
@@ -61,21 +61,21 @@ class KeyedJaggedTensor:
     def unchecked(
         cls, keys: Sequence[str], values: Tensor, weights: Tensor | None, offsets: Tensor
     ) -> "KeyedJaggedTensor":
-        """Of parts that fit together, or that a kernel will check."""
+        """Construct without checks, for consistent components or those that a kernel will check."""
         return _unflatten([values, weights, None, offsets], tuple(keys))
 
     @classmethod
     def from_lengths(
         cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "KeyedJaggedTensor":
-        """From values per bag, `lengths` `[F * B]` or `[F, B]`."""
+        """Construct from `lengths` `[F * B]` or `[F, B]`, values per bag."""
         return cls(keys, values, weights, lengths=lengths)
 
     @classmethod
     def from_offsets(
         cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> "KeyedJaggedTensor":
-        """From where each bag starts, `offsets` `[F * B + 1]`."""
+        """Construct from `offsets` `[F * B + 1]`, the start of each bag and the end of the last."""
         return cls(keys, values, weights, offsets=offsets)
 
     @classmethod
@@ -84,10 +84,10 @@ class KeyedJaggedTensor:
         weights: Mapping[str, Sequence[Sequence[float]]] | None = None, dtype: torch.dtype = torch.int64,
         device: torch.device | str | None = None,
     ) -> "KeyedJaggedTensor":  # fmt: skip
-        """From Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids a sample, the same number for each key.
+        """Construct from Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids per sample, for each key.
 
         Raises:
-            TypeError, ValueError: naming the key, and the sample where sizes differ.
+            TypeError, ValueError: naming the key, and the sample if sizes differ.
         """
         _check_lists("ids", lists)
         batch_sizes = {key: len(samples) for key, samples in lists.items()}
@@ -98,41 +98,41 @@ class KeyedJaggedTensor:
         values = [_integer(key, id) for key, samples in lists.items() for sample in samples for id in sample]
         flat_weights = [w for key in lists for sample in weights[key] for w in sample] if weights is not None else None
         lengths = [len(sample) for samples in lists.values() for sample in samples]
-        numbers, sizes = (torch.tensor(each, dtype=dtype, device=device) for each in (values, lengths))
+        ids, sizes = (torch.tensor(numbers, dtype=dtype, device=device) for numbers in (values, lengths))
         floats = None if flat_weights is None else torch.tensor(flat_weights, dtype=torch.float32, device=device)
-        return cls(tuple(lists), numbers, floats, lengths=sizes)
+        return cls(tuple(lists), ids, floats, lengths=sizes)
 
     @staticmethod
-    def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+    def concat(batches: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         """Join batches of the same samples with different keys.
 
         Raises:
-            ValueError: for no parts, for batch sizes that differ, for weights that only some parts have.
+            ValueError: for an empty list, for different batch sizes, for weights that only some batches have.
         """
-        parts = _list_of_parts("concat", parts)
-        batch_sizes = [part.stride() for part in parts]
+        batches = _checked_batches("concat", batches)
+        batch_sizes = [batch.stride() for batch in batches]
         if len(set(batch_sizes)) > 1:
-            raise ValueError(f"concat needs parts of one batch size, got {batch_sizes}")
-        keys = [key for part in parts for key in part._keys]
-        values, weights = torch.cat([part.values() for part in parts]), _joined_weights(parts)
-        return KeyedJaggedTensor(keys, values, weights, lengths=torch.cat([part.lengths() for part in parts]))
+            raise ValueError(f"concat needs batches of one size, got {batch_sizes}")
+        keys = [key for batch in batches for key in batch._keys]
+        values, weights = torch.cat([batch.values() for batch in batches]), _joined_weights(batches)
+        return KeyedJaggedTensor(keys, values, weights, lengths=torch.cat([batch.lengths() for batch in batches]))
 
     @staticmethod
-    def stack(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Join batches of different samples with the same keys, in order, without reading them on the host.
+    def stack(batches: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
+        """Join batches of different samples with the same keys, in order, without a device-to-host copy.
 
         Raises:
-            ValueError: for no parts, for keys that differ, for weights that only some parts have.
+            ValueError: for an empty list, for different keys, for weights that only some batches have.
         """
-        parts = _list_of_parts("stack", parts)
-        keys = parts[0].keys()
-        for part in parts:
-            if part.keys() != keys:
-                raise ValueError(f"stack needs parts of the same keys in one order, got {keys} and {part.keys()}")
-        lengths = [part.lengths().reshape(len(keys), -1) for part in parts]
-        values = torch.cat([part.values() for part in parts])
+        batches = _checked_batches("stack", batches)
+        keys = batches[0].keys()
+        for batch in batches:
+            if batch.keys() != keys:
+                raise ValueError(f"stack needs batches with the same keys in one order, got {keys} and {batch.keys()}")
+        lengths = [batch.lengths().reshape(len(keys), -1) for batch in batches]
+        values = torch.cat([batch.values() for batch in batches])
         source = key_major_order(lengths, values.shape[0])
-        weights = _joined_weights(parts)
+        weights = _joined_weights(batches)
         weights = None if weights is None else weights[source]
         return KeyedJaggedTensor(keys, values[source], weights, lengths=torch.cat(lengths, dim=1).flatten())
 
@@ -146,17 +146,17 @@ class KeyedJaggedTensor:
         return self._weights
 
     def weights(self) -> Tensor:
-        """`[N]`; raises ValueError if there are none."""
+        """`[N]`; raises ValueError for a batch without weights."""
         if self._weights is None:
-            raise ValueError("this KeyedJaggedTensor has no weights; pass weights= when making it")
+            raise ValueError("this KeyedJaggedTensor has no weights; pass weights= to its constructor")
         return self._weights
 
     def lengths(self) -> Tensor:
-        """`[F * B]` values per bag."""
+        """Values per bag, `[F * B]`."""
         return torch.diff(self._offsets) if self._lengths is None else self._lengths
 
     def offsets(self) -> Tensor:
-        """`[F * B + 1]` where each bag starts."""
+        """Start of each bag, and the end of the last, `[F * B + 1]`."""
         return self._offsets
 
     def lengths_or_none(self) -> Tensor | None:
@@ -172,17 +172,17 @@ class KeyedJaggedTensor:
         return self._values.device
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
-        """Cut the keys into runs of the given sizes. Reads the offsets on the host.
+        """Split the keys into consecutive groups of these sizes. Reads the offsets on the host.
 
         Raises:
-            ValueError: for sizes that are negative or do not add up to the number of keys.
+            ValueError: for sizes that are negative or do not sum to the number of keys.
         """
         if sum(segments) != len(self._keys) or any(size < 0 for size in segments):
             raise ValueError(f"segments {list(segments)} must add up to the {len(self._keys)} keys")
-        return [self._run(end - size, end) for size, end in zip(segments, accumulate(segments), strict=True)]
+        return [self._key_range(end - size, end) for size, end in zip(segments, accumulate(segments), strict=True)]
 
     def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
-        """The keys at `indices`, in that order; keys may be left out. Reads the offsets on the host.
+        """Select the keys at `indices`, in that order; keys may be omitted. Reads the offsets on the host.
 
         Raises:
             ValueError: for an index out of range or repeated.
@@ -192,8 +192,8 @@ class KeyedJaggedTensor:
                 raise ValueError(f"permute: index {index} is not in [0, {len(self._keys)})")
         if len(set(indices)) != len(indices):
             raise ValueError(f"permute: an index is repeated in {list(indices)}")
-        parts = [self._run(index, index + 1) for index in indices]
-        return KeyedJaggedTensor.concat(parts) if parts else self._run(0, 0)
+        batches = [self._key_range(index, index + 1) for index in indices]
+        return KeyedJaggedTensor.concat(batches) if batches else self._key_range(0, 0)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -202,14 +202,14 @@ class KeyedJaggedTensor:
         return self._map(lambda t: t.pin_memory())
 
     def __getitem__(self, key: str) -> "KeyedJaggedTensor":
-        """One key's part; KeyError if there is none."""
+        """Select one key; KeyError if it is unknown."""
         if key not in self._keys:
             raise KeyError(f"no key {key!r} among {self.keys()}")
         index = self._keys.index(key)
-        return self._run(index, index + 1)
+        return self._key_range(index, index + 1)
 
     def to_lists(self) -> dict[str, list[list[Any]]]:
-        """The inverse of `from_lists`, without weights."""
+        """Convert to Python lists, the inverse of `from_lists`, without weights."""
         values, offsets, batch_size = self._values.tolist(), self.offsets().tolist(), self.stride()
         return {
             key: [values[offsets[k * batch_size + b] : offsets[k * batch_size + b + 1]] for b in range(batch_size)]
@@ -222,8 +222,8 @@ class KeyedJaggedTensor:
             f"{self._values.dtype}, weighted={self._weights is not None}, device={self._values.device})"
         )
 
-    def _run(self, first: int, last: int) -> "KeyedJaggedTensor":
-        batch_size = self.stride() if first < last else 0  # no keys have one offset, a 0
+    def _key_range(self, first: int, last: int) -> "KeyedJaggedTensor":
+        batch_size = self.stride() if first < last else 0  # without keys, offsets are [0]
         bag_offsets = self._offsets[first * batch_size : last * batch_size + 1]
         begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
         keys, weights = self._keys[first:last], None if self._weights is None else self._weights[begin:end]
@@ -233,16 +233,16 @@ class KeyedJaggedTensor:
         children, context = _flatten(self)
         return _unflatten([None if child is None else function(child) for child in children], context)
 
-    def _check_form(self, lengths: Tensor | None, offsets: Tensor | None) -> None:
+    def _check_shapes(self, lengths: Tensor | None, offsets: Tensor | None) -> None:
         keys = self._keys
         if any(not isinstance(key, str) for key in keys):
             raise TypeError(f"keys must be str, got {list(keys)}")
         if len(set(keys)) != len(keys):
-            raise ValueError(f"a key is given twice in {list(keys)}")
+            raise ValueError(f"duplicate key in {list(keys)}")
         if lengths is None and offsets is None:
-            raise ValueError("give lengths or offsets")
-        given = {"values": self._values, "weights": self._weights, "lengths": lengths, "offsets": offsets}
-        for title, value in given.items():
+            raise ValueError("pass lengths or offsets")
+        tensors = {"values": self._values, "weights": self._weights, "lengths": lengths, "offsets": offsets}
+        for title, value in tensors.items():
             dense = isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
             if not dense and (value is not None or title == "values"):
                 raise TypeError(
@@ -259,85 +259,86 @@ class KeyedJaggedTensor:
                 raise ValueError(f"{title} must be 1-D, got shape {tuple(tensor.shape)}")
             if keys and (tensor.numel() - extra) % len(keys):
                 raise ValueError(
-                    f"{title} has {tensor.numel()} elements, which {len(keys)} keys cannot share: "
+                    f"{title} has {tensor.numel()} elements; for {len(keys)} keys, "
                     f"expected a multiple of {len(keys)}" + (" plus 1" if extra else "")
                 )
         if offsets is not None and offsets.numel() == 0:
-            raise ValueError("offsets must have at least one element, the 0 that it starts with")
+            raise ValueError("offsets must have at least one element, a leading 0")
         if lengths is not None and offsets is not None and lengths.numel() != (bags := offsets.numel() - 1):
-            raise ValueError(f"{bags + 1} offsets need {bags} lengths, got {lengths.numel()}; give one of them")
+            raise ValueError(f"{bags + 1} offsets need {bags} lengths, got {lengths.numel()}; pass only one of them")
         if self._weights is not None:
             if self._weights.shape != self._values.shape[:1]:
                 raise ValueError(
-                    f"weights must have one element a value: expected shape {tuple(self._values.shape[:1])}, "
+                    f"weights must have one element per value: expected shape {tuple(self._values.shape[:1])}, "
                     f"got {tuple(self._weights.shape)}"
                 )
             if not self._weights.is_floating_point():
                 raise TypeError(f"weights must be floating point, got {self._weights.dtype}")
 
     def _check_contents(self, lengths: Any, offsets: Any) -> None:
-        # By NumPy: PyTorch wakes threads for it, which takes longer. Differences are taken where they are needed alone.
-        total, source = (lengths.sum(), "lengths add up to") if offsets is None else (offsets[-1], "offsets end at")
+        # NumPy, because PyTorch starts its thread pool for this, which takes longer.
+        total, source = (lengths.sum(), "lengths sum to") if offsets is None else (offsets[-1], "offsets end at")
         if offsets is not None and int(offsets[0]) != 0:
             raise ValueError(f"offsets must start with 0, got {int(offsets[0])}")
         ends = None if offsets is None else offsets.numpy()
         negative = lengths.numpy() < 0 if ends is None else ends[1:] < ends[:-1]
         if negative.any():
-            where, bag = self._first(negative)
+            location, bag = self._first(negative)
             raise ValueError(
-                f"lengths must not be negative: {where} has {int(lengths[bag])}"
+                f"lengths must not be negative: {location} has {int(lengths[bag])}"
                 if offsets is None
-                else f"offsets must ascend: {where} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
+                else f"offsets must ascend: {location} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
             )
         if ends is not None and is_host_readable(lengths) and (differ := np.diff(ends) != lengths.numpy()).any():
-            where, bag = self._first(differ)
+            location, bag = self._first(differ)
             raise ValueError(
-                f"lengths and offsets disagree: {where} has the length {int(lengths[bag])}, by its offsets "
-                f"{int(offsets[bag + 1] - offsets[bag])}; give one of them"
+                f"lengths and offsets disagree: {location} has length {int(lengths[bag])}, but by its offsets "
+                f"{int(offsets[bag + 1] - offsets[bag])}; pass only one of them"
             )
         if int(total) != self._values.shape[0]:
             raise ValueError(f"{source} {int(total)} but there are {self._values.shape[0]} values")
 
     def _first(self, bags: np.ndarray) -> tuple[str, int]:
+        """Return the feature and sample, and the index, of the first bag that is flagged."""
         bag, batch_size = int(bags.argmax()), bags.size // max(1, len(self._keys))
         return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}", bag
 
 
 def key_major_order(lengths: Sequence[Tensor], num_values: int) -> Tensor:
-    """Where the `num_values` values of parts that lie one after the other come from when they are to lie key by key.
+    """Compute the permutation that makes the values of concatenated batches key-major.
 
-    `lengths`: of each part, `[K, B]`: values a bag; `B` may differ. Returns int64 `[num_values]`: the place, part by
-    part, of what is wanted here: by key, then part, then sample.
+    `lengths`: `[K, B]` values per bag, for each batch; `B` may differ. Returns int64 `[num_values]`: for each position
+    in the order of key, batch and sample, the source position in the order of batch, key and sample.
     """
-    # A run is one key of one part. Runs lie part by part; they are wanted key by key.
-    run_lengths = torch.stack([part.sum(1, dtype=torch.int64) for part in lengths])
+    # A run is one key of one batch. Transpose the runs: source starts and lengths, in target order.
+    run_lengths = torch.stack([batch.sum(1, dtype=torch.int64) for batch in lengths])
     run_starts = torch.cumsum(run_lengths.flatten(), 0).reshape(run_lengths.shape) - run_lengths
-    wanted_lengths, wanted_starts = run_lengths.T.flatten(), run_starts.T.flatten()
-    shifts = wanted_starts - (torch.cumsum(wanted_lengths, 0) - wanted_lengths)
-    source = torch.arange(num_values, device=run_lengths.device)
-    return source + torch.repeat_interleave(shifts, wanted_lengths, output_size=num_values)
+    target_lengths, source_starts = run_lengths.T.flatten(), run_starts.T.flatten()
+    shifts = source_starts - (torch.cumsum(target_lengths, 0) - target_lengths)
+    target = torch.arange(num_values, device=run_lengths.device)
+    return target + torch.repeat_interleave(shifts, target_lengths, output_size=num_values)
 
 
 def batch_size_of(offsets: Tensor, key_starts: Tensor) -> int:
-    """Samples in a batch: offsets `[K * B + 1]`, `Layout.key_starts` `[K + 1]`."""
+    """Samples per batch, from offsets `[K * B + 1]` and `Layout.key_starts` `[K + 1]`."""
     num_keys = key_starts.numel() - 1
     return (offsets.numel() - 1) // num_keys if num_keys else 0
 
 
-def _joined_weights(parts: Sequence[KeyedJaggedTensor]) -> Tensor | None:
-    weighted = [part.weights_or_none() is not None for part in parts]
+def _joined_weights(batches: Sequence[KeyedJaggedTensor]) -> Tensor | None:
+    weighted = [batch.weights_or_none() is not None for batch in batches]
     if any(weighted) and not all(weighted):
-        raise ValueError(f"weights are needed in all parts or in none, got {weighted}")
-    return torch.cat([part.weights() for part in parts]) if all(weighted) else None
+        raise ValueError(f"all batches or none must have weights, got {weighted}")
+    return torch.cat([batch.weights() for batch in batches]) if all(weighted) else None
 
 
-def _list_of_parts(method: str, parts: Any) -> list[KeyedJaggedTensor]:
-    found = list(parts) if isinstance(parts, Iterable) else [parts]
-    if isinstance(parts, KeyedJaggedTensor) or not all(isinstance(part, KeyedJaggedTensor) for part in found):
-        raise TypeError(f"{method} expects a list of tritonemb.KeyedJaggedTensor, got {parts!r}")
-    if not found:
+def _checked_batches(method: str, batches: Any) -> list[KeyedJaggedTensor]:
+    checked = list(batches) if isinstance(batches, Iterable) else [batches]
+    if isinstance(batches, KeyedJaggedTensor) or not all(isinstance(batch, KeyedJaggedTensor) for batch in checked):
+        raise TypeError(f"{method} expects a list of tritonemb.KeyedJaggedTensor, got {batches!r}")
+    if not checked:
         raise ValueError(f"{method} needs at least one KeyedJaggedTensor")
-    return found
+    return checked
 
 
 def _check_lists(title: str, lists: Any) -> None:
@@ -354,7 +355,7 @@ def _check_same_lengths(lists: Mapping[str, Sequence[Sequence[Any]]], weights: M
     _check_lists("weights", weights)
     for key, samples in lists.items():
         if key not in weights:
-            raise ValueError(f"weights lack the key {key!r}")
+            raise ValueError(f"weights have no key {key!r}")
         if len(weights[key]) != len(samples):
             raise ValueError(f"weights of {key!r} have {len(weights[key])} samples, its ids have {len(samples)}")
         for index, (ids, sample_weights) in enumerate(zip(samples, weights[key], strict=True)):
@@ -370,7 +371,7 @@ def _integer(key: str, id: Any) -> int:
 
 
 def is_host_readable(tensor: Tensor | None) -> bool:
-    """Whether looking at the contents costs nothing: plain memory of this process."""
+    """Return whether the contents can be read without a synchronization or a graph break: a plain CPU tensor."""
     return type(tensor) is Tensor and tensor.is_cpu and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
@@ -379,7 +380,7 @@ def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], tuple[str, ..
 
 
 def _unflatten(children: Iterable[Any], keys: tuple[str, ...]) -> KeyedJaggedTensor:
-    """Rebuild without checks: a tree's leaves need not be tensors while it is being mapped."""
+    """Rebuild without checks: leaves of a pytree are arbitrary objects while it is being mapped."""
     kjt = object.__new__(KeyedJaggedTensor)
     kjt._values, kjt._weights, kjt._lengths, kjt._offsets = children
     kjt._keys = tuple(keys)
@@ -399,7 +400,7 @@ pytree.register_pytree_node(
 
 
 class Features(Protocol):
-    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
+    """Interface of a batch: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
 
     def keys(self) -> list[str]: ...
     def values(self) -> Tensor: ...
@@ -408,13 +409,13 @@ class Features(Protocol):
 
 
 def unpack_features(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    """Keys, values, offsets and weights; raises TypeError or ValueError for what is no such batch."""
+    """Return keys, values, offsets and weights; TypeError or ValueError for an unsupported batch."""
     for method in ("keys", "values", "offsets", "weights_or_none"):
         if not callable(getattr(features, method, None)):
             raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
     if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
         raise ValueError(
-            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
-            "for every sample"
+            "the batch has a variable batch size per feature (variable_stride_per_key), which is not supported; give "
+            "every feature a bag, possibly empty, for every sample"
         )
     return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()

@@ -1,4 +1,4 @@
-"""Optimizers: what is computed for the rows of tables, and `fused`, one optimizer for a whole model."""
+"""Optimizers of tables, and `fused`, one optimizer for all parameters and tables of a model."""
 
 from tritonemb.nn.fuse import ModelOptimizer, fused
 from tritonemb.optimizers import (

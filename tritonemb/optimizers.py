@@ -1,8 +1,8 @@
-"""Optimizers of embedding tables: frozen dataclasses that say *what* is computed for a row.
+"""Optimizers of embedding tables: frozen dataclasses that define the update of a row.
 
-Each is applied once per distinct row and step to `g`, the sum of the row's gradients in a fixed order, after `g`'s
-parts were clamped to ±`max_gradient`. Arithmetic is float32 whatever the table's dtype; `t` counts steps from 1; `D` is
-the embedding dim; sums and norms run over one row. How it is computed is in `kernels/row_update.py`.
+An optimizer is applied once per distinct row and step to `g`, the sum of the row's gradients in a fixed order, each
+clamped to ±`max_gradient` before. Arithmetic is float32 for any dtype of the table; `t` counts steps from 1; `D` is the
+embedding dim; sums and norms are over one row. The kernels are in `kernels/row_update.py`.
 """
 
 import itertools
@@ -14,20 +14,20 @@ from weakref import WeakValueDictionary
 
 WeightDecayMode = Literal["none", "l2", "decoupled"]
 NonFinite = Literal["ignore", "raise", "skip"]
-DECAY_MODES = (*get_args(WeightDecayMode), "trust_ratio")  # of kernels: the trust ratio includes the decay
+DECAY_MODES = (*get_args(WeightDecayMode), "trust_ratio")  # in kernels; "trust_ratio": the ratio includes the decay
 _DECAYS = ("beta1", "beta2")
 _NUMBERS = ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2", "max_gradient", "max_norm", *_DECAYS)
 
 
 class StateSpec(NamedTuple):
-    """A piece of optimizer state: its name in `state_dict`, and whether a row has one value or one per element."""
+    """State of an optimizer: its name in `state_dict`, and whether it has one value per element or per row."""
 
     name: str
     per_element: bool
 
 
 class Hyperparameters(NamedTuple):
-    """Every optimizer's constants in one flat, fixed order: what the kernels receive. Unused ones are zero."""
+    """Constants of all optimizers in one fixed order, the argument of the kernels. Unused ones are zero."""
 
     weight_decay: float = 0.0
     weight_decay_mode: float = 0.0  # index into DECAY_MODES
@@ -47,19 +47,19 @@ class Hyperparameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What all optimizers share.
+    """Base of all optimizers.
 
     Args:
         lr: learning rate, at least 0; change it later with the module's `set_learning_rate`.
-        weight_decay: strength of the decay, at least 0. Only rows in the batch decay.
-        weight_decay_mode: "l2" adds `weight_decay · w` to `g`; "decoupled" shrinks `w` by `lr · weight_decay · w`
-            beside the step (inside the trust ratio for the LAMB family, as in its paper); "none" forbids decay.
+        weight_decay: decay factor, at least 0. Only rows in the batch decay.
+        weight_decay_mode: "l2" adds `weight_decay · w` to `g`; "decoupled" subtracts `lr · weight_decay · w` from `w`
+            in addition to the step (inside the trust ratio for the LAMB family, as in its paper); "none" forbids decay.
         max_gradient: each element of the incoming gradient is clamped to ±max_gradient before rows are summed.
-        max_norm: after the step a row longer than this (L2) is scaled back to it.
+        max_norm: after the step, a row with a larger L2 norm is scaled down to it.
         stochastic_rounding: for 16-bit tables, round up or down at random in proportion to the distance, by a
             counter-based generator keyed on (table, row, step, element), so that small steps are not lost.
-        on_nonfinite: a NaN or infinity in a row's gradient leaves the row as it is, is counted and warned of ("skip"),
-            is raised before anything is changed ("raise"), or written ("ignore").
+        on_nonfinite: action for a NaN or infinity in a row's gradient: "skip" the row, count it and warn; "raise"
+            before any table is changed; or "ignore" and write the result.
 
     Raises:
         ValueError: naming the optimizer, the field and its range.
@@ -75,30 +75,30 @@ class Optimizer:
 
     name: ClassVar[str]
     states: ClassVar[tuple[StateSpec, ...]] = ()
-    reads_whole_rows: ClassVar[bool] = False  # whether what becomes of an element depends on others of its row
-    reads_squares: ClassVar[bool] = False  # whether it depends on the mean of squares of their gradients alone
-    trust_ratio_decay: ClassVar[WeightDecayMode | None] = None  # the mode that a trust ratio includes, if there is one
-    corrects_bias: ClassVar[bool] = False  # whether the step divides by 1 - beta1^t and 1 - beta2^t
+    reads_whole_rows: ClassVar[bool] = False  # the update of an element depends on other elements of its row
+    reads_squares: ClassVar[bool] = False  # the update depends on them only by the mean of squared gradients
+    trust_ratio_decay: ClassVar[WeightDecayMode | None] = None  # decay mode that the trust ratio includes, if any
+    corrects_bias: ClassVar[bool] = False  # the step divides by 1 - beta1^t and 1 - beta2^t
 
     def __new__(cls, *values: Any, **_: Any) -> Self:
         if values and hasattr(values[0], "__iter__") and not isinstance(values[0], str):
-            call = f"te.optim.fused(model, te.optim.{cls.__name__}(lr=0.01)) makes the optimizer of a model"
+            call = f"te.optim.fused(model, te.optim.{cls.__name__}(lr=0.01)) creates the optimizer of a model"
             raise TypeError(f"{cls.__name__} takes no parameters; {call}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         title = type(self).__name__
-        for part in (spec.name for spec in fields(self) if spec.name in _NUMBERS):
-            value, optional, high = getattr(self, part), part.startswith("max_"), 1.0 if part in _DECAYS else math.inf
+        for name in (spec.name for spec in fields(self) if spec.name in _NUMBERS):
+            value, optional, high = getattr(self, name), name.startswith("max_"), 1.0 if name in _DECAYS else math.inf
             if optional and value is None:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise TypeError(f"{title}: {part} must be a number, got {value!r}")
+                raise TypeError(f"{title}: {name} must be a number, got {value!r}")
             if not (value > 0.0 if optional else value >= 0.0) or not value < high:
-                raise ValueError(f"{title}: {part} must lie in {'(' if optional else '['}0.0, {high}), got {value}")
-        for part, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("on_nonfinite", get_args(NonFinite))):
-            if getattr(self, part) not in choices:
-                raise ValueError(f"{title}: {part} must be one of {choices}, got {getattr(self, part)!r}")
+                raise ValueError(f"{title}: {name} must lie in {'(' if optional else '['}0.0, {high}), got {value}")
+        for name, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("on_nonfinite", get_args(NonFinite))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{title}: {name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.weight_decay and self.weight_decay_mode == "none":
             raise ValueError(
                 f"{title}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "
@@ -107,7 +107,7 @@ class Optimizer:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The constants in the order the kernels expect, without the learning rate, which is a tensor."""
+        """Constants in the order that the kernels expect, without the learning rate, which is a tensor."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         mode = "trust_ratio" if self.weight_decay_mode == self.trust_ratio_decay else self.weight_decay_mode
         values["weight_decay_mode"] = DECAY_MODES.index(mode)
@@ -125,7 +125,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one accumulator a row: `s += mean(g²)`, `w -= lr · g / (sqrt(s) + eps)`.
+    """Adagrad with one accumulator per row: `s += mean(g²)`, `w -= lr · g / (sqrt(s) + eps)`.
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Mudigere et al., ISCA 2022, section 4.1.4.
     """
@@ -154,7 +154,7 @@ class Adam(Optimizer):
     """Adam on the rows of the batch (Kingma & Ba, ICLR 2015; FBGEMM's ADAM, whose decay is decoupled).
 
     `m = β₁m + (1-β₁)g`, `v = β₂v + (1-β₂)g²`, `w -= lr · (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps)`.
-    Rows that are not in the batch keep `m` and `v`; `t` is the module's step, not the row's.
+    `m` and `v` of rows outside the batch do not change; `t` is the step of the module, not of the row.
     """
 
     beta1: float = 0.9
@@ -168,7 +168,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class PartialRowWiseAdam(Adam):
-    """Adam whose second moment is one value a row: `v = β₂v + (1-β₂)·mean(g²)` (FBGEMM's PARTIAL_ROWWISE_ADAM)."""
+    """Adam with one second moment per row: `v = β₂v + (1-β₂)·mean(g²)` (FBGEMM's PARTIAL_ROWWISE_ADAM)."""
 
     name: ClassVar[str] = "partial_row_wise_adam"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", False))
@@ -181,7 +181,7 @@ class LAMB(Adam):
     """Adam's direction scaled by a trust ratio per row (You et al., ICLR 2020; FBGEMM's LAMB).
 
     `r = (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps) + weight_decay · w`, `w -= lr · (‖w‖ / ‖r‖) · r`. The ratio is
-    1 where either norm is 0, as in the paper's own implementation, so that a row of zeros can leave zero.
+    1 if either norm is 0, as in the paper's own implementation, so that a row of zeros can leave zero.
     """
 
     name: ClassVar[str] = "lamb"
@@ -191,7 +191,7 @@ class LAMB(Adam):
 
 @dataclass(frozen=True)
 class PartialRowWiseLAMB(LAMB):
-    """LAMB whose second moment is one value a row: `v = β₂v + (1-β₂)·mean(g²)` (FBGEMM's PARTIAL_ROWWISE_LAMB)."""
+    """LAMB with one second moment per row: `v = β₂v + (1-β₂)·mean(g²)` (FBGEMM's PARTIAL_ROWWISE_LAMB)."""
 
     name: ClassVar[str] = "partial_row_wise_lamb"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", False))
@@ -202,8 +202,8 @@ class LARSSGD(Optimizer):
     """Momentum SGD with a learning rate per row (You et al., arXiv:1708.03888; FBGEMM's LARS_SGD).
 
     `a = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖)` (0 where the divisor is 0),
-    `m = momentum · m + a · (g + weight_decay · w)`, `w -= m`. A row of zeros stays
-    zero, as the formula says; initialise tables away from zero.
+    `m = momentum · m + a · (g + weight_decay · w)`, `w -= m`. By this formula a row of zeros stays zero; initialize
+    tables to other values.
     """
 
     momentum: float = 0.9
@@ -216,12 +216,12 @@ class LARSSGD(Optimizer):
 
 @dataclass(frozen=True)
 class FTRL(Optimizer):
-    """Follow the regularised leader, element by element (McMahan et al., KDD 2013, algorithm 1).
+    """Follow the regularized leader, element by element (McMahan et al., KDD 2013, algorithm 1).
 
     `σ = (sqrt(n + g²) - sqrt(n)) / lr`, `z += g - σw`, `n += g²`; `w = 0` where `|z| ≤ l1`, else
-    `w = -(z - sign(z)·l1) / ((beta + sqrt(n)) / lr + l2)`. `z` starts at 0, as in the paper, where weights
-    do too: a row's initial weights live on through `σw` only, wholly so with `beta = 0`.
-    A learning rate of 0 leaves rows untouched.
+    `w = -(z - sign(z)·l1) / ((beta + sqrt(n)) / lr + l2)`. `z` starts at 0, as in the paper, whose
+    weights start at 0, too: a row's initial weights contribute through `σw` only, and fully with `beta = 0`.
+    A learning rate of 0 leaves rows unchanged.
     """
 
     beta: float = 1.0
@@ -233,16 +233,17 @@ class FTRL(Optimizer):
 
 @dataclass(frozen=True)
 class Custom(Optimizer):
-    """A function of yours: `rows, states = step(rows, states, g, lr, t)`, all float32; no gradient is recorded.
+    """User-defined optimizer: `rows, states = step(rows, states, g, lr, t)`, all float32, without autograd.
 
     Args:
-        step: of any number of rows of any tables of one dim, `rows` and `g` `[U, D]`; their states by name, `[U]` or
-            `[U, D]`; `lr` `[]`; and `t`, int64 `[]`. It returns tensors like `rows` and `states`. No row may depend on
-            others, and equal rows must get equal bits. It may be a `torch.compile`d function.
-        states: by name "row", one value a row, or "element", one for each element; zero at first.
-        whole_row: whether an element depends on others of its row. If not, column-wise shards exchange little.
+        step: function of `rows` and `g` `[U, D]`, any rows of any tables of one dim; their states by name, `[U]` or
+            `[U, D]`; `lr` `[]`; and `t`, int64 `[]`. It returns tensors like `rows` and `states`. Rows must be updated
+            independently, and equal rows bitwise identically. It may be a `torch.compile`d function.
+        states: name and size of each state: "row", one value per row, or "element", one per element; initially zero.
+        whole_row: whether the update of an element depends on other elements of its row. If not, column-wise shards
+            exchange less.
 
-    Weight decay, clamping, `max_norm` and rounding are done around the function, as for SGD.
+    Weight decay, clamping, `max_norm` and rounding are applied around the function, as for SGD.
     """
 
     step: Callable[..., Any] = field(kw_only=True)
@@ -252,19 +253,19 @@ class Custom(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.step) or not isinstance(self.states, Mapping | tuple):
-            wanted = 'step must be a function of rows, states, g, lr and t, and states a dict like {"sum": "element"}'
-            raise TypeError(f"Custom: {wanted}, got {self.step!r} and {self.states!r}")
+            expected = 'step must be a function of rows, states, g, lr and t, and states a dict like {"sum": "element"}'
+            raise TypeError(f"Custom: {expected}, got {self.step!r} and {self.states!r}")
         for name, size in dict(self.states).items():
             if not str(name).isidentifier() or name in ("weight", "step", "skipped") or size not in _SIZES:
-                wanted = '"row" or "element", by names that are identifiers other than "weight", "step" and "skipped"'
-                raise ValueError(f"Custom: states must be {wanted}, got {name!r}: {size!r}")
+                expected = '"row" or "element", by names that are identifiers other than "weight", "step" and "skipped"'
+                raise ValueError(f"Custom: states must be {expected}, got {name!r}: {size!r}")
             if not self.whole_row and size in _SIZES[:2]:
-                raise ValueError(f"Custom: state {name!r} has one value for the whole row; leave whole_row=True")
+                raise ValueError(f"Custom: state {name!r} has one value per row, which needs whole_row=True")
         states = (StateSpec(name, size in _SIZES[2:]) for name, size in dict(self.states).items())
         self.__setstate__({"states": tuple(states), "reads_whole_rows": self.whole_row})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has a name of its own."""
+        """Give a copy a name of its own, by which kernels look it up."""
         vars(self).update(state, name=f"custom_{next(_numbers)}")
         customs[self.name] = self
 
@@ -276,5 +277,5 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     kind.name: kind
     for kind in (SGD, RowWiseAdagrad, Adagrad, Adam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB, LARSSGD, FTRL)
 }
-# The number by which kernels know each. "assign": a row becomes its gradient; "place": the table has a row a group.
+# Numbers of the kernels' optimizers. "assign": a row becomes its gradient; "place": row i of the table is group i.
 KINDS = {name: kind for kind, name in enumerate([*OPTIMIZERS, "assign", "place"])}

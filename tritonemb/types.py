@@ -1,4 +1,4 @@
-"""What a table is: its size, its memory tier and how its bags are pooled."""
+"""Configurations: tables, their caches, eviction and admission, and the codecs of rows and gradients."""
 
 import hashlib
 import math
@@ -19,13 +19,14 @@ TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Codec:
-    """How an element of a row or gradient crosses the network; see `kernels/quantize.py`.
+    """Encoding of the elements of a row or gradient in transit; see `kernels/quantize.py`.
 
     Args:
-        dtype: of its code.
-        largest: the largest value.
-        saturation_threshold: the first magnitude that does not round to `largest` or below: it saturates.
-        scales_gradients: by default; its smallest numbers are larger than gradients of a mean may be.
+        dtype: dtype of a code.
+        largest: largest finite value.
+        saturation_threshold: smallest magnitude that saturates: it would round beyond `largest`.
+        scales_gradients: whether gradients are scaled by default, as gradients of a mean may be below its smallest
+            number.
         row_wise: whether each row has a scale and an offset.
     """
 
@@ -47,7 +48,7 @@ CODECS = {
 
 
 def checked_size(title: str, value: Any, least: int = 1) -> int:
-    """An integer of any kind, say NumPy's, as an `int`; TypeError or ValueError if it is none, or less than `least`."""
+    """Return an integer of any type, NumPy's included, as an `int`; TypeError or ValueError unless it is ≥ `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{title} must be an int, got {value!r}")
     if value.__index__() < least:
@@ -56,7 +57,7 @@ def checked_size(title: str, value: Any, least: int = 1) -> int:
 
 
 def checked_number(title: str, value: Any) -> float:
-    """A number that is no bool; TypeError if it is none."""
+    """Return `value` if it is an int or float; TypeError otherwise, and for a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{title} must be a number, got {value!r}")
     return value
@@ -64,18 +65,19 @@ def checked_number(title: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How many rows of a host- or disk-resident table are cached, and which.
+    """Cache of a host- or disk-resident table: capacity, eviction policy and folder.
 
     Args:
-        rows: cached on the device by each rank that holds some of the table, at least 1; rounded up to sets of 32. Of a
-            table on embedding servers, kept by each trainer, so that they need not be sent again.
-        share: of the table's rows, in (0, 1], where `rows` is not given; of a table on servers 262,144 rows at most.
-        policy: which row is evicted: the least recently ("lru") or least frequently ("lfu") used one. Rows of batches
-            that are trained or prefetched are pinned.
-        folder: of a disk-resident table's file while it is in use; the system's temporary folder if not given. Nothing
-            is left there when the process has ended.
-        host_rows: of a disk-resident table, cached in host memory too, as `rows` are on the device; none if not given.
-        host_share: of the table's rows, in (0, 1], where `host_rows` is not given.
+        rows: rows cached on the device by each rank that has a shard of the table, at least 1; rounded up to sets of
+            32. For a table on embedding servers, the capacity of each trainer's worker-side embedding cache.
+        share: share of the table's rows to cache, in (0, 1], if `rows` is not given; at most 262,144 rows of a table on
+            servers.
+        policy: evict the least recently ("lru") or least frequently ("lfu") used row. Rows of batches that are being
+            trained or prefetched are pinned.
+        folder: folder for the file of a disk-resident table while it is in use; the system's temporary folder by
+            default. The file is gone when the process has ended.
+        host_rows: rows of a disk-resident table to cache in host memory as well; none by default.
+        host_share: share of the table's rows, in (0, 1], if `host_rows` is not given.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -104,11 +106,11 @@ class CacheConfig:
             raise TypeError(f"a cache's folder must be a path, got {self.folder!r}")
 
     def num_device_rows(self, num_embeddings: int) -> int:
-        """Rows to keep of a table, at least 1."""
+        """Rows of a table to cache on the device, at least 1."""
         return min(math.ceil(self.share * num_embeddings) if self.rows is None else self.rows, num_embeddings)
 
     def num_host_rows(self, num_embeddings: int) -> int | None:
-        """Rows of a table on disk to keep in host memory, at least 1; None if it has no such cache."""
+        """Rows of a disk-resident table to cache in host memory, at least 1; None without a host cache."""
         if self.host_share is not None:
             return math.ceil(self.host_share * num_embeddings)
         return None if self.host_rows is None else min(self.host_rows, num_embeddings)
@@ -116,15 +118,15 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class EvictionConfig:
-    """Which row of a dynamic table that is full makes room for a new id.
+    """Eviction of rows of a full dynamic table, to insert new ids.
 
     Args:
-        policy: the least recently ("lru") or least frequently ("lfu") used one of the new id's set of rows.
-        protect: rows that were used in so many last training batches stay. So many batches may be prefetched, and
-            as many micro-batches accumulated; what is trained does not depend on how many are.
-        half_life: steps without use after which a row's count is worth half, for "lfu".
-        ttl: rows that were not used in so many last steps go, full or not; never if not given. In each step a share of
-            the table is looked through, the whole of it in at most 1,024 steps.
+        policy: evict the least recently ("lru") or least frequently ("lfu") used row of the new id's set.
+        protect: number of training batches: rows used in the last `protect` ones are not evicted. At most `protect`
+            batches can be prefetched and `protect` micro-batches accumulated; the result is the same for any number.
+        half_life: number of steps in which the use count of an unused row decays by half, for "lfu".
+        ttl: number of steps after which an unused row is evicted even if the table is not full; never by default. Each
+            step scans a share of the table, and 1,024 steps at most scan all of it.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -147,12 +149,12 @@ class EvictionConfig:
 
 @dataclass(frozen=True)
 class AdmissionConfig:
-    """Which new ids get a row of a dynamic table; the others read their initial values, and get no gradient.
+    """Admission of new ids to a dynamic table; an id without a row reads its initial values and gets no gradient.
 
     Args:
-        probability: of an id; it is drawn from the table's seed and the id, so it stays the same.
-        appearances: how often an id must have occurred, this batch included. They are counted by a count-min sketch,
-            which may count too many, and whose counts are halved now and then.
+        probability: probability to admit an id, drawn from the table's seed and the id, so it never changes.
+        appearances: occurrences of an id before it is admitted, the current batch included. A count-min sketch counts
+            them: it may overcount, and its counts are halved periodically.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -169,34 +171,34 @@ class AdmissionConfig:
 
 @dataclass(frozen=True)
 class TableConfig:
-    """One embedding table.
+    """Configuration of an embedding table.
 
-    A *dynamic* table has no number of rows: `num_embeddings` is None, and any int64 is an id. An id gets a row when it
-    is first trained; docs/dynamic-tables.md says more.
+    A *dynamic* table has no fixed number of rows: `num_embeddings` is None, and any int64 is an id. An id gets a row
+    when it is first trained; see docs/dynamic-tables.md.
 
     Args:
-        name: unique among the tables of a module; the first part of its `state_dict` keys. No dots.
+        name: unique among the tables of a module; the first component of its `state_dict` keys. No dots.
         num_embeddings: rows, at least 1; None for a dynamic table.
         embedding_dim: columns, at least 1; fastest when a row is a multiple of 16 bytes.
-        features: the batch's keys that look this table up; the table's own name if not given.
-        pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
+        features: keys of the batch that look this table up; the table's name by default.
+        pooling: reduction of the rows of a bag: "sum", "mean", or "none" (one output row per id).
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
             tables that are looked up but not trained. Optimizer state is always float32.
-        placement: where rows are: on the device; on the host or a disk, and partly cached there, with the same bits; or
-            on embedding servers (`tritonemb.server`).
-        init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) if not given.
-        cache: of a table that is not on the device.
-        capacity: rows of a dynamic table, at most; it is rounded up a little.
-        capacity_bytes: as many rows as take so much memory, with their optimizer states and their index, instead.
-        init_bound: initial values are uniform in ± this; 1/sqrt(num_embeddings) if not given, or 1/sqrt(embedding_dim)
-            of a dynamic table, whose values follow from its seed and the id.
-        eviction, admission: of a dynamic table.
+        placement: memory tier of the rows: the device; host memory or a disk, with a cache on the device and bitwise
+            identical results; or embedding servers (`tritonemb.server`).
+        init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) by default.
+        cache: cache of a table that is not on the device.
+        capacity: maximal number of rows of a dynamic table; rounded up slightly.
+        capacity_bytes: memory of a dynamic table's rows with their optimizer states and index, in place of `capacity`.
+        init_bound: bound of the uniform initial values; 1/sqrt(num_embeddings) by default, or 1/sqrt(embedding_dim)
+            for a dynamic table, whose initial values are a function of its seed and the id.
+        eviction, admission: policies of a dynamic table.
 
     Attributes:
-        seed: of the table's random numbers, 63 bits from its name: the same on every tier.
-        row_origin, column_origin: first row and column in the whole table, of a `shard`; else 0.
-        global_rows: rows of the whole table.
-        partitions: of a `shard` of a dynamic table, the first, and how many; else None.
+        seed: seed of the table's random numbers, 63 bits from its name: the same on every tier.
+        row_origin, column_origin: first row and column of a `shard` in the unsharded table; else 0.
+        global_rows: rows of the unsharded table.
+        partitions: first partition and number of partitions of a `shard` of a dynamic table; else None.
         feature_names: `features`, never None.
 
     Raises:
@@ -234,19 +236,19 @@ class TableConfig:
                 object.__setattr__(self, size, checked_size(f"table {self.name!r}: {size}", getattr(self, size)))
         self._check_dynamic()
         choices = {"pooling": get_args(Pooling), "placement": get_args(Placement), "dtype": TABLE_DTYPES}
-        for part, known in choices.items():
-            if getattr(self, part) not in known:
-                raise ValueError(f"table {self.name!r}: {part} must be one of {known}, got {getattr(self, part)!r}")
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"table {self.name!r}: {name} must be one of {values}, got {getattr(self, name)!r}")
         if self.init is not None and not callable(self.init):
             raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
         if not isinstance(self.cache, CacheConfig):
             raise TypeError(f"table {self.name!r}: cache must be a CacheConfig, got {self.cache!r}")
         if self.placement != "disk":
-            for part in ("host_rows", "host_share"):
-                if getattr(self.cache, part) is not None:
+            for name in ("host_rows", "host_share"):
+                if getattr(self.cache, name) is not None:
                     raise ValueError(
-                        f"table {self.name!r}: its cache has {part}, rows in host memory of a table on disk, but its "
-                        f"placement is {self.placement!r}; leave them out, or place it on disk"
+                        f"table {self.name!r}: cache {name} is the host cache of a disk-resident table, but the "
+                        f'placement is {self.placement!r}; omit it, or use placement="disk"'
                     )
         features = self._checked_features()
         vars(self).update(features=features, feature_names=features, seed=seed_of(self.name))
@@ -254,40 +256,41 @@ class TableConfig:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether any int64 is an id."""
+        """Return whether any int64 is an id."""
         return self.num_embeddings is None
 
     def _check_dynamic(self) -> None:
-        title, given = f"table {self.name!r}", [self.capacity, self.capacity_bytes].count(None)
+        title, num_capacities = f"table {self.name!r}", 2 - [self.capacity, self.capacity_bytes].count(None)
         if self.init_bound is not None and not 0 <= checked_number(f"{title}: init_bound", self.init_bound) < math.inf:
             raise ValueError(f"{title}: init_bound must lie in [0, inf), got {self.init_bound}")
         for name, kind in (("eviction", EvictionConfig), ("admission", AdmissionConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{title}: {name} must be an {kind.__name__}, got {getattr(self, name)!r}")
         if not self.is_dynamic:
-            dynamic = given < 2 or (self.eviction, self.admission) != (EvictionConfig(), AdmissionConfig())
-            if dynamic:
+            if num_capacities or (self.eviction, self.admission) != (EvictionConfig(), AdmissionConfig()):
                 raise ValueError(
-                    f"{title}: capacity, eviction and admission are a dynamic table's; leave them out, or give "
+                    f"{title}: capacity, eviction and admission are for dynamic tables; omit them, or pass "
                     "num_embeddings=None"
                 )
             return
-        if given != 1:
-            raise ValueError(f"{title}: a dynamic table needs one of capacity, in rows, and capacity_bytes")
+        if num_capacities != 1:
+            raise ValueError(f"{title}: a dynamic table needs either capacity, in rows, or capacity_bytes")
         if self.init is not None:
             raise ValueError(
-                f"{title}: an init fills all rows, and those of a dynamic table come with their ids; use init_bound, "
-                "or insert rows"
+                f"{title}: init fills all rows at once, but rows of a dynamic table are assigned to ids on first use; "
+                "use init_bound, or insert rows"
             )
         if self.dtype not in TRAINABLE_DTYPES:
-            raise ValueError(f"{title}: a dynamic table has one of the dtypes {TRAINABLE_DTYPES}, got {self.dtype}")
+            raise ValueError(
+                f"{title}: the dtype of a dynamic table must be one of {TRAINABLE_DTYPES}, got {self.dtype}"
+            )
 
     def _checked_features(self) -> tuple[str, ...]:
         if self.features is None:
             return (self.name,)
         if isinstance(self.features, str) or not isinstance(self.features, Iterable):
-            shown = f"the {type(self.features).__name__} {self.features!r}"
-            raise TypeError(f"table {self.name!r}: features must be a list of keys, got {shown}")
+            kind = type(self.features).__name__
+            raise TypeError(f"table {self.name!r}: features must be a list of keys, got the {kind} {self.features!r}")
         features = tuple(self.features)
         for feature in features:
             if not isinstance(feature, str) or not feature or "\n" in feature:
@@ -301,52 +304,53 @@ class TableConfig:
     def shard(
         self, name: str, rows: tuple[int, int], columns: tuple[int, int], features: Sequence[str]
     ) -> "TableConfig":
-        """A shard of this table, whose updates are bitwise identical to this table's.
+        """Return the configuration of a shard, whose updates are bitwise identical to this table's.
 
-        It has this table's seed, but not its `init`. `dataclasses.replace` of a part makes a whole table.
+        A shard has this table's seed, but not its `init`. `dataclasses.replace` of a shard makes an unsharded table.
 
         Args:
-            rows, columns: the first, and how many; of a dynamic table, partitions in place of rows.
-            features: the keys that look the part up, with ids that count from its own first row.
+            rows, columns: first index and count; partitions in place of rows for a dynamic table.
+            features: keys that look the shard up, with ids relative to its first row.
 
         Raises:
             ValueError: for a rectangle that is empty or not inside this table.
         """
         if self.is_dynamic:
-            part = replace(self, name=name, features=features, init_bound=self.bound)
-            vars(part).update(seed=self.seed, partitions=rows)
-            return part
+            shard = replace(self, name=name, features=features, init_bound=self.bound)
+            vars(shard).update(seed=self.seed, partitions=rows)
+            return shard
         sizes = self.num_embeddings, self.embedding_dim
-        for what, (first, count), whole in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
-            if first < 0 or count < 1 or first + count > whole:
+        for axis, (first, count), size in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
+            if first < 0 or count < 1 or first + count > size:
                 raise ValueError(
-                    f"table {self.name!r} has {what} 0 to {whole - 1}; {count} {what} from {first} on are no part of it"
+                    f"table {self.name!r} has {axis} 0 to {size - 1}; a shard of {count} {axis} from {first} on is "
+                    "outside of it"
                 )
-        part = TableConfig(
+        shard = TableConfig(
             name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement, cache=self.cache,
             init_bound=self.init_bound,
         )  # fmt: skip
-        vars(part).update(row_origin=self.row_origin + rows[0], column_origin=self.column_origin + columns[0])
-        vars(part).update(seed=self.seed, global_rows=self.global_rows)
-        return part
+        vars(shard).update(row_origin=self.row_origin + rows[0], column_origin=self.column_origin + columns[0])
+        vars(shard).update(seed=self.seed, global_rows=self.global_rows)
+        return shard
 
     def storage_config(self, num_rows: int, first_row: int = 0) -> "TableConfig":
-        """The static table that the memory of a dynamic table, or of a part of one, is: so many rows, with numbers."""
-        made = replace(
+        """Return the static table that stores the rows of a dynamic table or shard; `first_row` is its row origin."""
+        storage = replace(
             self, num_embeddings=num_rows, capacity=None, capacity_bytes=None, eviction=EvictionConfig(),
             admission=AdmissionConfig(), init_bound=self.bound,
         )  # fmt: skip
-        vars(made).update(seed=self.seed, row_origin=first_row)
-        return made
+        vars(storage).update(seed=self.seed, row_origin=first_row)
+        return storage
 
     @property
     def bound(self) -> float:
-        """Initial values are uniform in ± this, where there is no `init`."""
+        """Bound of the uniform initial values, without `init`."""
         if self.init_bound is not None:
             return float(self.init_bound)
         return float((self.embedding_dim if self.is_dynamic else self.global_rows) ** -0.5)
 
 
 def seed_of(name: str) -> int:
-    """The seed of a table's own stream of random numbers: 63 bits from its name."""
+    """Derive the seed of a table's random numbers, 63 bits, from its name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1

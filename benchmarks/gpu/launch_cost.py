@@ -69,7 +69,7 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], de
     does neither can be captured in a CUDA graph, as all its memory comes from the device's allocator.
     """
     import tritonemb as te
-    from tritonemb.ops.registry import forced
+    from tritonemb.ops.registry import use_kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tables = [te.TableConfig(f"t{i}", num_embeddings=1000, embedding_dim=DIM) for i in range(num_tables)]
@@ -78,7 +78,7 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], de
     batch = te.KeyedJaggedTensor.from_lengths([table.name for table in tables], values, torch.ones_like(values))
     grad = torch.randn(BATCH_SIZE, num_tables * DIM, device=device)
     launches, seconds, steps = Counter[str](), defaultdict[str, float](float), []
-    with forced("triton"):
+    with use_kernels("triton"):
         collection(batch).backward(grad)  # compiles
         with counted_launches(launches, seconds):
             for _ in range(rounds):
@@ -98,7 +98,7 @@ def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     from benchmarks.bench_overlap import Steps
-    from tritonemb.ops.registry import forced
+    from tritonemb.ops.registry import use_kernels
 
     activate()
     step, launches, found = Steps(world, 64, (64, 64)), Counter[str](), {}
@@ -118,7 +118,7 @@ def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
             for compiled in (False, True):
                 features = step.prefetch(compiled)  # whose sizes the host reads
                 launches.clear()
-                with forced("triton"), torch.autograd.profiler.profile() as recorded:
+                with use_kernels("triton"), torch.autograd.profiler.profile() as recorded:
                     step.compute(features, compiled)
                 operators = [event for event in recorded.function_events if event.cpu_parent is None]
                 found[compiled] = launches + Counter(name for event in operators for name in _computing(event))

@@ -108,7 +108,7 @@ def kernels_of(workload: Workload) -> dict[str, Kernel]:
     """What is compiled for a step of the workload's tables, by kernel."""
     import tritonemb as te
     from tests.kernels import ahead_of_time
-    from tritonemb.ops.registry import forced
+    from tritonemb.ops.registry import use_kernels
 
     w = replace(workload, batch_size=8, num_rows=(1000,) * workload.num_tables)
     configs = [te.TableConfig(name, 1000, w.dim, dtype=w.dtype) for name in w.table_names]
@@ -118,7 +118,7 @@ def kernels_of(workload: Workload) -> dict[str, Kernel]:
     def step() -> None:
         collection(batch.keyed).backward(torch.zeros(w.batch_size, w.width))
 
-    with forced("triton"):
+    with use_kernels("triton"):
         launches = ahead_of_time.record(step, "sm_90")
     constants = {launch.kernel.__name__: launch.constants for launch in launches}
     codes = ahead_of_time.compile_all(str(w), launches, "sm_90")

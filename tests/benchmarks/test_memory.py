@@ -15,7 +15,7 @@ import tritonemb as te
 from benchmarks import bench_memory
 from benchmarks.bench_memory import profiled_peak
 from tests.helpers import make_collection
-from tritonemb.ops.registry import CPU, forced
+from tritonemb.ops.registry import CPU, use_kernels
 
 BATCH, TABLES, BAG, DIM = 64, 4, 20, 64
 IDS = BATCH * TABLES * BAG
@@ -47,7 +47,7 @@ def step(model: nn.Module, batch: te.KeyedJaggedTensor, gradient: Tensor) -> Non
 
 def peak_of(run: Any) -> int:
     """Of a step, the second: the first compiles kernels and makes states."""
-    with forced(CPU):
+    with use_kernels(CPU):
         run()
         return profiled_peak(run)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compiler.graphs import Compiled, assert_same
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
 ROWS = 11
@@ -366,7 +366,7 @@ def test_bad_offsets_give_no_ids_to_a_neighbour(ended, place):
         lambda m, i, *offsets: [bag(i, o) for bag, o in zip((m.a, m.b, m.c), offsets, strict=True)],
         include_last_offset=ended,
     )
-    with forced("cpu"):  # the references take offsets as they are
+    with use_kernels("cpu"):  # the references take offsets as they are
         found = Compiled(model)
         found(ids(6), good, good, good)
         for one in bad:

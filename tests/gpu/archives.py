@@ -31,7 +31,7 @@ from tests.gpu.problems import counted_compilations
 from tests.gpu.processes import PASSED, Job
 from tests.kernels.ahead_of_time_cases import CASES
 from tritonemb.kernels.triton_utils import interpreting
-from tritonemb.ops.registry import TRITON, forced
+from tritonemb.ops.registry import TRITON, use_kernels
 
 MIB = 2**20
 BESIDE = (".source", ".log")  # what Triton, and this tool, leave in the cache beside binaries
@@ -40,7 +40,7 @@ BESIDE = (".source", ".log")  # what Triton, and this tool, leave in the cache b
 def run_workload(workload: Workload) -> None:
     """A training step of a benchmark's tables."""
     (batch,), tables = draw_batches(workload, 1, CPU), OurTables(workload)
-    with forced(TRITON):
+    with use_kernels(TRITON):
         step(tables, batch, draw_gradient(workload, CPU))
 
 

@@ -21,7 +21,7 @@ from tests.gpu.problems import hot_steps, run_step, warm_up
 from tests.helpers import contents, fewer, make_collection
 from tests.kernels.ahead_of_time_cases import CASES, on
 from tritonemb.ops.registry import CPU as CPU_KERNELS
-from tritonemb.ops.registry import REFERENCE, TRITON, forced
+from tritonemb.ops.registry import REFERENCE, TRITON, use_kernels
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import PrefetchedFeatures
@@ -71,7 +71,7 @@ def case_check(name: str) -> Check:
 def train_steps(kernels: str, spec: te.optim.Optimizer, device: torch.device) -> list[Tensor | None]:
     """Tables and states after three steps with hot rows."""
     collection = make_collection(TABLES, spec).to(device)  # initial values have a check of their own
-    with forced(kernels):
+    with use_kernels(kernels):
         for batch, grad in hot_steps(collection, 3, batch_size=fewer(256, 2), weighted=False):
             run_step(collection, batch.to(device), grad.to(device))
         return list(contents(collection).values())
@@ -103,7 +103,7 @@ def train_ahead(config: te.TableConfig, kernels: str, device: torch.device) -> l
     collection = te.nn.EmbeddingBagCollection([config], te.optim.RowWiseAdagrad(lr=0.05), device)
     generator, side, ahead = torch.Generator().manual_seed(0), Side(device), deque[PrefetchedFeatures]()
     lengths, grad = torch.full((64,), 3), torch.randn(64, config.embedding_dim, generator=generator).to(device)
-    with forced(kernels):
+    with use_kernels(kernels):
         for step in range(STEPS_AHEAD + LOOK_AHEAD):
             if step < STEPS_AHEAD:
                 ids = torch.randint(40 * step, 40 * step + 240, (192,), generator=generator)

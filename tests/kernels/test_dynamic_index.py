@@ -281,7 +281,7 @@ def use(
     for id, used in zip(ids, before.tolist(), strict=True):
         steps.setdefault(id, []).append(used)
     for id, old in steps.items():
-        assert min(old) == (int(DynamicIndex(*copies).used[row_of[id]]) if id in row_of else 0)
+        assert min(old) == (int(DynamicIndex(*copies).last_used[row_of[id]]) if id in row_of else 0)
         assert {*old} <= {min(old), step}
     found = model.rows()
     model.mark(known, step)
@@ -305,7 +305,7 @@ def use(
 def check_index(index: DynamicIndex, model: Model, row_of: dict[int, int]) -> None:
     ids, rows = (each.tolist() for each in dynamic_rows(index))
     assert dict(zip(ids, rows, strict=True)) == row_of
-    assert {id: Row(int(index.used[row]), int(index.counts[row])) for id, row in row_of.items()} == model.rows()
+    assert {id: Row(int(index.last_used[row]), int(index.counts[row])) for id, row in row_of.items()} == model.rows()
     partitions = model.partitions
     assert all(model.of(id) is partitions[row % len(partitions)] for id, row in row_of.items())
     slots = index.digests.nonzero()[:, 0]
@@ -424,9 +424,9 @@ def test_an_id_is_used_many_times_at_once(device):
     batch = torch.cat([ids, ids.new_full((300,), 7), ids.new_full((90,), 3)])
     rows, before = mark("triton", index, batch, 2)
     assert index.counts[:10].tolist() == [2, 2, 2, MAX_USES, 2, 2, 2, 302, 2, 2]
-    assert index.used[:10].tolist() == [2] * 10
+    assert index.last_used[:10].tolist() == [2] * 10
     undo_use(index, rows, before)
-    assert index.used[:10].tolist() == [1] * 10
+    assert index.last_used[:10].tolist() == [1] * 10
     assert index.counts[:10].tolist() == [1, 1, 1, MAX_USES - 91, 1, 1, 1, 1, 1, 1]
 
 
@@ -521,10 +521,10 @@ def test_a_row_that_is_used_again_starts_anew():
     for step in range(1, 6):
         insert(index, [*range(25)], step)
     row = int(insert(index, [500], 6).rows[0])
-    assert (int(index.used[row]), int(index.counts[row])) == (6, 1)
+    assert (int(index.last_used[row]), int(index.counts[row])) == (6, 1)
     cpu.dynamic_remove_(index, torch.tensor([500]))
     again = int(insert(index, [600], 7).rows[0])
-    assert (again, int(index.ids[again]), int(index.used[again]), int(index.counts[again])) == (row, 600, 7, 1)
+    assert (again, int(index.ids[again]), int(index.last_used[again]), int(index.counts[again])) == (row, 600, 7, 1)
 
 
 @pytest.mark.parametrize("half_life", [0, 1, 100])
@@ -544,7 +544,7 @@ def test_the_victim_is_the_least(half_life):
 
 
 def test_a_partition_grows_in_the_middle_of_a_batch():
-    index = make_index(32 * 9, most_partitions=1)
+    index = make_index(32 * 9, max_partitions=1)
     ids = [*range(0, 2**40, 2**33)]
     done = insert(index, ids, 1)
     assert int(index.num_sets[0]) == 10  # 128 rows, up to 14 a set
@@ -562,7 +562,7 @@ def same_set(count: int) -> list[int]:
 @pytest.mark.parametrize("kernels", ["cpu", pytest.param("triton", marks=pytest.mark.triton)])
 def test_overflow_rows_are_found_behind_holes_of_their_list(request, kernels):
     device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
-    index, ids = make_index(32 * 9, most_partitions=1), torch.tensor(same_set(90), device=device)
+    index, ids = make_index(32 * 9, max_partitions=1), torch.tensor(same_set(90), device=device)
     rows = insert(index, ids.tolist(), 1).rows.to(device)
     index = DynamicIndex(*(part.to(device) for part in index))
     assert int(index.num_overflow[0]) == 90 - 32

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import fewer
-from tritonemb.ops.registry import forced, load
+from tritonemb.ops.registry import load, use_kernels
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.types import TABLE_DTYPES
 
@@ -19,7 +19,7 @@ FAR = 2**33 + 5
 def drawn(implementation, device, shape, *args, dtype=torch.float32, rows=None, **options):
     device = device if implementation == "triton" else torch.device("cpu")
     weight = torch.full(shape, float("nan"), dtype=torch.float32, device=device).to(dtype)
-    with forced(implementation):
+    with use_kernels(implementation):
         fill_initial_(weight, *args, **options, rows=None if rows is None else rows.to(device))
     return weight.cpu()
 

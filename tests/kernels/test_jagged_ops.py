@@ -212,7 +212,7 @@ def test_user_mistakes_have_a_name():
         jagged_permute(values, offsets, order.int(), 2)
     with pytest.raises(ValueError, match=r"a multiple of 3 \(keys\) plus 1 elements, got 3"):
         jagged_permute(values, offsets, order, 3)
-    with pytest.raises(ValueError, match="weights must be as many as values"):
+    with pytest.raises(ValueError, match="weights must have the shape of values"):
         jagged_permute(values, offsets, order, 2, torch.rand(2))
     with pytest.raises(ValueError, match="num_owners must be at least 1, got 0"):
         block_bucketize(values, offsets, torch.tensor([2, 2]), 0)

@@ -365,7 +365,7 @@ def test_user_mistakes_have_a_name():
         quantize_pack(matrix, packing, torch.zeros(()))
     with pytest.raises(ValueError, match="scale must have 0 dimensions"):
         quantize_pack(matrix, packing, saturated, torch.ones(1))
-    with pytest.raises(ValueError, match="rows must have one element a row of the matrix: 3, got 2"):
+    with pytest.raises(ValueError, match="rows must have one element per row of the matrix, 3, got 2"):
         quantize_pack(matrix, packing, saturated, rows=torch.arange(2))
     with pytest.raises(ValueError, match="rows of 8 bytes"):
         quantize_unpack(torch.zeros(9, dtype=torch.uint8), packing, torch.float32, saturated)

@@ -23,7 +23,7 @@ from tritonemb.kernels.row_groups import row_groups
 from tritonemb.kernels.triton_utils import TablesOfDtype
 from tritonemb.layout import make_layout
 from tritonemb.ops import row_update as row_update_op
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 from tritonemb.ops.row_update import FusedTables
 from tritonemb.optim import OPTIMIZERS
 
@@ -35,7 +35,7 @@ def check_against_reference(configs, optimizer, weighted, seed, pooled=True, num
     twin = copy.deepcopy(collection)
     steps = random_steps(collection, num_steps, batch_size=7, weighted=weighted, seed=seed)
     train(collection, steps)
-    with forced("reference"):
+    with use_kernels("reference"):
         train(twin, steps)
     assert int(collection.step) == num_steps
     assert_same_bits(contents(collection), contents(twin), title=repr(optimizer))
@@ -104,7 +104,7 @@ def test_without_a_learning_rate_rows_are_scaled_back_to_their_largest_norm(impl
         request.getfixturevalue("device")
     table = te.TableConfig("table", 3, 4, init=torch.nn.init.ones_)
     collection = te.nn.EmbeddingBagCollection([table], OPTIMIZERS[name](lr=0.0, max_norm=1.0))
-    with forced(implementation):
+    with use_kernels(implementation):
         train(collection, [(te.KeyedJaggedTensor.from_lists({"table": [[1]]}), torch.randn(1, 4))])
     assert contents(collection)["table.weight"].tolist() == [[1.0] * 4, [0.5] * 4, [1.0] * 4]
 
@@ -139,7 +139,10 @@ def test_a_mistake_in_a_custom_step_names_the_table_and_changes_nothing(implemen
     spec = te.optim.Custom(step=step, states={"sum": "element", "count": "row"})
     collection = make_collection([te.TableConfig("first", 9, 8), te.TableConfig("second", 9, 3)], spec)
     before = contents(collection)
-    with forced(implementation), pytest.raises(kind, match=f"^table 'second', all tables are unchanged: .*{message}"):
+    with (
+        use_kernels(implementation),
+        pytest.raises(kind, match=f"^table 'second', all tables are unchanged: .*{message}"),
+    ):
         train(collection, random_steps(collection, 1))
     assert 8 in calls
     assert_same_bits(contents(collection), before)
@@ -209,7 +212,7 @@ def test_gradients_of_each_lookup_are_those_of_the_output(pooled, implementation
             own, [], *counters, torch.tensor(0.5, device=device), "sgd", list(te.optim.SGD().hyperparameters)
         )
         sums = [torch.zeros_like(weight) for weight in own]
-        with forced(implementation):
+        with use_kernels(implementation):
             row_update_op.row_update_(fused, grad, offsets, None, values, layout)
             row_update_op.row_gradients_(
                 sums, grad, offsets, None, row_update_op.row_groups(values, offsets, layout), layout
@@ -233,7 +236,7 @@ def test_pairs_of_32_and_33_bits_have_the_references_bits(bag_size):
     collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1))
     twin, steps = copy.deepcopy(collection), [(batch, torch.randn(num_bags, 2))]
     train(collection, steps)
-    with forced("reference"):
+    with use_kernels("reference"):
         train(twin, steps)
     assert_same_bits(contents(collection), contents(twin))
 
@@ -275,7 +278,7 @@ def test_a_16_bit_step_has_the_references_bits(optimizer, dtype, stochastic):
     twin = copy.deepcopy(collection)
     steps = random_steps(collection, 1, batch_size=100)
     train(collection, steps)
-    with forced("reference"):
+    with use_kernels("reference"):
         train(twin, steps)
     assert_same_bits(contents(collection), contents(twin))
 
@@ -342,7 +345,7 @@ def test_twenty_steps_follow_the_formula(spec, pooling, implementation):
     if implementation == "torch":
         collection.double()
     by_hand = ByHand(spec, collection.tables[0].weight.detach())
-    with forced(implementation):
+    with use_kernels(implementation):
         for index, (batch, grad) in enumerate(random_steps(collection, NUM_STEPS, weighted=True)):
             lr = spec.lr / (1 + index % 3)
             collection.set_learning_rate(lr)
@@ -437,7 +440,7 @@ def check_triton_has_the_references_bits(device, configs, optimizer, steps, pool
 
     Training goes on from states of an earlier step, so that one step shows what becomes of them.
     """
-    with forced("reference"):
+    with use_kernels("reference"):
         reference = make_collection(
             [replace(config, init=torch.nn.init.zeros_) for config in configs], optimizer, pooled
         )
@@ -447,9 +450,9 @@ def check_triton_has_the_references_bits(device, configs, optimizer, steps, pool
         elif not name.endswith(".weight"):
             tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(7)))
     collection = copy.deepcopy(reference).to(device)
-    with forced("triton"):
+    with use_kernels("triton"):
         train(collection, [(batch.to(device), grad.to(device)) for batch, grad in steps])
-    with forced("reference"):
+    with use_kernels("reference"):
         train(reference, steps)
     found = {name: tensor.cpu() for name, tensor in contents(collection).items()}
     assert_same_bits(found, contents(reference), title=repr(optimizer))
@@ -540,9 +543,9 @@ def test_triton_takes_16_bit_gradients(device, dtype):
     reference = make_collection(configs, te.optim.Adagrad(lr=0.1), output_dtype=dtype)
     collection = copy.deepcopy(reference).to(device)
     steps = [(batch, grad.to(dtype)) for batch, grad in random_steps(reference, 1)]
-    with forced("triton"):
+    with use_kernels("triton"):
         train(collection, [(batch.to(device), grad.to(device)) for batch, grad in steps])
-    with forced("reference"):
+    with use_kernels("reference"):
         train(reference, steps)
     assert_same_bits({name: tensor.cpu() for name, tensor in contents(collection).items()}, contents(reference))
 
@@ -571,7 +574,7 @@ def test_triton_raises_gradients_that_are_not_finite_and_changes_nothing(device)
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1], [2]], "b": [[8], [4, 7]]}).to(device)
     grad = torch.ones(2, 64, device=device)
     grad[1, 30] = torch.nan
-    with forced("triton"):
+    with use_kernels("triton"):
         with pytest.raises(ValueError, match="table 'b': the gradient of row 4 is NaN"):
             train_and_wait(collection, [(batch, grad)])
         assert_same_bits(contents(collection), before)

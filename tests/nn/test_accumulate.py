@@ -90,7 +90,7 @@ def test_an_exception_discards_what_was_gathered():
     train(twin, [as_one_batch(steps[2:])])
     assert_same_bits(contents(collection), contents(twin))
     assert not accumulate_op._accumulated_rates
-    assert not collection.table_set.accumulator.kept
+    assert not collection.table_set.accumulator.gradients
 
 
 def test_nothing_gathered_is_no_step():

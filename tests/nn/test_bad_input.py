@@ -11,7 +11,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits, contents, fewer, make_collection, output_of, random_steps, train
 from tests.nn.tiers import not_interpreted, seeded
 from tritonemb.nn.collections import TableCollection
-from tritonemb.ops.registry import REFERENCE, forced
+from tritonemb.ops.registry import REFERENCE, use_kernels
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
@@ -242,7 +242,7 @@ def test_reference_kernels_warn_of_skipped_rows_too(custom):
         return rows - lr * gradients, states
 
     optimizer = te.optim.Custom(step=step, lr=0.1) if custom else te.optim.SGD(lr=0.1)
-    with forced(REFERENCE):
+    with use_kernels(REFERENCE):
         collection = make(optimizer)
         with pytest.warns(RuntimeWarning, match=WARNING):
             collection(batch_of([[1]], [[2]])).backward(torch.full((1, 10), torch.nan))

@@ -72,5 +72,5 @@ def test_a_table_has_one():
 def test_rows_in_host_memory_are_of_tables_on_disk(placement, option):
     cache, (name,) = CacheConfig(**option), option
     assert te.TableConfig("t", 9, 2, placement="disk", cache=cache).cache.num_host_rows(9) == 9
-    with pytest.raises(ValueError, match=f"table 't': its cache has {name}, .* its placement is '{placement}'"):
+    with pytest.raises(ValueError, match=f"table 't': cache {name} .* the placement is '{placement}'"):
         te.TableConfig("t", 9, 2, placement=placement, cache=cache)

@@ -27,7 +27,7 @@ from tests.helpers import (
     train,
 )
 from tests.strategies import random_batch
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
@@ -65,7 +65,7 @@ def test_compiled_steps_equal_the_references(mode):
         for module in (*model.collections, *twin.collections):
             module.set_learning_rate(0.05 / (1 + step % 4))
         compiled(batch).backward(grad.repeat(1, len(KINDS)))
-        with forced("reference"):
+        with use_kernels("reference"):
             for module in twin.collections:
                 train(module, [(batch, grad)])
     for module, expected in zip(model.collections, twin.collections, strict=True):

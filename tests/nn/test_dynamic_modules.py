@@ -171,7 +171,7 @@ class Mine(te.nn.Embedding):
 @pytest.mark.parametrize(
     ("kind", "options", "error", "message"),
     [
-        (te.nn.EmbeddingBag, {}, ValueError, "one of capacity"),
+        (te.nn.EmbeddingBag, {}, ValueError, "either capacity"),
         (te.nn.EmbeddingBag, {"max_norm": 1.0}, ValueError, "max_norm does not go with num_embeddings=None"),
         (te.nn.EmbeddingBag, {"mode": "max"}, ValueError, "mode='max' does not go"),
         (te.nn.EmbeddingBag, {"mode": "none"}, ValueError, "mode='none' does not go"),

@@ -21,7 +21,7 @@ from tests.helpers import assert_same_bits, breadth, configurations
 from tritonemb.kernels import dynamic_index, random, triton_utils
 from tritonemb.layout import INDEX_BYTES, WAYS, make_index
 from tritonemb.nn.collections import TableCollection
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 from tritonemb.tables import dynamic_table
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import prefetch
@@ -515,8 +515,8 @@ def test_capacity_in_bytes():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (config, {"capacity": None}, "one of capacity"),
-        (config, {"capacity_bytes": 5}, "one of capacity"),
+        (config, {"capacity": None}, "either capacity"),
+        (config, {"capacity_bytes": 5}, "either capacity"),
         (config, {"capacity": 0}, "at least 1"),
         (config, {"init": torch.zero_}, "init"),
         (config, {"init_bound": -1.0}, "init_bound"),
@@ -676,7 +676,7 @@ def test_any_number_of_tables_takes_as_many_launches_and_one_wait(monkeypatch, d
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1), device)
     of_tables, ids = list(collection.table_set.dynamic.values()), torch.arange(8 * num_tables, device=device)
     bounds, keys = 8 * torch.arange(num_tables + 1, device=device), range(num_tables)
-    with forced("triton"):
+    with use_kernels("triton"):
         for _ in range(2):  # addresses are uploaded once
             dynamic_table.insert_batch(of_tables, ids, bounds, keys)
         batch = ids if known else ids - 1000

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tritonemb.ops.row_groups import capture_number
+from tritonemb.ops.row_groups import capture_id
 
 
 class FakeStream(AbstractContextManager):
@@ -40,7 +40,7 @@ def fake_streams(monkeypatch):
     log, capture = [], SimpleNamespace(number=None)
     current, row_groups = FakeStream("current", log), importlib.import_module("tritonemb.ops.row_groups")
     monkeypatch.setattr(row_groups, "_streams", {})
-    monkeypatch.setattr(row_groups, "capture_number", lambda stream: capture.number)
+    monkeypatch.setattr(row_groups, "capture_id", lambda stream: capture.number)
     grouped = row_groups.row_groups
     monkeypatch.setattr(row_groups, "row_groups", lambda *batch: log.append("groups") or grouped(*batch))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -119,9 +119,9 @@ def test_the_driver_tells_captures_apart(monkeypatch):
     driver = SimpleNamespace(cuStreamGetCaptureInfo=answers.get, CUstreamCaptureStatus=statuses)
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
-    assert [capture_number(SimpleNamespace(cuda_stream=stream)) for stream in answers] == [42, None, None]
+    assert [capture_id(SimpleNamespace(cuda_stream=stream)) for stream in answers] == [42, None, None]
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert capture_number(SimpleNamespace(cuda_stream=5)) is None
+    assert capture_id(SimpleNamespace(cuda_stream=5)) is None
 
 
 @pytest.mark.usefixtures("dynamo")

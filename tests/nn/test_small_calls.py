@@ -9,8 +9,8 @@ from torch import nn
 import tritonemb as te
 from tests.nn.twins import BAG, ROW, dense, random_ids, twins
 from tritonemb.nn import single_table
-from tritonemb.ops.bag import ascend
-from tritonemb.ops.registry import CPU, forced
+from tritonemb.ops.bag import are_ascending
+from tritonemb.ops.registry import CPU, use_kernels
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("small_calls")]
 ROWS, DIM = 50, 6
@@ -18,7 +18,7 @@ ROWS, DIM = 50, 6
 
 @pytest.fixture(autouse=True)
 def numba_serves():
-    with forced(CPU):
+    with use_kernels(CPU):
         yield
 
 
@@ -74,8 +74,8 @@ def test_the_backward_of_a_larger_call_is_ours(kind, monkeypatch):
 @pytest.mark.parametrize("offsets", [[[0]], [[0, 1]], 0, [], [0.0, 1.0]])
 def test_offsets_of_another_form_are_not_read_as_bags(offsets):
     """No kernel is made for them, which would read what lies behind them."""
-    assert ascend(torch.tensor([0, 2, 1]).sort().values)
-    assert not ascend(torch.tensor(offsets))
+    assert are_ascending(torch.tensor([0, 2, 1]).sort().values)
+    assert not are_ascending(torch.tensor(offsets))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

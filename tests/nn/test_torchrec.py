@@ -51,5 +51,5 @@ def test_a_batch_with_several_batch_sizes_is_refused():
     batch = sparse.KeyedJaggedTensor(
         ["a", "b"], torch.arange(5), lengths=torch.tensor([1, 2, 2]), stride_per_key_per_rank=[[1], [2]]
     )
-    with pytest.raises(ValueError, match="another number of samples for each feature"):
+    with pytest.raises(ValueError, match="variable_stride_per_key"):
         collection(batch)

@@ -10,7 +10,7 @@ import tritonemb as te
 from tests.kernels.test_interaction import ROUNDING
 from tritonemb.ops import cross, interaction
 from tritonemb.ops.interaction import is_cross_fused, is_fused
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 
 pytestmark = pytest.mark.public
 
@@ -107,11 +107,11 @@ def test_bad_layers():
     good = operands("cross", 3)
     for index, tensor, error, message in (
         (0, torch.randn(3), ValueError, r"inputs must be \[B, W\] with W of at least 1, got \[3\]"),
-        (1, torch.randn(3, 4), ValueError, r"product must be \[3, 5\] to go with inputs \[3, 5\], got \[3, 4\]"),
+        (1, torch.randn(3, 4), ValueError, r"product must be \[3, 5\] for inputs \[3, 5\], got \[3, 4\]"),
         (2, torch.randn(1, 5), ValueError, r"bias must be \[5\]"),
         (3, torch.randn(2, 5), ValueError, r"crossed must be \[3, 5\]"),
         (3, torch.ones(3, 5, dtype=torch.int32), TypeError, "crossed must be one of .*, got torch.int32"),
-        (1, torch.empty(3, 5, device="meta"), ValueError, "product must be on inputs' device cpu, got meta"),
+        (1, torch.empty(3, 5, device="meta"), ValueError, "product must be on the device of inputs, cpu, got meta"),
     ):
         with pytest.raises(error, match=message):
             cross(*good[:index], tensor, *good[index + 1 :])
@@ -122,7 +122,7 @@ def test_float64_and_other_devices_are_left_to_pytorch():
         vectors = torch.empty(2, 3, dtype=torch.float64, device=device)
         assert not is_fused(vectors, vectors)
         assert not is_cross_fused(vectors)
-    with forced("reference"):
+    with use_kernels("reference"):
         assert not is_fused(torch.empty(2, 3), torch.empty(2, 3))
 
 
@@ -146,7 +146,7 @@ class TestModules:
         assert is_fused(inputs[0], inputs[-1])
         out = module(*inputs)
         grad = torch.randn_like(out)
-        with forced("reference"):
+        with use_kernels("reference"):
             expected = module(*inputs)
             expected_grads = torch.autograd.grad(expected, leaves, grad)
         # A few roundings of numbers around 10, on either side: PyTorch rounds 16-bit results between operations.

@@ -249,7 +249,7 @@ class TestOpcheck:
         pending = torch.zeros((), dtype=torch.int64)
         args = (pending, accumulator.handle, problem.grad(), problem.values, problem.offsets, problem.sample_weights)
         torch.library.opcheck(OPS.accumulate_.default, args)
-        assert accumulator.take()
+        assert accumulator.pop_all()
 
     @BATCH_SIZES
     @DTYPES

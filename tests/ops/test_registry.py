@@ -15,7 +15,7 @@ from tests.helpers import INTERPRETED
 from tritonemb.kernels import by_torch
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.ops import registry
-from tritonemb.ops.registry import choose, forced, kernel, why
+from tritonemb.ops.registry import choose, explain_choice, kernel, use_kernels
 from tritonemb.types import TABLE_DTYPES
 
 pytestmark = pytest.mark.public
@@ -38,9 +38,9 @@ def test_the_devices_kernel_serves_if_it_knows_all_dtypes(op):
     assert choose(op, CPU, known) == SERVING
     assert choose(op, CPU, [*known, torch.complex64]) is None
     assert choose(op, torch.device("meta"), known) is None
-    assert why(op, CPU)[0] == SERVING
-    assert why(op, torch.device("meta"))[0] == "none"
-    with pytest.raises(TypeError, match=f"no kernel serves {op} on meta for torch.float32; use float32, .* on the CPU"):
+    assert explain_choice(op, CPU)[0] == SERVING
+    assert explain_choice(op, torch.device("meta"))[0] == "none"
+    with pytest.raises(TypeError, match=f"{op} is not implemented on meta for torch.float32; use float32, .* the CPU"):
         kernel(op, torch.device("meta"), (torch.float32,))
 
 
@@ -58,7 +58,7 @@ def test_no_reference_serves_unless_it_is_forced(op):
     devices, dtypes = (CPU, torch.device("cuda"), torch.device("meta")), (*TABLE_DTYPES, torch.float64)
     for device, served in itertools.product(devices, [(), *((dtype,) for dtype in dtypes), dtypes]):
         assert choose(op, device, served) != "reference"
-    with forced("reference"):
+    with use_kernels("reference"):
         assert choose(op, CPU) == "reference"
 
 
@@ -79,13 +79,13 @@ def test_nothing_but_references_calls_a_reference():
 
 def test_forced_serves_every_op_and_ends_with_its_block():
     assert kernel("row_groups", CPU) is row_groups
-    with forced("reference"):
+    with use_kernels("reference"):
         assert all(choose(op, CPU) == "reference" for op in OPS)
         assert kernel("row_groups", CPU) is row_groups_reference
-        with forced("cpu"):
+        with use_kernels("cpu"):
             assert choose("row_groups", CPU) == "cpu"
         assert choose("row_groups", CPU) == "reference"
-    with pytest.raises(KeyError, match="inside"), forced("reference"):
+    with pytest.raises(KeyError, match="inside"), use_kernels("reference"):
         raise KeyError("inside")
     assert kernel("row_groups", CPU) is row_groups
 
@@ -99,5 +99,5 @@ def test_every_kernel_stands_where_its_name_says(op):
 
 
 def test_unknown_kernels_are_refused():
-    with pytest.raises(ValueError, match="no kernels are called 'gpu'"), forced("gpu"):
+    with pytest.raises(ValueError, match="unknown kernels 'gpu'"), use_kernels("gpu"):
         pass

@@ -109,7 +109,7 @@ def test_caches_that_cannot_be_are_refused():
         with pytest.raises(error, match=match):
             ops.row_cache_allocate_(*changed.parts, changed.rows, torch.full_like(changed.rows, -1), *changed.rest)
 
-    refuse(ValueError, "no policy is called 'fifo'", policy="fifo")
+    refuse(ValueError, "unknown policy 'fifo'", policy="fifo")
     refuse(ValueError, "got 3 tags, 2 used, 3 pins", used=cache.used[:2])
     refuse(ValueError, r"used\[2\] must have shape \(70,\), got \(64,\)", used=[*cache.used[:2], cache.used[2][:64]])
     refuse(TypeError, r"pins\[0\] must be torch.int32, got torch.int64", pins=cache.used)
@@ -130,13 +130,13 @@ def test_caches_that_cannot_be_are_refused():
 def test_moves_that_cannot_be_are_refused():
     to, source, rows = torch.zeros(4, 3), torch.ones(5, 3), torch.tensor([0, 3])
     for error, match, args in (
-        (ValueError, "come in pairs, got 2 and 1", ([to, to], [source], rows, rows)),
+        (ValueError, "must be pairs, got 2 and 1", ([to, to], [source], rows, rows)),
         (TypeError, "one dtype of 1, 2, 4 or 8 bytes, got torch.float32 and", ([to], [source.half()], rows, rows)),
         (TypeError, "complex128", ([to.to(torch.complex128)], [source.to(torch.complex128)], rows, rows)),
         (ValueError, r"rows of one width, got shapes \(4, 3\) and \(5, 2\)", ([to], [source[:, :2]], rows, rows)),
         (ValueError, "1-D, or 2-D", ([to[None]], [source[None]], rows, rows)),
-        (ValueError, r"sources\[0\] must have rows of neighbours", ([to[:, :3]], [source[:3].T], rows, rows)),
-        (ValueError, "rows that overlap", ([torch.zeros(3).expand(4, 3)], [source], rows, rows)),
+        (ValueError, r"sources\[0\] must have contiguous rows", ([to[:, :3]], [source[:3].T], rows, rows)),
+        (ValueError, "overlapping rows", ([torch.zeros(3).expand(4, 3)], [source], rows, rows)),
         (ValueError, "must be on cpu like the rows", ([to.to("meta")], [source], rows, rows)),
         (ValueError, r"from_rows must have shape \(2,\)", ([to], [source], rows, rows[:1])),
         (TypeError, "to_rows must be torch.int64", ([to], [source], rows.int(), rows)),

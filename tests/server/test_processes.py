@@ -268,7 +268,7 @@ def test_a_server_that_has_moved_is_found(tmp_path):
 
 def test_ray_has_to_be_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"ray is needed here .* pip install 'tritonemb\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=r"ray is required .* pip install 'tritonemb\[ray\]'"):
         start_on_ray(1)
     with pytest.raises(ValueError, match="number of servers must be at least 1, got 0"):
         start_on_ray(0)

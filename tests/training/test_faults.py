@@ -106,7 +106,7 @@ def test_a_damaged_manifest_changes_nothing(data, tmp_path):
     manifest = json.loads(path.read_text())
     manifest["progress"]["unknown"] = 1
     path.write_text(json.dumps(manifest, indent=1))
-    with pytest.raises(ValueError, match=r"trainer\.json is damaged: it does not have the digest that it ends with"):
+    with pytest.raises(ValueError, match=r"trainer\.json is damaged: its content does not match its SHA-256 digest"):
         make_trainer(data, tmp_path / "run").resume()
     path.write_text(json.dumps({name: manifest[name] for name in manifest if name != "sha256"}))
     trainer = make_trainer(data, tmp_path / "run")

@@ -12,7 +12,7 @@ pytest.importorskip("torchmetrics")
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tritonemb.data import Dataset, make_synthetic, open_dataset
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 from tritonemb.training.config import PRESETS
 from tritonemb.training.run import build_model
 
@@ -37,7 +37,7 @@ def trained(data: Dataset, kernels: str, device: torch.device) -> dict[str, torc
     torch.manual_seed(0)
     model = build_model(config, data.features, data.num_dense)
     few = dataclasses.replace(data, train=data.train.slice(0, NUM_STEPS * BATCH_SIZE))
-    with forced(kernels):
+    with use_kernels(kernels):
         te.Trainer(model, few, batch_size=BATCH_SIZE, dense_lr=config.dense_lr, epochs=1, verbose=False).fit()
     return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
 

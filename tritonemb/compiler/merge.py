@@ -32,7 +32,7 @@ from tritonemb.compiler.graph import (
 )
 from tritonemb.compiler.lookups import FUSED_BAGS, LookupGroup, LookupIds, TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
-from tritonemb.ops.bag import kept_counts
+from tritonemb.ops.bag import count_unpadded
 from tritonemb.ops.embedding_bag import look_up_eagerly
 from tritonemb.ops.row_update import NOT_ACCUMULATING
 from tritonemb.types import seed_of
@@ -50,7 +50,7 @@ def one_batch(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
             offsets = _own_offsets(bags)
             own = values = torch.ops.tritonemb.drop_padding(values, offsets, bags.padding_idx, bags.num_rows)
             if bags.divides_later:
-                counts.append(kept_counts(values, offsets))
+                counts.append(count_unpadded(values, offsets))
         elif bags.padding_idx is not None:
             own = values.masked_fill(values == bags.padding_idx, -1)
         kept.append(values)

@@ -149,7 +149,7 @@ def _list_files(entry: str | Path) -> list[LogFile]:
             }
             if names := [entry.base_name for entry in folders if system.get_file_info(fs.FileSelector(entry.path))]:
                 raise ValueError(
-                    f"{path} contains folders, whose files are not read: {join_names(names, most=5)}; move the files "
+                    f"{path} contains folders, whose files are not read: {join_names(names, limit=5)}; move the files "
                     "out of them, or begin the folders' names with an underscore"
                 )
         if not info_by_path:
@@ -323,7 +323,7 @@ def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tupl
     if both := [file for file in test if file.identity in validation_at]:
         raise ValueError(f"split: {both[0].path} is both a validation and a test file")
     if not (train := tuple(file for file in files if file.identity not in validation_at | test_at)):
-        names = join_names((str(file.path) for file in files), most=5)
+        names = join_names((str(file.path) for file in files), limit=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
     if len({file.format for file in (*train, *validation, *test)}) > 1:
         raise ValueError("split: the held-out files have another format than the train files")

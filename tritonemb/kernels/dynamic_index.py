@@ -319,7 +319,7 @@ def dynamic_find_reference_(
             if row < 0:
                 keys[position] = table
             elif steps:
-                previous_steps[position], index.used[row] = index.used[row], steps[table]
+                previous_steps[position], index.last_used[row] = index.last_used[row], steps[table]
                 index.counts[row] = min(MAX_USES, int(index.counts[row]) + 1)
     return rows, previous_steps, keys
 

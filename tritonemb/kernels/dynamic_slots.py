@@ -308,7 +308,7 @@ class IndexRows:
         partitions, num_missing = [self.partition_of(id) for id in batch_ids], 0
         for partition in set(partitions):
             ids = self.ids_of(partition)
-            victims = sum(int(self.index.used[self.by_id[id]]) <= max_step for id in ids)
+            victims = sum(int(self.index.last_used[self.by_id[id]]) <= max_step for id in ids)
             num_missing += max(0, partitions.count(partition) - (self.max_rows - len(ids) + victims))
         return num_missing
 
@@ -322,7 +322,7 @@ class IndexRows:
             self.free[partition].append(self.num_allocated[partition] * self.partitions + partition)
             self.num_allocated[partition] += 1
         row = self.by_id[id] = self.free[partition].pop()
-        self.index.ids[row], self.index.used[row], self.index.counts[row] = id, step, min(MAX_USES, count)
+        self.index.ids[row], self.index.last_used[row], self.index.counts[row] = id, step, min(MAX_USES, count)
         while self.num_sets[partition] < min(self.max_sets, -(-len(self.ids_of(partition)) // MAX_ROWS_PER_SET)):
             self.num_sets[partition] += 1
         return evicted
@@ -332,17 +332,17 @@ class IndexRows:
 
         def key(id: int) -> tuple[int, int, int, int]:
             row = self.by_id[id]
-            last_step, count = int(self.index.used[row]), int(self.index.counts[row])
+            last_step, count = int(self.index.last_used[row]), int(self.index.counts[row])
             distance = (self.home_bucket(id) - home) // self.partitions % sets
             return distance, count >> min(31, (step - last_step) // half_life) if half_life else 0, last_step, id
 
         home = self.home_bucket(id)
-        return min((id for id in self.ids_of(partition) if self.index.used[self.by_id[id]] <= max_step), key=key)
+        return min((id for id in self.ids_of(partition) if self.index.last_used[self.by_id[id]] <= max_step), key=key)
 
     def remove(self, id: int) -> int:
         row = self.by_id.pop(id)
         self.free[self.partition_of(id)].append(row)
-        self.index.used[row] = MAX_USES  # above every step: free rows are never counted as evictable
+        self.index.last_used[row] = MAX_USES  # above every step: free rows are never counted as evictable
         return row
 
 

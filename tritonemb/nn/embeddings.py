@@ -10,7 +10,7 @@ from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.dynamic_modules import DynamicModule, become_dynamic
 from tritonemb.nn.single_table import SingleTable
-from tritonemb.ops.bag import Bags, ascend, check_ascending, drop_padding, kept_counts, whole
+from tritonemb.ops.bag import Bags, are_ascending, check_ascending, count_unpadded, drop_padding, single_bag_offsets
 from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
@@ -128,14 +128,14 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         kept = drop_padding(values, offsets, self.padding_idx, self.weight.shape[0])
         dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
         out = self._look_up(kept, kept, per_sample_weights, Bags(offsets, True, False, False), dtype)
-        return (out / kept_counts(kept, offsets)).to(self.weight.dtype) if mean else out
+        return (out / count_unpadded(kept, offsets)).to(self.weight.dtype) if mean else out
 
     def _pool_by_torch(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor | None:
         """The call by PyTorch's op where that is the faster one, else None."""
         bags, padded = input if offsets is None else offsets, self.padding_idx is not None
         few = self._few_elements(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
         ended, traced = offsets is not None and self.include_last_offset, torch.compiler.is_compiling()
-        if few is None or (offsets is not None and (traced or (padded and ended) or not ascend(offsets))):
+        if few is None or (offsets is not None and (traced or (padded and ended) or not are_ascending(offsets))):
             return None
         if ended and int(offsets[-1]) != input.numel():  # type: ignore[index]
             return None  # ids behind the last offset are in no bag
@@ -282,7 +282,7 @@ class Embedding(SingleTable, TorchEmbedding):
     def _trained(self, input: Tensor) -> tuple[Tensor, Bags]:
         values = input if input.dim() == 1 else input.reshape(-1)
         trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
-        return trained, Bags(whole(values.shape[0], values.device), False)
+        return trained, Bags(single_bag_offsets(values.shape[0], values.device), False)
 
 
 class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):
@@ -319,7 +319,7 @@ class DynamicEmbedding(DynamicModule, Embedding):
             raise TypeError(f"ids must be int32 or int64, got {input.dtype}")
         ids, key = input.reshape(-1), self.table.config.name
         kept = torch.arange(len(ids)) if self.padding_idx is None else (ids != self.padding_idx).nonzero()[:, 0]
-        batch = KeyedJaggedTensor.unchecked([key], ids[kept], None, whole(kept.shape[0], ids.device))
+        batch = KeyedJaggedTensor.unchecked([key], ids[kept], None, single_bag_offsets(kept.shape[0], ids.device))
         rows = self._collection(batch).values()
         if self.padding_idx is not None:
             rows = rows.new_zeros(len(ids), self.embedding_dim).index_copy(0, kept, rows)

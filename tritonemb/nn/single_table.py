@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo
 from tritonemb import ops
 from tritonemb.memory import MIN_REUSED_BYTES
 from tritonemb.nn.collections import FusedModule
-from tritonemb.ops.bag import Bags, bag, explained, weight_gradient
+from tritonemb.ops.bag import Bags, as_torch_error, bag, weight_gradient
 from tritonemb.ops.registry import CPU, chosen
 from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 from tritonemb.optimizers import Optimizer
@@ -121,7 +121,7 @@ class SingleTable(FusedModule):
 
     def _leave(self) -> None:
         if self._optimized is not None:
-            self._optimized.accumulator.take()
+            self._optimized.accumulator.pop_all()
             for name in () if self._state_owner else ("skipped", *self.optimizer_states()):
                 delattr(self, name)
         for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
@@ -175,7 +175,7 @@ class SingleTable(FusedModule):
             if not isinstance(input, Tensor) or input.layout != torch.strided or input.dtype not in ID_DTYPES:
                 raise
             offsets, name = (*batch, None)[0], "" if self._name == "weight" else self._name
-            found = explained(error, input, self.weight.shape[0], hasattr(self, "mode"), offsets, name)
+            found = as_torch_error(error, input, self.weight.shape[0], hasattr(self, "mode"), offsets, name)
             if type(found) is not type(error) or str(found) == str(error):
                 raise
             raise found from None

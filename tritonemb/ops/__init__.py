@@ -13,7 +13,7 @@ from tritonemb.ops.interaction import cross, interaction
 from tritonemb.ops.jagged import block_bucketize, jagged_permute
 from tritonemb.ops.quantize import Packing, make_packing, quantize_pack, quantize_unpack
 from tritonemb.ops.row_cache import move_rows_, row_cache_allocate_, row_cache_look_up_, row_cache_translate
-from tritonemb.ops.row_groups import RowGroups, row_groups, row_groups_beside
+from tritonemb.ops.row_groups import RowGroups, row_groups, row_groups_async
 from tritonemb.ops.row_update import FusedTables, row_gradients_, row_update_
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "block_bucketize", "cross", "embedding_bag", "embedding_bag_fused", "fused_lookup", "interaction",
     "jagged_permute", "make_packing", "move_rows_", "pinned_lookup", "quantize_pack", "quantize_unpack",
     "row_cache_allocate_", "row_cache_look_up_", "row_cache_translate", "row_gradients_", "row_groups",
-    "row_groups_beside", "row_update_", "segment_offsets",
+    "row_groups_async", "row_update_", "segment_offsets",
 ]  # fmt: skip

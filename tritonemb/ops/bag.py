@@ -1,11 +1,11 @@
-"""One table as an ordinary tensor: looked up, and differentiated as often as one likes.
+"""Lookup in one table as a function of ordinary tensors, differentiable any number of times.
 
 `F(W, s, g) = Σ_p c_p s_p ⟨W[values_p], g_p⟩` is linear in the table `W`, the per-sample weights `s` and the output's
-gradient `g`; `c_p` is 1, or for means one over the bag's length, and `g_p` is the row of `g` that position `p` went to.
-The lookup, the gradient of the table and that of the per-sample weights are the derivatives of `F` by `g`, `W` and `s`:
-each one's own derivatives are the two others. As ops they are differentiable once, and serve what is traced.
+gradient `g`; `c_p` is 1, or 1 / (length of the bag) for means, and `g_p` is the row of `g` to which position `p`
+contributed. The lookup, the gradient of the table and that of the per-sample weights are the derivatives of `F` by `g`,
+`W` and `s`: the derivatives of each are the two others. As ops, used under tracing, they are differentiable once.
 
-An id below zero is a position that takes no part, where ids are not checked (`drop_padding` makes such ids).
+Without bounds checks, a position with a negative id is ignored (`drop_padding` sets such ids).
 """
 
 import functools
@@ -25,13 +25,13 @@ from tritonemb.types import seed_of
 
 
 class Bags(NamedTuple):
-    """The ids of a batch, but for the ids themselves.
+    """Segmentation of a batch's ids into bags, and their pooling.
 
     Attributes:
         offsets: int `[B + 1]`, from 0 to the number of values `N`; `[0, N]` if not pooled.
-        pooled: a row of output for each bag, or for each value.
-        mean: of a bag, instead of its sum.
-        checked: an id out of range raises; else it reads as zero and has no gradient.
+        pooled: whether the output has a row per bag, or else a row per value.
+        mean: whether bags are averaged, or else summed.
+        checked: whether an id out of range raises; else it reads as zero and has no gradient.
     """
 
     offsets: Tensor
@@ -44,49 +44,49 @@ def bag(
     weight: Tensor, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Look `values` up; differentiable in `weight` and `sample_weights`.
+    """Look up `values`; differentiable in `weight` and `sample_weights`.
 
     Args:
         weight: `[rows, dim]`, contiguous; float32, float16, bfloat16 or float64.
         values: int32 or int64 `[N]`.
         sample_weights: floating point `[N]`, or None for ones.
-        trained: ids `[N]` that the gradient goes to, if others than `values`; -1 for none.
-        dtype: of the result; the weight's if None.
+        trained: ids `[N]` of the rows that get the gradient, if different from `values`; -1 for none.
+        dtype: dtype of the result; the weight's by default.
 
     Returns `[B, dim]`, or `[N, dim]` if not pooled. Sums are float32, or float64 for a float64 table.
 
-    RuntimeError for an id out of range or offsets that do not fit; IndexError if not pooled. On the CPU at once; on a
-    GPU as a ValueError by the next lookup, or by `te.check_errors`.
+    Raises RuntimeError for an id out of range or invalid offsets, and IndexError if not pooled; on a GPU a ValueError
+    at the next lookup, or in `te.check_errors`.
     """
     trained = None if trained is values else trained
     dtypes = weight.dtype, None if sample_weights is None else sample_weights.dtype, dtype or weight.dtype
-    form = *bags[1:], weight.shape[0], *dtypes
-    return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *form)
+    options = *bags[1:], weight.shape[0], *dtypes
+    return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *options)
 
 
 def weight_gradient(grad: Tensor, values: Tensor, bags: Bags, num_rows: int) -> Tensor:
-    """The gradient of the table of a lookup of `values` `[N]`, from that of its result; differentiable in that."""
-    form = bags.pooled, bags.mean, False, num_rows, grad.dtype, None, grad.dtype
-    return _differentiable(_WEIGHT, None, None, grad, values, None, bags.offsets, *form)
+    """Gradient of the table, from that of the result of a lookup of `values` `[N]`; differentiable in `grad`."""
+    options = bags.pooled, bags.mean, False, num_rows, grad.dtype, None, grad.dtype
+    return _differentiable(_WEIGHT, None, None, grad, values, None, bags.offsets, *options)
 
 
-def whole(num_values: int, device: torch.device) -> Tensor:
+def single_bag_offsets(num_values: int, device: torch.device) -> Tensor:
     """Offsets `[0, N]`: all values as one bag."""
-    if not plain_eager():  # nothing to keep: it belongs to a trace or a transform
+    if not plain_eager():  # not cached: the tensor belongs to a trace or a transform
         if isinstance(num_values, int) and num_values:
             return torch.arange(0, num_values + 1, num_values, device=device)
         return torch.arange(2, device=device) * num_values
-    return _whole(num_values, device)
+    return _cached_offsets(num_values, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _whole(num_values: int, device: torch.device) -> Tensor:
+def _cached_offsets(num_values: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor([0, num_values], device=device)
 
 
-def ascend(offsets: Tensor) -> bool:
-    """Whether PyTorch's CPU kernel, which checks the first and the last of them alone, reads no other memory."""
+def are_ascending(offsets: Tensor) -> bool:
+    """Return whether all offsets ascend, so that PyTorch's CPU kernel, which checks the ends only, stays in bounds."""
     if type(offsets) is not Tensor or offsets.device.type != "cpu" or torch._C._functorch.maybe_current_level():
         return False
     if offsets.dim() != 1 or not len(offsets) or offsets.dtype not in ID_DTYPES:
@@ -97,31 +97,31 @@ def ascend(offsets: Tensor) -> bool:
 
 
 def check_ascending(offsets: Tensor, num_values: int) -> None:
-    """Raise ValueError for a bag that ends before it begins, which not all of PyTorch's kernels look for."""
-    if plain_eager(offsets) and offsets.device.type == "cpu" and not ascend(offsets):
+    """Raise ValueError for a bag that ends before it begins, which some of PyTorch's kernels do not check."""
+    if plain_eager(offsets) and offsets.device.type == "cpu" and not are_ascending(offsets):
         for bag in (offsets.diff() < 0).nonzero()[:1].flatten().tolist():
             raise offsets_do_not_ascend("weight", bag, int(offsets[bag]), int(offsets[bag + 1]), num_values)
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    """`values` `[N]`, -1 where they are `padding_idx`; offsets as in `Bags`. RuntimeError for an id out of range."""
+    """Replace `padding_idx` in `values` `[N]` by -1; offsets as in `Bags`. RuntimeError for an id out of range."""
     if plain_eager(values, offsets) and not values.is_meta:
         return _drop_padding(values, offsets, padding_idx, num_rows)
     return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)
 
 
-def kept_counts(kept: Tensor, offsets: Tensor) -> Tensor:
-    """`[B, 1]`: how many of a bag's ids, from `drop_padding`, are not padding, at least 1."""
-    before = torch.nn.functional.pad(torch.cumsum(kept >= 0, 0), (1, 0))
-    ends = offsets.clamp(0, kept.shape[0])
-    return (before[ends[1:]] - before[ends[:-1]]).clamp(min=1).unsqueeze(1)
+def count_unpadded(ids: Tensor, offsets: Tensor) -> Tensor:
+    """Ids per bag without padding, at least 1, `[B, 1]`; `ids` are from `drop_padding`."""
+    cumulative = torch.nn.functional.pad(torch.cumsum(ids >= 0, 0), (1, 0))
+    bounds = offsets.clamp(0, ids.shape[0])
+    return (cumulative[bounds[1:]] - cumulative[bounds[:-1]]).clamp(min=1).unsqueeze(1)
 
 
 _WEIGHT, _SAMPLE_WEIGHTS, _GRAD = range(3)  # the factors of F
 
 
 def _differentiable(*args: Any) -> Tensor:
-    """The derivative of F by one factor, with derivatives of its own."""
+    """Derivative of F by one factor, which is differentiable in turn."""
     if torch.compiler.is_compiling():
         return torch.ops.tritonemb.bag(*args)
     transformed = torch._C._functorch.maybe_current_level()
@@ -131,7 +131,7 @@ def _differentiable(*args: Any) -> Tensor:
 
 
 def _derivative(*args: Any) -> Tensor:
-    """By kernels, without the dispatcher where that may be."""
+    """Derivative of F by one factor, without autograd; in plain eager mode without the dispatcher."""
     return (_derive if plain_eager(*args[1:7]) and not args[4].is_meta else torch.ops.tritonemb.bag)(*args)
 
 
@@ -140,9 +140,9 @@ def _derive(
     offsets: Tensor, pooled: bool, mean: bool, checked: bool, num_rows: int, weight_dtype: torch.dtype,
     sample_dtype: torch.dtype | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The derivative by one factor, of which there is none; its dtype is the factor's, the last three.
+    """Compute the derivative of F by the factor `by`, which is None; the last three arguments are dtypes of factors.
 
-    `trained` are the ids of the derivatives of this one, if others.
+    `trained`: ids for the derivatives of the result, if different from `values`.
     """
     if by == _GRAD:
         return look_up(weight.contiguous(), values, offsets, sample_weights, pooled, mean, checked, dtype)
@@ -170,44 +170,44 @@ def _shape(
 
 
 def empty_bags(weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, dtype: torch.dtype) -> Tensor:
-    """The shape of a lookup's result."""
+    """Allocate the result of a lookup, for tracing."""
     return weight.new_empty(offsets.shape[0] - 1 if pooled else values.shape[0], weight.shape[1], dtype=dtype)
 
 
 def sample_weight_gradient(grad: Tensor, weight: Tensor, values: Tensor, bags: Bags, sample_weights: Tensor) -> Tensor:
-    """The gradient of the per-sample weights, `[N]`."""
-    form = bags.pooled, bags.mean, False, weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype
-    return _derivative(_SAMPLE_WEIGHTS, weight, None, grad, values, None, bags.offsets, *form)
+    """Gradient of the per-sample weights, `[N]`."""
+    options = bags.pooled, bags.mean, False, weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype
+    return _derivative(_SAMPLE_WEIGHTS, weight, None, grad, values, None, bags.offsets, *options)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.by, *factors, values, trained, offsets = inputs[:7]
-    ctx.form, needs = inputs[7:], ctx.needs_input_grad[1:4]
-    # A factor only where it is read again: if it is not, it may be changed in between.
-    kept = [factor if any(needs[:own]) or any(needs[own + 1 :]) else None for own, factor in enumerate(factors)]
-    ctx.save_for_backward(*kept, values if trained is None else trained, offsets)
+    ctx.options, needs = inputs[7:], ctx.needs_input_grad[1:4]
+    # Save a factor only if the derivative by another one reads it: else it may be changed in between.
+    saved = [factor if any(needs[:i]) or any(needs[i + 1 :]) else None for i, factor in enumerate(factors)]
+    ctx.save_for_backward(*saved, values if trained is None else trained, offsets)
 
 
-def _backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     *factors, values, offsets = ctx.saved_tensors
-    pooled, mean, _, *rest = ctx.form
-    factors[ctx.by] = given
-    form = pooled, mean, False, *rest
-    found: list[Tensor | None] = []
+    pooled, mean, _, *num_rows_and_dtypes = ctx.options
+    factors[ctx.by] = grad_output
+    options = pooled, mean, False, *num_rows_and_dtypes
+    gradients: list[Tensor | None] = []
     for by, needed in enumerate(ctx.needs_input_grad[1:4]):
-        others = [None if factor == by else value for factor, value in enumerate(factors)]
-        found.append(_differentiable(by, *others, values, None, offsets, *form) if needed else None)
-    return None, *found, *[None] * 10
+        operands = [None if factor == by else value for factor, value in enumerate(factors)]
+        gradients.append(_differentiable(by, *operands, values, None, offsets, *options) if needed else None)
+    return None, *gradients, *[None] * 10
 
 
 class _Derivative(torch.autograd.Function):
-    """The derivative of F by one factor; its own derivatives are those by the others."""
+    """Derivative of F by one factor; the derivatives of the result are those by the other factors."""
 
     forward, setup_context, backward = staticmethod(_derivative), staticmethod(_save), staticmethod(_backward)
 
 
 class _EagerDerivative(torch.autograd.Function):
-    """The same, for calls that nothing transforms or traces: half as long to call."""
+    """`_Derivative` for calls that are neither transformed nor traced: half the overhead."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -228,7 +228,7 @@ define(
 
 
 class BagTable(NamedTuple):
-    """A table as its lookups see it, and a name for error messages, which also seeds its stochastic rounding."""
+    """Shape and pooling of a table; its name is for error messages, and seeds its stochastic rounding."""
 
     num_rows: int
     dim: int
@@ -237,65 +237,67 @@ class BagTable(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> Self:
-        """The table that holds `weight` `[rows, dim]`."""
+        """Describe the table `weight` `[rows, dim]`."""
         num_rows, dim = weight.shape
         return cls(num_rows, dim, mean, name)
 
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) -> Layout:
-    """Of one key for each table; kept, so that nothing is sent to the device again."""
+    """Layout with one key per table; cached, to avoid another copy to the device."""
     rows = [TableRow(0, table.num_rows, table.dim, seed_of(table.name)) for table in tables]
     columns = [0, *accumulate(table.dim for table in tables)] if pooled else [0] * len(tables)
-    uses = [
-        [(place, column, table.dim, MEAN if table.mean else SUM)]
-        for place, (column, table) in enumerate(zip(columns, tables, strict=False))
+    key_lookups = [
+        [(index, column, table.dim, MEAN if table.mean else SUM)]
+        for index, (column, table) in enumerate(zip(columns, tables, strict=False))
     ]
     names = [table.name for table in tables]
     with torch.inference_mode(False):
-        return build_layout(rows, uses, names, names, pooled, device)
+        return build_layout(rows, key_lookups, names, names, pooled, device)
 
 
 def look_up(
     weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
     checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`bag` by the kernels of the tensors' device: no autograd, no dispatcher."""
+    """Run `bag` by the kernel of the tensors' device, without autograd and dispatcher."""
     layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
-    serving = chosen("embedding_bag", values.device, (weight.dtype,))
+    name = chosen("embedding_bag", values.device, (weight.dtype,))
     try:
-        if serving == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
+        if name == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
             out = empty_result((values.shape[0], weight.shape[1]), dtype)
-            return torch.index_select(weight.detach(), 0, values, out=out)  # PyTorch copies rows as well as anyone
+            return torch.index_select(weight.detach(), 0, values, out=out)  # as fast as a kernel of our own
         return kernel("embedding_bag", values.device, (weight.dtype,))(
             [weight], values, offsets, sample_weights, layout, checked, dtype
         )
     except (ValueError, IndexError) as error:
-        raise explained(error, values if checked else values[:0], weight.shape[0], pooled) from None  # [:0]: padding
+        raise as_torch_error(
+            error, values if checked else values[:0], weight.shape[0], pooled
+        ) from None  # [:0]: padding
 
 
-def explained(
+def as_torch_error(
     error: Exception, ids: Tensor, num_rows: int, pooled: bool, offsets: Tensor | None = None, name: str = ""
 ) -> Exception:
-    """What a CPU kernel found wrong with a batch, as the exception that PyTorch's module raises for it.
+    """Convert the error of a CPU kernel to the exception that PyTorch's module raises for such a batch.
 
-    On a GPU the finding may be another module's, and stays as it is.
-    With the `name` of a table, its sample is named too: of `ids` without offsets, the first index.
+    On a GPU the error may be another module's, and is returned unchanged. With the `name` of a table, the message names
+    the sample, too: for `ids` without offsets, the first index.
     """
     if ids.device.type != "cpu":
         return error
     kind = RuntimeError if pooled else IndexError
     if pooled and ids.dim() == 2 and not ids.shape[1]:
-        return kind(f"input of shape {[*ids.shape]} has no ids, which PyTorch refuses; pass ids [0], and offsets")
+        return kind(f"input of shape {[*ids.shape]} has no ids, which PyTorch rejects; pass ids [0], and offsets")
     values = ids.reshape(-1)
-    bad = ((values < 0) | (values >= num_rows)).nonzero()
-    if not bad.numel():
+    invalid = ((values < 0) | (values >= num_rows)).nonzero()
+    if not invalid.numel():
         return kind(str(error))
-    place, value = int(bad[0]), int(values[bad[0]])
+    position, value = int(invalid[0]), int(values[invalid[0]])
     length = ids[:1].numel() if ids.dim() else 1
-    sample = place // length if offsets is None else int((offsets <= place).sum()) - 1
-    where = f"table {name!r}, sample {sample}: " if name else ""
-    return kind(f"{where}input[{place}] is {value}, which is out of range; valid ids are 0 to {num_rows - 1}")
+    sample = position // length if offsets is None else int((offsets <= position).sum()) - 1
+    prefix = f"table {name!r}, sample {sample}: " if name else ""
+    return kind(f"{prefix}input[{position}] is {value}, which is out of range; valid ids are 0 to {num_rows - 1}")
 
 
 def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
@@ -303,18 +305,18 @@ def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: i
     try:
         return kernel("drop_padding", values.device)(values, offsets, padding_idx, layout)
     except ValueError as error:
-        raise explained(error, values, num_rows, True) from None
+        raise as_torch_error(error, values, num_rows, True) from None
 
 
 def _close_bags(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give ids behind the last offset, which the host does not read, a bag of their own, to be left out of the result.
+    """Put ids beyond the last offset, which the host cannot read, into an extra bag, to be cut off from the result.
 
-    Returns ids `[N]`, those that are trained, -1 for what is behind, and offsets `[B + 2]`.
+    Returns ids `[N]`; ids to train `[N]`, -1 beyond the last offset; and offsets `[B + 2]`.
     """
     inside = torch.arange(values.shape[0], device=values.device) < offsets[-1:]
-    unused = torch.where(offsets[-1:] > 0, values[:1], 0)  # an id of the batch, or else one that there is
-    ends = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
-    return values.where(inside, unused), values.where(inside, -1), ends
+    unused = torch.where(offsets[-1:] > 0, values[:1], 0)  # a valid id
+    closed_offsets = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
+    return values.where(inside, unused), values.where(inside, -1), closed_offsets
 
 
 define("close_bags", "(Tensor values, Tensor offsets) -> (Tensor, Tensor, Tensor)", _close_bags, _close_bags)

@@ -1,11 +1,11 @@
-"""`tritonemb::embedding_bag`: the lookup in `T` tables, differentiable in weights and per-sample weights; and
+"""`tritonemb::embedding_bag`: lookup in `T` tables, differentiable in weights and per-sample weights; and
 `tritonemb::embedding_bag_fused`, whose backward is the optimizer's step. `bag_fused` is the latter for one table.
 
-What is computed is in `kernels/embedding_bag.py`. The fused ops' tensors are kept on the autograd context as they
-are, without a version check: a collection that is looked up twice in one graph is updated twice, each time with the
-gradients of its own lookup. Where nothing is traced, `fused_lookup`, an autograd function, calls the same kernels
-without the dispatcher; other lookups whose backward is Python code go through it, too. There `bag_fused` gives its
-gradient to whoever gathers it, so that the tables of a model are updated together when the backward pass ends.
+The kernels are in `kernels/embedding_bag.py`. The autograd context has the tensors of fused ops without a version
+check: a collection that is looked up twice in one graph is updated twice, each time with the gradients of that lookup.
+In plain eager mode `fused_lookup`, an autograd function, calls the same kernels without the dispatcher; other lookups
+with a backward in Python use it, too. There `bag_fused` passes its gradient to a callback, so that all tables of a
+model are updated together at the end of the backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from tritonemb.ops.row_update import (
     check_not_accumulating,
     row_update_,
     shared_update,
-    tables_of,
+    table_set_of,
     update_rows,
 )
 
@@ -39,11 +39,11 @@ def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, trained: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Look `values` `[N]` up in `weights` `[T]`; `[B, width]`, or `[N, width]` if the layout is not pooled.
+    """Look up `values` `[N]` in `weights` `[T]`; returns `[B, width]`, or `[N, width]` if the layout is not pooled.
 
-    `trained` `[N]` are the ids that gradients go to, if others than `values`; -1 for none. TypeError for ids that are
-    not int32 or int64; ValueError for tables on another device than the batch; and, on the CPU at once, for an id out
-    of range or offsets that do not ascend.
+    `trained` `[N]`: ids of the rows that get gradients, if different from `values`; -1 for none. TypeError for ids
+    other than int32 or int64; ValueError for tables on another device than the batch and, on the CPU, for an id out of
+    range or offsets that do not ascend.
     """
     check_ids(values)
     check_devices(weights, values, layout)
@@ -55,12 +55,12 @@ def embedding_bag(
 
 
 def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
-    """By the kernel of the batch's device: no autograd, no dispatcher."""
+    """Run the kernel of the batch's device, without autograd and dispatcher."""
     return kernel("embedding_bag", values.device, cached_fact(weights, dtypes_of))(weights, values, *args)
 
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
-    """Raise unless every table is where the batch is, or, for a batch on a GPU, in pinned host memory."""
+    """Raise unless every table is on the device of the batch or, for a batch on a GPU, in pinned host memory."""
     if cached_fact(weights, devices_of) == {values.device}:
         return
     for index, weight in enumerate(weights):
@@ -73,7 +73,7 @@ def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> 
 
 
 def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """The shape of a lookup's result."""
+    """Allocate the result of a lookup, for tracing."""
     num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.shape[0]
     return values.new_empty(num_rows, layout.width, dtype=dtype)
 
@@ -127,11 +127,13 @@ TakeGradient = Callable[[Tensor, bool], Tensor | None]
 
 
 def fused_lookup(weight: Tensor, sample_weights: Tensor | None, read: Read, take_gradient: TakeGradient) -> Tensor:
-    """A lookup whose backward is Python code, which may update rows, keep the gradient or exchange it.
+    """Look up rows with a backward in Python, which may update rows, accumulate the gradient or exchange it.
 
-    `weight` stands for all tables in the autograd graph, and gets no gradient; `read` returns `[B, width]` if pooled,
-    else `[N, width]`; `take_gradient` is called with the gradient of that, and whether the per-sample weights want one,
-    to be returned.
+    Args:
+        weight: represents all tables in the autograd graph; it gets no gradient.
+        read: returns the result, `[B, width]` if pooled, else `[N, width]`.
+        take_gradient: called with the gradient of the result, and whether the per-sample weights require a gradient,
+            which it returns.
     """
     return _FusedLookup.apply(weight, sample_weights, read, take_gradient)
 
@@ -151,11 +153,11 @@ class _FusedLookup(torch.autograd.Function):
 
 
 def _update_pinned(grad: Tensor, ticket: Tensor, handle: int) -> Tensor:
-    tables_of(handle).update_pinned(int(ticket), grad)
+    table_set_of(handle).update_pinned(int(ticket), grad)
     return grad.new_zeros(1)
 
 
-registry.keep(
+registry.mark_effectful(
     define(
         "pinned_update", "(Tensor grad, Tensor ticket, int handle) -> Tensor", _update_pinned,
         lambda grad, ticket, handle: grad.new_empty(1),
@@ -163,7 +165,7 @@ registry.keep(
 )  # fmt: skip
 
 
-def _keep_ticket(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_ticket(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.handle = inputs[2]
     ctx.save_for_backward(inputs[1])
 
@@ -173,18 +175,18 @@ def _backward_pinned(ctx: Any, grad: Tensor) -> tuple[None, ...]:
     return (None,) * 7
 
 
-# The lookup `[num_rows, width]` of a batch whose rows a cache has pinned, as a graph has it: `read_pinned` and,
-# backward, `update_pinned` of a table set, which use the cache's present slots. `weight` stands for all tables in the
-# autograd graph and gets no gradient; `ticket`, int64 `[]` on the CPU, is the batch's number; `handle`, of the table
-# set's accumulator; `trained`: whether gradients are recorded.
+# Lookup `[num_rows, width]` of a batch with pinned cache slots, for compiled graphs: it calls `read_pinned` and, in the
+# backward, `update_pinned` of a table set, which use the current slots of the cache. `weight` represents all tables in
+# the autograd graph and gets no gradient; `ticket`, int64 `[]` on the CPU, is the number of the batch; `handle` is that
+# of the table set's accumulator; `trained`: whether gradients are recorded.
 pinned_lookup = define(
     "pinned_lookup",
     "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
     " -> Tensor",
-    lambda weight, ticket, handle, trained, *shape: tables_of(handle).read_pinned(int(ticket), trained),
+    lambda weight, ticket, handle, trained, *shape: table_set_of(handle).read_pinned(int(ticket), trained),
     lambda weight, ticket, handle, trained, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
     _backward_pinned,
-    _keep_ticket,
+    _save_ticket,
 )
 
 
@@ -193,23 +195,23 @@ def embedding_bag_fused(
     layout: Layout, check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, pending: Tensor | None = None,
     accumulator: int = NOT_ACCUMULATING, shared: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
+    """Look up like `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
 
     Args:
-        groups: if None, the backward groups the ids, which must be as they are until then.
-        pending: int64 `[]`, micro-batches kept in the accumulator.
-        accumulator: where to put gradients instead of applying them, or NOT_ACCUMULATING.
-        shared: whether the accumulator applies gradients at once, together with other ranks; see `shared_update`.
+        groups: groups of the ids; if None, the backward groups the ids, which must not change until then.
+        pending: int64 `[]`, number of micro-batches in the accumulator.
+        accumulator: handle of the accumulator of the gradients, or NOT_ACCUMULATING to apply them.
+        shared: whether the gradients are applied immediately, together with other ranks; see `shared_update`.
     """
     check_ids(values, layout.multiplicity)
     check_devices(tables.weights, values, layout)
-    rest = values, offsets, sample_weights, pending, shared, accumulator, check_bounds, output_dtype
+    batch = values, offsets, sample_weights, pending, shared, accumulator, check_bounds, output_dtype
     if plain_eager(values, offsets, sample_weights, tables=tables.weights):
-        inputs = _Inputs(tables, *rest, UngroupedIds.of(values) if groups is None else groups, layout)
+        inputs = _Inputs(tables, *batch, UngroupedIds.of(values) if groups is None else groups, layout)
         return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
     if groups is None:
         groups = row_groups(values, offsets, layout) if shared else ungrouped(values)
-    return torch.ops.tritonemb.embedding_bag_fused(*tables, *rest, *groups, *layout)
+    return torch.ops.tritonemb.embedding_bag_fused(*tables, *batch, *groups, *layout)
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
@@ -236,7 +238,8 @@ class _Inputs(NamedTuple):
         )  # fmt: skip
 
     def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        """Update, or accumulate for later; the gradient of the per-sample weights is of the rows before that."""
+        """Update or accumulate; return the gradient of the per-sample weights, computed before the update."""
+        # Group the ids, unless the forward did.
         sample_weight_grad, batch = None, (self.values, self.offsets, self.sample_weights)
         groups: RowGroups | Tensor = self.values
         if isinstance(self.groups, RowGroups):
@@ -278,11 +281,11 @@ def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    inputs, place = _Inputs(*unflatten(ctx.inputs, *_KINDS)), len(FusedTables._fields) + 2
-    sample_weight_grad = inputs.take_gradient(grad, ctx.needs_input_grad[place])
+    inputs, index = _Inputs(*unflatten(ctx.inputs, *_KINDS)), len(FusedTables._fields) + 2  # of sample_weights
+    sample_weight_grad = inputs.take_gradient(grad, ctx.needs_input_grad[index])
     lists = [[None] * len(tensors) for tensors in inputs.tables[:4]]
-    after = [None] * (5 + len(RowGroups._fields) + len(Layout._fields))
-    return *lists, *([None] * (place - 4)), sample_weight_grad, *after
+    num_following = 5 + len(RowGroups._fields) + len(Layout._fields)
+    return *lists, *([None] * (index - 4)), sample_weight_grad, *([None] * num_following)
 
 
 define(
@@ -294,9 +297,9 @@ define(
 
 
 class BagGradient(NamedTuple):
-    """The gradient of one lookup's result: `[B, dim]`, or `[N, dim]` if not pooled, for the ids `values` `[N]`.
+    """Gradient of the result of a lookup of `values` `[N]` in one table: `[B, dim]`, or `[N, dim]` if not pooled.
 
-    `table` is one, in lists of one; `name` is as in `BagTable`.
+    `table` has lists of one tensor; `name` is as in `BagTable`.
     """
 
     table: FusedTables
@@ -311,9 +314,9 @@ def bag_fused(
     table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None,
     dtype: torch.dtype, gather: Callable[[BagGradient], None],
 ) -> Tensor:  # fmt: skip
-    """As `bag`, for a table without a gradient of its own.
+    """Look up like `bag`, in a table with a fused optimizer, which gets no `.grad`.
 
-    Its backward gives what there is to be added up to `gather`; traced, it updates the table in place.
+    The backward calls `gather` with the gradient of the result; under tracing, it updates the table in place.
     """
     check_ids(values)
     trained, weight = None if trained is values else trained, table.weights[0]
@@ -329,28 +332,28 @@ def _look_up_unchanged(
     table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, read: Read,
     gather: Callable[[BagGradient], None],
 ) -> Tensor:  # fmt: skip
-    """A lookup of one table where nothing is traced; its backward raises if the batch was changed since."""
+    """Look up one table in plain eager mode; the backward raises if the batch was changed in between."""
     weight = table.weights[0]
     reads_table = sample_weights is not None and sample_weights.requires_grad
     inputs = ids, bags.offsets, sample_weights, weight if reads_table else None
     versions = _versions(*inputs)
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        # Versions are checked here, as the table may be updated before this backward runs.
+        # Versions are compared here, since the table may be updated between this backward and the callback's update.
         if versions != _versions(*inputs):
             raise changed_in_place(name)
-        by_sample_weight = None
+        sample_weight_grad = None
         if needs_sample_weight_grad:
             assert sample_weights is not None
-            by_sample_weight = sample_weight_gradient(grad, weight, ids, bags, sample_weights)
+            sample_weight_grad = sample_weight_gradient(grad, weight, ids, bags, sample_weights)
         gather(BagGradient(table, name, ids, sample_weights, bags, grad))
-        return by_sample_weight
+        return sample_weight_grad
 
     return fused_lookup(weight, sample_weights, read, take_gradient)
 
 
 def changed_in_place(name: str) -> RuntimeError:
-    """The message for a batch, or rows of table `name`, that the backward finds changed."""
+    """Return the error for a batch, or rows of table `name`, that changed between lookup and backward."""
     return RuntimeError(
         f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {name!r} were changed in "
         "place between the lookup and its backward; change a copy"
@@ -375,13 +378,13 @@ def _shape_of_bag(*args: Any) -> Tensor:
 
 def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     table, name, values, offsets, sample_weights, trained, pooled, mean, *_ = unflatten(ctx.inputs, *_BAG_KINDS)
-    place, ids, by_sample_weight = len(FusedTables._fields) + 3, values if trained is None else trained, None
-    if sample_weights is not None and ctx.needs_input_grad[place]:
+    index, ids, sample_weight_grad = len(FusedTables._fields) + 3, values if trained is None else trained, None
+    if sample_weights is not None and ctx.needs_input_grad[index]:
         bags = Bags(offsets, pooled, mean)
-        by_sample_weight = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
+        sample_weight_grad = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
     torch.ops.tritonemb.bag_update_(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
     lists = [[None] * len(tensors) for tensors in table[:4]]
-    return *lists, *[None] * (place - 4), by_sample_weight, *[None] * 5
+    return *lists, *[None] * (index - 4), sample_weight_grad, *[None] * 5
 
 
 define(
@@ -391,7 +394,7 @@ define(
 
 
 def look_up_eagerly(*args: Any) -> Tensor:
-    """`tritonemb::bag_fused` without the dispatcher, where nothing is traced."""
+    """Run `tritonemb::bag_fused` without the dispatcher, in plain eager mode."""
     table, name, values, offsets, sample_weights, trained, pooled, mean, *_ = unflatten(args, *_BAG_KINDS)
 
     def update(gradient: BagGradient) -> None:

@@ -1,4 +1,4 @@
-"""`tritonemb::interaction`, DLRM's pairwise dots, and `tritonemb::cross`, the elementwise part of a DCNv2 cross layer.
+"""`tritonemb::interaction`, DLRM's pairwise dot products; `tritonemb::cross`, the elementwise part of a DCNv2 layer.
 
 Both are differentiable; see `kernels/interaction.py` and `kernels/cross.py`.
 """
@@ -17,25 +17,26 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """The dense vectors, then the products of all pairs of each sample's vectors, below the diagonal, row by row.
+    """Concatenate the dense vectors and the dot products of all pairs of a sample's vectors, the lower triangle.
 
-    One kernel forward and one backward where `is_fused`. Not twice differentiable: that raises RuntimeError.
+    One kernel forward and one backward if `is_fused`. Not twice differentiable: RuntimeError.
 
-    Shapes: `dense [B, D]`, `sparse [B, F * D]`, of one dtype, float32, float16, bfloat16 or float64; sums are float32
-    (float64); `[B, D + F * (F + 1) / 2]` of that dtype. TypeError, ValueError for other dtypes, shapes, or two devices.
+    Shapes: `dense [B, D]`, `sparse [B, F * D]`, of one dtype, float32, float16, bfloat16 or float64; returns
+    `[B, D + F * (F + 1) / 2]` of that dtype, products in row-major order. Sums are float32 (float64). TypeError,
+    ValueError for other dtypes, shapes, or two devices.
     """
     eager = not torch.is_grad_enabled() and plain_eager(dense, sparse) and not dense.is_meta
     return _interact(dense, sparse) if eager else torch.ops.tritonemb.interaction(dense, sparse)
 
 
 def is_fused(dense: Tensor, sparse: Tensor) -> bool:
-    """Whether a kernel of our own serves `interaction` of these tensors."""
+    """Return whether `interaction` of these tensors is a single kernel, not PyTorch's operators."""
     find = choose if torch.compiler.is_compiling() else chosen
     return dense.dtype == sparse.dtype and find("interaction", dense.device, (dense.dtype,)) in (CPU, TRITON)
 
 
 def check_vectors(dense: Tensor, sparse: Tensor) -> None:
-    """Raise unless these can be a batch's dense vectors and pooled rows."""
+    """Raise unless dtypes, devices and shapes are those of dense vectors and pooled rows of a batch."""
     if dense.dtype != sparse.dtype or dense.dtype not in FLOATS:
         raise TypeError(
             f"dense and sparse must have one dtype among {', '.join(str(dtype) for dtype in FLOATS)}, got "
@@ -48,18 +49,17 @@ def check_vectors(dense: Tensor, sparse: Tensor) -> None:
     dim = dense.shape[1]
     if sparse.dim() != 2 or sparse.shape[1] < dim or sparse.shape[1] % dim or sparse.shape[0] != dense.shape[0]:
         raise ValueError(
-            f"sparse must be [B, F * D] with F of at least 1 to go with dense {tuple(dense.shape)}, "
-            f"got {tuple(sparse.shape)}"
+            f"sparse must be [B, F * D] with F of at least 1 for dense {tuple(dense.shape)}, got {tuple(sparse.shape)}"
         )
 
 
 def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
-    """`inputs ⊙ (product + bias) + crossed`: x_0, U V x_l, b_l and x_l.
+    """Compute `inputs ⊙ (product + bias) + crossed`, where these are x_0, U V x_l, b_l and x_l.
 
-    One pass forward and one backward where `is_cross_fused`. Not twice differentiable: that raises RuntimeError.
+    One kernel forward and one backward if `is_cross_fused`. Not twice differentiable: RuntimeError.
 
-    Shapes: `[B, W]`, but for `bias [W]`; each float32, float16, bfloat16 or float64; `[B, W]` of the widest dtype.
-    TypeError, ValueError for other dtypes, shapes, or several devices.
+    Shapes: `[B, W]`, except `bias [W]`, each float32, float16, bfloat16 or float64; returns `[B, W]` of the widest
+    dtype. TypeError, ValueError for other dtypes, shapes, or several devices.
     """
     operands = inputs, product, bias, crossed
     eager = not torch.is_grad_enabled() and plain_eager(*operands) and not inputs.is_meta
@@ -67,13 +67,13 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
 
 
 def is_cross_fused(*tensors: Tensor) -> bool:
-    """Whether a Triton kernel serves `cross` of these tensors."""
+    """Return whether `cross` of these tensors is a Triton kernel."""
     find = choose if torch.compiler.is_compiling() else chosen
     return find("cross", tensors[0].device, tuple(tensor.dtype for tensor in tensors)) == TRITON
 
 
 def check_layer(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> None:
-    """Raise unless these can be the operands of a cross layer."""
+    """Raise unless dtypes, devices and shapes are those of the operands of a cross layer."""
     named = {"inputs": inputs, "product": product, "crossed": crossed, "bias": bias}
     if inputs.dim() != 2 or inputs.shape[1] < 1:
         raise ValueError(f"inputs must be [B, W] with W of at least 1, got {list(inputs.shape)}")
@@ -81,12 +81,10 @@ def check_layer(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) 
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name} must be one of {', '.join(str(dtype) for dtype in FLOATS)}, got {tensor.dtype}")
         if tensor.device != inputs.device:
-            raise ValueError(f"{name} must be on inputs' device {inputs.device}, got {tensor.device}")
+            raise ValueError(f"{name} must be on the device of inputs, {inputs.device}, got {tensor.device}")
         shape = inputs.shape[1:] if name == "bias" else inputs.shape
         if tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be {list(shape)} to go with inputs {list(inputs.shape)}, got {list(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must be {list(shape)} for inputs {list(inputs.shape)}, got {list(tensor.shape)}")
 
 
 def _interact(dense: Tensor, sparse: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ def _interact(dense: Tensor, sparse: Tensor) -> Tensor:
     return kernel("interaction", dense.device, (dense.dtype,))(dense, sparse)
 
 
-def _interacted(dense: Tensor, sparse: Tensor) -> Tensor:
+def _interaction_fake(dense: Tensor, sparse: Tensor) -> Tensor:
     check_vectors(dense, sparse)
     dim = dense.shape[1]
     num_features = sparse.shape[1] // dim
@@ -108,7 +106,7 @@ define(
     lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
 )
 define(
-    "interaction", "(Tensor dense, Tensor sparse) -> Tensor", _interact, _interacted,
+    "interaction", "(Tensor dense, Tensor sparse) -> Tensor", _interact, _interaction_fake,
     lambda ctx, grad: torch.ops.tritonemb.interaction_gradient(grad, *ctx.saved_tensors),
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )  # fmt: skip
@@ -123,9 +121,9 @@ def _cross_kernel(op: str, *tensors: Tensor) -> Any:
     return kernel(op, tensors[0].device, dtypes_of(tensors))(*tensors)
 
 
-def _crossed(inputs: Tensor, *rest: Tensor) -> Tensor:
-    check_layer(inputs, *rest)
-    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in (inputs, *rest)))
+def _cross_fake(*operands: Tensor) -> Tensor:
+    check_layer(*operands)
+    inputs, dtype = operands[0], functools.reduce(torch.promote_types, (tensor.dtype for tensor in operands))
     return inputs.new_empty(inputs.shape, dtype=dtype)
 
 
@@ -141,7 +139,7 @@ define(
     lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
 )
 define(
-    "cross", "(Tensor inputs, Tensor product, Tensor bias, Tensor crossed) -> Tensor", _cross, _crossed,
+    "cross", "(Tensor inputs, Tensor product, Tensor bias, Tensor crossed) -> Tensor", _cross, _cross_fake,
     lambda ctx, grad: (*torch.ops.tritonemb.cross_gradient(grad, *ctx.saved_tensors), grad.to(ctx.dtype)),
     _save_cross,
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""`tritonemb::jagged_permute` and `block_bucketize`: a batch's ids in the order that an exchange needs, with no wait on
-the host; see `kernels/jagged.py`."""
+"""`tritonemb::jagged_permute` and `block_bucketize`: reorder the ids of a batch for an exchange, without a host
+synchronization; see `kernels/jagged.py`."""
 
 import torch
 from torch import Tensor
@@ -13,17 +13,17 @@ def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, num_keys: int, weights: Tensor | None = None,
     num_values: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Take the keys `order` of a batch, in that order. TypeError, ValueError for other dtypes and shapes than these.
+    """Select the keys `order` of a batch, in that order. TypeError, ValueError for other dtypes and shapes.
 
     Args:
         values: `[N]` ids, int32 or int64.
         offsets: `[num_keys * B + 1]` int32 or int64, ascending from 0.
-        order: int64 `[K']` on the same device; keys may be repeated or left out.
+        order: int64 `[K']` on the same device; keys may be repeated or omitted.
         num_keys: keys of the batch, `K`.
         weights: `[N]`, any dtype; no gradient flows to them.
-        num_values: room in the result, by default `N`. Values that do not fit are left out; the offsets count them.
+        num_values: size of the result, by default `N`. Values beyond it are dropped, but counted by the offsets.
 
-    Returns `[num_values]` values, zeros behind the last offset; `[K' * B + 1]` offsets, in the dtype of the batch's;
+    Returns `[num_values]` values, zeros beyond the last offset; `[K' * B + 1]` offsets, of the batch's offset dtype;
     and `[num_values]` weights, or None.
     """
     num_values = values.shape[0] if num_values is None else num_values
@@ -37,22 +37,22 @@ def jagged_permute(
 def block_bucketize(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, num_owners: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Sort a batch's ids by the rank that owns their row: `id // block_sizes[key]`, its row `id % block_sizes[key]`.
+    """Sort the ids of a batch by owner, rank `id // block_sizes[key]`, and make them local, `id % block_sizes[key]`.
 
-    TypeError, ValueError for other dtypes and shapes than these, or no owners.
+    TypeError, ValueError for other dtypes and shapes, or no owners.
 
     Args:
         values: `[N]` ids, int32 or int64.
-        offsets: `[K * B + 1]` int32 or int64, ascending from 0. Values behind the last one stay behind, as they are.
-        block_sizes: int64 `[K]` on the same device: how many rows of the key's table each owner has (the last: up to).
-        num_owners: `W`.
+        offsets: `[K * B + 1]` int32 or int64, ascending from 0. Values beyond the last one stay at the end, unchanged.
+        block_sizes: int64 `[K]` on the same device: rows of the key's table per owner (the last one has the remainder).
+        num_owners: number of ranks, `W`.
         weights: `[N]`, any dtype; no gradient flows to them.
 
     Returns:
-        values: `[N]` ids as their owner counts its rows, by owner, then by key, sample and position; an id of no owner
-            is as it was, and with the first owner if negative, else with the last, which will find it out of range.
-        lengths: `[W * K * B]` values a bag, for each owner, in the dtype of the batch's offsets.
-        unbucketize: int32 `[N]`: `values[unbucketize[i]]` came from position `i`, and so with anything computed for it.
+        values: `[N]` local ids, relative to the owner's first row, sorted by owner, then key, sample and position. An
+            id out of range is unchanged, and sent to the first owner if negative, else to the last, which reports it.
+        lengths: `[W * K * B]` values per bag, for each owner, of the batch's offset dtype.
+        unbucketize: int32 `[N]`: `values[unbucketize[i]]` came from position `i`, and so did its embedding.
         weights: `[N]`, or None.
     """
     if num_owners < 1:
@@ -82,10 +82,10 @@ def _check(
     if num_bags < 0 or (num_bags % num_keys if num_keys else num_bags):
         raise ValueError(f"offsets must have a multiple of {num_keys} (keys) plus 1 elements, got {num_bags + 1}")
     if weights is not None and weights.shape != values.shape:
-        raise ValueError(f"weights must be as many as values, {tuple(values.shape)}, got {tuple(weights.shape)}")
+        raise ValueError(f"weights must have the shape of values, {tuple(values.shape)}, got {tuple(weights.shape)}")
 
 
-def _permuted(
+def _jagged_permute_fake(
     values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch_size = (offsets.shape[0] - 1) // num_keys if num_keys else 0
@@ -97,13 +97,13 @@ _BATCH = "Tensor values, Tensor offsets, Tensor {}, Tensor? weights"
 define(
     "jagged_permute",
     f"({_BATCH.format('order')}, SymInt num_keys, SymInt num_values) -> (Tensor, Tensor, Tensor)",
-    lambda values, *rest: kernel("jagged_permute", values.device)(values, *rest),
-    _permuted,
+    lambda values, *args: kernel("jagged_permute", values.device)(values, *args),
+    _jagged_permute_fake,
 )
 define(
     "block_bucketize",
     f"({_BATCH.format('block_sizes')}, SymInt num_owners) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda values, *rest: kernel("block_bucketize", values.device)(values, *rest),
+    lambda values, *args: kernel("block_bucketize", values.device)(values, *args),
     lambda values, offsets, block_sizes, weights, num_owners: (
         values.new_empty(values.shape[0]),
         offsets.new_empty(num_owners * (offsets.shape[0] - 1)),

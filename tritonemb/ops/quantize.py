@@ -1,4 +1,4 @@
-"""`tritonemb::quantize_pack` and `quantize_unpack`: the two ends of an exchange; see `kernels/quantize.py`."""
+"""`tritonemb::quantize_pack` and `quantize_unpack`: codec of quantized communication; see `kernels/quantize.py`."""
 
 from typing import Any
 
@@ -13,33 +13,33 @@ __all__ = ["Packing", "make_packing", "quantize_pack", "quantize_unpack"]
 
 MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACKING = "Tensor pieces, str codec, SymInt width, SymInt[] part_bytes, SymInt widest, SymInt vector, bool complete"
-_REST = f"Tensor(a!) saturated, Tensor? scale, Tensor? rows, {_PACKING}"
-assert [part.split()[-1] for part in _PACKING.split(", ")] == list(Packing._fields)
+_OPTIONS = f"Tensor(a!) saturated, Tensor? scale, Tensor? rows, {_PACKING}"
+assert [argument.split()[-1] for argument in _PACKING.split(", ")] == list(Packing._fields)
 
 
 def quantize_pack(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
-    """Write a matrix as the message that `packing` describes: permuted, multiplied with `scale`, and encoded.
+    """Encode a matrix as the message that `packing` describes: permuted, multiplied by `scale`, and quantized.
 
-    No gradient flows through it: the backward of an exchange is another exchange. TypeError, ValueError for dtypes,
-    shapes and devices other than these.
+    Not differentiable: the backward of an exchange is another exchange. TypeError, ValueError for other dtypes, shapes
+    and devices.
 
     Args:
         matrix: `[R, packing.width]` float32, float16 or bfloat16.
         packing: from `make_packing`, on the same device.
-        saturated: int64 `[]`; the number of finite elements too large for the codec is added to it.
+        saturated: int64 `[]`, counter of finite elements out of the range of the codec.
         scale: float32 `[]`, a loss scale.
-        rows: int32 or int64 `[R]`, a permutation: the row of the message that each row of the matrix becomes.
+        rows: int32 or int64 `[R]`, a permutation: the row of the message for each row of the matrix.
 
-    Returns uint8 `[R * packing.row_bytes]`; part `p` takes `R * packing.part_bytes[p]` of it.
+    Returns uint8 `[R * packing.row_bytes]`, of which part `p` has `R * packing.part_bytes[p]` bytes.
     """
     matrix = matrix.detach()
     _check(matrix, "matrix", MATRIX_DTYPES, packing, saturated, scale, rows)
     if matrix.dim() != 2 or matrix.shape[1] != packing.width:
-        raise ValueError(f"matrix must be [rows, {packing.width}] as its packing is, got {tuple(matrix.shape)}")
+        raise ValueError(f"matrix must be [rows, {packing.width}] like its packing, got {tuple(matrix.shape)}")
     if rows is not None and rows.shape[0] != matrix.shape[0]:
-        raise ValueError(f"rows must have one element a row of the matrix: {matrix.shape[0]}, got {rows.shape[0]}")
+        raise ValueError(f"rows must have one element per row of the matrix, {matrix.shape[0]}, got {rows.shape[0]}")
     call = eager["quantize_pack"] if plain_eager(matrix, saturated, scale, rows) else torch.ops.tritonemb.quantize_pack
     return call(matrix, saturated, scale, rows, *packing)
 
@@ -48,18 +48,18 @@ def quantize_unpack(
     message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Read the matrix from a message: the inverse of `quantize_pack` with the same arguments, up to rounding.
+    """Decode a message to a matrix: the inverse of `quantize_pack` with the same arguments, up to rounding.
 
     Args:
         message: uint8 `[M * packing.row_bytes]`.
         packing: from `make_packing`, on the same device, with every column in exactly one part.
-        dtype: of the result: float32, float16 or bfloat16.
-        saturated: int64 `[]`; the number of finite elements too large for `dtype` is added to it.
-        scale: float32 `[]`; the result is divided by it (multiplied with its reciprocal).
-        rows: int32 or int64 `[R]`: each row's row in the message, any number of times; zeros for one that is not there.
+        dtype: dtype of the result: float32, float16 or bfloat16.
+        saturated: int64 `[]`, counter of finite elements out of the range of `dtype`.
+        scale: float32 `[]`; the result is multiplied by its reciprocal.
+        rows: int32 or int64 `[R]`: the row of the message for each row of the result; zeros for one out of range.
 
-    Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 where a row has no columns. TypeError, ValueError for
-    dtypes, shapes and devices other than these, for columns that are missing or twice.
+    Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 if a row has no columns. TypeError, ValueError for other
+    dtypes, shapes and devices, and for missing or duplicate columns.
     """
     _check(message, "message", (torch.uint8,), packing, saturated, scale, rows)
     if dtype not in MATRIX_DTYPES:
@@ -67,7 +67,7 @@ def quantize_unpack(
     if message.dim() != 1 or message.shape[0] % max(1, packing.row_bytes):
         raise ValueError(f"message must be 1-D, of rows of {packing.row_bytes} bytes, got {tuple(message.shape)}")
     if not packing.complete:
-        raise ValueError("unpacking needs a packing that has every column exactly once; this one leaves out or repeats")
+        raise ValueError("unpacking needs a packing with every column exactly once; this one omits or repeats columns")
     eagerly = plain_eager(message, saturated, scale, rows)
     call = eager["quantize_unpack"] if eagerly else torch.ops.tritonemb.quantize_unpack
     return call(message, dtype, saturated, scale, rows, *packing)
@@ -92,10 +92,10 @@ def _check(
         if num_dims is not None and tensor.dim() != num_dims:
             raise ValueError(f"{title} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
         if tensor.device != source.device:
-            raise ValueError(f"{title} is on {tensor.device}, {name} on {source.device}; move it there")
+            raise ValueError(f"{title} is on {tensor.device}, {name} on {source.device}; move one of them with .to()")
 
 
-def _unpacked(
+def _unpack_fake(
     message: Tensor, dtype: torch.dtype, _s: Tensor, _scale: Tensor | None, rows: Tensor | None, *packing: Any
 ) -> Tensor:
     layout = Packing(*packing)
@@ -105,7 +105,7 @@ def _unpacked(
 
 define(
     "quantize_pack",
-    f"(Tensor matrix, {_REST}) -> Tensor",
+    f"(Tensor matrix, {_OPTIONS}) -> Tensor",
     lambda matrix, saturated, scale, rows, *packing: kernel("quantize_pack", matrix.device)(
         matrix, Packing(*packing), saturated, scale, rows
     ),
@@ -115,9 +115,9 @@ define(
 )
 define(
     "quantize_unpack",
-    f"(Tensor message, ScalarType dtype, {_REST}) -> Tensor",
+    f"(Tensor message, ScalarType dtype, {_OPTIONS}) -> Tensor",
     lambda message, dtype, saturated, scale, rows, *packing: kernel("quantize_unpack", message.device)(
         message, Packing(*packing), dtype, saturated, scale, rows
     ),
-    _unpacked,
+    _unpack_fake,
 )

@@ -1,10 +1,10 @@
-"""Which kernel serves an op, by a rule of names, and how ops are declared.
+"""Definition of ops, and the choice of the kernel that implements an op for a device and dtype.
 
-Kernel NAME is in `kernels/FILE.py` (Triton) and in `kernels/cpu/FILE.py` (CPU), both called NAME. Triton's serve GPUs,
-and the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. What neither has a dtype for is served by
+Kernel NAME is in `kernels/FILE.py` (Triton) and in `kernels/cpu/FILE.py` (CPU), both called NAME. Triton's run on GPUs,
+and on the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. Dtypes that neither supports fall back to
 `kernels/by_torch.py`: float64, and float8 tables on the CPU. The slow reference in `kernels/FILE.py`, called NAME with
-`_reference` before a last underscore, is what kernels are tested against; it serves where it is `forced` to. Kernels
-are imported when they are first used, so that importing tritonemb does not load a compiler.
+`_reference` before a last underscore, is the oracle of tests; `use_kernels` selects it. Kernels are imported at their
+first use, so that importing tritonemb does not load a compiler.
 """
 
 import functools
@@ -42,17 +42,17 @@ _FILES = {  # op -> file
     }.items()
     for name in names
 }
-_BY_TORCH = ("embedding_bag", "row_update", "interaction", "cross")  # files whose ops `by_torch.py` has, too
-_CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels are PyTorch's operators, and the references
+_BY_TORCH = ("embedding_bag", "row_update", "interaction", "cross")  # files whose ops `by_torch.py` implements
+_CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels and references are PyTorch's operators
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
-_forced: str | None = None
+_forced: str | None = None  # name of the kernels that `use_kernels` selects
 
 
 def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) -> str | None:
-    """The name of the kernel that serves `op` on `device` for tables of `dtypes`: "triton", "cpu" or "torch".
+    """Choose the kernel of `op` on `device` for tables of `dtypes`: "triton", "cpu", "torch", or None without one.
 
-    "reference" only where it is forced; None if there is no kernel.
+    "reference" only if `use_kernels` selects it.
     """
     if _forced is not None:
         return _forced if _forced in kernels_of(op) else REFERENCE
@@ -61,15 +61,15 @@ def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) 
     name = TRITON if _HAS_TRITON and (device.type == "cuda" or _INTERPRETING) else CPU
     if all(dtype in _DTYPES[name] for dtype in dtypes):
         return name if name == TRITON or device.type == CPU else None
-    known = all(dtype in (*TABLE_DTYPES, torch.float64) for dtype in dtypes)
-    return TORCH if known and _FILES[op] in _BY_TORCH else None
+    supported = all(dtype in (*TABLE_DTYPES, torch.float64) for dtype in dtypes)
+    return TORCH if supported and _FILES[op] in _BY_TORCH else None
 
 
-def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
-    """The name of the kernel that serves `op` on `device` for tables of `dtype`, and the reason in words."""
+def explain_choice(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    """Return the name of the kernel of `op` on `device` for tables of `dtype`, and the reason of that choice."""
     name = choose(op, device, [dtype])
     if name is None:
-        return "none", "Triton is not installed" if device.type == "cuda" and not _HAS_TRITON else "there is no kernel"
+        return "none", "Triton is not installed" if device.type == "cuda" and not _HAS_TRITON else "not implemented"
     reasons = {
         TRITON: "a GPU" if device.type == "cuda" else "TRITON_INTERPRET=1: interpreted, slow",
         CPU: "PyTorch's own operators" if _FILES[op] in _CPU_BY_TORCH else "compiled for the CPU by Numba",
@@ -80,41 +80,41 @@ def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tu
 
 
 def ops() -> tuple[str, ...]:
-    """The ops that have kernels."""
+    """Names of the ops that have kernels."""
     return tuple(_FILES)
 
 
 def kernels_of(op: str) -> tuple[str, ...]:
-    """The kernels that there are for an op."""
+    """Names of the implementations of an op."""
     return (REFERENCE, CPU, TRITON, TORCH) if _FILES[op] in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 
-chosen = functools.cache(choose)  # not for what Dynamo traces, which looks through caches and warns
+chosen = functools.cache(choose)  # cached; under Dynamo, which traces through caches and warns, call `choose`
 
 
 @functools.cache
 def kernel(op: str, device: torch.device, dtypes: Hashable = ()) -> Callable[..., Any]:
-    """The function that serves `op` on `device` for tables of `dtypes`, a tuple or frozenset; TypeError without one."""
+    """Return the kernel of `op` on `device` for tables of `dtypes`, a tuple or frozenset; TypeError without one."""
     name = choose(op, device, dtypes)  # type: ignore[arg-type]
     if name is None:
         raise TypeError(
-            f"no kernel serves {op} on {device} for {', '.join(map(str, dtypes)) or 'any dtype'}; "  # type: ignore[call-overload]
+            f"{op} is not implemented on {device} for {', '.join(map(str, dtypes)) or 'any dtype'}; "  # type: ignore[call-overload]
             "use float32, float16, bfloat16 or float64 on the CPU, or on a CUDA GPU with Triton installed"
         )
     return load(op, name)
 
 
 @contextmanager
-def forced(name: str) -> Iterator[None]:
-    """Serve every op by its kernel called `name`, or its reference if it has none: for tests, to find a wrong one."""
+def use_kernels(name: str) -> Iterator[None]:
+    """Use the kernels called `name` for all ops, or the reference of an op without one: for tests and bisection."""
     if name not in (REFERENCE, CPU, TRITON, TORCH):
-        raise ValueError(f"no kernels are called {name!r}; there are {[CPU, REFERENCE, TORCH, TRITON]}")
-    before = _forced
+        raise ValueError(f"unknown kernels {name!r}; expected one of {[CPU, REFERENCE, TORCH, TRITON]}")
+    previous = _forced
     _force(name)
     try:
         yield
     finally:
-        _force(before)
+        _force(previous)
 
 
 def _force(name: str | None) -> None:
@@ -126,7 +126,7 @@ def _force(name: str | None) -> None:
 
 @functools.cache
 def load(op: str, name: str) -> Callable[..., Any]:
-    """The kernel called `name` of an op."""
+    """Import the kernel called `name` of an op."""
     function = op
     if name == REFERENCE:
         function = f"{op[:-1]}_reference_" if op.endswith("_") else f"{op}_reference"
@@ -134,7 +134,7 @@ def load(op: str, name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"tritonemb.kernels.{file}"), function)
 
 
-# The pieces that schemas of several ops share. NamedTuples travel flat; `unflatten` makes them again.
+# Arguments that schemas of several ops share. NamedTuples are passed flat; `unflatten` rebuilds them.
 LAYOUT = (
     "Tensor tables, Tensor lookups, Tensor key_starts, str table_names, str feature_names, SymInt multiplicity, "
     "SymInt num_rows, SymInt width, bool pooled"
@@ -143,35 +143,39 @@ GROUPS = "Tensor rows, Tensor starts, Tensor order, Tensor num_groups"
 IDS_OR_GROUPS = "Tensor rows, Tensor? starts, Tensor? order, Tensor? num_groups"  # see `ungrouped`
 BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 
-assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)
+assert [argument.split()[-1] for argument in LAYOUT.split(", ")] == list(Layout._fields)
 
 
-# Their work on the host would be missing when a CUDA graph is replayed.
+# Ops with work on the host, which a replay of a CUDA graph would skip.
 _EXCHANGES = "start_exchange", "finish_exchange", "broadcast_buffers"
 _HOST_OPS = "pinned_lookup", "pinned_update", "shared_update", "accumulate_", *_EXCHANGES
 _library = torch.library.Library("tritonemb", "FRAGMENT")
-eager: dict[str, Callable[..., Any]] = {}  # by op: what it calls, for who needs no dispatcher
+eager: dict[str, Callable[..., Any]] = {}  # implementations by op, to call without the dispatcher
 
 
 def define(
     name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None, save: Callable[..., None] | None = None,
 ) -> Any:  # fmt: skip
-    """Declare `tritonemb::name`. `torch.library.custom_op` would do, but a call of a long schema costs it 140 µs.
+    """Define `tritonemb::name`, with less overhead than `torch.library.custom_op`: 140 µs per call of a long schema.
 
-    `schema` marks what the op changes; `fake` makes the shapes of the result, for tracing; `backward` is called with
-    `(ctx, *grads)`, after `save(ctx, inputs, output)`: without them the op has no derivative.
+    Args:
+        schema: arguments and results; its aliases mark the arguments that the op mutates.
+        run: implementation for all devices.
+        fake: shapes of the results, for tracing.
+        backward, save: autograd formula `backward(ctx, *grads)`, after `save(ctx, inputs, output)`; without them the op
+            is not differentiable.
     """
     unsafe = (torch.Tag.cudagraph_unsafe,) * (name in _HOST_OPS)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *unsafe))
     op = getattr(torch.ops.tritonemb, name).default
-    is_changed = [argument.alias_info is not None for argument in op._schema.arguments]
+    is_mutated = [argument.alias_info is not None for argument in op._schema.arguments]
 
-    def call(*args: Any) -> Any:
-        result, changed = run(*args), list[Tensor]()
-        for argument in itertools.compress(args, is_changed):
-            changed += [argument] if isinstance(argument, Tensor) else argument
-        torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
+    def run_and_bump_versions(*args: Any) -> Any:
+        result, mutated = run(*args), list[Tensor]()
+        for argument in itertools.compress(args, is_mutated):
+            mutated += [argument] if isinstance(argument, Tensor) else argument
+        torch.autograd.graph.increment_version([tensor for tensor in mutated if not tensor.is_inference()])
         return result
 
     def traced(*args: Any) -> Any:
@@ -184,17 +188,17 @@ def define(
     def no_derivative(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(f"{op} has no autograd formula")
 
-    eager[name] = call if any(is_changed) else run
-    of_call: Any = torch._disable_dynamo(eager[name])  # type: ignore[attr-defined]
-    _library.impl(name, of_call, "CompositeExplicitAutograd")
+    eager[name] = run_and_bump_versions if any(is_mutated) else run
+    untraced: Any = torch._disable_dynamo(eager[name])  # type: ignore[attr-defined]
+    _library.impl(name, untraced, "CompositeExplicitAutograd")
     torch.library.register_fake(op, traced, lib=_library)
-    if not any(is_changed):
+    if not any(is_mutated):
         torch.library.register_autograd(op, backward or no_derivative, setup_context=save, lib=_library)
     return op
 
 
-def keep(op: Any) -> None:
-    """Let no compiler leave such an op out though nobody uses its result."""
+def mark_effectful(op: Any) -> None:
+    """Mark an op as having side effects, so that no compiler removes it when its result is unused."""
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     _register_effectful_op(op, _EffectType.ORDERED)
@@ -202,7 +206,7 @@ def keep(op: Any) -> None:
 
 @functools.cache
 def _partition_at(op_name: str) -> None:
-    """Keep an op out of Inductor's CUDA graphs: of ops that `keep` has wrapped in an effect it sees no tag."""
+    """Exclude an op from Inductor's CUDA graphs, which does not see the tags of ops with effects."""
     from torch._inductor import config
 
     config.custom_should_partition_ops.append(op_name)
@@ -210,7 +214,7 @@ def _partition_at(op_name: str) -> None:
 
 @functools.cache
 def _let_backwards_update() -> None:
-    """PyTorch 2.11 tracks, and so refuses, the update of a parameter in a backward (pytorch/pytorch#177213)."""
+    """Allow the update of a parameter in a backward, which PyTorch 2.11 rejects (pytorch/pytorch#177213)."""
     from torch._functorch._aot_autograd import graph_capture_wrappers
 
     tag = graph_capture_wrappers.set_partitioner_tag_must_be_in_backward
@@ -224,30 +228,30 @@ def _let_backwards_update() -> None:
 
 
 def unflatten(args: Sequence[Any], *kinds: Any) -> list[Any]:
-    """An op's flat arguments, each NamedTuple type of `kinds` made of as many as it has fields; None stands for one."""
-    found, place = [], 0
+    """Rebuild the NamedTuples among an op's flat arguments; a kind is a NamedTuple type, or None for one argument."""
+    arguments, position = [], 0
     for kind in kinds:
         size = 1 if kind is None else len(kind._fields)
-        found.append(args[place] if kind is None else kind(*args[place : place + size]))
-        place += size
-    assert place == len(args)
-    return found
+        arguments.append(args[position] if kind is None else kind(*args[position : position + size]))
+        position += size
+    assert position == len(args)
+    return arguments
 
 
 def check_errors(device: torch.device | str | None = None) -> None:
-    """Wait for `device` (default: the current CUDA device) and raise what its kernels have found wrong since.
+    """Synchronize with `device` (default: the current CUDA device), and raise the errors that its kernels recorded.
 
-    Lookups and updates on a GPU raise such findings by themselves, but at the next lookup or update. On the CPU they
-    are raised at once, and there is nothing to wait for.
+    Without a call, lookups and updates on a GPU raise them at the next lookup or update. On the CPU errors are raised
+    immediately, and the call does nothing.
 
     Raises:
         ValueError: naming table, feature, sample, position and value of an id out of range; the table and row of a
-            gradient that is not finite; or the feature and sample where offsets do not ascend.
+            gradient that is not finite; or the feature and sample whose offsets do not ascend.
     """
-    chosen = torch.device("cuda" if device is None else device)
-    if chosen.type != "cuda" or not torch.cuda.is_available():
+    gpu = torch.device("cuda" if device is None else device)
+    if gpu.type != "cuda" or not torch.cuda.is_available():
         return
     from tritonemb.kernels.triton_utils import poll  # loads the compiler
 
-    torch.cuda.synchronize(chosen)
-    poll(torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index))
+    torch.cuda.synchronize(gpu)
+    poll(torch.device("cuda", torch.cuda.current_device() if gpu.index is None else gpu.index))

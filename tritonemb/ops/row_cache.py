@@ -1,7 +1,7 @@
-"""`tritonemb::row_cache_*` and `move_rows_`: a cache on the device for rows in host memory or on disk.
+"""`tritonemb::row_cache_*` and `move_rows_`: device cache of host- or disk-resident rows, and its transfers.
 
-See `kernels/row_cache.py`. All raise TypeError or ValueError for other dtypes, shapes, strides and devices than these,
-or a policy that there is not.
+See `kernels/row_cache.py`. All ops raise TypeError or ValueError for other dtypes, shapes, strides and devices than
+documented, or an unknown policy.
 """
 
 import functools
@@ -16,27 +16,27 @@ from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS
 from tritonemb.ops.registry import define, eager, kernel
 from tritonemb.ops.row_groups import plain_eager
 
-_PARTS = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
+_STATE = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
 _DIRECTORY = "Tensor{} tags, Tensor(b!)[] used, Tensor(c!)[] pins"
-_REST = "Tensor tables, Tensor num_sets, Tensor now, str policy"
+_OPTIONS = "Tensor tables, Tensor num_sets, Tensor now, str policy"
 
 
 def row_cache_look_up_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
     num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Where each distinct row of a batch lies on the device; rows that are there are pinned once and noted as used.
+    """Look up the slots of a batch's distinct rows; pin each cached row once, and record its use.
 
     Args:
-        tags, used, pins: int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS` elements or more (the
-            others are left alone); empty for a table that is not cached. `used` and `pins` change in place.
-        rows: int64 `[N]`, linear rows, ascending, distinct where tables are cached.
-        tables: int64 `[T, 7]`, `Layout.tables`.
-        num_sets: int64 `[T]`, 0 for a table that is not cached. What it says of a table on a GPU is not checked.
-        now: int64 `[]`: what policy "lru" notes as the time of use; it should ascend.
+        tags, used, pins: int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS` elements or more (more
+            are ignored); empty for a table without cache. `used` and `pins` change in place.
+        rows: int64 `[N]`, linear rows, ascending, distinct for cached tables.
+        tables: int64 `[T, 8]`, `Layout.tables`.
+        num_sets: int64 `[T]`, 0 for a table without cache. Not checked on a GPU.
+        now: int64 `[]`, time of use for policy "lru"; it should ascend.
         policy: "lru" or "lfu".
 
-    Returns int64 `[N]`: the row's slot in its table; -1 if it is not there; the row itself if the table is not cached.
+    Returns int64 `[N]`: the slot of the row in its table; -1 if it is not cached; the row if the table has no cache.
     """
     _check(tags, used, pins, rows, tables, num_sets, now, policy)
     return _call("row_cache_look_up_", tags, used, pins, rows, tables, num_sets, now, policy)
@@ -46,14 +46,13 @@ def row_cache_allocate_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
     tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Give a slot to each row that has none, in ascending order within a set, and pin it once.
+    """Allocate and pin a slot for each row without one, in ascending order within a set.
 
-    A row takes the first empty way of its set, else that of the unpinned row with the least (use, way). If all rows of
-    the set are pinned it stays without one. A slot given by this call is pinned, so it is not given twice.
+    A row gets the first empty way of its set, else that of the unpinned row with the least (use, way), which is
+    evicted. If all rows of the set are pinned, it gets no slot. New slots are pinned, so none is allocated twice.
 
-    Arguments are those of `row_cache_look_up_`, but that `tags` change, too, and `slots` int64 `[N]`, from there, are
-    written where a slot is given. Returns int64 `[N]`: the row, counted from its table's first, that was in the slot;
-    -1 if none was, or none was given.
+    Arguments are those of `row_cache_look_up_`; `tags` change, too, and new slots are written to `slots`, int64 `[N]`,
+    its result. Returns int64 `[N]`: the evicted row, relative to the first of its table; -1 if none was evicted.
     """
     _check(tags, used, pins, rows, tables, num_sets, now, policy)
     _check_tensor("slots", slots, torch.int64, tuple(rows.shape), rows.device)
@@ -61,11 +60,11 @@ def row_cache_allocate_(
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    """The ids of a batch as slots: each position gets the slot of the group that it belongs to.
+    """Translate the ids of a batch to slots: each position gets the slot of its group.
 
-    `slots`, int64 `[N]`, are one for each group; `starts`, int32 `[N + 1]`, `order`, int32 `[N]`, and `num_groups`,
-    int64 `[]`, are of `RowGroups` of a batch in which no key feeds several tables (`Layout.multiplicity` 1), so that a
-    position belongs to one group at most. Returns int64 `[N]`; -1 for one of no group, such as an id out of range.
+    `slots`, int64 `[N]`, has one per group; `starts`, int32 `[N + 1]`, `order`, int32 `[N]`, and `num_groups`, int64
+    `[]`, are those of `RowGroups` of a batch in which each key looks up one table (`Layout.multiplicity` 1), so that a
+    position has at most one group. Returns int64 `[N]`; -1 for a position without group, such as an id out of range.
     """
     num_entries, device = order.shape[0] if order.dim() else 0, slots.device
     _check_tensor("slots", slots, torch.int64, (num_entries,), device)
@@ -76,22 +75,23 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    """`destination[to_rows[i]] = source[from_rows[i]]` for each pair of tensors, bit for bit.
+    """Copy `destination[to_rows[i]] = source[from_rows[i]]` for each pair of tensors, bit for bit.
 
     Args:
-        destinations, sources: in pairs of one dtype, of 1, 2, 4 or 8 bytes, and one row width: `[rows]` or
-            `[rows, width]`. Elements of a row stand side by side; rows may stand any distance apart. A tensor may be
-            both, but no row of it. Tensors lie where the indices do; with those on a GPU also in pinned host memory,
-            which must not be freed or changed before the GPU has passed this call. On the CPU rows that a tensor does
-            not have are a ValueError; on a GPU, which nobody waits for, such moves are skipped.
-        to_rows, from_rows: int64 `[n]` on one device. Moves with a negative one are skipped; other `to_rows` differ.
+        destinations, sources: pairs of tensors of one dtype, of 1, 2, 4 or 8 bytes, and one row width: `[rows]` or
+            `[rows, width]`. Rows are contiguous, with any stride between them. A tensor may be a destination and a
+            source, but a row may not. Tensors are on the device of the indices or, if that is a GPU, in pinned host
+            memory, which must not be freed or changed before the GPU has completed the call. A row out of range is a
+            ValueError on the CPU; on a GPU such moves are skipped, as that cannot be reported without synchronization.
+        to_rows, from_rows: int64 `[n]` on one device. Moves with a negative index are skipped; other `to_rows` are
+            distinct.
     """
     _check_moves(destinations, sources, to_rows, from_rows)
     _call("move_rows_", destinations, sources, to_rows, from_rows)
 
 
 def _call(op: str, *args: Any) -> Any:
-    """Call an op, without the dispatcher where that may be."""
+    """Call an op; in plain eager mode without the dispatcher."""
     lists = [[arg] if isinstance(arg, Tensor) else arg for arg in args if not isinstance(arg, str)]
     if plain_eager(*itertools.chain(*lists)):
         return eager[op](*args)
@@ -110,7 +110,7 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like the rest, got {tensor.device}")
+        raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
@@ -120,13 +120,13 @@ def _check(
     num_sets: Tensor, now: Tensor, policy: str,
 ) -> None:  # fmt: skip
     if policy not in POLICIES:
-        raise ValueError(f"no policy is called {policy!r}; there are {list(POLICIES)}")
+        raise ValueError(f"unknown policy {policy!r}; expected one of {list(POLICIES)}")
     num_tables, device = len(tags), rows.device
     if num_tables == 0 or len(used) != num_tables or len(pins) != num_tables:
-        raise ValueError(f"a table each, at least one: got {num_tables} tags, {len(used)} used, {len(pins)} pins")
-    for table, parts in enumerate(zip(tags, used, pins, strict=True)):
-        for (name, dtype), part in zip(_PARTS, parts, strict=True):
-            _check_tensor(f"{name}[{table}]", part, dtype, (parts[0].numel(),), device)
+        raise ValueError(f"expected one each per table: got {num_tables} tags, {len(used)} used, {len(pins)} pins")
+    for table, tensors in enumerate(zip(tags, used, pins, strict=True)):
+        for (name, dtype), tensor in zip(_STATE, tensors, strict=True):
+            _check_tensor(f"{name}[{table}]", tensor, dtype, (tensors[0].numel(),), device)
     _check_tensor("rows", rows, torch.int64, (rows.numel(),), device)
     _check_tensor("tables", tables, torch.int64, (num_tables, TABLE_SIZE), device)
     _check_tensor("num_sets", num_sets, torch.int64, (num_tables,), device)
@@ -134,13 +134,13 @@ def _check(
 
 
 def _check_sets(tags: Sequence[Tensor], num_sets: Tensor) -> None:
-    """Raise where tables have not room for their sets, if that can be known without waiting."""
+    """Raise if a table is too small for its sets; not on a GPU, which would need a synchronization."""
     if num_sets.device.type != "cpu":
         return
     for table, sets in enumerate(num_sets.tolist()):
         if not 0 <= sets <= tags[table].numel() // WAYS:
             raise ValueError(
-                f"num_sets[{table}] is {sets}, but tags[{table}] has {tags[table].numel()} elements, room for "
+                f"num_sets[{table}] is {sets}, but tags[{table}] has {tags[table].numel()} elements, enough for "
                 f"{tags[table].numel() // WAYS} sets of {WAYS}"
             )
 
@@ -150,7 +150,7 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
     _check_tensor("to_rows", to_rows, torch.int64, (to_rows.numel(),), device)
     _check_tensor("from_rows", from_rows, torch.int64, (to_rows.numel(),), device)
     if len(destinations) != len(sources):
-        raise ValueError(f"destinations and sources come in pairs, got {len(destinations)} and {len(sources)}")
+        raise ValueError(f"destinations and sources must be pairs, got {len(destinations)} and {len(sources)}")
     for pair, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
         if destination.dtype != source.dtype or source.element_size() > 8:
             raise TypeError(
@@ -163,7 +163,7 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
             )
         for name, tensor in (("destinations", destination), ("sources", source)):
             if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-                raise ValueError(f"{name}[{pair}] must have rows of neighbours, got strides {tensor.stride()}")
+                raise ValueError(f"{name}[{pair}] must have contiguous rows, got strides {tensor.stride()}")
             pinned = tensor.device.type == "cpu" and device.type == "cuda" and tensor.is_pinned()
             if tensor.device != device and not pinned:
                 raise ValueError(
@@ -171,16 +171,16 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
                 )
         width = destination.shape[1] if destination.dim() == 2 else 1
         if destination.shape[0] > 1 and destination.stride(0) < width:
-            raise ValueError(f"destinations[{pair}] has rows that overlap: strides {destination.stride()}")
+            raise ValueError(f"destinations[{pair}] has overlapping rows: strides {destination.stride()}")
 
 
 _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {  # op -> schema and fake
     "row_cache_look_up_": (
-        f"({_DIRECTORY.format('[]')}, Tensor rows, {_REST}) -> Tensor",
+        f"({_DIRECTORY.format('[]')}, Tensor rows, {_OPTIONS}) -> Tensor",
         lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
     ),
     "row_cache_allocate_": (
-        f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_REST}) -> Tensor",
+        f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_OPTIONS}) -> Tensor",
         lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
     ),
     "row_cache_translate": (

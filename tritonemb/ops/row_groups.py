@@ -1,4 +1,4 @@
-"""`tritonemb::row_groups`: a batch's distinct rows and the positions that use each; see `kernels/row_groups.py`."""
+"""`tritonemb::row_groups`: distinct rows of a batch, and the positions of each; see `kernels/row_groups.py`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -15,11 +15,11 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class RowGroups(NamedTuple):
-    """Distinct rows of a batch; `N` is the number of values times the most tables that one key feeds.
+    """Distinct rows of a batch; `N` is the number of values times the maximal number of lookups per key.
 
     Attributes:
         rows: int64 `[N]`, ascending linear rows; the first `num_groups` are valid.
-        starts: int32 `[N + 1]`, segment of `order` that belongs to each row.
+        starts: int32 `[N + 1]`, offsets of the segments of `order`, one per row.
         order: int32 `[N]`, positions sorted by row, stable.
         num_groups: int64 `[]`, on the device.
     """
@@ -31,17 +31,17 @@ class RowGroups(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are groups: `ungrouped` has ids alone."""
+        """Return whether the ids are grouped, unlike those of `ungrouped`."""
         return self.starts is not None
 
 
 def ungrouped(ids: Tensor) -> RowGroups:
-    """Ids `[N]` that the update is to group: they are the `rows`, and all else is None."""
+    """Wrap ids `[N]` that the update groups: `rows` are the ids, all other fields None."""
     return RowGroups(ids, *[None] * 3)  # type: ignore[arg-type]
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
-    """Group a batch's ids `[N]` by row. Ids out of range are left out; the lookup is what reports them.
+    """Group a batch's ids `[N]` by row. Ids out of range are omitted; the lookup reports them.
 
     TypeError, ValueError for ids of another dtype than int32 or int64, or of another shape.
     """
@@ -51,11 +51,11 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
 
 
-def row_groups_beside(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups | None:
-    """`row_groups` for an update in the backward: a GPU groups on a stream of its own, beside lookup and dense network.
+def row_groups_async(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups | None:
+    """Group the ids for an update in the backward, on a GPU on a side stream, concurrently with the forward.
 
-    Whoever reads the groups calls `wait_for_groups` first. Values and offsets must stay as they are until then.
-    None while a CUDA graph is captured: see `UngroupedIds`.
+    The update must call `wait_for_groups` before it reads the groups. Values and offsets must not change until then.
+    Returns None during the capture of a CUDA graph: see `UngroupedIds`.
     """
     if not values.is_cuda or not plain_eager(values, offsets):
         return row_groups(values, offsets, layout)
@@ -68,7 +68,7 @@ def row_groups_beside(values: Tensor, offsets: Tensor, layout: Layout) -> RowGro
 
 
 def _group_on_side_stream(values: Tensor, offsets: Tensor, layout: Layout, start: torch.cuda.Event) -> RowGroups:
-    """Groups that a stream of their own makes, behind `start`, for the current stream."""
+    """Group on the side stream, after `start`, for the current stream."""
     if values.device not in _streams:
         _streams[values.device] = torch.cuda.Stream(values.device)
     _streams[values.device].wait_event(start)
@@ -80,57 +80,56 @@ def _group_on_side_stream(values: Tensor, offsets: Tensor, layout: Layout, start
 
 
 class UngroupedIds(NamedTuple):
-    """What a lookup leaves of ids that its backward groups: their version, and where a CUDA graph has captured it.
+    """State of ids that the backward groups: their version, and the event of the lookup in a CUDA graph capture.
 
-    A capture must not end while a stream is forked from it, and one of a forward alone never comes to an update. So the
-    backward forks and joins, but from the lookup's event: what a graph runs at once follows from what its nodes wait
-    for, not from when they were captured.
+    A capture must not end while a side stream is forked, and the capture of a forward alone never reaches the update.
+    So the backward forks and joins, but the fork waits for the lookup's event only: a graph runs nodes concurrently by
+    their dependencies, not by the order of capture.
     """
 
     version: int
-    point: tuple[torch.cuda.Event, int] | None  # and the number of the capture
+    point: tuple[torch.cuda.Event, int] | None  # event, and the id of the capture
 
     @classmethod
     def of(cls, values: Tensor) -> Self:
-        """For a lookup that is made now."""
+        """Record the state at the lookup."""
         point, version = None, 0 if values.is_inference() else values._version
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(values.device)
-            number = capture_number(stream)
-            point = None if number is None else (stream.record_event(), number)
+            capture = capture_id(stream)
+            point = None if capture is None else (stream.record_event(), capture)
         return cls(version, point)
 
     def group(self, values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
-        """Groups made beside what was captured since the lookup; in another capture, or none, on this stream."""
-        if self.point is None or capture_number(torch.cuda.current_stream(values.device)) != self.point[1]:
+        """Group concurrently with nodes captured since the lookup; without or in another capture, on this stream."""
+        if self.point is None or capture_id(torch.cuda.current_stream(values.device)) != self.point[1]:
             return row_groups(values, offsets, layout)
         groups = _group_on_side_stream(values, offsets, layout, self.point[0])
         torch.cuda.current_stream(values.device).wait_stream(_streams[values.device])
         return groups
 
 
-def capture_number(stream: torch.cuda.Stream) -> int | None:
-    """The driver's number of the capture that `stream` takes part in; None without one, or without its bindings."""
+def capture_id(stream: torch.cuda.Stream) -> int | None:
+    """Return the driver's id of the capture of `stream`; None without one, or without the driver's bindings."""
     try:
         from cuda.bindings import driver  # PyTorch for CUDA requires them, PyTorch for ROCm lacks them
     except ImportError:
         return None
-    _, status, number, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
-    return int(number) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else None
+    _, status, capture, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
+    return int(capture) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else None
 
 
 def wait_for_groups(device: torch.device) -> None:
-    """Have the current stream wait for what `row_groups_beside` has begun."""
-    if device in _streams and not torch.cuda.is_current_stream_capturing():  # capturing began when nothing ran
+    """Make the current stream wait for the groups of `row_groups_async`."""
+    if device in _streams and not torch.cuda.is_current_stream_capturing():  # a capture starts on an idle device
         torch.cuda.current_stream(device).wait_stream(_streams[device])
 
 
 def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
-    """Whether a kernel may be called at once: nothing is being traced and these are ordinary tensors.
+    """Return whether a kernel can be called without the dispatcher: no tracing or transform, and plain tensors.
 
-    Of a `TensorList` that is known.
-
-    The dispatcher, which tracing needs, costs a custom op with lists of tables up to half a millisecond a call.
+    The dispatcher takes up to half a millisecond per call of a custom op with lists of tables. A `TensorList` has plain
+    tensors.
     """
     if (
         torch.compiler.is_compiling()
@@ -142,7 +141,7 @@ def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
 
 
 def check_ids(values: Tensor, multiplicity: int = 1) -> None:
-    """Raise unless `values` can be ids by dtype and shape, with so many rows each."""
+    """Raise unless dtype, shape and size of `values` are valid for ids, each looking up `multiplicity` rows."""
     if values.dtype not in ID_DTYPES:
         raise TypeError(f"ids must be int32 or int64, got {values.dtype}; convert them with .to(torch.int64)")
     if values.dim() != 1:

@@ -1,8 +1,8 @@
 """`tritonemb::row_update_`: one optimizer step on the rows of a batch, in place; `row_gradients`: the sum of each row's
-gradients; `accumulate_`, which keeps gradients of micro-batches until they are applied together; and initial values.
+gradients; `accumulate_`: gradient accumulation over micro-batches; and initial values.
 
-See `kernels/row_update.py`. Accumulating sums nothing: the micro-batches are applied as one batch, so that the result
-is bitwise identical to that of a step on all samples at once.
+See `kernels/row_update.py`. Accumulation does not add gradients: the micro-batches are applied as one batch, so that
+the result is bitwise identical to that of a step on all samples at once.
 """
 
 import itertools
@@ -24,23 +24,24 @@ from tritonemb.optimizers import Hyperparameters, NonFinite, customs
 
 SKIP = get_args(NonFinite).index("skip")
 NOT_ACCUMULATING = -1
-ELEMENTS_AT_ONCE = 1 << 19  # that a user's function is given on the CPU: they stay in its caches
-_DRAWN_AT_ONCE = 1 << 24  # elements of other dtypes, drawn as float32
-_accumulated_rates: set[int] = set()  # addresses of learning rates
-passes: dict[int, tuple[int, int]] = {}  # by such an address: backward passes that updated, and which was the last
-update_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by such an address: each records its updates
+ELEMENTS_AT_ONCE = 1 << 19  # per call of a user's function on the CPU, so that they stay in its caches
+_MAX_DRAWN = 1 << 24  # float32 elements of a buffer for other dtypes
+_accumulated_rates: set[int] = set()  # addresses of learning rates of tables that accumulate
+# By the address of a learning rate: number of backward passes that updated its tables, and the id of the last one.
+passes: dict[int, tuple[int, int]] = {}
+update_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the same address; a lock records updates
 
 
 class FusedTables(NamedTuple):
-    """`T` tables and what their update needs beside the batch.
+    """`T` tables with the state of their fused optimizer.
 
     Attributes:
         weights: `[T]` of `[rows, dim]`.
-        states: the first optimizer state of every table, then the second; float32 `[rows]` or `[rows, dim]`.
-        steps: one int64 `[]` for all tables together, or one for each: updates so far.
-        skipped: one int64 `[T]`, or a `[1]` for each table: rows left untouched for a gradient that is not finite.
+        states: the first optimizer state of all tables, then the second; float32 `[rows]` or `[rows, dim]`.
+        steps: number of updates, one int64 `[]` for all tables, or one per table.
+        skipped: number of rows skipped for a gradient that is not finite, one int64 `[T]`, or a `[1]` per table.
         learning_rate: float32 `[]`.
-        optimizer: its name.
+        optimizer: name of the optimizer.
         hyperparameters: values of `Hyperparameters`.
     """
 
@@ -53,7 +54,7 @@ class FusedTables(NamedTuple):
     hyperparameters: list[float]
 
     def states_of(self, table: int) -> list[Tensor]:
-        """The states of one table."""
+        """Optimizer states of a table."""
         return self.states[table :: len(self.weights)]
 
 
@@ -68,15 +69,15 @@ def row_update_(
     tables: FusedTables, grad: Tensor | list[Tensor], offsets: Tensor, sample_weights: Tensor | None,
     groups: RowGroups | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
-    """Sum each row's gradients in order and apply the optimizer once a row.
+    """Sum each row's gradients in order and apply the optimizer once per row.
 
-    What `on_nonfinite="raise"` refuses is a ValueError, before anything is changed.
+    ValueError for a gradient that is not finite with `on_nonfinite="raise"`, before any table is changed.
 
     Args:
-        grad: gradient of the output, `[B, width]` or `[N, width]`; or those of each lookup, `[B, dim]` or `[n, dim]`,
-            where nothing is traced.
-        offsets, sample_weights: of the batch.
-        groups: its distinct rows, or its ids `[N]`, which are grouped first.
+        grad: gradient of the output, `[B, width]` or `[N, width]`; in plain eager mode also a list of those of each
+            lookup, `[B, dim]` or `[n, dim]`.
+        offsets, sample_weights: as in the lookup.
+        groups: groups of the batch, or its ids `[N]`, which are grouped first.
     """
     groups = ungrouped(groups) if isinstance(groups, Tensor) else groups
     if isinstance(grad, Tensor) and not plain_eager(grad, tables=tables.weights):
@@ -90,31 +91,33 @@ def update_rows(
     tables: FusedTables, grad: Tensor | list[Tensor], offsets: Tensor, sample_weights: Tensor | None,
     groups: RowGroups, layout: Layout,
 ) -> None:  # fmt: skip
-    """`row_update_` where nothing is traced, which leaves the tensors' versions to its caller."""
+    """Run `row_update_` in plain eager mode; the caller increments the versions of the tensors."""
+    # Choose the kernel.
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
     device = offsets.device
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
-        weights, states = weights.unmoved(), states.unmoved()
+        weights, states = weights.without_stale_facts(), states.without_stale_facts()
     dtypes = cached_fact(weights, dtypes_of)
     name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
-    by_cpu = name == CPU and optimizer not in customs  # whose kernel groups ids by itself, and finds tensors of tables
-    # Counters that are kept table by table are one tensor to the other kernels.
+    by_cpu = name == CPU and optimizer not in customs  # that kernel groups ids and reads counters per table
+    # Stack the counters of tables to one tensor for other kernels, and group the ids.
     stacks_counters = not by_cpu and len(steps) > 1
     step: Any = torch.stack(steps) if stacks_counters else steps if len(steps) > 1 else steps[0]
     count: Any = skipped if len(skipped) > 1 else skipped[0]
     count = torch.zeros(len(skipped), dtype=torch.int64, device=device) if stacks_counters else count
-    grad = grad if by_cpu else _together(grad, layout)
+    grad = grad if by_cpu else _concat_gradients(grad, layout)
     batch: RowGroups | Tensor = groups
     if groups.is_complete:
         wait_for_groups(device)
     else:
         check_ids(groups.rows, layout.multiplicity)
         batch = groups.rows if by_cpu else row_groups(groups.rows, offsets, layout)
+    # Update the rows, then the counters.
     if optimizer in customs and name in (CPU, TRITON):
         from tritonemb.kernels.optimizers import update_by_user_  # loads the compiler
 
-        at_once = ELEMENTS_AT_ONCE if name == CPU else None
-        update = partial(update_by_user_, update, kernel("embedding_bag", device, dtypes), at_once)
+        max_elements = ELEMENTS_AT_ONCE if name == CPU else None
+        update = partial(update_by_user_, update, kernel("embedding_bag", device, dtypes), max_elements)
     update(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, batch,
         layout,
@@ -122,22 +125,22 @@ def update_rows(
     if stacks_counters:
         torch._foreach_copy_(steps, list(step.unbind()))
     skips = stacks_counters and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
-    if skips and (device.type != "cpu" or bool(count.any())):  # no wait for a GPU's count
+    if skips and (device.type != "cpu" or bool(count.any())):  # on a GPU without reading the count, which synchronizes
         torch._foreach_add_(skipped, list(count.split(1)))
-    count_pass(learning_rate)
+    record_update(learning_rate)
 
 
-def _together(grad: Tensor | Sequence[Tensor], layout: Layout) -> Tensor:
-    """The gradients of lookups as that of the output."""
+def _concat_gradients(grad: Tensor | Sequence[Tensor], layout: Layout) -> Tensor:
+    """Concatenate the gradients of lookups to that of the output."""
     if isinstance(grad, Tensor):
         return grad
     if layout.pooled:
         return torch.cat([*grad], 1)
-    return torch.cat([torch.nn.functional.pad(each, (0, layout.width - each.shape[1])) for each in grad])
+    return torch.cat([torch.nn.functional.pad(part, (0, layout.width - part.shape[1])) for part in grad])
 
 
-def count_pass(learning_rate: Tensor) -> None:
-    """Count in `passes` that this backward pass, if there is one, updates tables; and let their lock record that."""
+def record_update(learning_rate: Tensor) -> None:
+    """Record an update with the lock of the tables, and in `passes` if a backward pass is running."""
     if (lock := update_locks.get(learning_rate.data_ptr())) is not None:
         lock.record()
     if (task := torch._C._current_graph_task_id()) >= 0:  # eager or compiled
@@ -158,25 +161,25 @@ def row_gradients_(
     sums: Sequence[Tensor], grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None,
     groups: RowGroups, layout: Layout, compact: bool = False, max_gradient: float = torch.inf,
 ) -> None:  # fmt: skip
-    """Write the sum of each distinct row's gradients; no autograd.
+    """Write the sum of each distinct row's gradients, without autograd.
 
-    `sums` are zeros `[T]`, `[rows, dim]` each; if `compact`, `[distinct rows, dim]` (of one table: at least as many).
-    Each element of `grad` is clamped to ±`max_gradient` first. All else as in `row_update_`.
+    `sums`: `T` tensors of zeros `[rows, dim]`; if `compact`, `[distinct rows, dim]`, or more rows for a single table.
+    Each element of `grad` is clamped to ±`max_gradient` first. Other arguments as in `row_update_`.
     """
-    name, where = "row_gradients_", (offsets.device, dtypes_of(sums))
-    grad = grad if chosen(name, *where) == CPU else _together(grad, layout)
-    kernel(name, *where)(sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+    choice = "row_gradients_", offsets.device, dtypes_of(sums)
+    grad = grad if chosen(*choice) == CPU else _concat_gradients(grad, layout)
+    kernel(*choice)(sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
 
 
-def _dense(*args: Any) -> list[Tensor]:
+def _dense_gradients(*args: Any) -> list[Tensor]:
     grad, weights, offsets, sample_weights, groups, layout = unflatten(args, None, None, None, None, RowGroups, Layout)
     for weight in weights:
         if weight.dtype.itemsize < 2:
-            raise TypeError(
-                f"tables of {weight.dtype} take no gradients; use float32, float16 or bfloat16 to train them"
-            )
+            raise TypeError(f"tables of {weight.dtype} cannot be trained; use float32, float16 or bfloat16")
         if weight.device != grad.device:
-            raise ValueError(f"a table on {weight.device} takes no dense gradient on {grad.device}; fuse its optimizer")
+            raise ValueError(
+                f"a table on {weight.device} cannot get a dense gradient on {grad.device}; use a fused optimizer"
+            )
     sums = [empty_result(weight.shape, weight.dtype, weight.device).zero_() for weight in weights]
     row_gradients_(sums, grad, offsets, sample_weights, groups, layout)
     return sums
@@ -186,13 +189,13 @@ define(
     "row_gradients",
     "(Tensor grad, Tensor[] weights, Tensor offsets, Tensor? sample_weights, "
     f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor[]",
-    _dense,
-    lambda grad, weights, *rest: [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights],
+    _dense_gradients,
+    lambda grad, weights, *_: [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights],
 )
 
 
 class MicroBatch(NamedTuple):
-    """The ids of a micro-batch and the gradient of its output, `[B, width]` or `[N, width]`."""
+    """Ids of a micro-batch, and the gradient of its output, `[B, width]` or `[N, width]`."""
 
     values: Tensor
     offsets: Tensor
@@ -201,41 +204,41 @@ class MicroBatch(NamedTuple):
 
 
 class Accumulator:
-    """Gradients that are kept while it is open, or always. A copy of it is another one, and empty.
+    """Accumulator of gradients, active in an `open` block, or always. A copy is a new, empty accumulator.
 
     Attributes:
-        handle: its number in graphs.
-        is_open: whether gradients are to be kept.
-        kept: the gradients, in order.
-        tables: refers to the table set whose gradients are kept, which ops in graphs call.
+        handle: number that represents the accumulator in graphs.
+        is_open: whether gradients are accumulated.
+        gradients: the accumulated gradients, in order.
+        tables: weak reference to the table set of the gradients, for ops in graphs.
     """
 
-    _made: ClassVar[WeakValueDictionary[int, "Accumulator"]] = WeakValueDictionary()
+    _instances: ClassVar[WeakValueDictionary[int, "Accumulator"]] = WeakValueDictionary()
     _handles: ClassVar["itertools.count[int]"] = itertools.count()
 
     def __init__(self, always_open: bool = False) -> None:
         self.handle = next(self._handles)
         self._always_open = self.is_open = always_open
-        self.kept: list[Any] = []
+        self.gradients: list[Any] = []
         self.tables: Callable[[], Any] | None = None
-        self._made[self.handle] = self
+        self._instances[self.handle] = self
 
     @property
     def current_handle(self) -> int:
-        """The handle, or NOT_ACCUMULATING while it is closed."""
+        """Handle, or NOT_ACCUMULATING outside of `open` blocks."""
         return self.handle if self.is_open else NOT_ACCUMULATING
 
-    def take(self) -> list[Any]:
-        """What has been kept; it keeps none of it any longer."""
-        kept, self.kept = self.kept, []
-        return kept
+    def pop_all(self) -> list[Any]:
+        """Remove and return the accumulated gradients."""
+        gradients, self.gradients = self.gradients, []
+        return gradients
 
     def open(
         self, apply: Callable[[list[Any]], None], learning_rates: Iterable[Tensor] = ()
     ) -> AbstractContextManager[None]:
-        """Keep gradients in the block, then apply them; an exception discards them. RuntimeError if it is open already.
+        """Accumulate gradients in the block, then apply them; an exception discards them. RuntimeError if open already.
 
-        `learning_rates`: of tables that a compiled graph must not update meanwhile; see `check_not_accumulating`.
+        `learning_rates`: those of tables that compiled graphs must not update in the block; `check_not_accumulating`.
         """
         if self.is_open:
             raise RuntimeError("accumulate() is already active")
@@ -248,10 +251,10 @@ class Accumulator:
         try:
             yield
             self.is_open = False
-            apply(self.take())
+            apply(self.pop_all())
         finally:
             self.is_open = False
-            self.take()
+            self.pop_all()
             _accumulated_rates.difference_update(rates)
 
     def __reduce__(self) -> tuple[type["Accumulator"], tuple[bool]]:
@@ -261,15 +264,15 @@ class Accumulator:
 def _accumulate(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
-    """Keep a micro-batch's gradient in the accumulator `handle`, counted in `pending`; RuntimeError if it is closed."""
-    accumulator = Accumulator._made.get(handle)
+    """Append a micro-batch's gradient to the accumulator `handle`; count it in `pending`. RuntimeError if closed."""
+    accumulator = Accumulator._instances.get(handle)
     if accumulator is None or not accumulator.is_open:
         raise RuntimeError(
-            "the backward of a lookup made inside accumulate() ran after the block had ended, so its gradient is lost; "
+            "the backward of a lookup inside accumulate() ran after the end of the block, so its gradient is lost; "
             "call backward inside the block"
         )
     weights = None if sample_weights is None else sample_weights.clone()
-    accumulator.kept.append(MicroBatch(values.clone(), offsets.clone(), weights, grad.clone()))
+    accumulator.gradients.append(MicroBatch(values.clone(), offsets.clone(), weights, grad.clone()))
     pending += 1
 
 
@@ -282,77 +285,81 @@ def shared_update(
     handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
     layout: Layout,
 ) -> None:  # fmt: skip
-    """Update tables together with other ranks, as `update_shared` of the table set `handle` does.
+    """Update tables together with other ranks, by `update_shared` of the table set `handle`.
 
-    Those of a graph are done when the backward pass ends: one that waits for a rank would hold up what that waits for.
+    Updates of a compiled graph run at the end of the backward pass: an earlier wait for another rank could deadlock, as
+    graphs of ranks may differ in order.
     """
     if plain_eager(grad, values):
         wait_for_groups(grad.device)
-        tables_of(handle).update_shared(grad, values, offsets, sample_weights, groups, layout)
+        table_set_of(handle).update_shared(grad, values, offsets, sample_weights, groups, layout)
     else:
         torch.ops.tritonemb.shared_update(handle, grad, values, offsets, sample_weights, *groups, *layout)
 
 
-def tables_of(handle: int) -> Any:
-    """The table set whose accumulator has this handle."""
-    find = Accumulator._made[handle].tables
-    tables = None if find is None else find()
-    assert tables is not None, "the tables of this graph are gone"
+def table_set_of(handle: int) -> Any:
+    """Return the table set of the accumulator `handle`."""
+    reference = Accumulator._instances[handle].tables
+    tables = None if reference is None else reference()
+    assert tables is not None, "the tables of this graph have been deleted"
     return tables
 
 
-_waiting: dict[int, list[tuple[int, Callable[[], None]]]] = {}  # by backward pass; one that failed has left some
+# Updates by the id of their backward pass. Those of a failed pass are removed by the next one.
+_queued_updates: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 
 
-def _update_when_the_pass_ends(handle: int, grad: Tensor, *rest: Any) -> Tensor:
-    batch = unflatten(rest, None, None, None, RowGroups, Layout)
-    update = partial(tables_of(handle).update_shared, grad.clone(), *batch)
+def _update_after_backward(handle: int, grad: Tensor, *args: Any) -> Tensor:
+    batch = unflatten(args, None, None, None, RowGroups, Layout)
+    update = partial(table_set_of(handle).update_shared, grad.clone(), *batch)
     task = torch._C._current_graph_task_id()
     if task < 0:
         update()
-    elif task in _waiting:
-        _waiting[task].append((handle, update))
+    elif task in _queued_updates:
+        _queued_updates[task].append((handle, update))
     else:
-        _waiting.clear()
-        _waiting[task] = [(handle, update)]
+        _queued_updates.clear()
+        _queued_updates[task] = [(handle, update)]
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(_run_waiting, task))
+        engine.queue_callback(partial(_run_queued, task))
     return grad.new_zeros(1)
 
 
-def _run_waiting(task: int) -> None:
-    """In the order of handles: that of graphs may be another on each rank."""
-    for _, update in sorted(_waiting.pop(task), key=lambda each: each[0]):
+def _run_queued(task: int) -> None:
+    """Run updates in the order of handles, since the order in graphs may differ between ranks."""
+    for _, update in sorted(_queued_updates.pop(task), key=lambda entry: entry[0]):
         update()
 
 
-registry.keep(
+registry.mark_effectful(
     define(
         "shared_update",
         f"(int handle, Tensor grad, {BATCH}, {registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
-        _update_when_the_pass_ends,
-        lambda _, grad, *rest: grad.new_empty(1),
+        _update_after_backward,
+        lambda _, grad, *args: grad.new_empty(1),
     )
 )
 
 
 def check_not_accumulating(learning_rate: Tensor) -> None:
-    """Raise RuntimeError if a compiled graph updates tables in a block that accumulates their gradients."""
+    """Raise RuntimeError if a compiled graph updates tables inside `accumulate()`."""
     if _accumulated_rates and learning_rate.data_ptr() in _accumulated_rates:
-        raise RuntimeError("accumulate() is not for a compiled model with a fused optimizer; call the model itself")
+        raise RuntimeError(
+            "accumulate() does not support a compiled model with a fused optimizer; call the uncompiled model"
+        )
 
 
 @torch.no_grad()
 def fill_initial_(
     weight: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
 ) -> None:
-    """Fill rows of a table, uniform in ±`bound`; a value depends on the seed, its row and its column alone.
+    """Fill rows of a table, uniform in ±`bound`; a value is a function of the seed, its row and its column.
 
     Args:
-        weight: `[R, D]`, any floating dtype; float32 values are rounded to it, to nearest.
-        seed: of the table, in [0, 2^63).
-        first_row, first_column: the place of the first element in the whole table.
-        rows: int64 `[R]`: which rows of the whole table these are; neighbours from `first_row` on if not given.
+        weight: `[R, D]`, any floating dtype; float32 values are rounded to nearest.
+        seed: seed of the table, in [0, 2^63).
+        first_row, first_column: row and column of the first element in the unsharded table.
+        rows: int64 `[R]`: rows of the unsharded table; consecutive from `first_row` on by default.
     """
     assert rows is None or rows.numel() == weight.shape[0]
     draw, initial = kernel("initialize_rows_", weight.device), [(seed, bound)]
@@ -361,10 +368,11 @@ def fill_initial_(
     if weight.dtype == torch.float32 and weight.is_contiguous():
         draw([weight.detach()], [], initial, rows, None, None, (first_row, first_column))
         return
-    step = max(1, _DRAWN_AT_ONCE // weight.shape[1])
-    for begin in range(0, weight.shape[0], step):
-        part = weight[begin : begin + step]
-        drawn = torch.empty(part.shape, dtype=torch.float32, device=weight.device)
-        ids = None if rows is None else rows[begin : begin + step]
-        draw([drawn], [], initial, ids, None, None, (first_row + begin, first_column))
-        part.copy_(drawn)
+    # Draw chunks of float32, and round them.
+    chunk_rows = max(1, _MAX_DRAWN // weight.shape[1])
+    for begin in range(0, weight.shape[0], chunk_rows):
+        chunk = weight[begin : begin + chunk_rows]
+        drawn = torch.empty(chunk.shape, dtype=torch.float32, device=weight.device)
+        row_ids = None if rows is None else rows[begin : begin + chunk_rows]
+        draw([drawn], [], initial, row_ids, None, None, (first_row + begin, first_column))
+        chunk.copy_(drawn)

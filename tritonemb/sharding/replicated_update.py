@@ -25,7 +25,7 @@ from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
 from tritonemb.kernels.optimizers import step_by_torch
 from tritonemb.kernels.triton_utils import row_sum_by_torch
 from tritonemb.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, Layout, make_layout, pack_names, set_row_ids
-from tritonemb.ops.row_update import count_pass
+from tritonemb.ops.row_update import record_update
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.tables.lookup import FindReplicaRows, Lookup, row_sums
 from tritonemb.tables.table_set import LocalUpdate, TableSet
@@ -311,7 +311,7 @@ class WholeRowUpdate:
         for update, (finite, *_) in zip(updated, inputs, strict=True):
             if optimizer.on_nonfinite == "raise" and not bool(finite.all()):
                 raise gradient_not_finite(update.table.name, int(update.rows[~finite][0]))
-        count_pass(counters["learning_rate"])
+        record_update(counters["learning_rate"])
         # Compute all steps, then write: several blocks of a table may be on this rank.
         changes = []
         for update, (finite, gradient, weight, states, columns, mean) in zip(updated, inputs, strict=True):

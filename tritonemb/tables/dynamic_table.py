@@ -181,8 +181,8 @@ def insert_batch(
 def undo_use(index: DynamicIndex, rows: Tensor, previous_steps: Tensor) -> None:
     """Undo the uses that `dynamic_find_` counted for a batch. Counts that were saturated at `MAX_USES` become lower."""
     rows, previous_steps = rows[rows >= 0], previous_steps[rows >= 0]
-    changed = previous_steps < index.used[rows]
-    index.used[rows[changed]] = previous_steps[changed]
+    changed = previous_steps < index.last_used[rows]
+    index.last_used[rows[changed]] = previous_steps[changed]
     index.counts.index_add_(0, rows, torch.full_like(previous_steps, -1))
 
 
@@ -190,7 +190,7 @@ def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
     """Return ids of a partition whose rows were not used after the step `last`, int64 `[n]`, ascending."""
     num_partitions = index.num_sets.numel()
     rows = slice(partition, int(index.num_allocated[partition]) * num_partitions, num_partitions)
-    return index.ids[rows][index.used[rows] <= last].sort().values  # a freed row counts as used
+    return index.ids[rows][index.last_used[rows] <= last].sort().values  # a freed row counts as used
 
 
 def _admit(tables: Sequence["DynamicTable"], pending: PendingInsert) -> None:
@@ -289,7 +289,7 @@ class DynamicTable(Table):
         self._bytes_per_row = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
         self._bytes_per_row += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
         num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._bytes_per_row + INDEX_BYTES))
-        self.index = make_index(num_rows, index_device, part=config.partitions)
+        self.index = make_index(num_rows, index_device, shard=config.partitions)
         self._shard: tuple[int, int] = tuple(self.index.shard.tolist())
         num_rows = len(self.index.ids)
         first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
@@ -545,7 +545,7 @@ class DynamicTable(Table):
 
     def get_row_state(self, ids: Tensor, rows: Tensor) -> dict[str, Tensor]:
         """Return the tensors of `state_dict` of ids, with these rows."""
-        uses = {"step": self.index.used[rows].long(), "count": self.index.counts[rows].long()}
+        uses = {"step": self.index.last_used[rows].long(), "count": self.index.counts[rows].long()}
         return {"ids": ids, **self._get_stored_rows(rows), **uses}
 
     def get_table_state(self) -> dict[str, Tensor]:

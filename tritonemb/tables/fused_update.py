@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite
-from tritonemb.ops.bag import Bags, BagTable, layout_of, whole
+from tritonemb.ops.bag import Bags, BagTable, layout_of, single_bag_offsets
 from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
 from tritonemb.tables.optimizer import OptimizedTables
 
@@ -80,13 +80,13 @@ class FusedGroup(OptimizedTables):
 
     def _finish(self, gradients: _PassGradients) -> None:
         if self.accumulator.is_open:
-            self.accumulator.kept += [_clone(gradient) for gradient in gradients]
+            self.accumulator.gradients += [_clone(gradient) for gradient in gradients]
         else:
             update(gradients)
 
     def apply(self) -> None:
         """Update the tables by all accumulated gradients in one step."""
-        update(self.accumulator.take())
+        update(self.accumulator.pop_all())
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Accumulate gradients in the block. A compiled module or a nested block in it raises RuntimeError."""
@@ -214,7 +214,7 @@ def _merge(gradients: list[ops.BagGradient]) -> ops.BagGradient:
         gradients = [_to_sum_pooling(gradient) for gradient in gradients]
     values, offsets = _concat_ids(gradients)
     if not gradients[0].bags.pooled:
-        offsets = whole(values.shape[0], values.device)
+        offsets = single_bag_offsets(values.shape[0], values.device)
     return ops.BagGradient(
         first.table, first.name, values, _concat_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
         torch.cat([gradient.grad for gradient in gradients]),

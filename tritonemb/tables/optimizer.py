@@ -130,7 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step` would apply; weights have no gradients."""
         if self._deferred is not None:
-            self._deferred.accumulator.take()
+            self._deferred.accumulator.pop_all()
         if any(weight.grad is not None for weight in self.param_groups[0]["params"]):
             super().zero_grad(set_to_none)
 

@@ -188,7 +188,7 @@ class TableSet(OptimizedTables):
 
     def scale_accumulated(self, factor: float) -> bool:
         """See `EmbeddingBagCollection.scale_accumulated`."""
-        grads = [batch.grad.mul_(factor) for batch in self.accumulator.kept]
+        grads = [batch.grad.mul_(factor) for batch in self.accumulator.gradients]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
     def group(self, features: Features, occurrences: Tensor | None = None) -> Groups:
@@ -265,7 +265,7 @@ class TableSet(OptimizedTables):
         if self.update.is_shared and accumulator == NOT_ACCUMULATING:
             accumulator, shared = self.accumulator.handle, True
         if groups is None and (shared or (values.is_cuda and accumulator == NOT_ACCUMULATING)):
-            groups = ops.row_groups_beside(values, offsets, layout)
+            groups = ops.row_groups_async(values, offsets, layout)
         elif groups is not None and values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # may have been grouped ahead on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))

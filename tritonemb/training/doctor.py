@@ -13,7 +13,7 @@ import torch
 
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection
-from tritonemb.ops.registry import REFERENCE, check_errors, forced, ops, why
+from tritonemb.ops.registry import REFERENCE, check_errors, explain_choice, ops, use_kernels
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.server.attach import connect
 from tritonemb.training.callbacks.console import format_bytes
@@ -43,7 +43,7 @@ def examine(device: str | None = None) -> tuple[str, bool]:
             agrees, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
         healthy &= agrees
         lines += ["", f"{target}: {details['device']}, {details['threads']} threads on the CPU"]
-        lines += [*align_columns(("", op, *why(op, target)) for op in ops()), f"  {verdict}"]
+        lines += [*align_columns(("", op, *explain_choice(op, target)) for op in ops()), f"  {verdict}"]
     size = format_bytes(sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc")))
     lines += ["", f"compiled kernels: {size} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:
@@ -94,7 +94,7 @@ def check_step(device: torch.device) -> float:
     batch = KeyedJaggedTensor.from_lengths([table.name for table in tables], ids, lengths).to(device)
     gradient = torch.randn(4, 48, device=device)
     outputs = []
-    for collection, kernels in ((kernel_module, nullcontext()), (reference, forced(REFERENCE))):
+    for collection, kernels in ((kernel_module, nullcontext()), (reference, use_kernels(REFERENCE))):
         with kernels:
             output = collection(batch)
             output.backward(gradient)

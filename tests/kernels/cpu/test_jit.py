@@ -180,7 +180,7 @@ def test_the_folder_among_temporary_files_is_ones_own(there, monkeypatch, tmp_pa
     assert (folder == usual) == (there in ("nothing", "own"))
     assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert "compiled kernels are kept with the temporary files: " in caplog.text
+    assert "compiled kernels are cached in the temporary folder: " in caplog.text
 
 
 @pytest.mark.parametrize("whose", ["own", "roots", "another user's", "open to all"])

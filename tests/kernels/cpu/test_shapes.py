@@ -15,7 +15,7 @@ from tritonemb.kernels.cpu import embedding_bag as kernel
 from tritonemb.kernels.cpu import jit
 from tritonemb.kernels.cpu.embedding_bag import embedding_bag
 from tritonemb.layout import make_layout
-from tritonemb.ops.registry import forced
+from tritonemb.ops.registry import use_kernels
 
 THREADS = (1, 2, 4)
 
@@ -69,7 +69,7 @@ def test_updates_have_the_same_bits_on_any_threads_and_follow_the_reference(kind
     batch = batch_of(kind, weighted)
     width = sum(config.embedding_dim * len(config.feature_names) for config in collection.configs)
     grad = torch.randn(batch.stride(), width, generator=torch.Generator().manual_seed(2))
-    with forced("reference"):
+    with use_kernels("reference"):
         train(collection, [(batch, grad)] * 3)
     for twin, num_threads in zip(twins, THREADS, strict=False):
         torch.set_num_threads(num_threads)

@@ -115,5 +115,5 @@ def test_a_trial_that_is_pruned_ends_its_run(tmp_path):
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
     for name, make in (("wandb", WandB), ("mlflow", MLflow), ("optuna", lambda: OptunaPruning(None))):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(MissingExtraError, match=rf"{name} is needed here.*tritonemb\[{name}\]"):
+        with pytest.raises(MissingExtraError, match=rf"{name} is required.*tritonemb\[{name}\]"):
             make()

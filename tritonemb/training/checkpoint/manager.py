@@ -202,7 +202,7 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
         return ""
     pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
     changes = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new]
-    text = f"the data have changed since {path}: {join_names(changes or ['another order of the files'], most=5)}"
+    text = f"the data have changed since {path}: {join_names(changes or ['another order of the files'], limit=5)}"
     if options.on_changed_data == "stop":
         raise ValueError(f"{text}. Restore them, or restart the epoch with --on-changed-data continue")
     return text
