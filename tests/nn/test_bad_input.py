@@ -141,7 +141,7 @@ def test_tables_that_do_not_go_together():
     for kind in both:
         with pytest.raises(ValueError, match="at least one table"):
             kind([])
-        with pytest.raises(ValueError, match=r"\['t'\] are not on embedding servers, and others .* are"):
+        with pytest.raises(ValueError, match=r"\['t'\] are not on embedding servers, but others .* are"):
             kind([table, te.TableConfig("u", 3, 2, placement="server")])
         with pytest.raises(TypeError, match=r"optimizer must be one of tritonemb\.optim"):
             kind([table], optimizer="adam")

@@ -260,7 +260,7 @@ def test_a_file_that_is_cut_short(filled):
     ):
         read(store, [35])
     store.close()
-    with pytest.raises(StorageError, match="has 24,576 bytes instead of 65,536, it was truncated"):
+    with pytest.raises(StorageError, match="has 24,576 bytes, expected 65,536: it was truncated"):
         disk_rows(filled, 100, 516)
     os.truncate(filled, 100)
     with pytest.raises(StorageError, match="is too short to have a header"):

@@ -88,7 +88,7 @@ def test_a_bad_snapshot_is_told(snapshot, bad):
         path.write_bytes(bytes(content))
     else:
         os.truncate(path, 0 if bad == "empty" else path.stat().st_size - 4096)
-    message = {"missing": "cannot be opened", "cut": "bytes instead of", "empty": "too short", "page": "is damaged"}
+    message = {"missing": "cannot be opened", "cut": "bytes, expected", "empty": "too short", "page": "is damaged"}
     with pytest.raises(StorageError, match=message[bad]), SnapshotReader(path) as saved:
         saved.read(torch.tensor([0]), torch.empty(1, model.num_bytes, dtype=torch.uint8), initial)
 

@@ -182,13 +182,13 @@ def test_any_damage_of_increments_is_found(tmp_path, chain):
         broken[place] ^= 1
         first.write_bytes(broken)
         refused(tmp_path / "again", base, [first], "damaged")
-    for size, message in ((100, "too short"), (PAGE, "instead of 32,768"), (7 * PAGE, "instead of 32,768")):
+    for size, message in ((100, "too short"), (PAGE, "expected 32,768"), (7 * PAGE, "expected 32,768")):
         first.write_bytes(whole[:size])
         refused(tmp_path / "again", base, [first], message)
     first.write_bytes(whole)
     restore(tmp_path / "again", base, [first])
     os.truncate(base, 8 * PAGE)
-    refused(tmp_path / "third", base, [first], "base has 32,768 bytes instead of")
+    refused(tmp_path / "third", base, [first], "base has 32,768 bytes, expected")
 
 
 def test_a_damaged_page_does_not_get_into_increments(tmp_path):

@@ -425,7 +425,7 @@ def test_metadata_of_files_elsewhere_is_refused(tmp_path):
     metadata = pickle.loads((path / METADATA).read_bytes())
     next(iter(metadata.storage_data.values())).relative_path = "../secret/__0_0.distcp"
     (path / METADATA).write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.metadata is damaged .*files elsewhere"):
+    with pytest.raises(ValueError, match=r"\.metadata is damaged .*files in other folders"):
         stored_tensors(path)
 
 

@@ -120,7 +120,7 @@ def open_file(subject: str, path: Path, *kinds: bytes, writable: bool = False) -
             actual_size, expected_size = file.size(), FileLayout.of(header).offset(header["places"])
             if actual_size != expected_size:
                 raise StorageError(
-                    f"{subject} has {actual_size:,} bytes instead of {expected_size:,}, it was truncated or appended "
+                    f"{subject} has {actual_size:,} bytes, expected {expected_size:,}: it was truncated or appended "
                     "to; restore it from a snapshot, or use another one"
                 )
     return file, header

@@ -113,7 +113,7 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
             raise StorageError(f"{subject} do not follow the snapshot before them; pass all of them, in their order")
         changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
         if file.size() != (expected := _group_offset(layout, changed)):
-            raise StorageError(f"snapshot {path} has {file.size():,} bytes instead of {expected:,}; use another one")
+            raise StorageError(f"snapshot {path} has {file.size():,} bytes, expected {expected:,}; use another one")
         with io_context() as context:
             for group, first in enumerate(range(0, changed, size)):
                 count = min(size, changed - first)
