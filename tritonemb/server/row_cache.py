@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonemb.layout import NO_ROW
 from tritonemb.server.tables import TableSpec
-from tritonemb.tables.dynamic_table import DynamicTable, batch_of, insert_batch
+from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, insert_batch
 from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
 
 NOT_CACHED = NO_ROW - 1  # no version of a row
@@ -79,7 +79,7 @@ class WorkerCache:
         self.rows_saved += pull.ids.numel() - int((versions != pull.versions).sum())
         if self._table is not None:
             kept = pull.asked[: len(self._versions) // 2]  # of a batch that is larger than the cache
-            into = insert_batch([self._table], *batch_of([pull.ids[kept]]))[0]
+            into = insert_batch([self._table], *concat_ids([pull.ids[kept]]))[0]
             self._table.weight.data[into] = pull.rows[kept]
             self._versions[into], self._steps[into] = versions[: kept.numel()], steps[: kept.numel()]
         return pull.rows

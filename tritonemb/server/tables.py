@@ -32,7 +32,7 @@ from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
 from tritonemb.server.transport import Values
 from tritonemb.storage.store import cpu_kernels, record_of
-from tritonemb.tables.dynamic_table import DynamicTable, batch_of, find_all, insert_batch
+from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, find_all, insert_batch
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
@@ -513,7 +513,7 @@ class ServedTables:
         if not (places := self._of_ids):
             return [], []
         tables, sizes = [self.dynamic[place] for place in places], [*map(len, ids)]
-        rows, keys, _ = insert_batch(tables, *batch_of(ids), torch.cat(list(occurrences)))
+        rows, keys, _ = insert_batch(tables, *concat_ids(ids), torch.cat(list(occurrences)))
         by_table = dict(zip(places, rows.split(sizes), strict=True))
         for place, of_table in by_table.items():
             self._note_assigned(place, of_table)

@@ -136,7 +136,7 @@ class PageFile:
         os.ftruncate(self.handle, num_bytes)
 
     def sync(self) -> None:
-        """Flush what was written to the disk."""
+        """Flush writes to the disk."""
         os.fsync(self.handle)
 
     def lock(self) -> bool:

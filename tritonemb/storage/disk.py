@@ -113,11 +113,8 @@ class DiskRows(Closeable):
     failed read has no other effect. The process waits for pending operations when it exits.
 
     With `host_rows` some rows are cached in host memory. Dirty rows are written back when they are evicted, and before
-    `flush`, `snapshot` and `close` flush the file. An unlinked file, which ends with the table, is not written to at
-    `close`.
-
-    Attributes:
-        direct: whether the file is read and written past the system's page cache.
+    `flush`, `snapshot` and `close` flush the file. An unlinked file ends with the table; `close` does not write to it.
+    `direct` says whether the file is read and written past the system's page cache.
     """
 
     def __init__(self, file: RowFile, cache: HostCache | None) -> None:
@@ -236,11 +233,8 @@ class DiskRows(Closeable):
         return self._cache.counts
 
     def close(self) -> None:
-        """Wait for pending operations, flush and close the file.
-
-        StorageError if that fails, or if an earlier write failed and no caller has seen it. A second call only waits
-        for an interrupted first one.
-        """
+        """Wait for pending operations, flush and close the file. StorageError if that fails, or for a failed write that
+        no caller has seen. A second call only waits for an interrupted first one."""
         if os.getpid() != self._process:
             return
         with self._lock:

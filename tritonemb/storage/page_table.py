@@ -199,12 +199,9 @@ _ChunkStage = Callable[[_RequestChunk], None]
 
 
 class BlockFile:
-    """Blocks of a file, for one thread at a time.
+    """Blocks of a file, for one thread at a time; `changed` are those written since the last snapshot.
 
     Opening runs a recovery scan: it reads the whole file, checks each block, and rebuilds the page table.
-
-    Attributes:
-        changed: blocks written since the last snapshot.
     """
 
     def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:

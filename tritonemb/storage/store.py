@@ -114,11 +114,7 @@ class IoFuture:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until the operation is done.
-
-        Raises StorageError if it failed or was submitted before this process was forked, and any error of an
-        initializer.
-        """
+        """Wait until the operation is done; raise its error, or StorageError if it was submitted before a fork."""
         if os.getpid() != self._process and not self._done.is_set():
             raise StorageError("this operation was submitted before the fork; wait for it in the parent process")
         self._done.wait()
@@ -318,29 +314,23 @@ class CacheDirectory:
     Args:
         num_sets: per table; 0 for one that is not cached.
         policy: evict the least recently ("lru") or least frequently used row ("lfu").
-
-    Attributes:
-        tags: int64 `[S]`, the row in each slot, or `NO_ROW`.
-        used: int64 `[S]`, the batch that used it last, or the number of its uses.
-        pins: int32 `[S]`, number of batches that have pinned it.
-        dirty: bool `[S]`, whether it differs from the store, updates of released batches included.
-        table_views: lists of views of tags, used and pins, by table.
-        clock: int64 `[]`, number of batches that were looked up.
-        num_slots: per table; `in_sets` without its overflow.
-        starts: first slot of each table; `first_slots` is the same, int64 `[T]`.
-        overflow: int64, overflow slots of all tables, ascending; usually empty.
     """
 
     def __init__(self, num_sets: Sequence[int], policy: str, device: torch.device) -> None:
         self.policy, self.device = policy, device
         self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
-        self.clock = torch.zeros((), dtype=torch.int64, device=device)
+        self.clock = torch.zeros((), dtype=torch.int64, device=device)  # number of batches that were looked up
+        # Slots per table: of its sets, and with its overflow.
         self.in_sets = [sets * WAYS for sets in num_sets]
         self.num_slots = list(self.in_sets)
         size = sum(self.num_slots)
+        # The row in each slot, or `NO_ROW`.
         self.tags = torch.full((size,), NO_ROW, dtype=torch.int64, device=device)
+        # The batch that used it last, or the number of its uses.
         self.used = torch.zeros(size, dtype=torch.int64, device=device)
+        # Number of batches that have pinned it.
         self.pins = torch.zeros(size, dtype=torch.int32, device=device)
+        # Whether it differs from the store, updates of released batches included.
         self.dirty = torch.zeros(size, dtype=torch.bool, device=device)
         self._update_views()
 
@@ -377,11 +367,14 @@ class CacheDirectory:
         return (self.table_views[0][table][first:] == NO_ROW).nonzero()[:, 0] + first
 
     def _update_views(self) -> None:
+        # First slot of each table.
         ends = list(accumulate(self.num_slots))
         self.starts = [0, *ends[:-1]]
         self.first_slots = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
+        # Views of tags, used and pins, by table.
         tags, used, pins = (list(values.split(self.num_slots)) for values in (self.tags, self.used, self.pins))
         self.table_views = tags, used, pins
+        # Overflow slots of all tables, ascending; usually none.
         slots = torch.arange(sum(self.num_slots), device=self.device)
         bounds = zip(self.starts, self.in_sets, ends, strict=True)
         self.overflow = torch.cat([slots[begin + sets : end] for begin, sets, end in bounds])

@@ -30,11 +30,9 @@ class Sketch:
         self._added = torch.zeros(self._num_partitions, dtype=torch.int64, device=device)
 
     def move(self, device: torch.device) -> None:
-        """Move the counts to a device."""
         self._cells, self._added = self._cells.to(device), self._added.to(device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return copies of the counts under their names in `state_dict`."""
         return {"sketch": self._cells.int(), "added": self._added.clone()}
 
     def templates(self) -> dict[str, Tensor]:
@@ -50,12 +48,10 @@ class Sketch:
         return [NUM_HASHES, num_partitions * self._width], (0, first * self._width)
 
     def clear(self) -> None:
-        """Set all counts to zero."""
         self._cells.zero_()
         self._added.zero_()
 
     def check(self, saved: Mapping[str, Tensor], title: str) -> None:
-        """Raise ValueError if the counts of the unsharded table have another shape."""
         if saved["sketch"].shape != (shape := (NUM_HASHES, self._global_partitions * self._width)):
             actual = tuple(saved["sketch"].shape)
             raise ValueError(f"{title}: sketch must have shape {shape}, got {actual}: that of another capacity")

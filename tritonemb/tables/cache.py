@@ -314,10 +314,7 @@ class RowCache:
 
 
 def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> Compacted:
-    """Return the ascending positions where each flag, bool `[n]`, is set, and their number per table.
-
-    `tables` is int64 `[n]`, ascending. Synchronizes with the device once.
-    """
+    """Return the positions where each flag, bool `[n]`, is set, and their number per table; `tables` ascend."""
     masks = torch.stack(tuple(flags))
     size, num_rows = masks.numel(), masks.shape[1]
     ends = torch.searchsorted(tables, torch.arange(num_tables, device=tables.device), right=True)

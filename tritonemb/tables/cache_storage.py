@@ -19,7 +19,7 @@ class CacheStatistics:
     """Cumulative counters of a table's cache.
 
     Args:
-        lookups: distinct rows per batch, summed over batches.
+        lookups: distinct rows of each batch, summed over batches.
         hits: lookups of rows that were in slots.
         overflows: misses whose set was full of pinned rows.
         evictions: rows that were evicted.

@@ -31,15 +31,10 @@ class CachedTable(Table):
     `state_dict` has the whole table, read from the store. A table on disk is created without writing its rows, and
     takes space for trained rows only. ValueError if it has an `init`, which would need the whole table in memory;
     StorageError if there is not enough memory or disk space.
-
-    Attributes:
-        store: all rows with their states.
-        num_sets: sets of the cache, of `WAYS` slots.
-        closed_counts: counts of stores that were replaced.
     """
 
-    store: HostRows | DiskRows
-    num_sets: int
+    store: HostRows | DiskRows  # all rows with their states
+    num_sets: int  # sets of the cache, of `WAYS` slots
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
         if config.placement == "disk" and config.init is not None:
@@ -51,7 +46,7 @@ class CachedTable(Table):
         self.num_sets = -(-self._num_cached_rows() // WAYS)
         self.record: Record = record_of(config.embedding_dim, config.dtype, states, config.is_dynamic)
         self._cache: Callable[[], Any] | None = None
-        self.closed_counts = Counts()
+        self.closed_counts = Counts()  # of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
 
     def _num_cached_rows(self) -> int:

@@ -88,7 +88,7 @@ class DynamicStatistics:
 
 def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
     """Find rows of ids, one tensor per table; see `DynamicTable.find`."""
-    return list(find_batch(tables, *batch_of(ids)).split([*map(len, ids)])) if tables else []
+    return list(find_batch(tables, *concat_ids(ids)).split([*map(len, ids)])) if tables else []
 
 
 def find_batch(tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
@@ -98,7 +98,7 @@ def find_batch(tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor,
     return rows
 
 
-def batch_of(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
+def concat_ids(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
     """Concatenate ids of tables, int64, into the arguments of `insert_batch`: values, bounds and tables, a key each."""
     bounds = segment_offsets(torch.tensor([*map(len, ids)])).to(ids[0].device)
     return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds, range(len(ids))
@@ -391,7 +391,7 @@ class DynamicTable(Table):
 
     def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """Find or assign rows of distinct ids; return them and a mask of new ids. Rows are not initialized."""
-        rows, keys, _ = insert_batch([self], *batch_of([ids]), rules=[rule])
+        rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
         return rows, keys != NO_KEY
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:

@@ -118,8 +118,7 @@ class UnknownIds(NamedTuple):
     """Temporary tables by which a batch with unknown ids is read: its distinct rows, then initial values.
 
     Attributes:
-        rows: by number of each such table, the distinct rows of the batch in the table's memory.
-        initial: by table number, initial values of unknown ids, which follow the rows.
+        rows, initial: by table number, the distinct rows of the batch in the table's memory, and initial values.
         values, layout: the batch over these temporary tables.
     """
 
@@ -260,7 +259,7 @@ def look_up_pinned(tables: Tables, lookup: Lookup) -> Tensor:
     return ops.pinned_lookup(weights[0], lookup.ticket, handle, training, size, layout.width, dtype)
 
 
-@_disable_dynamo  # a graph break; this import does not load the compiler
+@_disable_dynamo  # a graph break; does not import the compiler
 def look_up_cached(
     tables: Tables, features: Features, groups: ops.RowGroups | Lookup | None, occurrences: Tensor | None = None
 ) -> Tensor:
@@ -269,7 +268,7 @@ def look_up_cached(
     ValueError for per-sample weights that require gradients, for a batch that another collection has prefetched, and
     for one that was prefetched without gradients and is now trained.
     """
-    # Prefetch unless the batch was. A second lookup, as of a checkpointed forward, prefetches again, with cache hits.
+    # Prefetch unless that is done. A second lookup, as of a checkpointed forward, prefetches again, with cache hits.
     cache, lookup = tables.cache, groups if isinstance(groups, Lookup) else None
     tables.check_protected(None if lookup is None else lookup.assigned)
     if lookup is None or not cache.acquire(lookup):
@@ -330,7 +329,7 @@ def assign_rows(
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
         values, all_known = batch.values().long(), False
         if tables.service is not None:
-            rows = _allocate_rows_on_servers(tables, batch, occurrences, training)
+            rows = _find_server_rows(tables, batch, occurrences, training)
         else:
             keys_of_tables = tables.table_keys[tuple(batch.keys())].values()
             index_of_key = {key: table_index for table_index, keys in enumerate(keys_of_tables) for key in keys}
@@ -349,9 +348,7 @@ def assign_rows(
         return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(clock))
 
 
-def _allocate_rows_on_servers(
-    tables: Tables, batch: KeyedJaggedTensor, occurrences: Tensor | None, training: bool
-) -> Tensor:
+def _find_server_rows(tables: Tables, batch: KeyedJaggedTensor, occurrences: Tensor | None, training: bool) -> Tensor:
     """Find rows of a batch's ids, and in training assign rows to new ids, in indexes on servers."""
     values, positions = batch.values().long(), find_positions(batch, tables.table_keys[tuple(batch.keys())])
     # Deduplicate the ids of each table, and count their occurrences.

@@ -82,10 +82,7 @@ class RowService(TableService, Protocol):
 
 
 class ServerTable(Table):
-    """Table whose rows are on embedding servers: `weight` is `[0, embedding_dim]` and not a parameter.
-
-    `state_dict` requests the tensors of a table on the device from the servers.
-    """
+    """Table whose rows are on embedding servers, which `state_dict` requests; `weight` is `[0, embedding_dim]`."""
 
     weight: Any  # for dtype, device and tracing only; not a parameter, so that no optimizer gets it
     service: TableService | None = None

@@ -285,10 +285,7 @@ class TableSet(OptimizedTables):
         return batch
 
     def check_protected(self, batch: AssignedRows | None) -> None:
-        """Raise ValueError if rows of a prefetched batch, or of accumulated ones, may have been or be evicted.
-
-        `batch` is None for one that is not prefetched yet and may evict rows.
-        """
+        """Raise ValueError if rows of this batch, or of accumulated ones, may be evicted; None: not prefetched yet."""
         if self._first_step is not None and self.accumulator.is_open:
             is_new_batch = batch is None
             check_protected(self, self._first_step - is_new_batch, "the first of the accumulated micro-batches came")
@@ -456,10 +453,7 @@ class TableSet(OptimizedTables):
         return nullcontext() if self.cache is None else self.cache.storage.lock
 
     def attach(self, service: RowService | RowStore) -> None:
-        """Attach the servers of tables whose placement is "server".
-
-        Servers that do not apply the optimizer lease rows to a cache, on the device of the counters.
-        """
+        """Attach the servers of the tables; a cache on the device leases rows of a `RowStore`."""
         self.service, server_tables = service, cast(list[ServerTable], self.tables)
         device = self.counters["step"].device
         if service.applies_updates:
