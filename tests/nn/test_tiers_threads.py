@@ -238,7 +238,7 @@ def test_a_graph_refuses_rows_that_are_no_longer_pinned():
     batches = [te.nn.prefetch(mine, batch) for batch, _ in varied_steps(mine.embeddings, 3, sizes=(20,))]
     before = contents(mine.embeddings)
     first = compiled(batches[0])
-    with pytest.raises(RuntimeError, match="prefetch a batch anew for each call"):
+    with pytest.raises(RuntimeError, match="prefetch a batch again for each call"):
         compiled(batches[0])
     compiled(batches[1])
     with pytest.raises(RuntimeError, match="called again before its backward pass"):

@@ -468,9 +468,7 @@ def test_features_that_have_been_sent_cannot_be_changed():
     assert parallel(features).shape == (2, 4)
     sent = parallel.prefetch(small)
     assert (sent.keys(), sent.stride()) == (["a"], 2)
-    with pytest.raises(
-        AttributeError, match=r"has no 'values': its ids have been consumed.*changes its features"
-    ):
+    with pytest.raises(AttributeError, match=r"has no 'values': its ids have been consumed.*changes its features"):
         parallel(sent)
     with pytest.raises(ValueError, match="another model has prefetched these features"):
         te.HybridParallel(dlrm())(torch.ones(2, 4), sent)

@@ -185,7 +185,7 @@ def test_damage_is_found_and_not_written_over(filled, ask):
         ):
             ask(store)
     assert filled.read_bytes()[PAGE:] == content[PAGE:]
-    with pytest.raises(StorageError, match="the extent at byte 12,288 is damaged: its checksum is not that"):
+    with pytest.raises(StorageError, match="the extent at byte 12,288 is damaged: its checksum does not match"):
         disk_rows(filled, 100, 516)
 
 

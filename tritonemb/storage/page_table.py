@@ -243,6 +243,7 @@ class BlockFile:
 
         After a StorageError some blocks may have been written.
         """
+        # Blocks that are new, or all of whose rows are written, are not read first.
         layout, (blocks, starts) = self.layout, self.layout.request(rows)
         positions, new_mask = self._allocate(blocks)
         clear_mask = new_mask | layout.is_complete(blocks, starts)
@@ -263,6 +264,7 @@ class BlockFile:
                 records + row_range.start * layout.record_bytes,
             )  # fmt: skip
             self._raise_damaged(chunk.blocks, num_good)
+            # Write the chunk while the next one is read.
             self._submit(context, chunk, np.arange(chunk.blocks.size), True)
             writing.append(chunk)
 
@@ -317,14 +319,16 @@ class BlockFile:
                     f"{subject}the extent at byte {layout.offset(first):,} could not be read: {error.reason}; "
                     f"{_LOG}, then restore the table from a snapshot"
                 ) from error.reason
+            # Check each block, and read its number.
             kernels, blocks = cpu_kernels("pages"), np.empty(chunk.block_range.stop - first, dtype=np.int64)
             address = context.buffer.address + chunk.begin
             num_good = kernels.identify(address, blocks, layout.pages_per_block, layout.num_blocks)
             if num_good < blocks.size:
                 raise StorageError(
-                    f"{subject}the extent at byte {layout.offset(first + num_good):,} is damaged: its checksum is not "
-                    f"that of its content; {RESTORE}"
+                    f"{subject}the extent at byte {layout.offset(first + num_good):,} is damaged: its checksum does "
+                    f"not match its content; {RESTORE}"
                 )
+            # Insert written blocks into the page table; each occurs once.
             written = np.flatnonzero(blocks != kernels.NEVER_WRITTEN)
             unique_blocks, counts = np.unique(blocks[written], return_counts=True)
             if (duplicates := unique_blocks[(counts > 1) | (self.page_table.find(unique_blocks) >= 0)]).size:
@@ -382,7 +386,7 @@ class BlockFile:
     def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
         if num_good < blocks.size:
             subject = self._describe(blocks[num_good : num_good + 1])
-            raise StorageError(f"{subject} is damaged: its checksum is not that of its content; {RESTORE}")
+            raise StorageError(f"{subject} is damaged: its checksum does not match its content; {RESTORE}")
 
     def _describe(self, blocks: np.ndarray) -> str:
         begin = int(self.layout.offset(self.page_table.find(blocks[:1])[0]))

@@ -106,6 +106,7 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
     layout, (file, header) = blocks.layout, open_file(f"snapshot {path}", path, CHANGES)
     subject = f"the changes {path}"
     with closing(file):
+        # Check that the changes follow the snapshot.
         identities = [{key: value for key, value in h.items() if key not in _FILE_KEYS} for h in (base_header, header)]
         if identities[0] != identities[1]:
             raise StorageError(f"{subject} belong to another table or optimizer than their base")
@@ -114,19 +115,20 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
         changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
         if file.size() != (expected := _group_offset(layout, changed)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes, expected {expected:,}; use another one")
+        # Read and check each group, and write its blocks.
         with io_context() as context:
             for group, first in enumerate(range(0, changed, size)):
                 count = min(size, changed - first)
                 end = PAGE_BYTES + count * layout.block_bytes
                 buffer = context.reserve(end)
-                with storage_errors(f"{subject} cannot be read", "use others"):
+                with storage_errors(f"{subject} cannot be read", "use other files"):
                     file.read(buffer.view[:end], _group_offset(layout, first))
                 numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
                 num_good = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
                 if num_good:
                     num_good += pages.check(buffer.address + PAGE_BYTES, numbers, layout.pages_per_block)
                 if num_good <= count:
-                    raise StorageError(f"{subject} are damaged: a checksum is not that of its page; use others")
+                    raise StorageError(f"{subject} are damaged: a page does not match its checksum; use other files")
                 blocks.store(context, numbers, PAGE_BYTES)
         return header
 

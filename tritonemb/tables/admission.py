@@ -23,7 +23,7 @@ class Sketch:
         self._global_partitions, self._first_partition = index.shard.tolist()
         limit = torch.iinfo(torch.int16).max
         if appearances > limit:
-            raise ValueError(f"an admission's appearances may be {limit} at most, got {appearances}")
+            raise ValueError(f"AdmissionConfig(appearances=...) must be at most {limit}, got {appearances}")
         self._width = 1 << (len(index.ids) // self._num_partitions).bit_length()
         device = index.ids.device
         self._cells = torch.zeros(NUM_HASHES, self._num_partitions * self._width, dtype=torch.int16, device=device)

@@ -485,7 +485,7 @@ class DynamicTable(Table):
             return tensors
         suffix = Path(path).suffix
         if suffix not in (".parquet", ".npz"):
-            raise ValueError(f"an export is a .parquet or .npz file, got {str(path)!r}")
+            raise ValueError(f"an export must be a .parquet or .npz file, got {str(path)!r}")
         arrays = {name: value.cpu().numpy() for name, value in tensors.items() if name != "weight"}
         arrays["weight"] = tensors["weight"].float().cpu().numpy()  # NumPy has no bfloat16
         if suffix == ".npz":

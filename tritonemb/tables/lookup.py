@@ -312,6 +312,7 @@ def assign_rows(
     ValueError, before anything changes, if a table has no room for its new ids, or has no optimizer to train it.
     With `for_prefetch` rows are also grouped. `occurrences`, int `[N]`, counts ids before the batch was deduplicated.
     """
+    # Check the batch, and give each lookup its own key.
     keys, values, offsets, weights = unpack_features(features)
     layout, dynamic = tables.layout(keys, values.device), tables.dynamic
     is_checked = getattr(features, "is_checked", False)  # a KeyedJaggedTensor whose offsets were validated
@@ -321,12 +322,14 @@ def assign_rows(
     if layout.multiplicity > 1:
         batch = split_lookups(tables, batch, layout)
         layout = tables.layout(batch.keys(), values.device)
+    # Register the tables' lock with the updates, so that rows are reassigned after updates on other streams.
     training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):
         _raise_no_optimizer(tables)
     if training and tables.cache is None:  # a cache orders updates itself, by pins
         update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
     with tables.lock, torch.no_grad(), torch.inference_mode(False):
+        # Find rows of ids, and in training insert new ids.
         values, all_known = batch.values().long(), False
         if tables.service is not None:
             rows = _find_server_rows(tables, batch, occurrences, training)
@@ -341,6 +344,7 @@ def assign_rows(
                 all_known = not any_refused
             else:
                 rows = find_batch(dynamic_tables, values, bounds, table_of_key)
+        # Replace ids by rows; ids without one are read from temporary tables.
         row_features = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and for_prefetch else None
         unknown_ids = None if all_known else _find_unknown_ids(tables, batch, rows, layout, for_prefetch)
@@ -490,7 +494,7 @@ def check_gradients(tables: Tables, sample_weights: Tensor | None, training: boo
         raise ValueError(
             f"per-sample weights get no gradient where table {config.name!r} is "
             f"{'dynamic and admits some ids only' if is_dynamic else f'placed on {config.placement!r}'}; detach them, "
-            f"or {'let it admit every id' if is_dynamic else 'place the tables on the device'}"
+            f"or {'remove its AdmissionConfig' if is_dynamic else 'place the tables on the device'}"
         )
     check_prefetched(tables, training)
 

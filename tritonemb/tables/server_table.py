@@ -106,7 +106,7 @@ class ServerTable(Table):
         if self.service is None:
             raise ValueError(
                 f"table {self.config.name!r} is on embedding servers, and none are attached: call "
-                "te.server.attach(model, te.server.start(2)), or give Trainer(servers=...)"
+                "te.server.attach(model, te.server.start(2)), or pass Trainer(servers=...)"
             )
         return self.service
 
@@ -226,6 +226,7 @@ def _push_nothing(lookup: Lookup) -> None:
 @_disable_dynamo
 def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | None) -> Tensor:
     """Look up a batch in the rows that servers send; the backward pushes the sums of their gradients."""
+    # Wait for the pull, or start one now.
     if lookup is None or lookup.acquired:
         lookup = pull_batch(tables, features)
     lookup.acquired = True
@@ -234,6 +235,7 @@ def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | Non
         pooled: Tensor = read()
         lookup.release()
         return pooled
+    # Training: the backward pushes gradients, or accumulates them.
     check_gradients(tables, lookup.sample_weights, lookup.training)
     tables.remember_keys(unpack_features(features)[0])
     handle, pulled = tables.accumulator.current_handle, lookup

@@ -140,7 +140,7 @@ class TableSet(OptimizedTables):
         self._accumulated_keys: tuple[str, ...] | None = None
         self._first_step: int | None = None  # step of the first accumulated micro-batch of dynamic tables
         self.pins: list[Lookup] = []  # accumulated batches, whose rows are pinned
-        self._in_graph: Lookup | None = None  # batch between its compiled forward and backward
+        self._graph_lookup: Lookup | None = None  # batch between its compiled forward and backward
         self.layout(self.feature_names, self.tables[0].weight.device)
 
     def _set_tables(self, tables: Sequence[Table]) -> None:
@@ -253,17 +253,20 @@ class TableSet(OptimizedTables):
         """Look up a batch of rows in the tables' memory; see `look_up`."""
         keys, values, offsets, sample_weights = unpack_features(features)
         layout = self.layout(keys, values.device)
+        # Evaluation, or a backward with ordinary gradients.
         fused = None if self.optimizer is None or not torch.is_grad_enabled() else self.fused_tables()
         if fused is None or not self.trains(fused.weights):
             weights = self.weights() if fused is None else fused.weights
             return ops.embedding_bag(
                 weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
             )
+        # Training: the backward accumulates, or updates on this rank, or together with other ranks.
         self.update.check(self)
         self.remember_keys(keys)
         accumulator, shared = self.accumulator.current_handle, False
         if self.update.is_shared and accumulator == NOT_ACCUMULATING:
             accumulator, shared = self.accumulator.handle, True
+        # Group ids for the update on a side stream, while the forward runs.
         if groups is None and (shared or (values.is_cuda and accumulator == NOT_ACCUMULATING)):
             groups = ops.row_groups_async(values, offsets, layout)
         elif groups is not None and values.is_cuda and not torch.compiler.is_compiling():
@@ -308,24 +311,27 @@ class TableSet(OptimizedTables):
         """See `ops.pinned_lookup`."""
         lookup = prefetched.get(number)
         if self.accumulator.is_open:
-            raise RuntimeError("accumulate() is not for a compiled model with cached tables; call the model itself")
+            raise RuntimeError(
+                "accumulate() does not support a compiled model with cached tables; call the uncompiled model"
+            )
         if lookup is None or not cast(RowCache, self.cache).acquire(lookup):
             raise RuntimeError(
-                "the rows of this batch are no longer pinned; prefetch a batch anew for each call of a compiled model"
+                "the rows of this batch are no longer pinned; prefetch a batch again for each call of a compiled model"
             )
         pooled = self.read(lookup)
         if trained:
-            self._in_graph = lookup
+            self._graph_lookup = lookup
         else:
             lookup.release()
         return pooled
 
     def update_pinned(self, number: int, grad: Tensor) -> None:
         """See `ops.pinned_lookup`."""
-        lookup, self._in_graph = self._in_graph, None
+        lookup, self._graph_lookup = self._graph_lookup, None
         if lookup is None or lookup is not prefetched.get(number):
             raise RuntimeError(
-                "a compiled model with cached tables was called again before its backward pass; call them in turn"
+                "a compiled model with cached tables was called again before its backward pass; run the backward pass "
+                "first"
             )
         self.update.step(self, grad, lookup, [lookup])
 
@@ -399,11 +405,13 @@ class TableSet(OptimizedTables):
     def _apply_accumulated(self, batches: list[MicroBatch]) -> None:
         if not batches:
             return
+        # Servers apply the micro-batches one by one.
         if self.on_servers:
             for batch, pulled in zip(batches, self.pins, strict=True):
                 push_gradients(self, batch.grad, cast(PulledBatch, pulled))
             self.counters["step"] += 1
             return
+        # Stack the micro-batches key by key, and their gradients in the same order.
         assert self._accumulated_keys is not None
         keys = self._accumulated_keys
         stacked = KeyedJaggedTensor.stack(
@@ -419,6 +427,7 @@ class TableSet(OptimizedTables):
             batches.clear()  # frees their gradients
             grad = grad[order.values()]
         batches.clear()
+        # Update once, by the sums of the gradients of each row.
         values, offsets = stacked.values(), stacked.offsets()
         groups = ops.row_groups(values, offsets, layout)
         pins, self.pins = self.pins, []
@@ -469,7 +478,7 @@ class TableSet(OptimizedTables):
             table.weight.requires_grad_(old_table.weight.requires_grad)
         self._set_tables(new_tables)
         self.forget_layouts()
-        self.rows_changed()
+        self.read_server_clocks()
         self.counters["step"].fill_(service.updates)
         service.register_lessee(self)
         for view in self._views:
@@ -486,16 +495,16 @@ class TableSet(OptimizedTables):
             for table in cast(list[CachedServerTable], self.tables):
                 stack.enter_context(cast(RowCache, self.cache).reloading(table, unpinned=True))
             yield
-            self.rows_changed()
+            self.read_server_clocks()
 
-    def rows_changed(self) -> None:
+    def read_server_clocks(self) -> None:
         """Read seeds and clocks of the tables from the servers."""
         for table in cast(list[Any], self.tables):
             table.seed, table.clock = self.service.seed_and_clock(table.config.name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude layouts, which a copy rebuilds, and the batch of a compiled graph."""
-        return {**super().__getstate__(), "_layouts": {}, "_in_graph": None}
+        return {**super().__getstate__(), "_layouts": {}, "_graph_lookup": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -536,6 +545,7 @@ def _create_cache(tables: Sequence[Table]) -> RowCache | None:
 
 def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
     """Raise TypeError or ValueError unless `tables` is a list of tables that can form a collection."""
+    # Types.
     if not isinstance(tables, Sequence):
         raise TypeError(f"tables must be a list of TableConfig, got {tables!r}")
     if optimizer is not None:
@@ -546,6 +556,7 @@ def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
     for table in tables:
         if not isinstance(table, TableConfig):
             raise TypeError(f"tables must be TableConfig, got {table!r}")
+    # Placement, names and dtypes.
     local_names = [table.name for table in tables if table.placement != "server"]
     if 0 < len(local_names) < len(tables):
         raise ValueError(
