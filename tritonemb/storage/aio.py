@@ -207,10 +207,9 @@ class AioTransfer:
 
 
 class AioQueue:
-    """A kernel queue for asynchronous I/O, used by one thread at a time.
+    """A kernel queue for asynchronous I/O, used by one thread at a time. OSError if the system has none (left).
 
-    OSError if the system has no such calls or no queue left. It has about 100 of them, so garbage collection destroys
-    the queue.
+    The system has about 100 queues, so garbage collection destroys this one.
     """
 
     def __init__(self) -> None:

@@ -25,8 +25,7 @@ def shielded(work: Callable[[], T]) -> T:
     """Call `work` and return its result; on behalf of the main thread, in another thread.
 
     An exception of a signal handler, such as KeyboardInterrupt, is raised here when the work is done or reaches its
-    next `raise_if_cancelled`. A second one is raised at once: the work must own the resources that it uses until its
-    end.
+    next `raise_if_cancelled`. A second one is raised at once: the work must own the resources that it uses.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()

@@ -22,14 +22,11 @@ MAX_CACHED_ROWS = 1 << 18  # cached per table by default, without `CacheConfig(r
 
 
 class RowStore(TableService, Protocol):
-    """Servers that store rows with their states, and the index of dynamic tables; a trainer leases the rows it uses.
-
-    Attributes:
-        updates: number of updates of the trainers whose results the servers have.
-    """
+    """Servers that store rows with their states, and the index of dynamic tables; a trainer leases the rows it uses."""
 
     @property
-    def updates(self) -> int: ...
+    def updates(self) -> int:
+        """Number of updates of the trainers whose results the servers have."""
 
     def num_rows(self, table: str) -> int:
         """Return the number of rows of a table; row numbers start at 0."""
@@ -63,14 +60,10 @@ class RowStore(TableService, Protocol):
 
 
 class ShardedServerTables(OptimizedTables):
-    """Tables on servers, sharded over trainers, each of which leases the rows of its shards.
-
-    Attributes:
-        server_seeds: seeds of the tables whose placement is "server".
-    """
+    """Tables on servers, sharded over trainers, each of which leases the rows of its shards."""
 
     configs: tuple[TableConfig, ...]
-    server_seeds: list[int]
+    server_seeds: list[int]  # of the tables whose placement is "server"
     service: TableService | None = None
 
     def server_rows(self) -> list[dict[int, tuple[int, int]]]:
@@ -142,13 +135,9 @@ class CachedServerTable(ServerTable, CachedTable):
 
 
 class CachedServerHashTable(CachedServerTable, CachedHashTable):
-    """Dynamic table with a device cache, of rows and an index on servers.
+    """Dynamic table with a device cache, of rows and an index on servers."""
 
-    Attributes:
-        clock: number of batches that were trained, or prefetched for training.
-    """
-
-    clock = 0
+    clock = 0  # number of batches that were trained, or prefetched for training
     _allocate = CachedHashTable._allocate
 
     @property

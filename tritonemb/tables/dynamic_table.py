@@ -109,10 +109,9 @@ def insert_batch(
     tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
     occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None,
 ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-    """Find or insert the ids of a batch: count a use of each, and assign rows to new ids, with initial values and zero
-    states. Waits for the device once, more often where admission or `ttl` is configured.
+    """Find or insert the ids of a batch, and count their uses; new rows get initial values and zero states.
 
-    ValueError if a table has no room for its new ids; nothing is changed then.
+    Waits for the device once, more often with admission or `ttl`. A ValueError, if a table is full, changes nothing.
 
     Args:
         tables: on one device.
@@ -120,8 +119,7 @@ def insert_batch(
         bounds: `[K + 1]`, where its keys begin and end.
         table_of_key: index of the table that each key looks up, or -1.
         occurrences: int `[N]`, at least 1: number of occurrences of each value; 1 by default.
-        rules: eviction rules of an insertion outside of the tables' steps: all ids are admitted, and new rows are not
-            initialized.
+        rules: eviction rules of an insertion that is not a step: it admits all ids and does not initialize rows.
 
     Returns:
         Rows, int64 `[N]`, -1 for ids that are refused, and the values themselves for other tables; keys, int32 `[N]`,

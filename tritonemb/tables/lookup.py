@@ -214,10 +214,10 @@ def prefetch_batch(
     assigned = None if previous is None else previous.assigned
     if tables.dynamic and assigned is None:
         assigned = assign_rows(tables, features, occurrences=occurrences)
-    input_batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets) if assigned is None else assigned.features
+    inputs = KeyedJaggedTensor(keys, values, weights, offsets=offsets) if assigned is None else assigned.features
     # Lay the batch out with one key per lookup, over whole tables and over their slots.
-    layout = tables.layout(input_batch.keys(), input_batch.values().device)
-    batch = split_lookups(tables, input_batch, layout)
+    layout = tables.layout(inputs.keys(), inputs.values().device)
+    batch = split_lookups(tables, inputs, layout)
     table_layout, slot_layout = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
     release_limit = _released_before.get()
     find_replica_rows = tables.update.replica_rows(tables) if training else None
@@ -231,8 +231,7 @@ def prefetch_batch(
             num_ids = batch.lengths() * table_layout.key_starts.diff().repeat_interleave(batch.stride())
             invalid = groups.starts[-1] != num_ids.sum()
         if find_replica_rows is not None or not tables.cache.pin(lookup, invalid, release_limit):
-            has_problem = invalid is not None and bool(invalid)
-            problem = find_invalid_id(input_batch, id_ranges(tables, keys)) if has_problem else None
+            problem = find_invalid_id(inputs, id_ranges(tables, keys)) if invalid is not None and invalid else None
             if find_replica_rows is not None and lookup.replica_rows is None:
                 lookup.replica_rows = find_replica_rows(groups.rows, problem)
             elif problem is not None:

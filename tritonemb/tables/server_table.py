@@ -37,13 +37,11 @@ class Pull(Protocol):
 
 
 class TableService(Protocol):
-    """Embedding servers of a collection's tables.
+    """Embedding servers of a collection's tables."""
 
-    Attributes:
-        applies_updates: whether servers apply the optimizer (`RowService`), or trainers, to leased rows (`RowStore`).
-    """
-
-    applies_updates: bool
+    applies_updates: (
+        bool  # whether servers apply the optimizer (`RowService`), or trainers, to leased rows (`RowStore`)
+    )
 
     def tensors(self, table: str) -> dict[str, Tensor]:
         """Return the tensors of a table in `state_dict`, after the pushes applied so far; copies."""
@@ -146,15 +144,10 @@ class ServerTable(Table):
 
 @dataclass(eq=False)
 class PulledBatch(Lookup):
-    """A batch whose `values` index the rows that it has pulled, per table.
+    """A batch whose `values` index the rows that it has pulled, per table."""
 
-    Attributes:
-        ids: per table, int64 `[n]`, distinct and ascending.
-        pull: the `Pull` that returns the rows.
-    """
-
-    ids: list[Tensor] = field(default_factory=list)
-    pull: Any = None
+    ids: list[Tensor] = field(default_factory=list)  # per table, int64 `[n]`, distinct and ascending
+    pull: Any = None  # the `Pull` that returns the rows
 
 
 @_disable_dynamo
