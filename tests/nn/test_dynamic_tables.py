@@ -455,7 +455,7 @@ def test_insert_lookup_remove_and_export(tmp_path, tier):
     assert table.remove([5, 5, 99]) == 1
     assert torch.equal(table.lookup([5]), table.initial_values(torch.tensor([5])))
     for message, call in (
-        ("twice", lambda: table.insert([1, 1], torch.zeros(2, 3))),
+        ("duplicate id 1", lambda: table.insert([1, 1], torch.zeros(2, 3))),
         ("shape", lambda: table.insert([1], torch.zeros(2, 3))),
         ("no state 'moment'", lambda: table.insert([1], torch.zeros(1, 3), moment=torch.zeros(1))),
         ("no room for 102", lambda: table.insert(torch.arange(300), torch.zeros(300, 3))),
@@ -559,7 +559,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     for change, message in (
         (large.state_dict(), "20 rows.*room for 9"),
         ({**before, "user.weight": torch.zeros(2, 5)}, "weight must have shape"),
-        ({**before, "user.ids": torch.tensor([1, 1])}, "twice"),
+        ({**before, "user.ids": torch.tensor([1, 1])}, "duplicate id 1"),
         ({key: value for key, value in before.items() if key != "user.clock"}, "user.clock"),
     ):
         with pytest.raises(RuntimeError, match=message):

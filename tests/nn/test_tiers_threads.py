@@ -243,6 +243,6 @@ def test_a_graph_refuses_rows_that_are_no_longer_pinned():
     compiled(batches[1])
     with pytest.raises(RuntimeError, match="called again before its backward pass"):
         first.sum().backward()
-    with mine.embeddings.accumulate(), pytest.raises(RuntimeError, match="call the model itself"):
+    with mine.embeddings.accumulate(), pytest.raises(RuntimeError, match="call the uncompiled model"):
         compiled(batches[2])
     assert_same_bits(contents(mine.embeddings), before)
