@@ -390,7 +390,7 @@ class TableSet(OptimizedTables):
         return require_gradients(self.configs, self.weights() if weights is None else weights)
 
     def remember_keys(self, keys: list[str]) -> None:
-        """Raise ValueError unless all micro-batches that are accumulated have the same keys."""
+        """Remember the keys of the first accumulated micro-batch; raise ValueError if later ones have other keys."""
         if not self.accumulator.is_open:
             return
         if self._accumulated_keys is None:
