@@ -137,15 +137,15 @@ def test_waiting_for_rows_asks_for_more_ahead():
     asked = 0
     for step in range(1000):
         # Waits from 10 to 11; rows were brought from 9 to 10.5, so half a second of it was for rows.
-        meter.stalled(10.0, 11.0, (9.0, 10.5))
+        meter.record_wait(10.0, 11.0, (9.0, 10.5))
         asked += meter.wants_deeper_prefetch()
         if asked == 1:
             assert step == MANY_STALLS - 1 or step >= MANY_STALLS
     assert asked == MAX_WIDENED
     assert meter.lap(1000)["stall"] == pytest.approx(0.5)
     # Before it waited, or not at all: nothing.
-    meter.stalled(10.0, 11.0, (8.0, 9.5))
-    meter.stalled(10.0, 11.0, None)
+    meter.record_wait(10.0, 11.0, (8.0, 9.5))
+    meter.record_wait(10.0, 11.0, None)
     assert meter.lap(1)["stall"] == 0.0
 
 

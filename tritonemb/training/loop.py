@@ -168,10 +168,10 @@ class Loop:
             while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
-                step, last = self._next_step(steps)  # before the events: it says whether this was the epoch's last step
+                step, last = self._next_step(steps)  # before the events, which depend on whether this was the last step
                 if last or self._finished or self._stop_signal is not None:
                     self._report_skipped_rows(step[1], f"train {epoch}")
-                # Train steps whose rows have been prefetched before a checkpoint: it must not contain these rows.
+                # Before a checkpoint, train the steps whose rows have been prefetched: it must not have rows of later steps.
                 draining = (self._stop_signal is not None or self._checkpoint_due()) and self._has_prefetched_steps()
                 self._finish_step(epoch, last, save=not draining)
                 if draining:
@@ -180,6 +180,7 @@ class Loop:
                     return
 
     def _train_step(self, step: PreparedStep) -> None:
+        """Train a step, and advance the progress."""
         progress, info = self.progress, step[1]
         self.ranks.step = progress.step + 1
         self.state.step(progress.step, take(step), info.weights)
@@ -204,7 +205,7 @@ class Loop:
         end = time.perf_counter()
         self.clock.waited += end - begin
         if self.caches is not None:
-            self.caches.stalled(begin, end, info.moved)
+            self.caches.record_wait(begin, end, info.moved)
             deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
             if deeper and self.ranks.size == 1 and self.state.prefetcher is not None:
                 self.state.prefetcher.widen()
@@ -217,7 +218,7 @@ class Loop:
             check_errors(self.state.device)
             if progress.epoch_samples:
                 loss = self.state.step.take_loss(1) / progress.epoch_samples
-                self.state.refuse_nonfinite(loss)
+                self.state.check_finite(loss)
                 progress.losses.append(loss)
             progress.epoch += 1
             progress.position, progress.epoch_samples = None, 0
@@ -247,10 +248,11 @@ class Loop:
             self.state.ordered_prefetch.hold(False)
 
     def _log(self, epoch: int) -> None:
+        """Call `on_log` with the means since the last log."""
         progress = self.progress
         loss = self.state.step.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
-        self.state.refuse_nonfinite(loss)
+        self.state.check_finite(loss)
         sent = self.ranks.take_bytes_sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         if self.callbacks:
@@ -265,8 +267,9 @@ class Loop:
             ))  # fmt: skip
 
     def _evaluate(self, epoch: int) -> None:
+        """Evaluate the validation rows, track the best checkpoint, and stop early if patience is exhausted."""
         progress, monitor, patience = self.progress, self.options.monitor, self.options.patience
-        self.state.refuse_nonfinite()
+        self.state.check_finite()
         metrics = self._metrics("validation") if "validation" in self.state.data.splits() else None
         if metrics is None:
             return
@@ -403,7 +406,7 @@ class CacheMeter:
         self._num_widened = 0
         self._last_counts = self._now()
 
-    def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
+    def record_wait(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
         """Count the overlap of a wait from `begin` to `end` with `moved`, the interval of the step's transfers."""
         if moved is not None:
             self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))

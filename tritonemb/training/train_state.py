@@ -201,7 +201,7 @@ class TrainState:
         """Hold the prefetch of `ordered_prefetch`; return the last step that has been prefetched or trained."""
         return self.progress.step if self.ordered_prefetch is None else self.ordered_prefetch.hold(True)
 
-    def refuse_nonfinite(self, loss: float | None = None) -> None:
+    def check_finite(self, loss: float | None = None) -> None:
         """Raise ValueError if a loss, by default that of the epoch so far, is not finite. Collective."""
         loss = self.ranks.sum(self.step.loss_sums[1]) if loss is None else loss
         if math.isfinite(loss):

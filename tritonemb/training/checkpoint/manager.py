@@ -271,7 +271,7 @@ class CheckpointManager:
     def _finite_tensors(self) -> dict[str, Tensor]:
         """Return `tensors()`; ValueError if training has diverged. Collective."""
         state = self._state
-        state.refuse_nonfinite()
+        state.check_finite()
         tensors = self.tensors()
         name = train_state.nonfinite_parameter(state.model, state.step.dense_optimizer, tensors)
         if name := next(filter(None, self._control.all_gather_object(name)), ""):

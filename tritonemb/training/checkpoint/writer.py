@@ -73,7 +73,7 @@ class CheckpointWriter(FileSystemWriter):
             return shards, *local_bytes(in_memory), on_disk
 
         shards, sharded, replicated, on_disk = zip(*on_all_ranks(group, check), strict=True)
-        refuse_missing_shards(shards)
+        check_shards(shards)
         self.tensors = split_large_tensors(in_memory) if group.size == 1 else in_memory
 
         # Copying ahead from a device, torch's default of 10 MB, costs time without tensors on a device.
@@ -120,7 +120,7 @@ class CheckpointWriter(FileSystemWriter):
         return CheckpointSaved(self.step, self._folder.with_name(f"step-{self.step}"), *metadata.storage_data)
 
 
-def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
+def check_shards(ranks: Sequence[Shards]) -> None:
     """Raise ValueError unless the ranks' shards cover each sharded table."""
     for name in dict.fromkeys(name for shards in ranks for name in shards):
         entries = [shards[name] for shards in ranks if name in shards]
