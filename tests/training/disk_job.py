@@ -109,9 +109,9 @@ def bits(trainer: te.Trainer) -> dict[str, Tensor]:
 
 def in_memory(path: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
-    found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in stored_tensors(path).items()}
-    load_tensors(path, found)
-    return found
+    actual = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in stored_tensors(path).items()}
+    load_tensors(path, actual)
+    return actual
 
 
 def table_files(path: Path) -> list[str]:

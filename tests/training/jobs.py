@@ -23,9 +23,9 @@ ROW_WISE_ADAGRAD = te.optim.RowWiseAdagrad(lr=0.05)
 
 
 def planted(num_train: int = 1_000, validation: bool = True) -> Dataset:
-    made = make_synthetic(num_train=num_train, num_test=400, seed=0)
-    rows = made.test.slice(0, 150) if validation else None
-    return Dataset("planted", made.features, made.train, made.test.slice(150, 400), validation=rows)
+    dataset = make_synthetic(num_train=num_train, num_test=400, seed=0)
+    rows = dataset.test.slice(0, 150) if validation else None
+    return Dataset("planted", dataset.features, dataset.train, dataset.test.slice(150, 400), validation=rows)
 
 
 class Record(Callback):

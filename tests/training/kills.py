@@ -16,11 +16,11 @@ from tritonemb.training.checkpoint import CheckpointFolder
 def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
     command, quiet = [sys.executable, "-m", module, *arguments], os.environ | {"OMP_WAIT_POLICY": "passive"}
     # A shell's background jobs, and so this test perhaps, ignore an interrupt; their children would do so, too.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -31,8 +31,8 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 def kill(process: subprocess.Popen[bytes], folder: Path, chance: Random, during_a_save: bool) -> bool:
     """Wait for a new checkpoint, then for one that is being written, or a moment, and kill; whether it still ran."""
     checkpoints = CheckpointFolder(folder / "checkpoints")
-    before = checkpoints.steps()
-    while process.poll() is None and checkpoints.steps() == before:
+    initial = checkpoints.steps()
+    while process.poll() is None and checkpoints.steps() == initial:
         time.sleep(0.002)
     while during_a_save and process.poll() is None and not any(checkpoints.folder.glob(".writing-*")):
         time.sleep(0.0005)

@@ -45,9 +45,9 @@ def saved(folder: CheckpointFolder, *steps: int) -> CheckpointFolder:
 def test_what_is_saved_is_read_back(tmp_path):
     folder = CheckpointFolder(tmp_path / "new" / "checkpoints")
     written = folder.save(7, tensors(3.0), {"progress": {"step": 7}})
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    load_tensors(folder.path(7), found)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(3.0).items())
+    actual = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    load_tensors(folder.path(7), actual)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tensors(3.0).items())
     assert read_manifest(folder.path(7))["progress"] == {"step": 7}
     files = [path for path in folder.path(7).iterdir() if path.name != MANIFEST]
     assert written.num_bytes == sum(path.stat().st_size for path in files) > 3 * 4 * 4
@@ -73,9 +73,9 @@ def test_the_newest_are_kept_and_the_best_besides(tmp_path):
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     folder = saved(CheckpointFolder(tmp_path), 5)
     folder.save(5, tensors(2.0), {})
-    found = tensors(0.0)
-    load_tensors(folder.path(5), found)
-    assert torch.equal(found["model.a"], torch.full((3, 4), 2.0))
+    actual = tensors(0.0)
+    load_tensors(folder.path(5), actual)
+    assert torch.equal(actual["model.a"], torch.full((3, 4), 2.0))
 
 
 @pytest.mark.filterwarnings("ignore:.*step-3 is skipped")
@@ -119,18 +119,18 @@ def test_a_long_list_of_differences_is_cut(tmp_path):
 
 def test_names_to_ignore_may_be_in_the_checkpoint_alone(tmp_path):
     folder = saved(CheckpointFolder(tmp_path), 1)
-    found = {"model.a": torch.zeros(3, 4), "model.bits": torch.zeros(5, dtype=torch.bfloat16)}
-    load_tensors(folder.path(1), found, ignore=("model.st",))
-    assert torch.equal(found["model.a"], torch.ones(3, 4))
+    actual = {"model.a": torch.zeros(3, 4), "model.bits": torch.zeros(5, dtype=torch.bfloat16)}
+    load_tensors(folder.path(1), actual, ignore=("model.st",))
+    assert torch.equal(actual["model.a"], torch.ones(3, 4))
     assert set(stored_tensors(folder.path(1))) == set(tensors())
 
 
 def test_damage_is_found(tmp_path):
     folder = saved(CheckpointFolder(tmp_path), 1)
     data = next(path for path in folder.path(1).iterdir() if path.suffix == ".distcp")
-    whole = data.read_bytes()
-    data.write_bytes(whole[:-1])
-    message = f"is damaged: {data.name} has {len(whole) - 1:,} bytes, expected {len(whole):,} bytes; use another"
+    content = data.read_bytes()
+    data.write_bytes(content[:-1])
+    message = f"is damaged: {data.name} has {len(content) - 1:,} bytes, expected {len(content):,} bytes; use another"
     with pytest.raises(ValueError, match=message):
         read_manifest(folder.path(1))
     data.unlink()
@@ -173,9 +173,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_disk):
     assert "It needs 8,000,000 bytes" in message
     assert "The latest complete checkpoint is step-1" in message
     assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
-    found = tensors(0.0)
-    load_tensors(folder.path(1), found)
-    assert torch.equal(found["model.a"], torch.ones(3, 4))
+    actual = tensors(0.0)
+    load_tensors(folder.path(1), actual)
+    assert torch.equal(actual["model.a"], torch.ones(3, 4))
     saved(folder, 3)  # there is room again
     assert folder.steps() == [1, 3]
 
@@ -257,10 +257,10 @@ def value_in(path: Path | None) -> float:
     """What `tensors` was asked for, after a check that the checkpoint is whole."""
     assert path is not None
     read_manifest(path)
-    found = tensors(0.0)
-    load_tensors(path, found)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(float(found["model.step"])).items())
-    return float(found["model.step"])
+    actual = tensors(0.0)
+    load_tensors(path, actual)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in tensors(float(actual["model.step"])).items())
+    return float(actual["model.step"])
 
 
 @pytest.mark.parametrize("fault", [ends_before, ends_behind, ends_within, fails])
@@ -272,12 +272,12 @@ def test_a_whole_checkpoint_is_there_whatever_goes_wrong_while_one_is_replaced(t
             calls = fault_at(patched, number, fault)
             folder.save(5, tensors(6.0), {})
         assert folder.steps() == [5]
-        found = value_in(CheckpointFolder(folder.folder).latest())
-        assert found in (5.0, 6.0)
+        actual = value_in(CheckpointFolder(folder.folder).latest())
+        assert actual in (5.0, 6.0)
         assert value_in(folder.best()) == 5.0
         saved(folder, 7)
         assert sorted(path.name for path in folder.folder.iterdir()) == ["best-5", "step-5", "step-7"]
-        assert value_in(folder.path(5)) == found
+        assert value_in(folder.path(5)) == actual
         if calls() < number:  # nothing has gone wrong any more
             break
     assert number > 9
@@ -370,15 +370,15 @@ def test_a_failure_leaves_the_earlier_checkpoint_its_name(tmp_path, monkeypatch)
 def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path, module, protocol):
     path, mark = saved(CheckpointFolder(tmp_path), 1).path(1), tmp_path / "mark"
     evil = Calls(os.mkdir, str(mark)) if module is os else Calls(shutil.copytree, str(path), str(mark))
-    found = tensors(0.0)
+    actual = tensors(0.0)
     (path / METADATA).write_bytes(pickle.dumps(evil, protocol))
     resealed(path, METADATA)
     name = "posix.mkdir" if module is os else "shutil.copytree"
-    for read in (partial(load_tensors, path, found), partial(stored_tensors, path)):
+    for read in (partial(load_tensors, path, actual), partial(stored_tensors, path)):
         with pytest.raises(ValueError, match=rf"step-1/\.metadata refers to {name}, which could run code"):
             read()
     assert not mark.exists()
-    assert all(torch.equal(tensor, tensors(0.0)[key]) for key, tensor in found.items())
+    assert all(torch.equal(tensor, tensors(0.0)[key]) for key, tensor in actual.items())
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

@@ -52,9 +52,9 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch):
-    made = Gate(monkeypatch)
-    yield made
-    made.open.set()
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
 
 
 def loaded(folder: CheckpointFolder, step: int) -> dict[str, torch.Tensor]:
@@ -82,9 +82,9 @@ def test_it_holds_the_moment_of_its_start(tmp_path, gate):
     save, progress = AsyncSave(folder), {"step": 1, "losses": [0.5]}
     tensors = {"a": torch.arange(12.0).view(3, 4), "t": torch.arange(12.0).view(4, 3).t(), "step": torch.tensor(1)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
-    others = set(threading.enumerate())
+    existing_threads = set(threading.enumerate())
     assert save.start(1, tensors, {"progress": progress}) is None
-    started, threads = time.perf_counter(), set(threading.enumerate()) - others
+    started, threads = time.perf_counter(), set(threading.enumerate()) - existing_threads
     assert threads  # start has returned, and the checkpoint is being written
     for tensor in tensors.values():
         tensor.fill_(9)
@@ -102,8 +102,8 @@ def test_it_holds_the_moment_of_its_start(tmp_path, gate):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    found = loaded(folder, 1)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = loaded(folder, 1)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     assert read_manifest(folder.path(1))["progress"] == {"step": 1, "losses": [0.5]}
 
 
@@ -113,9 +113,9 @@ def test_there_is_one_at_a_time_and_buffers_are_used_again(tmp_path, gate):
     save.start(1, {"a": tensor}, {})
     buffer = save._stager._buffers["a"].data_ptr()
     threading.Timer(0.05, gate.open.set).start()
-    before = save.start(2, {"a": tensor + 1}, {}, best=True)
-    assert before is not None
-    assert before.step == 1
+    previous = save.start(2, {"a": tensor + 1}, {}, best=True)
+    assert previous is not None
+    assert previous.step == 1
     assert folder.steps()[0] == 1  # it waited
     save.wait()
     assert save._stager._buffers["a"].data_ptr() == buffer
@@ -154,12 +154,12 @@ def test_what_json_does_not_know_is_refused_at_once(tmp_path):
 
 
 def save_and_change(rank: int, folder: str) -> tuple[CheckpointSaved | None, CheckpointSaved | None, bool]:
-    whole, group = values((12, 4), torch.bfloat16), RankGroup.world()
+    full, group = values((12, 4), torch.bfloat16), RankGroup.world()
     mesh = init_device_mesh("cpu", (group.size,))
     dense, plain = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), torch.tensor(3)
-    shards, checkpoints = shards_of(rank, whole, CUTS), CheckpointFolder(folder)
+    shards, checkpoints = shards_of(rank, full, CUTS), CheckpointFolder(folder)
     save = AsyncSave(checkpoints, group)
-    found = []
+    actual = []
     for step in (1, 2):  # the second into the buffers of the first
         save.start(step, {"t": shards, "dense": dense, "plain": plain}, {"step": step})
         for shard in shards.shards:
@@ -167,14 +167,14 @@ def save_and_change(rank: int, folder: str) -> tuple[CheckpointSaved | None, Che
         dense.add_(1)
         plain.add_(1)
         group.barrier()  # training exchanges at the same time
-        found.append(save.wait())
+        actual.append(save.wait())
     good = True
     for step in (1, 2):
-        read = {"t": shards_of(rank, whole, CUTS, -1.0), "dense": torch.zeros(7), "plain": torch.tensor(0)}
+        read = {"t": shards_of(rank, full, CUTS, -1.0), "dense": torch.zeros(7), "plain": torch.tensor(0)}
         load_tensors(checkpoints.path(step), read, group=group)
-        good &= holds(rank, read["t"], whole + (step - 1)) and int(read["plain"]) == 2 + step
+        good &= holds(rank, read["t"], full + (step - 1)) and int(read["plain"]) == 2 + step
         good &= torch.equal(read["dense"], torch.arange(7.0) + step - 1)
-    return (*found, good)
+    return (*actual, good)
 
 
 def test_several_ranks_write_while_they_train(ranks, tmp_path):
@@ -191,17 +191,17 @@ def fail_on_one(rank: int, folder: str) -> str:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    whole = values((12, 4), torch.float32)
+    complete = values((12, 4), torch.float32)
     if rank == 1:
         writer.FileSystemWriter.write_data = full  # type: ignore[method-assign,assignment]
     try:
-        save.start(1, {"t": shards_of(rank, whole, CUTS)}, {})
+        save.start(1, {"t": shards_of(rank, complete, CUTS)}, {})
         with pytest.raises(CheckpointError) as caught:
             save.wait()
     finally:
         writer.FileSystemWriter.write_data = real  # type: ignore[method-assign]
     group.barrier()
-    save.start(2, {"t": shards_of(rank, whole, CUTS)}, {})
+    save.start(2, {"t": shards_of(rank, complete, CUTS)}, {})
     assert save.wait().step == 2
     return str(caught.value)
 
@@ -234,8 +234,8 @@ def run_out_of_memory(rank: int, folder: str) -> str:
 
 def test_no_memory_for_the_copy_on_one_rank(ranks, tmp_path):
     message = "the checkpoint of step 1 could not be written .*: rank 1: cannot copy tensors to host memory"
-    for found in ranks(2).run(run_out_of_memory, str(tmp_path)):
-        assert re.match(message, found)
+    for actual in ranks(2).run(run_out_of_memory, str(tmp_path)):
+        assert re.match(message, actual)
     assert CheckpointFolder(tmp_path).steps() == [2]
 
 

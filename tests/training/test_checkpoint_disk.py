@@ -94,10 +94,10 @@ class TestResume:
             trainer.resume(path)
             saved = in_memory(path)
             assert_same_bits(bits(trainer), {k[6:]: v for k, v in saved.items() if k.startswith("model.")})
-            before = trainer.evaluate("test")
+            initial = trainer.evaluate("test")
             fresh = make_trainer(data, None, placement)
             fresh.resume(path)
-            assert fresh.evaluate("test").log_loss == before.log_loss
+            assert fresh.evaluate("test").log_loss == initial.log_loss
 
     def test_a_table_larger_than_memory(self, tmp_path):
         """Half a terabyte of rows, of which a few are trained."""
@@ -112,28 +112,28 @@ class TestResume:
         for step in (1, 2):
             trained(batch).sum().backward()
             assert folder.save(step, model_tensors(trained), {}).num_bytes < 200_000
-        found = collection()
-        load_tensors(folder.path(2), model_tensors(found))
-        assert torch.equal(found(batch), trained(batch))
-        self.cut_in_two(found, folder.path(2), found.tables[0].store.bytes_on_disk())
+        actual = collection()
+        load_tensors(folder.path(2), model_tensors(actual))
+        assert torch.equal(actual(batch), trained(batch))
+        self.cut_in_two(actual, folder.path(2), actual.tables[0].store.bytes_on_disk())
         other = te.KeyedJaggedTensor.from_lengths(["t"], ids + torch.tensor([1, 1, -1]), torch.tensor([1, 2]))
-        assert torch.equal(found(other), trained(other))  # rows that were never written have the first one's seed
+        assert torch.equal(actual(other), trained(other))  # rows that were never written have the first one's seed
 
     def cut_in_two(self, whole: te.nn.EmbeddingBagCollection, path: Path, num_bytes: int) -> None:
         """Parts are cut out of the file, holes and all."""
         (entry,), (table,) = reader.saved_tables(path).values(), whole.tables
         for first, last in ((0, 6), (6, 1_000_000_000)):
             config = table.config.shard("t", (first, last - first), (0, 128), ["t"])
-            own = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
-            (part,) = own.tables
+            local = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
+            (part,) = local.tables
             part.replace_store(reader.load_store(path, entry, part))
             assert part.store.bytes_on_disk() <= num_bytes
             numbers = torch.tensor([row for row in (0, 1, 5, 6, 700, 999_999_999) if first <= row < last])
             expected = torch.empty(numbers.numel(), table.record.num_bytes, dtype=torch.uint8)
             table.store.read(numbers, expected).wait()
-            found = torch.empty_like(expected)
-            part.store.read(numbers - first, found).wait()
-            assert torch.equal(found, expected)
+            actual = torch.empty_like(expected)
+            part.store.read(numbers - first, actual).wait()
+            assert torch.equal(actual, expected)
 
     @pytest.mark.parametrize("kind", ["save", "resume"])
     def test_no_table_passes_through_memory(self, data, tmp_path, monkeypatch, kind):
@@ -177,8 +177,8 @@ class TestRanks:
         place = {"mixed": "-1000-0.", "columns": "-0-2.", "everywhere": "-0-1.", "copies": "."}[plan]
         assert any(place in name for name in files)
         assert any(name.endswith(".changes") for name in files)
-        found = ranks(2).run(partial(job, folder=tmp_path / "run", placement=placement, epochs=2, resume=True))
-        for one, other in zip(found, expected, strict=True):
+        actual = ranks(2).run(partial(job, folder=tmp_path / "run", placement=placement, epochs=2, resume=True))
+        for one, other in zip(actual, expected, strict=True):
             assert_same_bits(one, other)
 
     @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ class TestRanks:
         job = partial(sharded, folder=tmp_path / "run", checkpoints=options, adam=True)
         for (size, plan, placement), resume in ((before, False), (after, True)):
             one = partial(job, plan=plan, placement=placement, epochs=1, resume=resume, only_load=resume)
-            found = [one(0)] if size == 1 else ranks(size).run(one)
+            actual = [one(0)] if size == 1 else ranks(size).run(one)
             if not resume:
-                expected = found[0]
-        for of_rank in found:
+                expected = actual[0]
+        for of_rank in actual:
             assert_same_bits(of_rank, expected)
 
 
@@ -216,10 +216,10 @@ class TestPieces:
     ROWS, DIM = 40, 6
 
     def whole(self) -> dict[str, Tensor]:
-        made = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         return {
-            "t.weight": torch.randn(self.ROWS, self.DIM, generator=made),
-            "t.sum": torch.rand(self.ROWS, generator=made),
+            "t.weight": torch.randn(self.ROWS, self.DIM, generator=generator),
+            "t.sum": torch.rand(self.ROWS, generator=generator),
         }
 
     def collection(self, placement: str) -> te.nn.EmbeddingBagCollection:
@@ -234,12 +234,12 @@ class TestPieces:
         monkeypatch.setattr("tritonemb.sharding.sharded_tensor.PIECE_BYTES", piece_bytes)
         monkeypatch.setattr(writer, "PIECE_BYTES", piece_bytes)
         monkeypatch.setattr(reader, "CHUNK_BYTES", 7 * 28)
-        whole = self.whole()
-        saved = dict(whole)
+        full = self.whole()
+        saved = dict(full)
         if sharded:
-            saved["t.weight"] = shards_of(0, whole["t.weight"], self.CUTS)
-        found = self.collection("disk")
-        names = {name.rpartition(".")[2] for name in found.state_dict() if name.startswith("t.")}
+            saved["t.weight"] = shards_of(0, full["t.weight"], self.CUTS)
+        actual = self.collection("disk")
+        names = {name.rpartition(".")[2] for name in actual.state_dict() if name.startswith("t.")}
         saved = {
             f"model.t.{'weight' if n == 'weight' else n}": saved["t.weight" if n == "weight" else "t.sum"]
             for n in names
@@ -248,26 +248,26 @@ class TestPieces:
         folder.save(1, saved | {"model.step": torch.tensor(3)}, {})
         chunks = stored_tensors(folder.path(1))["model.t.weight"].chunks
         assert len(chunks) > 1 or (not sharded and piece_bytes > 1000)
-        load_tensors(folder.path(1), model_tensors(found))
-        assert_same_bits({"t.weight": found.state_dict()["t.weight"]}, {"t.weight": whole["t.weight"]})
+        load_tensors(folder.path(1), model_tensors(actual))
+        assert_same_bits({"t.weight": actual.state_dict()["t.weight"]}, {"t.weight": full["t.weight"]})
         (state,) = names - {"weight"}
-        assert torch.equal(found.state_dict()[f"t.{state}"], whole["t.sum"])
+        assert torch.equal(actual.state_dict()[f"t.{state}"], full["t.sum"])
 
     def test_a_table_on_disk_becomes_shards(self, tmp_path, monkeypatch):
         monkeypatch.setattr(reader, "CHUNK_BYTES", 7 * 28)
-        found = self.collection("disk")
+        actual = self.collection("disk")
         ids = torch.tensor([3, 17, 39])
-        found(te.KeyedJaggedTensor.from_lengths(["t"], ids, torch.tensor([3]))).sum().backward()
-        CheckpointFolder(tmp_path).save(1, model_tensors(found), {})
-        whole = {f"model.{name}": tensor for name, tensor in found.state_dict().items()}
+        actual(te.KeyedJaggedTensor.from_lengths(["t"], ids, torch.tensor([3]))).sum().backward()
+        CheckpointFolder(tmp_path).save(1, model_tensors(actual), {})
+        full = {f"model.{name}": tensor for name, tensor in actual.state_dict().items()}
         cuts = [Cut((5, 20), (0, 2), (0,)), Cut((30, 40), (2, 6), (0,))]
         shards = shards_of(0, torch.full((self.ROWS, self.DIM), -1.0), cuts)
-        others = {name: torch.empty_like(tensor) for name, tensor in whole.items() if name != "model.t.weight"}
-        load_tensors(CheckpointFolder(tmp_path).path(1), {"model.t.weight": shards} | others)
-        weight = whole.pop("model.t.weight")
+        other_tensors = {name: torch.empty_like(tensor) for name, tensor in full.items() if name != "model.t.weight"}
+        load_tensors(CheckpointFolder(tmp_path).path(1), {"model.t.weight": shards} | other_tensors)
+        weight = full.pop("model.t.weight")
         for shard, cut in zip(shards.shards, cuts, strict=True):
             assert torch.equal(shard.tensor, weight[slice(*cut.rows), slice(*cut.columns)])
-        assert_same_bits(others, whole)
+        assert_same_bits(other_tensors, full)
 
 
 class TestMoment:
@@ -301,6 +301,6 @@ class TestMoment:
         options = CheckpointOptions(checkpoint_steps=4, checkpoint_async=True, keep=9)
         trainer = make_trainer(data, tmp_path / "run", checkpoints=options, callbacks=[Remember()])
         trainer.fit()
-        found = in_memory(tmp_path / "run/checkpoints/step-4")
-        assert_same_bits({name: found[name] for name in seen}, seen)
+        actual = in_memory(tmp_path / "run/checkpoints/step-4")
+        assert_same_bits({name: actual[name] for name in seen}, seen)
         assert_same_bits(bits(trainer), expected)

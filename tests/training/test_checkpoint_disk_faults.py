@@ -122,13 +122,13 @@ class TestDamage:
         self.trained(folder)
         shutil.copytree(folder.path(2), tmp_path / "copy")
         damage(sorted((tmp_path / "copy").glob(f"b-*{suffix}"))[0])
-        found = self.two_tables()
-        before = bits_of(found)
+        actual = self.two_tables()
+        initial = bits_of(actual)
         with pytest.raises(StorageError, match=message):
-            load_tensors(tmp_path / "copy", model_tensors(found))
-        assert_same_bits(bits_of(found), before)
-        load_tensors(folder.path(2), model_tensors(found))
-        in_table = {name: torch.empty_like(tensor) for name, tensor in before.items()}
+            load_tensors(tmp_path / "copy", model_tensors(actual))
+        assert_same_bits(bits_of(actual), initial)
+        load_tensors(folder.path(2), model_tensors(actual))
+        in_table = {name: torch.empty_like(tensor) for name, tensor in initial.items()}
         in_table = {f"model.{name}": tensor for name, tensor in in_table.items()}
         with pytest.raises(StorageError, match=f"{message}|not of table"):
             load_tensors(tmp_path / "copy", in_table)
@@ -144,25 +144,25 @@ class TestDamage:
         trained = self.trained(folder, dynamic=True)
         shutil.copytree(folder.path(2), tmp_path / "copy")
         damage(sorted((tmp_path / "copy").glob(f"b-*{suffix}"))[0])
-        found = self.two_tables(dynamic=True)
-        load(folder.path(1), found)
-        before = bits_of(found)
+        actual = self.two_tables(dynamic=True)
+        load(folder.path(1), actual)
+        initial = bits_of(actual)
         with pytest.raises(StorageError):
-            load(tmp_path / "copy", found)
-        assert_same_bits(bits_of(found), before)
-        load(folder.path(2), found)
-        assert_same_bits(bits_of(found), bits_of(trained))
+            load(tmp_path / "copy", actual)
+        assert_same_bits(bits_of(actual), initial)
+        load(folder.path(2), actual)
+        assert_same_bits(bits_of(actual), bits_of(trained))
 
     def test_another_optimizer_or_size_is_told_before_anything_is_read(self, data, tmp_path):
         make_trainer(data, tmp_path / "run", epochs=1).fit()
         path = tmp_path / "run/checkpoints/step-12"
         other = model_of(data, "disk", optimizer=te.optim.Adam(lr=0.1))
-        before = bits_of(other)
+        initial = bits_of(other)
         with pytest.raises(
             ValueError, match=r"of another model or optimizer:\n(.*\n)*.*exp_avg is not in the checkpoint"
         ):
             load_tensors(path, model_tensors(other), ignore=("rng.", "trainer.", "optimizer."))
-        assert_same_bits(bits_of(other), before)
+        assert_same_bits(bits_of(other), initial)
 
 
 class TestFaults:
@@ -238,13 +238,13 @@ class TestFaults:
         table = te.TableConfig(
             "t", 50_000, 8, placement="disk", cache=te.CacheConfig(rows=32, folder=small_disk / "live")
         )
-        found = te.nn.EmbeddingBagCollection([table], optimizer=te.optim.SGD(lr=1.0))
-        before = found.state_dict()["t.weight"].clone()
+        actual = te.nn.EmbeddingBagCollection([table], optimizer=te.optim.SGD(lr=1.0))
+        initial = actual.state_dict()["t.weight"].clone()
         with pytest.raises(StorageError, match="make room there"):
-            load_tensors(probe.folder.path(1), model_tensors(found))
-        assert torch.equal(found.state_dict()["t.weight"], before)
+            load_tensors(probe.folder.path(1), model_tensors(actual))
+        assert torch.equal(actual.state_dict()["t.weight"], initial)
         assert not list((small_disk / "live").iterdir())
-        found.tables[0].store.close()
+        actual.tables[0].store.close()
 
 
 LONG = (

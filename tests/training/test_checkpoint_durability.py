@@ -52,5 +52,5 @@ def test_snapshots_of_tables_are_on_the_disk_before_the_checkpoint_has_its_name(
     checkpoints = [(path.name, files) for path, files in durability.named if path.suffix not in (".rows", ".changes")]
     assert [name for name, _ in checkpoints] == ["step-1", "step-2", "best-2"]
     suffixes = [{name.rpartition(".")[2] for name in files} for _, files in checkpoints]
-    assert all({"rows", "metadata", "json"} <= found for found in suffixes)
-    assert ["changes" in found for found in suffixes] == [False, links, links]
+    assert all({"rows", "metadata", "json"} <= actual for actual in suffixes)
+    assert ["changes" in actual for actual in suffixes] == [False, links, links]

@@ -40,12 +40,12 @@ class TestIncremental:
     def test_changes_as_large_as_the_table_are_not_chained(self, tmp_path):
         probe = Probe(tmp_path, incremental=True)
         probe.save(1)
-        found = []
+        actual = []
         for step in range(2, 6):
             probe.write(0, 1000)
-            found.append(len(probe.save(step)))
+            actual.append(len(probe.save(step)))
             assert torch.equal(probe.saved(step), probe.values())
-        assert found == [2, 3, 1, 2]
+        assert actual == [2, 3, 1, 2]
 
     def test_a_chain_has_an_end(self, tmp_path, monkeypatch):
         monkeypatch.setattr(writer, "MAX_FILES", 3)

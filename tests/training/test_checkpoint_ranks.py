@@ -56,30 +56,30 @@ def save(rank: int, folder: str, step: int, whole: torch.Tensor, cuts: list[Cut]
 def load(rank: int, path: str, whole: torch.Tensor, cuts: list[Cut], saved_by: int) -> tuple[bool, dict[str, Any]]:
     group = RankGroup.world()
     manifest = read_manifest(path, group)
-    found = tensors_of(rank, whole, cuts, fill=-1)
+    actual = tensors_of(rank, whole, cuts, fill=-1)
     if rank >= saved_by:
-        del found[f"rng.{rank}.cpu"]
-    load_tensors(path, found, ignore=("rng.",), group=group)
+        del actual[f"rng.{rank}.cpu"]
+    load_tensors(path, actual, ignore=("rng.",), group=group)
     expected = tensors_of(rank, whole, cuts)
-    same = all(torch.equal(found[name], expected[name]) for name in found if name != "model.t.weight")
-    return same and holds(rank, found["model.t.weight"], whole), manifest
+    same = all(torch.equal(actual[name], expected[name]) for name in actual if name != "model.t.weight")
+    return same and holds(rank, actual["model.t.weight"], whole), manifest
 
 
 @settings(max_examples=20)
 @given(data=st.data())
 def test_any_number_of_ranks_reads_what_any_number_has_saved(ranks, tmp_path_factory, data):
     shape, dtype, seed = data.draw(shapes()), data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(0, 10_000))
-    before, after = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 4]))
-    whole, folder = values(shape, dtype, seed), CheckpointFolder(tmp_path_factory.mktemp("checkpoints"))
-    sizes = ranks(before).run(save, str(folder.folder), 3, whole, draw_cuts(shape, before, seed))
+    initial, final = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 4]))
+    full, folder = values(shape, dtype, seed), CheckpointFolder(tmp_path_factory.mktemp("checkpoints"))
+    sizes = ranks(initial).run(save, str(folder.folder), 3, full, draw_cuts(shape, initial, seed))
     path = folder.path(3)
     assert set(sizes) == {sum(file.stat().st_size for file in path.iterdir() if file.name != MANIFEST)}
-    results = ranks(after).run(load, str(path), whole, draw_cuts(shape, after, seed + 1), before)
+    results = ranks(final).run(load, str(path), full, draw_cuts(shape, final, seed + 1), initial)
     assert all(same for same, _ in results)
     assert all(manifest == results[0][1] for _, manifest in results)
     assert results[0][1]["of"] == 0
     assert read_manifest(path)["progress"] == {"step": 3}  # one process, too, finds all files whole
-    assert f"rng.{before - 1}.cpu" in stored_tensors(path)
+    assert f"rng.{initial - 1}.cpu" in stored_tensors(path)
 
 
 def test_one_process_writes_what_it_always_wrote(tmp_path):
@@ -94,12 +94,12 @@ def test_one_process_writes_what_it_always_wrote(tmp_path):
 
 def save_and_load_dtensors(rank: int, folder: str) -> bool:
     mesh = init_device_mesh("cpu", (2,))
-    whole, group = torch.arange(35.0).view(7, 5), RankGroup.world()
-    tensors = {"a": distribute_tensor(whole, mesh, [Shard(0)]), "b": distribute_tensor(whole + 1, mesh, [Replicate()])}
+    full, group = torch.arange(35.0).view(7, 5), RankGroup.world()
+    tensors = {"a": distribute_tensor(full, mesh, [Shard(0)]), "b": distribute_tensor(full + 1, mesh, [Replicate()])}
     CheckpointFolder(folder).save(1, tensors, {}, group)
-    found = {"a": distribute_tensor(whole * 0, mesh, [Shard(1)]), "b": torch.zeros(7, 5)}
-    load_tensors(CheckpointFolder(folder).path(1), found, group=group)
-    return torch.equal(found["a"].full_tensor(), whole) and torch.equal(found["b"], whole + 1)
+    actual = {"a": distribute_tensor(full * 0, mesh, [Shard(1)]), "b": torch.zeros(7, 5)}
+    load_tensors(CheckpointFolder(folder).path(1), actual, group=group)
+    return torch.equal(actual["a"].full_tensor(), full) and torch.equal(actual["b"], full + 1)
 
 
 def test_dtensors_are_saved_once_and_loaded_under_another_placement(ranks, tmp_path):
@@ -133,25 +133,25 @@ def train_and_save(rank: int, folder: str, way: str) -> dict[str, torch.Tensor]:
     state = {f"model.{key}": value.detach() for key, value in model.state_dict().items()}
     CheckpointFolder(folder).save(3, state, {}, group)
     again = hybrid([RowWise(rows=[3, 17]), RowWise(), RowWise()]).state_dict()
-    found = {f"model.{key}": value.detach() for key, value in again.items()}
-    load_tensors(CheckpointFolder(folder).path(3), found, group=group)
-    whole = {key: jobs.whole(value) for key, value in state.items()}
-    assert_same_bits({key: jobs.whole(value) for key, value in found.items()}, whole)
-    return whole
+    actual = {f"model.{key}": value.detach() for key, value in again.items()}
+    load_tensors(CheckpointFolder(folder).path(3), actual, group=group)
+    full = {key: jobs.whole(value) for key, value in state.items()}
+    assert_same_bits({key: jobs.whole(value) for key, value in actual.items()}, full)
+    return full
 
 
 @pytest.mark.parametrize("way", ["row_wise", "column_wise", "data_parallel"])
 def test_a_hybrid_model_is_saved_as_the_model_itself(ranks, tmp_path, way):
-    whole, other = ranks(2).run(train_and_save, str(tmp_path), way)
-    before = click_model().state_dict()
-    found = {f"model.{key}": value.detach() for key, value in click_model().state_dict().items()}
-    load_tensors(tmp_path / "step-3", found)
-    assert set(found) == set(whole)
-    for key, value in found.items():
-        assert torch.equal(value, whole[key]), key
+    full, other = ranks(2).run(train_and_save, str(tmp_path), way)
+    initial = click_model().state_dict()
+    actual = {f"model.{key}": value.detach() for key, value in click_model().state_dict().items()}
+    load_tensors(tmp_path / "step-3", actual)
+    assert set(actual) == set(full)
+    for key, value in actual.items():
+        assert torch.equal(value, full[key]), key
         assert torch.equal(value, other[key]), key
-    assert not torch.equal(found["model.embeddings.t0.weight"], before["embeddings.t0.weight"])
-    assert not torch.equal(found["model.embeddings.t0.sum"], before["embeddings.t0.sum"])
+    assert not torch.equal(actual["model.embeddings.t0.weight"], initial["embeddings.t0.weight"])
+    assert not torch.equal(actual["model.embeddings.t0.sum"], initial["embeddings.t0.sum"])
 
 
 class Odd(Exception):
@@ -174,7 +174,7 @@ FAILURES = {
 
 def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -> tuple[str, str]:
     """A save in which one rank's file system fails somewhere; returns what it raised there, and on this rank."""
-    whole = values((12, 4), torch.float32)
+    full = values((12, 4), torch.float32)
     places = {
         "begin": (folder_module.CheckpointFolder, "_remove_leftovers"),
         "write": (writer.FileSystemWriter, "write_data"),
@@ -191,7 +191,7 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
     if rank == failing:
         setattr(owner, name, fail)
     try:
-        save(rank, folder, 2, whole, HALVES)
+        save(rank, folder, 2, full, HALVES)
     except BaseException as error:
         return type(error).__name__, str(error)
     finally:
@@ -216,8 +216,8 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
     ],
 )
 def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, what):
-    whole, folder = values((12, 4), torch.float32), CheckpointFolder(tmp_path / "checkpoints")
-    ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
+    full, folder = values((12, 4), torch.float32), CheckpointFolder(tmp_path / "checkpoints")
+    ranks(2).run(save, str(folder.folder), 1, full, HALVES)
     caught = ranks(2).run(save_and_fail, str(folder.folder), failing, where, what)
     for rank, (kind, message) in enumerate(caught):
         if what == "stop" and rank == failing:  # who wants to stop stops
@@ -229,27 +229,27 @@ def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, w
         assert "It needs 228 bytes" in message  # 12 * 4 * 4 of the table, 24 + 8 of what all have, 4 of what each has
         assert "The latest complete checkpoint is step-1" in message
     assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
-    assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), whole, HALVES, 2))
-    ranks(2).run(save, str(folder.folder), 3, whole, HALVES)
+    assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), full, HALVES, 2))
+    ranks(2).run(save, str(folder.folder), 3, full, HALVES)
     assert folder.steps() == [1, 3]
 
 
 def save_too_much(rank: int, folder: str) -> str:
-    whole = torch.zeros(2_000_000)
+    full = torch.zeros(2_000_000)
     cuts = [Cut((0, 10), (0, 1), (0,)), Cut((10, 2_000_000), (0, 1), (1,))]
     with pytest.raises(CheckpointError) as caught:
-        CheckpointFolder(folder).save(2, {"t": shards_of(rank, whole, cuts)}, {}, RankGroup.world())
+        CheckpointFolder(folder).save(2, {"t": shards_of(rank, full, cuts)}, {}, RankGroup.world())
     return str(caught.value)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(ranks, small_disk):
-    folder, whole = CheckpointFolder(small_disk / "checkpoints"), values((12, 4), torch.float32)
-    ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
+    folder, full = CheckpointFolder(small_disk / "checkpoints"), values((12, 4), torch.float32)
+    ranks(2).run(save, str(folder.folder), 1, full, HALVES)
     for message in ranks(2).run(save_too_much, str(folder.folder)):
         assert re.search(r"rank [01]: .*It needs 8,000,000 bytes", message)  # or on both there is no room
         assert "The latest complete checkpoint is step-1" in message
     assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
-    assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), whole, HALVES, 2))
+    assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), full, HALVES, 2))
 
 
 def save_apart(rank: int, folder: str) -> str:
@@ -272,8 +272,8 @@ def save_with_a_gap(rank: int, folder: str) -> str:
 
 
 def test_a_table_that_is_not_whole_is_not_saved(ranks, tmp_path):
-    found = ranks(2).run(save_with_a_gap, str(tmp_path / "checkpoints"))
-    assert found == ["model.t.weight: rows 6:12, columns 0:4 of a sharded table are saved by no rank"] * 2
+    actual = ranks(2).run(save_with_a_gap, str(tmp_path / "checkpoints"))
+    assert actual == ["model.t.weight: rows 6:12, columns 0:4 of a sharded table are saved by no rank"] * 2
     shards = shards_of(0, torch.zeros(12, 4), HALVES)
     with pytest.raises(ValueError, match=r"t: rows 6:12, columns 0:4 .* saved by no rank"):
         CheckpointFolder(tmp_path / "checkpoints").save(1, {"t": shards}, {})
@@ -294,7 +294,7 @@ def load_other(rank: int, path: str) -> tuple[str, bool]:
 
 def test_another_model_is_refused_on_every_rank_alike(ranks, tmp_path):
     ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
-    (first, kept), (second, _) = ranks(2).run(load_other, str(tmp_path / "step-1"))
+    (first, unchanged), (second, _) = ranks(2).run(load_other, str(tmp_path / "step-1"))
     assert first == second
     assert first.splitlines()[1:] == [
         "  model.new is not in the checkpoint",
@@ -302,7 +302,7 @@ def test_another_model_is_refused_on_every_rank_alike(ranks, tmp_path):
         "  model.step is in the checkpoint only",
         "  model.t.weight is float32 [12, 4] in the checkpoint, float32 [12, 5] in the model",
     ]
-    assert kept
+    assert unchanged
 
 
 def read_damaged(rank: int, path: str) -> tuple[str, str]:
@@ -317,13 +317,13 @@ def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp
     ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
     path = tmp_path / "step-1"
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
-        whole = (path / name).read_bytes()
-        (path / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        full = (path / name).read_bytes()
+        (path / name).write_bytes(full[:-1] + bytes([full[-1] ^ 1]))
         first, second = ranks(2).run(read_damaged, str(path))
         assert first == second
         assert first[0] == "ValueError"
         assert f"{path} is damaged: {name} does not have the checksum that was written" in first[1]
-        (path / name).write_bytes(whole)
+        (path / name).write_bytes(full)
     assert ranks(2).run(read_damaged, str(path)) == [("", "")] * 2
     missing = f"{tmp_path} is not a checkpoint: it has no {MANIFEST}"
     assert ranks(2).run(read_damaged, str(tmp_path)) == [("FileNotFoundError", missing)] * 2
@@ -351,13 +351,13 @@ def save_and_vanish(rank: int, folder: str, port: int) -> str:
     """Run as a process of its own: rank 1 ends in the middle of writing."""
     with joined(rank, 2, port, timeout=20.0):
         group = RankGroup.world()
-        whole = values((12, 4), torch.float32)
-        save(rank, folder, 1, whole, HALVES)
+        full = values((12, 4), torch.float32)
+        save(rank, folder, 1, full, HALVES)
         group.barrier()
         if rank == 1:
             writer.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
         try:
-            save(rank, folder, 2, whole, HALVES)
+            save(rank, folder, 2, full, HALVES)
         except CheckpointError:
             raise
         except RuntimeError as error:

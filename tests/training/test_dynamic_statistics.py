@@ -38,10 +38,10 @@ def model_of(data: Any) -> te.nn.DLRM:
 
 
 def fitted(model: te.nn.DLRM, data: Any, *callbacks: Any, **options: Any) -> jobs.Record:
-    told = jobs.Record()
+    results = jobs.Record()
     settings = {"batch_size": BATCH, "log_every": EVERY, "verbose": False} | options
-    te.Trainer(model, data, callbacks=[told, *callbacks], **settings).fit(test=True)
-    return told
+    te.Trainer(model, data, callbacks=[results, *callbacks], **settings).fit(test=True)
+    return results
 
 
 def counted(data: Any, feature: str, known: set[int]) -> list[dict[str, float]]:
@@ -64,12 +64,12 @@ def test_logs_have_the_means_of_a_step_since_the_log_before():
     data = jobs.planted()
     model, known = model_of(data), set[int]()
     for _ in range(2):  # of the second fit, what the first one counted is no part
-        told = fitted(model, data)
+        results = fitted(model, data)
         expected = counted(data, "user", known)
-        assert len(told.dynamic) == len(expected) == 1_000 // BATCH // EVERY
-        for found, wanted in zip(told.dynamic, expected, strict=True):
-            assert found.keys() == {"user", "item", "site"}
-            assert found["user"] == pytest.approx(wanted)
+        assert len(results.dynamic) == len(expected) == 1_000 // BATCH // EVERY
+        for actual, wanted in zip(results.dynamic, expected, strict=True):
+            assert actual.keys() == {"user", "item", "site"}
+            assert actual["user"] == pytest.approx(wanted)
     assert expected[0]["hits"] == expected[0]["lookups"]
 
 
@@ -77,13 +77,13 @@ def test_logs_add_up_to_what_the_tables_counted():
     """Evaluations count nothing; evictions and refusals among them."""
     data = jobs.planted()
     model = model_of(data)
-    told = fitted(model, data, epochs=2, evaluate_every=3)
+    results = fitted(model, data, epochs=2, evaluate_every=3)
     for name in ("user", "item", "site"):
         table = model.embeddings[name]
         assert isinstance(table, DynamicTable)
         statistics = asdict(table.statistics())
         for field, number in statistics.items():
-            values = [found[name][field] for found in told.dynamic]
+            values = [actual[name][field] for actual in results.dynamic]
             assert (values[-1] if field in LEVELS else sum(values) * EVERY) == pytest.approx(number), (name, field)
         assert (statistics["evictions"] > 0) == (name == "item")
         assert (statistics["refused"] > 0) == (name == "site")
@@ -98,13 +98,13 @@ def test_models_without_dynamic_tables_say_nothing(tmp_path):
 
 def test_the_log_and_the_report_have_them(tmp_path):
     data, path = jobs.planted(), tmp_path / "run" / "log.jsonl"
-    told = fitted(model_of(data), data, folder=tmp_path / "run")
+    results = fitted(model_of(data), data, folder=tmp_path / "run")
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [event["dynamic"] for event in events if event["event"] == "log"] == told.dynamic
+    assert [event["dynamic"] for event in events if event["event"] == "log"] == results.dynamic
     HtmlReport(tmp_path / "report.html", path).on_end(None)
     page = " ".join((tmp_path / "report.html").read_text().split())
     assert "Dynamic tables" in page
-    for name, of in told.dynamic[-1].items():
+    for name, of in results.dynamic[-1].items():
         numbers = (f"{of['rows']:,}", f"{of['capacity']:,}", f"{of['lookups']:,.0f}")
         shares = (
             f"{100 * of['hits'] / of['lookups']:.1f} %",
@@ -118,10 +118,10 @@ def test_the_log_and_the_report_have_them(tmp_path):
 def test_tensorboard_has_them(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     data = jobs.planted()
-    told = fitted(model_of(data), data, TensorBoard(tmp_path))
+    results = fitted(model_of(data), data, TensorBoard(tmp_path))
     read = accumulators.EventAccumulator(str(tmp_path))
     read.Reload()
-    for table, last in told.dynamic[-1].items():
+    for table, last in results.dynamic[-1].items():
         for name in last:
-            found = [event.value for event in read.Scalars(f"dynamic/{table}/{name}")]
-            assert found == pytest.approx([log[table][name] for log in told.dynamic], rel=1e-6)  # of float32
+            actual = [event.value for event in read.Scalars(f"dynamic/{table}/{name}")]
+            assert actual == pytest.approx([log[table][name] for log in results.dynamic], rel=1e-6)  # of float32

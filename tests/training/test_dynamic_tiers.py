@@ -94,14 +94,14 @@ class SignalAt(te.training.Callback):
 )
 def test_losses_metrics_and_rows_are_those_of_tables_on_the_device(tier, options, tmp_path):
     expected, rows = on_device(accumulate=options.get("accumulate", 1))
-    found, same_rows = trained(tier, tmp_path / "run", **options)
+    actual, same_rows = trained(tier, tmp_path / "run", **options)
     assert_same_bits(same_rows, rows)
-    assert found.losses == expected.losses
-    assert found.evaluations == expected.evaluations
+    assert actual.losses == expected.losses
+    assert actual.evaluations == expected.evaluations
     if (checkpoints := options.get("checkpoints")) is OFTEN:  # each waits for steps that have been prefetched
-        assert len(found.saved) > 10
+        assert len(actual.saved) > 10
     elif checkpoints is EVERY:
-        assert set(range(6, 41, 6)) <= set(found.saved)
+        assert set(range(6, 41, 6)) <= set(actual.saved)
 
 
 @pytest.mark.more
@@ -126,21 +126,21 @@ def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
     resumed = trainer_of(tier, tmp_path / "other", users=users, checkpoints=INCREMENTAL)
     resumed.resume(checkpoint)
     resumed.fit()
-    found = resumed.model.state_dict()
-    assert_same_bits(found, rows)
+    actual = resumed.model.state_dict()
+    assert_same_bits(actual, rows)
 
 
 @pytest.mark.more
 def test_ranks_resume_tables_on_disk(ranks, tmp_path):
     """From incremental checkpoints, to the bits of a run that was not stopped."""
     options = "rows", 2, INCREMENTAL
-    whole = ranks(2).run(disk_job.sharded, tmp_path / "whole" / "run", "dynamic", *options)
+    full = ranks(2).run(disk_job.sharded, tmp_path / "whole" / "run", "dynamic", *options)
     ranks(2).run(disk_job.sharded, tmp_path / "first" / "run", "dynamic", "rows", 1, INCREMENTAL)
     again = ranks(2).run(disk_job.sharded, tmp_path / "first" / "run", "dynamic", *options, True)
-    for found, expected in zip(again, whole, strict=True):
-        assert_same_bits(found, expected)
+    for actual, expected in zip(again, full, strict=True):
+        assert_same_bits(actual, expected)
     alone = disk_job.sharded(0, tmp_path / "first" / "run", "dynamic", "", 2, INCREMENTAL, True, True)
-    ids = whole[0]["embeddings.user.ids"]
+    ids = full[0]["embeddings.user.ids"]
     assert torch.equal(alone["embeddings.user.ids"], ids.sort().values)
 
 

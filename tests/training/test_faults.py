@@ -110,10 +110,10 @@ def test_a_damaged_manifest_changes_nothing(data, tmp_path):
         make_trainer(data, tmp_path / "run").resume()
     path.write_text(json.dumps({name: manifest[name] for name in manifest if name != "sha256"}))
     trainer = make_trainer(data, tmp_path / "run")
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     with pytest.warns(match="has no digest"), pytest.raises(ValueError, match=r"trainer\.json is damaged .*unknown"):
         trainer.resume()
-    assert_same_bits(dict(trainer.model.state_dict()), before)
+    assert_same_bits(dict(trainer.model.state_dict()), initial)
 
 
 def with_number(data: Dataset, row: int, value: float, split: str = "train") -> Dataset:
@@ -128,9 +128,9 @@ def assert_finite(folder: Path, names: list[str]) -> None:
     assert checkpoints(folder) == names
     for name in names:
         stored = stored_tensors(folder / "checkpoints" / name)
-        found = {key: torch.zeros(each.size, dtype=each.properties.dtype) for key, each in stored.items()}
-        load_tensors(folder / "checkpoints" / name, found)
-        assert all(bool(value.isfinite().all()) for value in found.values())
+        actual = {key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items()}
+        load_tensors(folder / "checkpoints" / name, actual)
+        assert all(bool(value.isfinite().all()) for value in actual.values())
 
 
 @pytest.mark.parametrize(("value", "asynchronous"), [(math.nan, False), (math.inf, True)])
@@ -219,14 +219,14 @@ class Counting(torch.optim.SGD):
 
 def test_plain_numbers_of_an_optimizer_are_saved_too(data, tmp_path):
     options = {"dense_optimizer": Counting, "dense_lr": 0.01}
-    whole = make_trainer(data, tmp_path / "a", **options)
-    whole.fit()
+    full = make_trainer(data, tmp_path / "a", **options)
+    full.fit()
     make_trainer(data, tmp_path / "b", **options, epochs=1).fit()
     resumed = make_trainer(data, tmp_path / "b", **options)
     resumed.resume()
     resumed.fit()
-    assert_same_bits(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
-    assert resumed.dense_optimizer.param_groups[0]["momentum"] == whole.dense_optimizer.param_groups[0]["momentum"]
+    assert_same_bits(dict(resumed.model.state_dict()), dict(full.model.state_dict()))
+    assert resumed.dense_optimizer.param_groups[0]["momentum"] == full.dense_optimizer.param_groups[0]["momentum"]
 
 
 def test_what_cannot_be_saved_is_refused_before_training(data, tmp_path):
@@ -276,11 +276,11 @@ def test_a_signal_that_is_to_be_ignored_stays_ignored(data, tmp_path):
         def on_step(self, step):
             os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    initial = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert make_trainer(data, tmp_path / "run", epochs=1, callbacks=[Send()]).fit().steps == 12
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, initial)
 
 
 class Full(io.StringIO):

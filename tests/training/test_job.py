@@ -116,23 +116,23 @@ def test_a_text_log_of_several_epochs_is_converted_once_with_the_same_bits(tmp_p
     assert capsys.readouterr().err.count("note: converting train.txt to Parquet, once for all epochs") == 1
     assert len(list((converted / "cache").glob("*/train.parquet"))) == 1
     for step in (10, 14, 30):
-        found, expected = tensors_at(converted, step), tensors_at(text, step)
-        del found["trainer.loss_sums"], expected["trainer.loss_sums"]  # since the last log, of which the end had one
-        assert_same_bits(found, expected)
+        actual, expected = tensors_at(converted, step), tensors_at(text, step)
+        del actual["trainer.loss_sums"], expected["trainer.loss_sums"]  # since the last log, of which the end had one
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize(("begun", "resumed"), [(1, 3), (3, 1), (3, 2)])
 @pytest.mark.more
 def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epochs(tmp_path, begun, resumed):
     """Its position is one in text or in Parquet, whatever its epochs say now."""
-    folder, whole = tmp_path / "run", tmp_path / "whole"
+    folder, full = tmp_path / "run", tmp_path / "whole"
     with pytest.raises(Crash):
         train(text_run(folder, begun), callbacks=[CrashAt(5)], verbose=False)
     result = train(text_run(folder, resumed), "auto", verbose=False)
     assert (folder / "cache").exists() == (begun > 1)
     assert result.steps == 10 * resumed
-    train(text_run(whole, resumed), verbose=False)
-    assert_same_bits(tensors_at(folder, 10 * resumed), tensors_at(whole, 10 * resumed))
+    train(text_run(full, resumed), verbose=False)
+    assert_same_bits(tensors_at(folder, 10 * resumed), tensors_at(full, 10 * resumed))
 
 
 @pytest.mark.more
@@ -149,11 +149,11 @@ def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_pat
     with pytest.raises(Crash):
         train(run("first"), callbacks=[CrashAt(13)], verbose=False)
     train(run("first"), "auto", verbose=False)
-    found = tensors_at(tmp_path / "first", 20)
-    assert_same_bits(found, tensors_at(tmp_path / "whole", 20))
-    ids = found["model.embeddings.cat_2.ids"]
+    actual = tensors_at(tmp_path / "first", 20)
+    assert_same_bits(actual, tensors_at(tmp_path / "whole", 20))
+    ids = actual["model.embeddings.cat_2.ids"]
     assert 0 < len(ids) <= 60
-    assert int(found["model.embeddings.cat_2.clock"]) == 20
+    assert int(actual["model.embeddings.cat_2.clock"]) == 20
     log = tmp_path / "train.txt"
     scores = tmp_path / "scores.csv"
     said = predict(PredictOptions(checkpoint=tmp_path / "whole", data=str(log), out=scores))

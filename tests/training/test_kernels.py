@@ -63,8 +63,8 @@ def test_the_embedding_kernels_train_to_the_references_bits(make_data, device, m
 def test_all_kernels_train_alike(device):
     """The interaction's products are summed in another order: a few units in the last place, grown by three steps."""
     data = planted()
-    found, expected = trained(data, "triton", device), trained(data, "reference", device)
+    actual, expected = trained(data, "triton", device), trained(data, "reference", device)
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name].double(), tensor.double(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m
+            actual[name].double(), tensor.double(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m
         )

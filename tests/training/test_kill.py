@@ -73,11 +73,11 @@ def start(data: str, folder: Path, operations: int | None = None) -> subprocess.
     command += ["--out", str(folder), "--resume", "auto"]
     quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
     # A shell's background jobs, and so this test perhaps, ignore an interrupt; their children would do so, too.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    initial = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=quiet, text=True)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, initial)
 
 
 def finish(data: str, folder: Path) -> None:
@@ -88,11 +88,11 @@ def finish(data: str, folder: Path) -> None:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     path = CheckpointFolder(folder / "checkpoints").path(LAST_STEP)
-    found = {
+    actual = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
     }
-    load_tensors(path, found)
-    return found
+    load_tensors(path, actual)
+    return actual
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -93,7 +93,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_written(tmp_pat
         run(tmp_path, "run", options(tmp_path / "swap"), compile=True)
     with pytest.raises(ValueError, match='offload_states needs dense_layers="fsdp"'):
         options(tmp_path / "swap").check(2, sharded=False, compile=False)
-    assert [each.name for each in tmp_path.iterdir()] == ["train.txt"]
+    assert [module.name for module in tmp_path.iterdir()] == ["train.txt"]
 
 
 PLACES = {
@@ -128,14 +128,14 @@ def wide_trainer(folder, offload, **options):
 def test_tiled_layers_are_saved_whole(tmp_path):
     first = wide_trainer(tmp_path, PLACES["tiled"], max_steps=5)
     first.fit()
-    assert any(isinstance(each, te.nn.TiledLinear) for each in first.model.modules())
+    assert any(isinstance(module, te.nn.TiledLinear) for module in first.model.modules())
     first.close()
     saved = tensors_of(tmp_path / "run")
     for places in ("plain", "tiled"):
         other = wide_trainer(tmp_path, PLACES[places])
         other.resume()
-        found = other.checkpointer.tensors()
-        assert_same_bits({name: found[name] for name in saved}, saved)
+        actual = other.checkpointer.tensors()
+        assert_same_bits({name: actual[name] for name in saved}, saved)
         other.close()
 
 

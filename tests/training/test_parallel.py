@@ -39,22 +39,22 @@ def alone():
 def close(found, expected):
     """Sums of gradients over ranks have another order of additions: some units in the last place of float32 a step."""
     assert [step for step, *_ in found] == [step for step, *_ in expected]
-    for mine, other in zip(found, expected, strict=True):
-        assert mine == pytest.approx(other, rel=1e-4)
+    for actual_value, other in zip(found, expected, strict=True):
+        assert actual_value == pytest.approx(other, rel=1e-4)
 
 
 @pytest.mark.parametrize("size", breadth([1, 2, 4], [2]))
 def test_ranks_together_train_as_one_process(ranks, alone, size):
-    told = run(ranks, size)
-    for each in told:
-        assert (each["reason"], each["steps"]) == ("finished", 10)
-        assert each["samples"] == alone["samples"]
-        close(each["losses"], alone["losses"])
-        close(each["evaluations"], alone["evaluations"])
-        assert each["test"] == pytest.approx(alone["test"], rel=1e-4)
-        assert each["epoch_losses"] == pytest.approx(alone["epoch_losses"], rel=1e-4)
-    assert all(each["losses"] == told[0]["losses"] for each in told)
-    assert all(each["test"] == told[0]["test"] for each in told)
+    results = run(ranks, size)
+    for result in results:
+        assert (result["reason"], result["steps"]) == ("finished", 10)
+        assert result["samples"] == alone["samples"]
+        close(result["losses"], alone["losses"])
+        close(result["evaluations"], alone["evaluations"])
+        assert result["test"] == pytest.approx(alone["test"], rel=1e-4)
+        assert result["epoch_losses"] == pytest.approx(alone["epoch_losses"], rel=1e-4)
+    assert all(result["losses"] == results[0]["losses"] for result in results)
+    assert all(result["test"] == results[0]["test"] for result in results)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 997), (4, 601), (4, 3), (2, 1)], ids=str)
@@ -63,9 +63,9 @@ def test_uneven_shares_change_nothing(ranks, size, rows):
     """601 rows: the last step has one sample; 3 rows: one rank has none at all."""
     options = {"num_train": rows, "log_every": 1, "epochs": 3}
     expected = jobs.fit(0, {"batch_size": SAMPLES_A_STEP, **options})
-    for each in run(ranks, size, **options):
-        assert each["samples"] == expected["samples"]
-        close(each["losses"], expected["losses"])
+    for result in run(ranks, size, **options):
+        assert result["samples"] == expected["samples"]
+        close(result["losses"], expected["losses"])
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"precision": "fp16"}, {"precision": "bf16"}], ids=str)
@@ -74,9 +74,9 @@ def test_other_ways_to_step_agree_too(ranks, options):
     """997 rows in steps of 600: in the last one, ranks have different numbers of batches."""
     options = {"num_train": 997, "log_every": 1, "epochs": 1, **options}
     expected = jobs.fit(0, {"batch_size": SAMPLES_A_STEP, **options})
-    for each in run(ranks, 4, **options):
-        assert each["samples"] == expected["samples"]
-        for (_, loss), (_, other) in zip(each["losses"], expected["losses"], strict=True):
+    for result in run(ranks, 4, **options):
+        assert result["samples"] == expected["samples"]
+        for (_, loss), (_, other) in zip(result["losses"], expected["losses"], strict=True):
             assert loss == pytest.approx(other, rel=2e-2 if "precision" in options else 1e-4)
 
 
@@ -96,13 +96,13 @@ def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
     options = {"dropout": 0.2, "log_every": 3}
     expected = run(ranks, 2, folder=tmp_path / "a", **options)
     every = CheckpointOptions(checkpoint_steps=2, checkpoint_async=asynchronous)
-    found = {}
+    actual = {}
     for crash, resumed in ((3, None), (9, "step-2"), (None, "step-8")):
-        told = run(ranks, 2, folder=tmp_path / "b", resume=True, crash_at=crash, checkpoints=every, **options)
-        assert [each["resumed"] for each in told] == [resumed] * 2
-        found |= dict(told[0]["losses"])
-    assert found == dict(expected[0]["losses"])
-    for one, other in zip(told, expected, strict=True):
+        results = run(ranks, 2, folder=tmp_path / "b", resume=True, crash_at=crash, checkpoints=every, **options)
+        assert [result["resumed"] for result in results] == [resumed] * 2
+        actual |= dict(results[0]["losses"])
+    assert actual == dict(expected[0]["losses"])
+    for one, other in zip(results, expected, strict=True):
         assert_same_bits(one["tensors"], other["tensors"])
         assert one["random"] == other["random"]
         assert one["test"] == other["test"]
@@ -124,19 +124,19 @@ def test_another_number_of_ranks_goes_on_in_mid_epoch(ranks, tmp_path, before, a
         "checkpoints": every,
         "log_every": 1,
     }
-    told = ranks(before).run(jobs.fit, {**options, "crash_at": 2})
-    assert told[0]["samples"] == [50 * before, 100 * before]
-    told = ranks(after).run(jobs.fit, {**options, "resume": True})
-    for each in told:
-        assert each["resumed"] == "step-1"
-        assert each["samples"][-1] == 600
-        assert each["reason"] == "finished"
-    assert all(each["losses"] == told[0]["losses"] for each in told)
+    results = ranks(before).run(jobs.fit, {**options, "crash_at": 2})
+    assert results[0]["samples"] == [50 * before, 100 * before]
+    results = ranks(after).run(jobs.fit, {**options, "resume": True})
+    for result in results:
+        assert result["resumed"] == "step-1"
+        assert result["samples"][-1] == 600
+        assert result["reason"] == "finished"
+    assert all(result["losses"] == results[0]["losses"] for result in results)
 
 
 def seen(rank, folder, options):
     """The rows that a rank trains on, told by their dense values, before a crash or after it."""
-    data, found = jobs.planted(600), []
+    data, actual = jobs.planted(600), []
     crash_at = options.pop("crash_at", None)
     callbacks = [jobs.CrashAt(crash_at)] if crash_at else []
     trainer = jobs.make_trainer(data, folder, callbacks=callbacks, epochs=1, **options)
@@ -145,13 +145,13 @@ def seen(rank, folder, options):
     real = step._backward
 
     def backward(batches, *options):
-        found.append([batch.dense.clone() for batch in batches])
+        actual.append([batch.dense.clone() for batch in batches])
         real(batches, *options)
 
     step._backward = backward
     with suppress(jobs.Crash):
         trainer.fit()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
@@ -162,26 +162,26 @@ def test_every_row_is_seen_once_across_a_change_of_ranks(ranks, tmp_path, before
     second = ranks(after).run(seen, tmp_path, options)
     rows = [batch for rank in first for step in rank[:2] for batch in step]  # what came after the checkpoint is undone
     rows += [batch for rank in second for step in rank for batch in step]
-    found, expected = torch.cat(rows), jobs.planted(600).train.dense
-    assert torch.equal(found[found[:, 0].argsort()], expected[expected[:, 0].argsort()])
+    actual, expected = torch.cat(rows), jobs.planted(600).train.dense
+    assert torch.equal(actual[actual[:, 0].argsort()], expected[expected[:, 0].argsort()])
 
 
 def test_what_is_sent_is_in_the_log(ranks):
-    told = run(ranks, 2)
-    first = told[0]["sent"][0]
+    results = run(ranks, 2)
+    first = results[0]["sent"][0]
     assert {"consensus", "sizes", "ids", "control"} <= first.keys()
     assert all(num_bytes > 0 for num_bytes in first.values())
-    assert told[0]["sent"] == told[1]["sent"]
+    assert results[0]["sent"] == results[1]["sent"]
 
 
 @pytest.mark.more
 def test_data_loader_workers_change_nothing(ranks):
     """Processes that read bring the same batches as the ranks themselves."""
     expected = run(ranks, 2, epochs=1)
-    told = run(ranks, 2, epochs=1, num_workers=2)
-    assert told[0]["losses"] == expected[0]["losses"]
-    assert told[0]["test"] == expected[0]["test"]
-    assert_same_bits(told[1]["tensors"], expected[1]["tensors"])
+    results = run(ranks, 2, epochs=1, num_workers=2)
+    assert results[0]["losses"] == expected[0]["losses"]
+    assert results[0]["test"] == expected[0]["test"]
+    assert_same_bits(results[1]["tensors"], expected[1]["tensors"])
 
 
 def sharded_dense(rank, folder, resume):
@@ -208,7 +208,7 @@ def overflowing(rank, who):
     """A step in fp16 whose gradients are not finite on one rank."""
     data = jobs.planted(200, validation=False)
     trainer = jobs.make_trainer(data, precision="fp16", epochs=1, max_steps=1)
-    before = {name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}
+    initial = {name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}
     factor = trainer.state.step.loss_scale.factor
     if rank == who:
         collection = trainer.state.step.collections[0]
@@ -216,7 +216,7 @@ def overflowing(rank, who):
     trainer.fit()
     scale = trainer.state.step.loss_scale
     assert (scale.factor, scale.overflows) == (factor / 2, 1)
-    assert_same_bits({name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}, before)
+    assert_same_bits({name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}, initial)
 
 
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks):
@@ -278,9 +278,9 @@ def interrupted(rank, folder, who):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks, tmp_path, who):
-    told = ranks(2).run(interrupted, tmp_path, who)
-    step, status, saved = told[0]
-    assert told[1] == told[0]
+    results = ranks(2).run(interrupted, tmp_path, who)
+    step, status, saved = results[0]
+    assert results[1] == results[0]
     assert 4 <= step <= 4 + 3  # steps that were agreed upon already
     assert status == 143
     assert saved == [step]

@@ -43,12 +43,12 @@ class TestPrefetcher:
 
     @pytest.mark.parametrize("depth", [1, 2])
     def test_it_makes_so_many_ahead_and_no_more(self, depth):
-        made: list[int] = []
-        with Prefetcher(self.counting(made), depth, "test") as ahead:
-            for taken in range(1, 6):
-                assert next(ahead) == taken - 1
+        produced: list[int] = []
+        with Prefetcher(self.counting(produced), depth, "test") as ahead:
+            for num_taken in range(1, 6):
+                assert next(ahead) == num_taken - 1
                 ahead.settle()
-                assert len(made) == taken + depth
+                assert len(produced) == num_taken + depth
             assert list(ahead) == [5, 6, 7, 8, 9]
 
     def test_an_error_comes_in_the_place_of_the_item(self):
@@ -65,11 +65,11 @@ class TestPrefetcher:
 
     @pytest.mark.parametrize("collective", [False, True])
     def test_closing_early_ends_thread_and_source(self, collective):
-        closed, made = [], []
+        closed, produced = [], []
 
         def source():
             try:
-                yield from self.counting(made)
+                yield from self.counting(produced)
             finally:
                 closed.append(True)
 
@@ -78,7 +78,7 @@ class TestPrefetcher:
         ahead.close()
         assert closed == [True]
         assert not any(thread.name == "test-closing" for thread in threading.enumerate())
-        assert len(made) == 3 or not collective  # ranks that close end with as many
+        assert len(produced) == 3 or not collective  # ranks that close end with as many
 
     @pytest.mark.parametrize("collective", [False, True])
     def test_after_a_failure_nobody_waits_for_a_thread_that_hangs(self, monkeypatch, collective):
@@ -155,11 +155,11 @@ def joining(rank, counts, accumulate):
 )
 def test_ranks_without_data_bring_empty_batches_until_all_have_none(ranks, counts, accumulate):
     size = len(counts)
-    told = ranks(size).run(joining, counts, accumulate)
+    results = ranks(size).run(joining, counts, accumulate)
     num_steps = -(-max(counts) // accumulate)
-    assert all(len(steps) == num_steps + 1 for steps in told)
+    assert all(len(steps) == num_steps + 1 for steps in results)
     for number in range(num_steps):
-        steps = [each[number] for each in told]
+        steps = [rank_steps[number] for rank_steps in results]
         total = steps[0][0]
         brought = [max(0, min(count - number * accumulate, accumulate)) for count in counts]
         assert total == sum((rank + 1) * n for rank, n in enumerate(brought))
@@ -171,7 +171,7 @@ def test_ranks_without_data_bring_empty_batches_until_all_have_none(ranks, count
             assert position["row"] == min((number + 1) * accumulate, counts[rank])
             assert len(keys) == 1
         assert sum(sum(weights) for _, _, weights, *_ in steps) == pytest.approx(size)
-    assert all(each[-1][0] == 0 and each[-1][1] == [] for each in told)
+    assert all(rank_steps[-1][0] == 0 and rank_steps[-1][1] == [] for rank_steps in results)
 
 
 def stopping(rank):
@@ -189,26 +189,26 @@ def stopping(rank):
 
 
 def test_a_signal_to_one_rank_ends_the_steps_of_all(ranks):
-    told = ranks(2).run(stopping)
-    assert told == [[(1, 0, 0, 1), (1, 0, 0, 2), (0, 15, 0, 2)]] * 2
+    results = ranks(2).run(stopping)
+    assert results == [[(1, 0, 0, 1), (1, 0, 0, 2), (0, 15, 0, 2)]] * 2
 
 
 def failing(rank, who):
     data, world = jobs.planted(64, validation=False), RankGroup.world()
-    taken = []
+    num_taken = []
     with stream_of(list(data.open("train", 4)), fail_after=2 if rank == who else None) as stream:
         steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data))
         ahead = Prefetcher(steps, 2, "test", collective=True)
         with pytest.raises(ValueError if rank == who else RankFailed) as caught:
-            taken.extend(ahead)
+            num_taken.extend(ahead)
         ahead.close(failed=True)
-    return len(taken), str(caught.value)
+    return len(num_taken), str(caught.value)
 
 
 def test_an_error_of_one_ranks_data_reaches_all(ranks):
-    told = ranks(4).run(failing, 2)
-    for rank, (taken, text) in enumerate(told):
-        assert taken == 2
+    results = ranks(4).run(failing, 2)
+    for rank, (num_taken, text) in enumerate(results):
+        assert num_taken == 2
         assert text == ("line 2 is bad" if rank == 2 else "rank 2 has failed: ValueError: line 2 is bad")
 
 

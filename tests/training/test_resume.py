@@ -35,12 +35,12 @@ def data() -> Dataset:
 
 
 def state_of(trainer: te.Trainer) -> dict[str, torch.Tensor]:
-    found = dict(trainer.model.state_dict())
+    actual = dict(trainer.model.state_dict())
     if trainer.dense_optimizer is not None:
         for number, state in trainer.dense_optimizer.state_dict()["state"].items():
-            found |= {f"{number}.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    found["random"] = torch.get_rng_state()
-    return found
+            actual |= {f"{number}.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    actual["random"] = torch.get_rng_state()
+    return actual
 
 
 SCHEDULES = {
@@ -98,10 +98,10 @@ def test_a_finished_run_has_nothing_more_to_do_and_more_epochs_go_on(data, tmp_p
     make_trainer(data, tmp_path / "run", epochs=2).fit()
     again = make_trainer(data, tmp_path / "run", epochs=2)
     assert again.resume() == tmp_path / "run" / "checkpoints" / "step-12"
-    before = state_of(again)
+    initial = state_of(again)
     result = again.fit()
     assert (result.steps, result.num_samples, len(result.losses)) == (12, 0, 2)
-    assert_same_bits(state_of(again), before)
+    assert_same_bits(state_of(again), initial)
     longer = make_trainer(data, tmp_path / "run", epochs=3)
     longer.resume()
     assert longer.fit().steps == 18
@@ -237,20 +237,20 @@ def test_a_run_resumes_with_changed_data_only_if_it_is_told_to(tmp_path, max_ste
 
     first = trainer(max_steps=max_steps)
     first.fit()
-    told = trainer(epochs=2, checkpoints=CheckpointOptions(on_changed_data="continue"))
-    told.resume()
-    assert (told.progress.position is None) == (max_steps is None)
+    results = trainer(epochs=2, checkpoints=CheckpointOptions(on_changed_data="continue"))
+    results.resume()
+    assert (results.progress.position is None) == (max_steps is None)
     first.state.data = ClickLog(log.files, replace(log.options, split=SplitRule(test_share=0.5)), name="log")
     with pytest.raises(ValueError, match=r"split was end 0.0 0.1\d*, is end 0.0 0.5"):
         first.resume()
     for files, message in changes:
-        first.state.data = told.state.data = csv_log(tmp_path / "log", **files)
+        first.state.data = results.state.data = csv_log(tmp_path / "log", **files)
         with pytest.raises(ValueError, match=rf"the data have changed since .*: {message}"):
             first.resume()
         with pytest.warns(UserWarning, match="The epoch restarts; rows that are held out now may have been trained on"):
-            told.resume()
-        assert (told.progress.position, told.progress.epoch_samples) == (None, 0)
-    assert told.fit().steps > (max_steps or 7)
+            results.resume()
+        assert (results.progress.position, results.progress.epoch_samples) == (None, 0)
+    assert results.fit().steps > (max_steps or 7)
 
 
 def test_a_run_that_did_not_record_its_data_resumes_with_its_split(tmp_path):
@@ -267,8 +267,8 @@ def test_a_run_that_did_not_record_its_data_resumes_with_its_split(tmp_path):
 
     first = trainer()
     first.data.number_by_line()
-    first.checkpointer.manifest, whole = (
-        lambda: {k: v for k, v in whole().items() if k != "data"},
+    first.checkpointer.manifest, full = (
+        lambda: {k: v for k, v in full().items() if k != "data"},
         first.checkpointer.manifest,
     )
     first.fit()
@@ -283,10 +283,10 @@ def test_another_model_is_refused_and_nothing_is_changed(data, tmp_path):
     torch.manual_seed(1)
     model = te.nn.DLRM(data.tables(8), data.num_dense, bottom_mlp=(8, 8), top_mlp=(8,), optimizer=ROW_WISE_ADAGRAD)
     trainer = te.Trainer(model, data, batch_size=50, folder=tmp_path / "run", verbose=False)
-    before = {name: tensor.clone() for name, tensor in state_of(trainer).items()}
+    initial = {name: tensor.clone() for name, tensor in state_of(trainer).items()}
     with pytest.raises(ValueError, match=r"model\.bottom\.\S+ is not in the checkpoint"):
         trainer.resume()
-    assert_same_bits(state_of(trainer), before)
+    assert_same_bits(state_of(trainer), initial)
 
 
 def test_early_stop_ends_the_run_and_keeps_the_best(data, tmp_path):

@@ -100,16 +100,16 @@ def trained(request, tmp_path_factory) -> tuple[Path, list[dict[str, object]]]:
 
 def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
     folder, rows = trained
-    held = te.load_run(folder / "run")
-    scores = held.predict(folder / "clicks.csv")
+    loaded_run = te.load_run(folder / "run")
+    scores = loaded_run.predict(folder / "clicks.csv")
     assert scores.dtype == np.float32
     assert len(np.unique(scores)) > 100
     asked = [{name: value for name, value in row.items() if name != "click"} for row in rows]
-    assert np.array_equal(held.predict(asked), scores)
-    assert np.array_equal(held.predict(frame_of(rows)), scores)
+    assert np.array_equal(loaded_run.predict(asked), scores)
+    assert np.array_equal(loaded_run.predict(frame_of(rows)), scores)
     parquet.write_table(frame_of(rows), tmp_path / "clicks.parquet")
-    assert np.array_equal(held.predict(str(tmp_path / "clicks.parquet"), batch_size=37), scores)
-    assert [held.predict(row) for row in asked[:40]] == scores[:40].tolist()
+    assert np.array_equal(loaded_run.predict(str(tmp_path / "clicks.parquet"), batch_size=37), scores)
+    assert [loaded_run.predict(row) for row in asked[:40]] == scores[:40].tolist()
     out = tmp_path / "scores.parquet"
     predict(PredictOptions(checkpoint=folder / "run", data=str(folder / "clicks.csv"), out=out))
     assert parquet.read_table(out)["score"].to_pylist() == scores.tolist()
@@ -117,10 +117,10 @@ def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
 
 def test_metrics_are_those_that_the_run_has_reported(trained):
     folder, rows = trained
-    held = te.load_run(folder / "run")
-    assert held.evaluate() == held.evaluate(frame_of(rows[-100:]))
+    loaded_run = te.load_run(folder / "run")
+    assert loaded_run.evaluate() == loaded_run.evaluate(frame_of(rows[-100:]))
     start, *_, end = read_run_log(folder / "run" / "log.jsonl")
-    reported, metrics = end["test"], held.evaluate()
+    reported, metrics = end["test"], loaded_run.evaluate()
     for name in ("auc", "num_samples", "best_threshold", "best_f1"):
         assert getattr(metrics, name) == reported[name]
     # On two ranks a list's embeddings of a row-wise table are summed rank by rank, which rounds otherwise.
@@ -132,19 +132,19 @@ def test_metrics_are_those_that_the_run_has_reported(trained):
 
 def test_rows_of_tables_are_read_by_id(trained):
     folder, _ = trained
-    held = te.load_run(folder / "run")
+    loaded_run = te.load_run(folder / "run")
     ids = torch.tensor([3, 1, 3])
-    rows = held.tables["user"].lookup(ids)
+    rows = loaded_run.tables["user"].lookup(ids)
     assert rows.shape == (3, 8)
     assert torch.equal(rows[0], rows[2])
-    table = held.model.embeddings["user"]
-    if held.tables["user"].config.is_dynamic:
+    table = loaded_run.model.embeddings["user"]
+    if loaded_run.tables["user"].config.is_dynamic:
         known = table.ids()[:5]
-        assert torch.equal(held.tables["user"].lookup(known), table.lookup(known))
-    elif held.tables["user"].config.placement == "device":
+        assert torch.equal(loaded_run.tables["user"].lookup(known), table.lookup(known))
+    elif loaded_run.tables["user"].config.placement == "device":
         assert torch.equal(rows, table.weight[ids])
         with pytest.raises(ValueError, match="user"):
-            held.tables["user"].lookup([10**6])
+            loaded_run.tables["user"].lookup([10**6])
 
 
 @pytest.mark.parametrize(
@@ -160,19 +160,19 @@ def test_rows_of_tables_are_read_by_id(trained):
 )
 def test_what_cannot_be_encoded_is_named(trained, change, message):
     row = {"price": 1.0, "age": 3, "user": "ü1", "item": 2, "tags": ["a"]}
-    held = te.load_run(trained[0] / "run")
+    loaded_run = te.load_run(trained[0] / "run")
     with pytest.raises(ValueError, match=message):
-        held.predict([row, row | change])
+        loaded_run.predict([row, row | change])
     with pytest.raises(
         ValueError, match=r"row 1: missing columns: age, user; the row has .* pass None for a missing value"
     ):
-        held.predict({name: value for name, value in row.items() if name not in ("user", "age")})
-    assert held.predict(row | {"item": "2", "other": object()}) == held.predict(row)
-    assert held.predict(row | {"age": "3", "price": "1e0"}) == held.predict(row)  # as CSV has them
-    assert held.predict(row | {"age": ""}) == held.predict(row | {"age": None})
+        loaded_run.predict({name: value for name, value in row.items() if name not in ("user", "age")})
+    assert loaded_run.predict(row | {"item": "2", "other": object()}) == loaded_run.predict(row)
+    assert loaded_run.predict(row | {"age": "3", "price": "1e0"}) == loaded_run.predict(row)  # as CSV has them
+    assert loaded_run.predict(row | {"age": ""}) == loaded_run.predict(row | {"age": None})
     for wrong in (3, None, np.zeros(2), [row, None]):
         with pytest.raises(TypeError, match=r"expected the path of a log or a data frame, or .* a dictionary"):
-            held.predict(wrong)
+            loaded_run.predict(wrong)
     with pytest.raises(FileNotFoundError, match="no such folder; expected the folder of a run"):
         te.load_run(trained[0] / "none")
 
@@ -207,10 +207,10 @@ def test_a_run_of_a_trainer_is_loaded_with_its_model(tmp_path):
     trainer.fit()
     with pytest.raises(ValueError, match=r"has no model config .not written by `tritonemb train`..*model=\.\.\."):
         te.load_run(tmp_path / "run")
-    held = te.load_run(tmp_path / "run", model=make_model)
+    loaded_run = te.load_run(tmp_path / "run", model=make_model)
     test_rows = frame_of(make_rows(400)).slice(400 - len(trainer.predict()))
-    assert np.array_equal(held.predict(test_rows), trainer.predict("test").numpy())
-    assert held.evaluate(test_rows).auc == trainer.evaluate().auc
+    assert np.array_equal(loaded_run.predict(test_rows), trainer.predict("test").numpy())
+    assert loaded_run.evaluate(test_rows).auc == trainer.evaluate().auc
 
 
 def test_rows_are_read_from_the_servers_of_a_run(tmp_path):
@@ -221,7 +221,7 @@ def test_rows_are_read_from_the_servers_of_a_run(tmp_path):
         tables = [replace(table, placement="server") for table in data.tables(8)]
         return te.nn.DLRM(tables, 2, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
 
-    frame, before = frame_of(make_rows(100, seed=1)), set(threading.enumerate())
+    frame, initial = frame_of(make_rows(100, seed=1)), set(threading.enumerate())
     with te.server.start(2) as servers:
         trainer = te.Trainer(
             make_model(), data, folder=tmp_path / "run", batch_size=50, verbose=False, servers=servers, staleness=1
@@ -242,11 +242,14 @@ def test_rows_are_read_from_the_servers_of_a_run(tmp_path):
             batch = next(batches)
         with pytest.raises(ValueError, match="are read from embedding servers, and cannot be trained here"):
             live.model.train()(batch.dense, batch.sparse)
-        with te.server.start(2) as others, pytest.raises(ValueError, match="2 embedding servers are not those that"):
-            te.load_run(tmp_path / "run", model=make_model, servers=others)
+        with (
+            te.server.start(2) as other_servers,
+            pytest.raises(ValueError, match="2 embedding servers are not those that"),
+        ):
+            te.load_run(tmp_path / "run", model=make_model, servers=other_servers)
     # Nothing goes on behind a run that is no more, not even where it had the checkpoint's rows in a thread.
     gc.collect()
-    for thread in set(threading.enumerate()) - before:
+    for thread in set(threading.enumerate()) - initial:
         thread.join(timeout=60)
         assert not thread.is_alive(), thread
 
@@ -285,14 +288,14 @@ def test_padding_repeats_the_first_sample_without_its_label(size):
     lengths = torch.arange(2 * size) % 3
     sparse = te.KeyedJaggedTensor(["a", "b"], torch.arange(int(lengths.sum())), lengths=lengths)
     batch = Batch(torch.randn(size, 2), sparse, torch.arange(float(size)))
-    whole = pad_batch(batch, 16)
-    assert len(whole) == (16 if size <= 16 else 32)
-    assert torch.equal(whole.labels[:size], batch.labels)
-    assert whole.labels[size:].isnan().all()
-    assert torch.equal(whole.dense, torch.cat([batch.dense, batch.dense[:1].expand(len(whole) - size, -1)]))
+    full = pad_batch(batch, 16)
+    assert len(full) == (16 if size <= 16 else 32)
+    assert torch.equal(full.labels[:size], batch.labels)
+    assert full.labels[size:].isnan().all()
+    assert torch.equal(full.dense, torch.cat([batch.dense, batch.dense[:1].expand(len(full) - size, -1)]))
     for key in ("a", "b"):
         bags = sparse.to_lists()[key]
-        assert whole.sparse.to_lists()[key] == bags + bags[:1] * (len(whole) - size)
+        assert full.sparse.to_lists()[key] == bags + bags[:1] * (len(full) - size)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))

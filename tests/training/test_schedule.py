@@ -87,8 +87,8 @@ def test_a_loss_scale_is_that_of_torch(overflows, interval, exponent):
         patch.setattr(LossScale, "SMALLEST", 0.0)
         for overflowed in [*overflows, *[False] * 3 * interval]:
             torchs.scale(torch.ones(()))  # makes the tensor of the scale
-            found = torch.tensor(float(overflowed))
-            torch._amp_update_scale_(torchs._scale, torchs._growth_tracker, found, 2.0, 0.5, interval)
+            actual = torch.tensor(float(overflowed))
+            torch._amp_update_scale_(torchs._scale, torchs._growth_tracker, actual, 2.0, 0.5, interval)
             ours.update(overflowed)
             assert (ours.factor, ours.good_steps) == (torchs.get_scale(), int(torchs._get_growth_tracker()))
     assert ours.overflows == sum(overflows)

@@ -25,14 +25,14 @@ from tritonemb.types import CacheConfig
 
 def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, jobs.Record, Any]:
     torch.manual_seed(0)
-    data, told = jobs.planted(500), jobs.Record()
+    data, record = jobs.planted(500), jobs.Record()
     cache = CacheConfig(rows=cache_rows)
     tables = [living(table, placement, cache) for table in data.tables(8)]
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
     settings = {"batch_size": 100, "epochs": 2, "log_every": 5, "evaluate_every": 5, "verbose": False} | options
-    trainer = te.Trainer(model, data, callbacks=[told, *settings.pop("callbacks", [])], **settings)
-    return trainer, told, trainer.fit(test=True)
+    trainer = te.Trainer(model, data, callbacks=[record, *settings.pop("callbacks", [])], **settings)
+    return trainer, record, trainer.fit(test=True)
 
 
 HOST = {"host_hits", "disk_read", "disk_written"}
@@ -54,12 +54,12 @@ HOST = {"host_hits", "disk_read", "disk_written"}
 @pytest.mark.parametrize("placement", ["host", "disk", CACHED])
 def test_training_gives_the_bits_of_the_device(placement, options):
     reference, expected, its_result = trained("device", **{k: v for k, v in options.items() if k != "cache_rows"})
-    trainer, told, result = trained(placement, **options)
+    trainer, record, result = trained(placement, **options)
     assert_same_bits(dict(trainer.model.state_dict()), dict(reference.model.state_dict()))
-    assert (told.losses, told.evaluations) == (expected.losses, expected.evaluations)
+    assert (record.losses, record.evaluations) == (expected.losses, expected.evaluations)
     assert (result.losses, result.steps, result.test.auc) == (its_result.losses, its_result.steps, its_result.test.auc)
     assert all(not cache for cache in expected.caches)
-    for cache in told.caches:
+    for cache in record.caches:
         assert cache.keys() == {"rows", "hit_rate", "read", "written", "stall"} | (
             HOST if placement == CACHED else set()
         )
@@ -68,65 +68,65 @@ def test_training_gives_the_bits_of_the_device(placement, options):
 
 
 def test_logs_add_up_to_what_the_caches_counted():
-    trainer, told, _ = trained(CACHED, epochs=1, evaluate_every=None)
+    trainer, record, _ = trained(CACHED, epochs=1, evaluate_every=None)
     statistics = trainer.model.embeddings.cache_statistics().values()
-    steps = [5] * len(told.caches)
-    rows = sum(cache["rows"] * n for cache, n in zip(told.caches, steps, strict=True))
-    hits = sum(cache["rows"] * cache["hit_rate"] * n for cache, n in zip(told.caches, steps, strict=True))
+    steps = [5] * len(record.caches)
+    rows = sum(cache["rows"] * n for cache, n in zip(record.caches, steps, strict=True))
+    hits = sum(cache["rows"] * cache["hit_rate"] * n for cache, n in zip(record.caches, steps, strict=True))
     total = sum(count.lookups for count in statistics)
     # The evaluations at the end look rows up too.
     assert 0 < rows <= total
     assert 0 < hits <= sum(count.hits for count in statistics)
     assert all(count.read > 0 for count in statistics)
     for name in HOST:
-        assert 0 < sum(5 * cache[name] for cache in told.caches) <= sum(getattr(count, name) for count in statistics), (
-            name
-        )
+        assert (
+            0 < sum(5 * cache[name] for cache in record.caches) <= sum(getattr(count, name) for count in statistics)
+        ), name
 
 
 @pytest.mark.parametrize("placement", ["host", CACHED])
 def test_the_report_and_the_log_have_what_was_brought(tmp_path, placement):
-    _, told, _ = trained(placement, folder=tmp_path / "run")
+    _, record, _ = trained(placement, folder=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [event["cache"] for event in events if event["event"] == "log"] == told.caches
+    assert [event["cache"] for event in events if event["event"] == "log"] == record.caches
     HtmlReport(tmp_path / "run" / "report.html", tmp_path / "run" / "log.jsonl")
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Cached tables" in page
-    assert f"{told.caches[-1]['rows']:,.0f}" in page
+    assert f"{record.caches[-1]['rows']:,.0f}" in page
     assert ("rows found in host memory" in page) == (placement == CACHED)
     if placement == CACHED:
-        assert f"{told.caches[-1]['host_hits']:,.0f}" in page
-        assert format_bytes(round(told.caches[-1]["disk_written"])) in page
+        assert f"{record.caches[-1]['host_hits']:,.0f}" in page
+        assert format_bytes(round(record.caches[-1]["disk_written"])) in page
 
 
 def test_tensorboard_has_what_was_brought(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = TensorBoard(tmp_path)
-    _, told, _ = trained(CACHED, callbacks=[board])
+    _, record, _ = trained(CACHED, callbacks=[board])
     read = accumulators.EventAccumulator(str(tmp_path))
     read.Reload()
     for name in ("rows", "hit_rate", "read", "written", "stall", *HOST):
-        found = [event.value for event in read.Scalars(f"cache/{name}")]
-        assert found == pytest.approx([cache[name] for cache in told.caches], rel=1e-6)  # of float32
+        actual = [event.value for event in read.Scalars(f"cache/{name}")]
+        assert actual == pytest.approx([cache[name] for cache in record.caches], rel=1e-6)  # of float32
 
 
 def test_more_is_made_ahead_when_asked_for():
-    made = []
+    produced = []
 
     def numbers():
         for number in range(10):
-            made.append(number)
+            produced.append(number)
             yield number
 
     with Prefetcher(numbers(), 1, "numbers") as ahead:
         ahead.settle()
-        assert made == [0]
+        assert produced == [0]
         ahead.widen()
         ahead.settle()
-        assert made == [0, 1]
+        assert produced == [0, 1]
         assert next(ahead) == 0
         ahead.settle()
-        assert made == [0, 1, 2]
+        assert produced == [0, 1, 2]
         assert list(ahead) == list(range(1, 10))
 
 

@@ -80,10 +80,10 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
 
 def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: int | None) -> CacheStatistics:
     """What is held follows from how many steps have been done, not from when anything was asked for."""
-    cache, each = Simulated(ROWS, "lru", 4 * 4 + 4, host_rows), -(-BATCHES // accumulate)
+    cache, interval = Simulated(ROWS, "lru", 4 * 4 + 4, host_rows), -(-BATCHES // accumulate)
     of_step: list[list[int]] = []  # numbers of batches
     evaluated: list[int] = []
-    in_epoch, number, before = BATCHES, 0, 0
+    in_epoch, number, initial = BATCHES, 0, 0
     for kind, ids, done in events:
         number += kind != WRITE_BACK
         if kind == TRAIN:
@@ -92,18 +92,18 @@ def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: i
                 in_epoch %= BATCHES
             in_epoch += 1
             step = len(of_step) - 1
-            held = [n for numbers in of_step[max(step // each * each, step - depth) :] for n in numbers]
-            cache.batch(ids, True, held)
+            pinned = [n for numbers in of_step[max(step // interval * interval, step - depth) :] for n in numbers]
+            cache.batch(ids, True, pinned)
             of_step[-1].append(number)
             continue
-        if done != before:
-            before, evaluated = done, []
-        held = [n for numbers in of_step[done:] for n in numbers]  # one that is next, and `depth` behind it
+        if done != initial:
+            initial, evaluated = done, []
+        pinned = [n for numbers in of_step[done:] for n in numbers]  # one that is next, and `depth` behind it
         if kind == EVALUATE:
-            cache.batch(ids, False, held + evaluated[len(evaluated) - min(depth, len(evaluated)) :])
+            cache.batch(ids, False, pinned + evaluated[len(evaluated) - min(depth, len(evaluated)) :])
             evaluated.append(number)
         else:
-            cache.write_back(held)
+            cache.write_back(pinned)
             if cache.host is not None:
                 cache.host.write_back()  # a checkpoint has them in the file
     return cache.statistics
@@ -128,18 +128,20 @@ def test_the_counts_of_a_given_prefetch_depth(monkeypatch, tmp_path, depth, opti
     """With evaluations and checkpoints in between, and an end at which steps that were made ahead are left over."""
     runs, accumulate = [], options.get("accumulate", 1)
     for seed in range(2):
-        own = dict(options)
-        if "checkpoint_steps" in own:
-            own["folder"] = tmp_path / str(seed)
-            own["checkpoints"] = te.training.CheckpointOptions(checkpoint_steps=own.pop("checkpoint_steps"))
-        runs.append(run(monkeypatch, seed, placement, prefetch_depth=depth, **own))
+        run_options = dict(options)
+        if "checkpoint_steps" in run_options:
+            run_options["folder"] = tmp_path / str(seed)
+            run_options["checkpoints"] = te.training.CheckpointOptions(
+                checkpoint_steps=run_options.pop("checkpoint_steps")
+            )
+        runs.append(run(monkeypatch, seed, placement, prefetch_depth=depth, **run_options))
     statistics, logs, events = runs[0]
     assert runs[1] == runs[0]
     assert statistics == simulated(events, depth, accumulate, 64 if placement == CACHED else None)
     assert placement != CACHED or min(statistics.host_hits, statistics.disk_read, statistics.disk_written) > 0
     assert statistics.evictions > 100
-    made = 3 * (5 + 1 + depth) if "max_steps" in options else 2 * BATCHES
-    assert sum(kind == TRAIN for kind, *_ in events) == made
+    num_steps = 3 * (5 + 1 + depth) if "max_steps" in options else 2 * BATCHES
+    assert sum(kind == TRAIN for kind, *_ in events) == num_steps
     if not options:
         assert sum(5 * log["rows"] for log in logs) == pytest.approx(statistics.lookups)
         assert sum(5 * log["read"] for log in logs) == pytest.approx(statistics.read)
@@ -168,14 +170,14 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
     te.Trainer(
         parallel, data, callbacks=[sleepy], batch_size=BATCH, max_steps=6, prefetch_depth=depth, verbose=False
     ).fit()
-    return len(sends), [found for cache in caches_of(parallel) for found in cache.statistics().values()]
+    return len(sends), [actual for cache in caches_of(parallel) for actual in cache.statistics().values()]
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.more
 def test_a_given_prefetch_depth_on_several_ranks(ranks, world):
     for depth in (0, 3):
-        found = [ranks(world).run(sharded, seed, depth) for seed in range(2)]
-        assert found[0] == found[1]
-        assert [sends for sends, _ in found[0]] == [6 + 1 + depth] * world
-        assert all(each.evictions > 0 for _, counts in found[0] for each in counts)
+        actual = [ranks(world).run(sharded, seed, depth) for seed in range(2)]
+        assert actual[0] == actual[1]
+        assert [sends for sends, _ in actual[0]] == [6 + 1 + depth] * world
+        assert all(interval.evictions > 0 for _, counts in actual[0] for interval in counts)

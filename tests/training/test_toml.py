@@ -123,13 +123,13 @@ def test_parser_threads_of_an_older_configuration_are_read(tmp_path):
 def test_logarithms_of_an_older_configuration_clamp_negative_numbers_as_then(recorded, clamps):
     """Those that were saved name all options that there were; others are of now."""
     columns = {"label": "click", "dense": ["price"], "sparse": ["user"], "log_transform": recorded}
-    others = {"num_embeddings": 100_000, "sizes": [], "dynamic": False, "integers": []}
-    saved = from_plain(columns | others, Schema(), "here")
+    defaults = {"num_embeddings": 100_000, "sizes": [], "dynamic": False, "integers": []}
+    saved = from_plain(columns | defaults, Schema(), "here")
     assert (saved.is_logarithmic("price"), saved.clamps("price")) == (clamps, clamps)
     assert from_plain(plain(saved), Schema(), "here") == saved
     assert not from_plain(columns | {"integers": ["user"]}, Schema(), "here").clamps("price")
     assert not from_plain(plain(Schema("click", ("price",), ("user",), True)), Schema(), "here").clamps("price")
-    criteo = from_plain({"log_transform": True, "label": "", "dense": [], "sparse": []} | others, Schema(), "here")
+    criteo = from_plain({"log_transform": True, "label": "", "dense": [], "sparse": []} | defaults, Schema(), "here")
     assert all(schema.is_logarithmic("int_2") and schema.clamps("int_2") for schema in (criteo, Schema()))
 
 

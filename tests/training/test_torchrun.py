@@ -72,14 +72,14 @@ class Job:
 
     def workers(self) -> dict[int, psutil.Process]:
         """The processes that train, by rank."""
-        found = {}
+        actual = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if "tritonemb" in child.cmdline():
-                    found[int(child.environ()["RANK"])] = child
+                    actual[int(child.environ()["RANK"])] = child
             except (psutil.Error, KeyError):  # it has just begun, or has just ended
                 continue
-        return found
+        return actual
 
     def wait_for_checkpoint(self, step: int = 0) -> dict[int, psutil.Process]:
         """The processes, once they have saved that step or a later one."""
@@ -92,10 +92,10 @@ class Job:
 
     def finish(self, timeout: float = 240.0) -> int:
         """The exit status of torchrun; nothing that it has started is left."""
-        before = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         status = self.process.wait(timeout)
         self._reader.join(60.0)
-        _, alive = psutil.wait_procs(before, timeout=60.0)
+        _, alive = psutil.wait_procs(children, timeout=60.0)
         assert not alive, alive
         return status
 
@@ -178,7 +178,7 @@ def test_the_ranks_end_with_a_torchrun_that_is_killed_before_they_train(start):
     job, workers = start(), {}
 
     def imports_torch(rank: psutil.Process) -> bool:
-        return any("libtorch_python" in each.path for each in rank.memory_maps())
+        return any("libtorch_python" in mapping.path for mapping in rank.memory_maps())
 
     while len(workers) < 2 or not all(map(imports_torch, workers.values())):
         assert job.process.poll() is None, job.output

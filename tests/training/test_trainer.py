@@ -38,10 +38,10 @@ def make_trainer(data: Dataset, model: nn.Module, **options) -> te.Trainer:
 def test_it_learns_the_planted_model(data, optimizer):
     """0.77 of at most 0.83: a model that learned nothing has 0.5, one that learned only the dense part 0.6."""
     trainer = make_trainer(data, make_model(data, optimizer), epochs=3 if optimizer is None else 2)
-    before = trainer.evaluate().auc
+    initial = trainer.evaluate().auc
     result = trainer.fit()
     metrics = trainer.evaluate()
-    assert before < 0.65
+    assert initial < 0.65
     assert 0.77 < metrics.auc < data.best_auc
     assert metrics.normalized_entropy < 0.9
     assert result.losses[-1] < result.losses[0]
@@ -119,12 +119,12 @@ def test_a_model_of_fused_tables_alone_trains():
 def test_evaluate_changes_nothing_and_follows_the_split(data):
     model = make_model(data)
     model.train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainer = make_trainer(data, model)
     assert trainer.evaluate("train").num_samples == 20_000
     assert trainer.evaluate("test").num_samples == 4_000
     assert model.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="no 'validation' rows"):
         trainer.evaluate("validation")
 
@@ -197,24 +197,24 @@ def test_steps_of_several_batches_are_those_of_one_large_batch(data, small):
 def test_sixteen_bit_products_learn_and_tables_stay_fp32(data, precision):
     model = make_model(data)
     trainer = make_trainer(data, model, precision=precision)
-    before = trainer.evaluate().auc
+    initial = trainer.evaluate().auc
     trainer.fit()
-    assert trainer.evaluate().auc > before + 0.1
+    assert trainer.evaluate().auc > initial + 0.1
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_an_overflow_under_fp16_changes_nothing_but_the_scale(data):
     model = make_model(data)
     trainer = make_trainer(data, model, precision="fp16")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     (batch,) = [next(data.open("train", 64, shuffle=True))]
     trainer.state.step.loss_scale.factor = 2.0**40  # fp16 ends at 65,504
     assert trainer.step([batch]) == 64
     assert (trainer.state.step.loss_scale.factor, trainer.state.step.loss_scale.overflows) == (2.0**39, 1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, initial[name]) for name, tensor in model.state_dict().items())
     trainer.state.step.loss_scale.factor = 2.0**10
     trainer.step([batch])
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+    assert not any(torch.equal(tensor, initial[name]) for name, tensor in model.named_parameters())
 
 
 def test_the_loss_scale_does_not_change_the_step(data):
@@ -237,10 +237,10 @@ def test_an_unknown_precision_is_refused(data):
 
 def test_schedules_set_the_rates_of_dense_part_and_tables_apart(data):
     class Rates(te.training.Callback):
-        found: list[tuple[float | None, float | None]] = []  # noqa: RUF012 (one object is made)
+        logged: list[tuple[float | None, float | None]] = []  # noqa: RUF012 (one object is made)
 
         def on_log(self, log):
-            self.found.append((log.dense_lr, log.table_lr))
+            self.logged.append((log.dense_lr, log.table_lr))
 
     rates = Rates()
     trainer = make_trainer(
@@ -254,8 +254,8 @@ def test_schedules_set_the_rates_of_dense_part_and_tables_apart(data):
         callbacks=[rates],
     )
     trainer.fit()
-    assert [dense for dense, _ in rates.found] == [0.25, 0.5, 0.5, 0.5]
-    assert [table for _, table in rates.found] == pytest.approx([0.05, 0.0375, 0.025, 0.0125])
+    assert [dense for dense, _ in rates.logged] == [0.25, 0.5, 0.5, 0.5]
+    assert [table for _, table in rates.logged] == pytest.approx([0.05, 0.0375, 0.025, 0.0125])
     (group,) = [group for group in trainer.model.embeddings.fused_optimizer.param_groups]  # noqa: C416
     assert group["lr"] == pytest.approx(0.0125)
     assert float(trainer.model.embeddings.learning_rate) == pytest.approx(0.0125)

@@ -171,7 +171,7 @@ class Loop:
                 step, last = self._next_step(steps)  # before the events, which depend on whether this was the last step
                 if last or self._finished or self._stop_signal is not None:
                     self._report_skipped_rows(step[1], f"train {epoch}")
-                # Before a checkpoint, train the steps whose rows have been prefetched: it must not have rows of later steps.
+                # Before a checkpoint, train all steps whose rows have been prefetched: it must not have later rows.
                 draining = (self._stop_signal is not None or self._checkpoint_due()) and self._has_prefetched_steps()
                 self._finish_step(epoch, last, save=not draining)
                 if draining:

@@ -316,9 +316,9 @@ class TestLive:
         view = self.view()
         view.on_step(step(600))
         view.on_end(end())
-        rest = self.stream.getvalue().rpartition("\x1b[2K")[2]
-        assert "600/1,200" not in rest
-        assert SUMMARY in rest
+        tail = self.stream.getvalue().rpartition("\x1b[2K")[2]
+        assert "600/1,200" not in tail
+        assert SUMMARY in tail
 
     def test_errors_that_go_to_a_file_stay_there(self, monkeypatch):
         errors = io.StringIO()

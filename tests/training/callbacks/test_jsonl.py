@@ -89,11 +89,11 @@ def test_a_failure_is_logged_with_its_exception(tmp_path):
 @pytest.mark.parametrize("ends", [False, None, "SIGTERM"], ids=["killed", "failed", "stopped"])
 @pytest.mark.parametrize(("died", "resumed"), [(700, 600), (600, 600), (620, 600), (350, 200), (1200, 0)])
 def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(tmp_path, died, resumed, ends):
-    whole, path = tmp_path / "whole.jsonl", tmp_path / "run.jsonl"
-    train([RunLog(whole)])
+    full_path, path = tmp_path / "whole.jsonl", tmp_path / "run.jsonl"
+    train([RunLog(full_path)])
     train([RunLog(path)], last=died, ends=FitEnd(ends, died, 100, 1.0, 1.0) if ends else ends)
     train([RunLog(path, resume=True)], first=resumed)
-    assert lasting(path) == lasting(whole)
+    assert lasting(path) == lasting(full_path)
     events = read_run_log(path)
     assert [event["first_step"] for event in events if event["event"] == "start"] == [0, resumed]
     assert [event["event"] for event in events].count("end") == 1
@@ -104,14 +104,14 @@ def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(tmp_path, died, resum
 def test_a_half_written_last_line_is_dropped(tmp_path, cut):
     path = tmp_path / "run.jsonl"
     train([RunLog(path)], last=400, ends=False)
-    before = read_run_log(path)
+    initial = read_run_log(path)
     with path.open("a") as file:
         file.write(json.dumps({"event": "log", "step": 500, "text": "x" * 100})[:cut])
-    assert read_run_log(path) == before
+    assert read_run_log(path) == initial
     train([RunLog(path)], first=400)
-    whole = tmp_path / "whole.jsonl"
-    train([RunLog(whole)])
-    assert lasting(path) == lasting(whole)
+    full_path = tmp_path / "whole.jsonl"
+    train([RunLog(full_path)])
+    assert lasting(path) == lasting(full_path)
 
 
 @pytest.mark.parametrize("damage", ["{", "[1]", '{"event": "log"}', '{"step": 3}', "", '{"event": "log", "step": "3"}'])
@@ -138,11 +138,11 @@ def test_a_damaged_last_line_that_was_finished_is_named_too(tmp_path):
 def test_the_log_of_another_run_is_not_touched(tmp_path):
     path = tmp_path / "run.jsonl"
     train([RunLog(path)])
-    before = path.read_text()
+    initial = path.read_text()
     with pytest.raises(FileExistsError, match="log of another run"):
         RunLog(path).on_start(start())
     RunLog(path, resume=True)  # cuts when training starts
-    assert path.read_text() == before
+    assert path.read_text() == initial
     train([RunLog(path, resume=True)], last=300)
     assert lasting(path)[-1]["step"] == 300
 

@@ -256,12 +256,12 @@ def test_ten_thousand_logs_make_a_small_page(tmp_path):
 
 def test_a_damaged_log_leaves_the_old_report(tmp_path):
     train(callbacks(tmp_path))
-    before = (tmp_path / "report.html").read_bytes()
+    initial = (tmp_path / "report.html").read_bytes()
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
     (tmp_path / "run.jsonl").write_text("\n".join([lines[0], "{", *lines[1:], ""]))
     with pytest.raises(ValueError, match="line 2"):
         report(tmp_path)
-    assert (tmp_path / "report.html").read_bytes() == before
+    assert (tmp_path / "report.html").read_bytes() == initial
 
 
 def test_thinning_keeps_extremes_and_gaps():
@@ -269,10 +269,10 @@ def test_thinning_keeps_extremes_and_gaps():
     points[33_333] = (33_333, 7.0)
     points[66_666] = (66_666, -7.0)
     points[77_777] = (77_777, math.nan)
-    kept = thin(points)
-    assert len(kept) <= 1000
-    assert {points[33_333], points[66_666], points[77_777]} <= set(kept)
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    thinned = thin(points)
+    assert len(thinned) <= 1000
+    assert {points[33_333], points[66_666], points[77_777]} <= set(thinned)
+    assert [x for x, _ in thinned] == sorted(x for x, _ in thinned)
     assert thin(points[:1000]) == points[:1000]
     assert len(thin([(number, math.nan if number % 2 else 1.0 + number % 3) for number in range(1001)])) <= 1000
 
@@ -299,11 +299,11 @@ def test_every_range_can_be_drawn(seed):
     centre, spread = dice.choice([-1, 0, 1]) * 10 ** dice.uniform(-12, 12), 10 ** dice.uniform(-12, 12)
     points = [(number, centre + dice.gauss(0, spread)) for number in range(dice.randint(1, 40))]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    found = ticks(low, high, outside=True)
-    slack = 1e-6 * (found[-1] - found[0])
-    assert found[0] <= low + slack
-    assert found[-1] >= high - slack
-    assert 2 <= len(found) <= 9
+    actual = ticks(low, high, outside=True)
+    slack = 1e-6 * (actual[-1] - actual[0])
+    assert actual[0] <= low + slack
+    assert actual[-1] >= high - slack
+    assert 2 <= len(actual) <= 9
     for unit in (PLAIN, COUNT, SHARE, RATE):
         check_chart(chart([points, points[::2]], unit, 40, level=high, resumed=[3, 50]))
 
