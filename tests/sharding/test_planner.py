@@ -656,7 +656,7 @@ def test_the_command_reads_tables_and_writes_a_plan(tmp_path, capsys):
         ("x = 1", r"expected one \[\[table\]\]"),
         ('[[table]]\nname = "a"', "table 1 .'a'.: num_embeddings is missing"),
         (TABLES.replace("dtype", "dtyp"), "unknown field 'dtyp'; did you mean 'dtype'"),
-        (TABLES.replace("bfloat16", "bfloat17"), "table 1 .'user'.: dtype must be the name of one"),
+        (TABLES.replace("bfloat16", "bfloat17"), "table 1 .'user'.: dtype must be the name of a torch dtype"),
         (TABLES.replace("row_wise", "rows"), "types must be some of"),
         (TABLES.replace("3.0", "-1.0"), "pooling_factor"),
     ],

@@ -111,7 +111,7 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("damage", "message"),
         [
-            (swap, "to another table or optimizer"),
+            (swap, "to another table"),
             (lambda path: os.truncate(path, path.stat().st_size - 4096), "bytes, expected"),
             (lambda path: os.truncate(path, 100), "too short to have a header"),
             (lambda path: path.unlink(), "cannot be opened"),

@@ -327,7 +327,7 @@ def test_a_failed_checkpoint_is_told_and_training_goes_on_or_stops(data, tmp_pat
 
 def test_saving_and_resuming_need_a_folder(data):
     trainer = make_trainer(data)
-    with pytest.raises(ValueError, match="give the trainer a folder"):
+    with pytest.raises(ValueError, match="pass folder= to the trainer"):
         trainer.save()
     with pytest.raises(ValueError, match="needs a folder: pass folder="):
         trainer.resume()
