@@ -423,9 +423,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_Pair = tuple[OffloadedParam | None, OffloadedParam | None]
-
-
 class Engine:
     """Fetches the offloaded parameters of a model from their tier into the arena, and evicts them."""
 
@@ -435,7 +432,7 @@ class Engine:
         self.by_storage: dict[int, OffloadedParam] = {}
         self._lru: OrderedDict[OffloadedParam, None] = OrderedDict()
         # Prefetch: the last two parameters used, and the successor of such a pair in a forward, or in a backward.
-        self._last_two: _Pair = (None, None)
+        self._last_two: tuple[OffloadedParam | None, OffloadedParam | None] = (None, None)
         self._successors: dict[tuple[OffloadedParam | None, OffloadedParam | None, bool], OffloadedParam] = {}
         # Counters of the report.
         self.uses = self.waits = self.unexpected = 0

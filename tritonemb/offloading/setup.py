@@ -123,8 +123,8 @@ def offload(
     buffer_bytes = budget_bytes - (arena_bytes if params != "device" else 0) if states == "disk" else budget_bytes // 8
     elements = SUB_GROUP_ELEMENTS
     if "disk" in (params, states):
-        limit = min(SUB_GROUP_ELEMENTS, buffer_bytes // (MIN_SUB_GROUPS * BUFFER_ELEMENT_BYTES))
-        elements = max(PIECE_ELEMENTS, limit // PIECE_ELEMENTS * PIECE_ELEMENTS)
+        elements = min(elements, buffer_bytes // (MIN_SUB_GROUPS * BUFFER_ELEMENT_BYTES))
+        elements = max(PIECE_ELEMENTS, elements // PIECE_ELEMENTS * PIECE_ELEMENTS)
 
     # Create tiers and the offloaded counterparts, which may raise; then move values, which changes the model.
     names = dict.fromkeys((params, states, activations))

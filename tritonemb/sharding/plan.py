@@ -53,13 +53,11 @@ class Sharding:
         title, rows = f"table {table.name!r}", rows_to_shard(table)
         if isinstance(self, DataParallel):
             if table.is_dynamic:
-                raise ValueError(f"{title} is dynamic, which must be row-wise sharded, not replicated")
+                raise ValueError(f"{title} is dynamic, so it must be row-wise sharded, not replicated")
             return [Shard(rank, 0, rows, 0, table.embedding_dim) for rank in range(world_size)]
         owners, shards = _owners(self, table, title, world_size, local_world_size), []
         if table.is_dynamic and (len(owners) > 1 or table.capacity is None):
-            raise ValueError(
-                f"{title} is dynamic, which must be row-wise sharded, with a capacity in rows, not in bytes"
-            )
+            raise ValueError(f"{title} is dynamic, so it must be row-wise sharded, with a capacity in rows")
         for ranks, (first_column, width) in zip(owners, _column_blocks(self, table, title, len(owners)), strict=True):
             for rank, (first, size) in zip(ranks, _row_blocks(self, table, title, rows, len(ranks)), strict=False):
                 shards.append(Shard(rank, first, size, first_column, width))
@@ -371,8 +369,7 @@ class ShardingPlan(JsonFile):
         for name, sharding in self.tables.items():
             fields = vars(sharding) | (vars(self.placements[name]) if name in self.placements else {})
             values = {key: value for key, value in fields.items() if value is not None}
-            values = {"type": _NAMES[type(sharding)]} | values
-            tables.append(f"    {json.dumps(name)}: {json.dumps(values)}")
+            tables.append(f"    {json.dumps(name)}: {json.dumps({'type': _NAMES[type(sharding)]} | values)}")
         head, body = "".join(f'  "{name}": {value},\n' for name, value in sizes.items()), ",\n".join(tables)
         return f'{{\n{head}  "tables": {{\n{body}\n  }}\n}}\n'
 
