@@ -89,8 +89,8 @@ class How:
 
 def seconds_of(model: CostModel, made: ShardingPlan, how: How) -> Array:
     """Seconds `[ranks, stages of the cost model]`."""
-    at, rank = model.pieces(made)
-    other = at if how.cache else at._replace(cached=np.zeros_like(at.cached))
+    at, rank = model.shards(made)
+    other = at if how.cache else at._replace(cached_rows=np.zeros_like(at.cached_rows))
     if not how.hierarchy:
         other = other._replace(scheme=np.where(at.scheme == HIERARCHICAL, DIRECT, at.scheme))
     seconds = model.predict(made).seconds.copy()
@@ -98,7 +98,7 @@ def seconds_of(model: CostModel, made: ShardingPlan, how: How) -> Array:
         np.add.at(seconds, rank, model.costs(other).seconds - model.costs(at).seconds)
     if not how.fused:  # lookup, backward and optimizer: a kernel each a table; gradients of ids are written and read
         launches = LAUNCH * np.bincount(rank, minlength=model.ranks)
-        ids = model.ids[at.table] * np.where(at.scheme == REPLICAS, 1, model.ranks * at.share)
+        ids = model.ids[at.table] * np.where(at.scheme == REPLICAS, 1, model.ranks * at.id_share)
         seconds[:, LOOKUP] += launches
         moved = np.bincount(rank, ids * at.width * 8, model.ranks)
         seconds[:, UPDATE] += 2 * launches + moved / model.topology.update_bandwidth

@@ -92,7 +92,7 @@ def test_tables_have_the_shape_that_is_asked_for():
 
 def test_a_hundred_trillion_parameters_fit_in_16_bits_alone():
     refused, fits = scale.persia(100, torch.float32), scale.persia(100)
-    assert "26 tables need 406 TB with their states" in refused["error"]
+    assert "26 tables need 406 TB with optimizer states" in refused["error"]
     assert "short by " in refused["error"]
     assert "16-bit tables" in refused["error"]
     assert fits["row_bytes"] == 64 * 2 + 4 + INDEX_BYTES
@@ -101,7 +101,7 @@ def test_a_hundred_trillion_parameters_fit_in_16_bits_alone():
 
 
 def test_twelve_trillion_parameters_do_not_fit_into_16_tb_of_host_memory():
-    with pytest.raises(PlanError, match=r"need 24\.2 TB with their states.*short by .*it fits with 256 ranks, or "):
+    with pytest.raises(PlanError, match=r"need 24\.2 TB with optimizer states.*short by .*it fits with 256 ranks, or "):
         scale.planned("F1", 128, (), 1e12)
 
 

@@ -63,12 +63,12 @@ def test_a_topology_is_measured(tmp_path):
 def test_a_busy_machine():
     idle = mock.patch.object(os, "getloadavg", return_value=(1.4, 0, 0))
     with mock.patch.object(os, "getloadavg", return_value=(1.6, 0, 0)):
-        with pytest.raises(ValueError, match=r"the machine is busy: its load is 1.6, and 1 ranks measure"):
+        with pytest.raises(ValueError, match=r"the machine is busy: its load average is 1.6 with 1 ranks"):
             small(allow_busy=False)
         assert small().busy
-    with idle, mock.patch.object(module, "MOST_VARIATION", np.inf):
+    with idle, mock.patch.object(module, "MAX_VARIATION", np.inf):
         assert not small(allow_busy=False).busy
-    with idle, mock.patch.object(module, "MOST_VARIATION", -1.0), pytest.raises(ValueError, match="loop varies by"):
+    with idle, mock.patch.object(module, "MAX_VARIATION", -1.0), pytest.raises(ValueError, match="loop varies by"):
         small(allow_busy=False)
 
 

@@ -163,7 +163,7 @@ def test_a_large_table_is_on_one_tier():
     assert plan.report.bound <= plan.report.load <= 1.03 * plan.report.bound
     less = topology.but(disk=9 * GB)
     assert relaxed(tables, less, {}) is not None
-    with pytest.raises(te.PlanError, match=r"short of one of them: each table is on one tier alone; it fits with"):
+    with pytest.raises(te.PlanError, match="a table must fit on one tier; it fits with"):
         te.plan(tables, less, batch_size=256)
 
 
@@ -179,7 +179,7 @@ def relaxed(tables, topology, stats, slack=0.0):
 def tight_topology(tables, stats, ranks):
     """All three budgets 5 % above what makes the relaxation feasible, within 5 %."""
     size = sum(table.num_embeddings * (4 * table.embedding_dim + 4) for table in tables)
-    rank_memory = CostModel(tables, te.Topology(ranks, 8), 256, stats=stats).memory_of_rank
+    rank_memory = CostModel(tables, te.Topology(ranks, 8), 256, stats=stats).reserved_bytes
 
     def scaled(factor):
         hbm, nodes = 0.3 * size / ranks * factor + rank_memory, ranks // 8
@@ -264,7 +264,7 @@ def test_odd_tables_keep_their_budgets_and_stay_where_they_are(table, stats, top
     if types == ("grid", "table_wise") and local in (1, ranks):
         types = ("table_wise",)
     use = {"a": TableStats(**stats)}
-    rank_memory = CostModel([config], te.Topology(ranks, local), 256, stats=use).memory_of_rank
+    rank_memory = CostModel([config], te.Topology(ranks, local), 256, stats=use).reserved_bytes
     size = rows * (dim * config.dtype.itemsize + 4)
     cluster = te.Topology(ranks, local, hbm=rank_memory + 3 * size + 1e7, host=2 * size + 1e6)
     options = {"batch_size": 256, "stats": use, "constraints": {"a": Constraint(types=types)}}
@@ -339,7 +339,7 @@ def test_twelve_trillion_parameters_are_refused_where_hosts_are_too_small():
     text = str(refused.value)
     assert "24.2 TB" in text  # 12 T x 2 bytes, and 4 a row
     assert "256 ranks" in text
-    assert "host memory a node" in text
+    assert "host memory per node" in text
 
 
 def test_what_an_error_names_helps():
@@ -360,16 +360,16 @@ def refused(*args, **options):
 def test_an_error_says_what_takes_the_memory_beside_tables():
     small = [te.TableConfig("a", 100, 64)]
     text = refused(small, te.Topology(1, hbm=100e6, host=0), batch_size=16)
-    assert "no device memory is left for tables, 0 B a rank: 100 MB less 120 MB for the runtime, " in text
+    assert "no device memory is left for tables, 0 B per rank: 100 MB less 120 MB for the runtime, " in text
     assert ": short by 20" in text
-    assert "device memory a rank" in text
+    assert "device memory per rank" in text
     text = refused(
         small, te.Topology(1, hbm=1e9, host=0), batch_size=65_536, dense_parameters=20_000_000, activation_bytes=6e8,
     )  # fmt: skip
     for part in ("600 MB for activations", "320 MB for other layers", "MB for batches of 65,536 samples in flight"):
         assert part in text
     text = refused(small, te.Topology(1, hbm=1e9, host=0), batch_size=2_000_000)
-    assert "it fits with 8 GB of device memory a rank, or batches of 500,000 samples a rank" in text
+    assert "it fits with 8 GB of device memory per rank, or batches of 500,000 samples per rank" in text
 
 
 def test_an_error_says_what_the_smallest_shard_lacks():
@@ -378,13 +378,13 @@ def test_an_error_says_what_the_smallest_shard_lacks():
     topology = te.Topology(64, hbm=1e9, host=0)
     text = refused(tables, topology, batch_size=20_000, constraints={"*": Constraint(types="table_wise")})
     assert "table 't0' cannot be placed under" in text
-    match = re.search(r"its smallest shard, .*, take ([\d.]+) GB of device memory, short by ([\d.]+) (.B)", text)
+    match = re.search(r"its smallest shard, .*, needs ([\d.]+) GB of device memory, short by ([\d.]+) (.B)", text)
     model = CostModel(tables, topology, 20_000)
-    at = model.pieces(ShardingPlan(dict.fromkeys(("t0", "t1"), TableWise(0)), 64))[0]
+    at = model.shards(ShardingPlan(dict.fromkeys(("t0", "t1"), TableWise(0)), 64))[0]
     size = model.costs(at).memory[0, 0]
     assert float(match[1]) == pytest.approx(size / 1e9, rel=0.01)
     short = float(match[2]) * {"MB": 1e6, "GB": 1e9}[match[3]]
-    assert short == pytest.approx(size - (1e9 - model.memory_of_rank), rel=0.01)
+    assert short == pytest.approx(size - (1e9 - model.reserved_bytes), rel=0.01)
 
 
 @pytest.mark.parametrize("number", [7, 47])  # on one rank; the largest, sharded by rows
@@ -420,12 +420,12 @@ def test_a_plan_says_what_it_is(tmp_path):
     tables, stats = zipf_tables(60, 1)
     plan = te.plan(tables, te.Topology(16, 8), batch_size=512, stats=stats)
     text = str(plan)
-    assert "Plan for 16 ranks, 8 a node" in text
+    assert "Plan for 16 ranks, 8 per node" in text
     assert "20 more" in text
     assert "next best" in text
     slowest = max(plan.report.tables, key=lambda each: each.seconds)
     assert slowest.table.name in text
-    assert "ids a sample" in plan.explain(slowest.table.name)
+    assert "ids per sample" in plan.explain(slowest.table.name)
     page = plan.to_html()
     assert page.count("<svg") == 2
     assert "<script" not in page
@@ -492,11 +492,11 @@ def test_tables_that_only_servers_can_have_go_there():
     [
         ({"tables": []}, ValueError, "there are no tables"),
         ({"tables": [te.TableConfig("a", 10, 4), te.TableConfig("a", 10, 4)]}, ValueError, "two tables are named 'a'"),
-        ({"batch_size": None}, ValueError, "give batch_size"),
+        ({"batch_size": None}, ValueError, "pass batch_size"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"batch_size": 1.5}, TypeError, "batch_size must be an int"),
-        ({"stats": {"nobody": TableStats()}}, ValueError, "statistics of the table 'nobody'"),
-        ({"constraints": {"nobody": Constraint()}}, ValueError, r"constraints\['nobody'\] fits no table"),
+        ({"stats": {"nobody": TableStats()}}, ValueError, "statistics of an unknown table 'nobody'"),
+        ({"constraints": {"nobody": Constraint()}}, ValueError, r"constraints\['nobody'\] matches no table"),
         ({"constraints": {"a": Constraint(), "*": Constraint()}}, ValueError, "'a' has two constraints, 'a' and"),
         ({"constraints": {"a": "row_wise"}}, TypeError, "must be a te.sharding.Constraint"),
         ({"constraints": {"a": Constraint(placements="disk")}}, ValueError, "the topology lacks"),
@@ -607,15 +607,15 @@ def test_shares_of_uneven_shards_are_predicted():
     shardings = {"a": RowWise([1, 0], [800, 200]), "b": RowWise([0, 1], [4, 12])}
     shares = TablePlacement("disk", cache_share=0.25, host_share=0.5)
     model = CostModel(tables, te.Topology(2), 16)
-    at, rank = model.pieces(ShardingPlan(shardings, 2, placements={"a": shares, "b": shares}))
+    at, rank = model.shards(ShardingPlan(shardings, 2, placements={"a": shares, "b": shares}))
     assert rank.tolist() == [1, 0, 0, 1]
-    assert at.cached.tolist() == [200, 50, 6_250, 18_750]
+    assert at.cached_rows.tolist() == [200, 50, 6_250, 18_750]
     assert at.host_rows.tolist() == [400, 100, 12_500, 37_500]
     whole = TablePlacement("disk", cache_share=0.75, host_share=1)
-    at, _ = model.pieces(
+    at, _ = model.shards(
         ShardingPlan(shardings, 2, placements={"a": whole, "b": TablePlacement("disk", 20_000, 10_000)})
     )
-    assert at.cached.tolist() == [600, 150, 20_000, 20_000]
+    assert at.cached_rows.tolist() == [600, 150, 20_000, 20_000]
     assert at.host_rows.tolist() == [200, 50, 5_000, 10_000]
 
 

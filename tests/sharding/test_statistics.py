@@ -94,7 +94,7 @@ def test_distinct_rows_of_zipf_batches(zipf):
         assert stats.distinct(ROWS, size) == pytest.approx(measured, rel=0.05)
     assert stats.distinct(ROWS, 4096) == pytest.approx(np.mean([len(np.unique(ids)) for ids in batches]), rel=0.02)
     assert stats.repeats < 0.02
-    assert len(stats.hotness) <= statistics.MOST_GROUPS
+    assert len(stats.hotness) <= statistics.MAX_GROUPS
     assert stats.pooling_factor == 1
     assert len(stats.row_share) == 64
 
@@ -110,7 +110,7 @@ def test_misses_of_a_cache_with_the_hottest_rows(zipf):
 
 def test_memory_is_bounded(zipf, monkeypatch):
     batches, _, exact = zipf
-    monkeypatch.setattr(statistics, "MOST_IDS", 4096)
+    monkeypatch.setattr(statistics, "MAX_IDS", 4096)
     counts, most = statistics._Counts(["f"], "t", ROWS), 0
     for ids in batches:
         counts.add({"f": (len(ids), ids)}, "")
@@ -238,11 +238,11 @@ def test_rows_that_a_table_does_not_have():
     ("data", "options", "error", "text"),
     [
         ([], {}, ValueError, "there are no batches"),
-        ([batch_of(g=[[1]])], {"tables": [table()]}, ValueError, r"batch 1 lacks feature 'f', .* 't' .*\['g'\]"),
+        ([batch_of(g=[[1]])], {"tables": [table()]}, ValueError, r"batch 1 lacks feature 'f' of table 't'.*\['g'\]"),
         ([batch_of(f=[[1]]), batch_of(f=[[2, 10]])], {"tables": [table(10)]}, ValueError, "batch 2: feature 'f' has "
-         "the id 10, and table 't' 10 rows"),
+         "the id 10, but table 't' has 10 rows"),
         ([batch_of(f=[[-1]])], {"tables": [table(10)]}, ValueError, "id -1"),
-        (batch_of(f=[[1]]), {}, TypeError, "data must be batches"),
+        (batch_of(f=[[1]]), {}, TypeError, "data must be an iterable of batches"),
         ([torch.ones(3)], {}, TypeError, "batch 1 is a Tensor without a KeyedJaggedTensor"),
         ([batch_of(f=[[1]])], {"tables": [7]}, TypeError, "TableConfigs"),
         ([batch_of(f=[[1]])], {"tables": [table(), table()]}, ValueError, "two tables are named 't'"),

@@ -1,4 +1,4 @@
-"""The planner: where tables go, what that costs, and why; statistics and rates that it reads, measured."""
+"""The planner: sharding plans of least cost, their reports; statistics of data and calibration of rates."""
 
 from tritonemb.sharding.planner.options import PlanError
 from tritonemb.sharding.planner.planner import plan, plan_job

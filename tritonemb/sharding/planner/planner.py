@@ -1,4 +1,4 @@
-"""`plan`: which rank has which part of which table, on which tier, so that a step is fast and everything fits."""
+"""`plan`: choose sharding, tier and cache of each table, so that a step is fast and everything fits."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
 from tritonemb.sharding.planner.cost_model import CostModel, Prediction
-from tritonemb.sharding.planner.options import Constraint, Option, PlanError, make_problem, named, sharding, shards_in
+from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, encode, make_problem, with_blocks
 from tritonemb.sharding.planner.report import PlanReport, TableReport
-from tritonemb.sharding.planner.search import Placed, Solution, fewest_shards, relax, solve, stay, tables_of, totals
+from tritonemb.sharding.planner.search import Assignment, Solution, fewest_shards, keep, relax, solve, tables_of, totals
 from tritonemb.sharding.planner.shard_packing import Problem
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.sharding.planner.topology import Topology
@@ -27,9 +27,9 @@ from tritonemb.types import TableConfig, checked_number, checked_size
 from tritonemb.utils import did_you_mean, format_bytes
 
 _log = logging.getLogger(__name__)
-SAMPLES = 1_024  # of a rank, where nobody says how many
-MOST_RESERVED = 0.5  # of a budget, before nothing fits
-STAYS = 1.02  # of a new plan's load: a running plan's shards stay where they are up to this
+DEFAULT_BATCH_SIZE = 1_024  # samples per rank
+MAX_RESERVE = 0.5  # of a budget, before planning fails
+KEEP_WITHIN = 1.02  # of a new plan's load: a running plan's shards stay up to this
 
 
 def plan(
@@ -39,19 +39,19 @@ def plan(
     previous: ShardingPlan | None = None, exchange: ExchangePrecision | None = None, copies: int | None = 1,
     dense_parameters: int | None = None, activation_bytes: float = 0.0,
 ) -> ShardingPlan:  # fmt: skip
-    """Place tables on the ranks of a cluster: sharding, tier, rows to cache. The same arguments give the same plan.
+    """Plan the sharding, tier and cached rows of tables on a cluster. Deterministic in its arguments.
 
     Args:
-        tables: or a model, whose embedding collections have them, and the optimizer; then its other layers count.
-        topology: what the job runs on.
-        batch_size: samples of a rank; or `global_batch_size`, of all.
-        optimizer: of the tables, for its states; row-wise Adagrad if not given.
-        stats: how tables are used, from `te.collect_stats`; without them one id a sample and feature, all as often.
+        tables: configs, or a model with embedding collections, which also has the optimizer and other layers.
+        topology: ranks, memory, rates and latencies of the cluster.
+        batch_size: samples per rank; or `global_batch_size`, of all ranks.
+        optimizer: of the tables, for its states; row-wise Adagrad by default.
+        stats: usage of the tables, from `te.collect_stats`; by default one id per sample and feature, uniform.
         constraints: by table, or by a pattern such as "user_*"; a table's own `placement` does not bind.
-        previous: a plan in use: shards stay where they are unless that costs more than 2 % of the time.
+        previous: the running plan: its shards stay unless that costs more than 2 % of the time.
         exchange: codecs of the output exchange.
         copies: of the tables, each on a part of the nodes; None tries all numbers.
-        dense_parameters: of the other layers, where no model is given.
+        dense_parameters: parameters of the other layers, if no model is passed.
         activation_bytes: of the other layers, at their peak, on each rank.
 
     Returns:
@@ -61,158 +61,164 @@ def plan(
         PlanError: the tables do not fit.
         TypeError, ValueError: naming the argument, and the table.
     """
+    # Check the arguments.
     collections, configs = tables_in(tables)
     if (batch_size is None) == (global_batch_size is None):
-        raise ValueError("give batch_size, the samples of a rank, or global_batch_size, those of all ranks")
+        raise ValueError("pass batch_size, the samples per rank, or global_batch_size, the samples of all ranks")
     if batch_size is None:
         batch_size = -(-checked_size("global_batch_size", global_batch_size) // topology.world_size)
     if dense_parameters is None:
-        parameters = {id(each): each.numel() for each in tables.parameters()} if isinstance(tables, nn.Module) else {}
-        own = {id(each) for collection in collections for each in collection.parameters()}
-        dense_parameters = sum(size for each, size in parameters.items() if each not in own)
-    optimizer = optimizer or next((each.optimizer for each in collections if each.optimizer), RowWiseAdagrad())
-    bound = _bound_constraints(configs, constraints or {}, topology)
+        sizes = {id(p): p.numel() for p in tables.parameters()} if isinstance(tables, nn.Module) else {}
+        embedding_ids = {id(parameter) for collection in collections for parameter in collection.parameters()}
+        dense_parameters = sum(size for parameter, size in sizes.items() if parameter not in embedding_ids)
+    optimizer = optimizer or next((c.optimizer for c in collections if c.optimizer), RowWiseAdagrad())
+    rules = _constraints_of_tables(configs, constraints or {}, topology)
     size, exchange = checked_size("batch_size", batch_size), exchange or ExchangePrecision()
     if checked_number("activation_bytes", activation_bytes) < 0:
         raise ValueError(f"activation_bytes must be at least 0, got {activation_bytes}")
     if previous is not None and previous.world_size * previous.copies != topology.world_size:
         raise ValueError(
             f"previous is a plan for {previous.world_size * previous.copies} ranks, the topology has "
-            f"{topology.world_size}; plan without it, and load a checkpoint, which any plan can"
+            f"{topology.world_size}; plan without previous and load a checkpoint, which works with any plan"
         )
+    # Plan for each number of copies, and return the fastest plan.
     model = CostModel(
         configs, topology, size, optimizer, stats or {}, exchange, dense_parameters=dense_parameters,
         activation_bytes=activation_bytes,
     )  # fmt: skip
-    found, failures = list[tuple[ShardingPlan, PlanReport]](), list[PlanError]()
-    for number in _numbers_of_copies(copies, topology, configs, previous):
+    plans, failures = list[tuple[ShardingPlan, PlanReport]](), list[PlanError]()
+    for num_copies in _copies_to_try(copies, topology, configs, previous):
         try:
-            found.append(_plan(replace(model, copies=number), bound, previous))
+            plans.append(_plan(replace(model, copies=num_copies), rules, previous))
         except PlanError as error:
             failures.append(error)
-    if not found:
+    if not plans:
         raise failures[0]
-    return min(found, key=lambda each: each[1].prediction.step)[0]
+    return min(plans, key=lambda candidate: candidate[1].prediction.step)[0]
 
 
-def _plan(model: CostModel, bound: list[Constraint], previous: ShardingPlan | None) -> tuple[ShardingPlan, PlanReport]:
-    """The plan for so many copies, whose report is its own, too. PlanError if the tables do not fit."""
+def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | None) -> tuple[ShardingPlan, PlanReport]:
+    """Plan for a number of copies. Return the plan and its report. PlanError if the tables do not fit."""
     previous = previous if previous is not None and previous.copies == model.copies else None
     reserve = np.zeros(3)
     while True:
         try:
-            options, problem = make_problem(model, bound, previous, reserve.tolist())
+            options, problem = make_problem(model, rules, previous, reserve.tolist())
             solution = solve(problem)
-            if solution is None or solution.violation > 0 or (reserve > MOST_RESERVED).any():
-                raise PlanError(_why_not(model, options, problem, solution))
+            if solution is None or solution.violation > 0 or (reserve > MAX_RESERVE).any():
+                raise PlanError(_shortage(model, options, problem, solution))
         except PlanError as error:
-            raise PlanError(f"{error}; {_remedies(model, bound)}") from None
-        made = _made(model, bound, options, problem, solution, {})
-        over = _over(model, made[1].prediction)
-        if not over.any():
+            raise PlanError(f"{error}; {_remedies(model, rules)}") from None
+        new = _build(model, rules, options, problem, solution, {})
+        overrun = _overrun(model, new[1].prediction)
+        if not overrun.any():
             break
-        reserve += 1.1 * over  # blocks are rounded, and ids not spread evenly: the search does not know exactly
+        reserve += 1.1 * overrun  # rounding of blocks, and uneven ids, which the search only estimates
     if previous is None:
-        return made
-    stayed, kept = _stay(model, options, problem, solution, previous)
-    every = {number: previous.tables.get(table.name) for number, table in enumerate(model.tables)}
-    for some, keep in ((solution, every), (stayed, kept)):  # as it is, if it can stay so; or nearly
+        return new
+    # Keep the running plan as it is, or with few moves, if it is feasible and fast enough.
+    repaired, unmoved_tables = _keep_previous(model, options, problem, solution, previous)
+    all_tables = {number: previous.tables.get(table.name) for number, table in enumerate(model.tables)}
+    for candidate, unmoved in ((solution, all_tables), (repaired, unmoved_tables)):
         try:
-            found = _made(model, bound, options, problem, some, keep, previous)
-        except ValueError:  # of tables that were not there, or had other rows
+            result = _build(model, rules, options, problem, candidate, unmoved, previous)
+        except ValueError:  # a table is new, or has another number of rows
             continue
-        slower = found[1].load > STAYS * made[1].load
+        slower = result[1].load > KEEP_WITHIN * new[1].load
         allowed = all(
-            (may.types is None or each.option.kind in may.types)
-            and (may.placements is None or each.option.placement in may.placements)
-            for may, each in zip(bound, found[1].tables, strict=True)
+            (rule.types is None or table.option.kind in rule.types)
+            and (rule.placements is None or table.option.placement in rule.placements)
+            for rule, table in zip(rules, result[1].tables, strict=True)
         )
-        if allowed and not slower and not _over(model, found[1].prediction).any():
-            return found
-    return made
+        if allowed and not slower and not _overrun(model, result[1].prediction).any():
+            return result
+    return new
 
 
-def _over(model: CostModel, seen: Prediction) -> Array:
-    """By which shares the budgets of device and host memory and disk are exceeded."""
-    top, own = model.topology, model.memory_of_rank
-    used = seen.hbm.max() - own, seen.host.max(initial=0), seen.disk.max(initial=0)
-    over = np.array(used) / np.maximum([top.hbm - own, top.host, top.disk], 1.0) - 1
+def _overrun(model: CostModel, prediction: Prediction) -> Array:
+    """Return the excess over the budgets of device memory, host memory and disk, as shares of these."""
+    top, reserved = model.topology, model.reserved_bytes
+    used = prediction.hbm.max() - reserved, prediction.host.max(initial=0), prediction.disk.max(initial=0)
+    over = np.array(used) / np.maximum([top.hbm - reserved, top.host, top.disk], 1.0) - 1
     return np.where(over > 1e-9, over, 0.0)
 
 
-def _made(
-    model: CostModel, bound: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution,
-    keep: Mapping[int, Sharding | None], previous: ShardingPlan | None = None,
+def _build(
+    model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution,
+    unmoved: Mapping[int, Sharding | None], previous: ShardingPlan | None = None,
 ) -> tuple[ShardingPlan, PlanReport]:  # fmt: skip
-    """A solution's plan and report; tables to `keep` are as in the `previous` plan. ValueError if that cannot be."""
+    """Build a solution's plan and report. `unmoved` tables are as in the `previous` plan; ValueError if invalid."""
     shardings: dict[str, Sharding] = {}
     placements: dict[str, TablePlacement] = {}
-    picked: list[tuple[Option, Option | None, float]] = []
-    units, places, shares = solution.placed[1:]
-    for number, (table, of_table, may) in enumerate(zip(model.tables, options, bound, strict=True)):
-        first, at = int(problem.table_options[number]), int(solution.placed.chosen[number])
-        option, cost = of_table[at - first], solution.cost[first : first + len(of_table)]
-        allowed = Constraint() if model.ranks == 1 else may
-        unit, last = problem.option_units[at : at + 2]
-        of_option = (units >= unit) & (units < last)
-        shards = units[of_option] - unit, places[of_option], shares[of_option]
-        shardings[table.name], found = sharding(table, model.stats[table.name], option, allowed, *shards)
-        share, on_host = option.cached or None, option.on_host or None
-        placements[table.name] = TablePlacement(option.placement, cache_share=share, host_share=on_host)
-        if number in keep:
+    choices: list[tuple[Option, Option | None, float]] = []  # a table's option, its runner-up, and extra cost
+    units, bins, shares = solution.assignment[1:]
+    for number, (table, table_options, rule) in enumerate(zip(model.tables, options, rules, strict=True)):
+        # The selected option, its costs, and its shards.
+        first, index = int(problem.table_options[number]), int(solution.assignment.options[number])
+        option, cost = table_options[index - first], solution.cost[first : first + len(table_options)]
+        rule = Constraint() if model.ranks == 1 else rule
+        first_unit, end_unit = problem.option_units[index : index + 2]
+        of_option = (units >= first_unit) & (units < end_unit)
+        shards = units[of_option] - first_unit, bins[of_option], shares[of_option]
+        shardings[table.name], choice = decode(table, model.stats[table.name], option, rule, *shards)
+        cache_share, host_share = option.cache_share or None, option.host_share or None
+        placements[table.name] = TablePlacement(option.placement, cache_share=cache_share, host_share=host_share)
+        if number in unmoved:
             assert previous is not None
             previous.require_tables([table.name])
-            shardings[table.name], placements[table.name] = previous.tables[table.name], previous.placement(table.name)
-            kind = next(name for name, each in SHARDINGS.items() if each is type(previous.tables[table.name]))
-            tier = placements[table.name].placement
-            found = found._replace(kind=kind, placement=tier, parts=len(previous.tables[table.name].targets or [0]))
+            sharding = previous.tables[table.name]
+            shardings[table.name], placements[table.name] = sharding, previous.placement(table.name)
+            kind = next(name for name, sharding_type in SHARDINGS.items() if sharding_type is type(sharding))
+            num_blocks = len(sharding.targets or [0])
+            choice = choice._replace(kind=kind, placement=placements[table.name].placement, num_blocks=num_blocks)
         elif option.kind == "server":
             shardings[table.name] = RowWise() if rows_to_shard(table) >= model.ranks > 1 else TableWise(0)
-        parts_of = solution.parts[first : first + len(of_table)]
-        others = [named(*each, allowed) for each in zip(of_table, parts_of.tolist(), strict=True)]
-        mine = found.kind, found.placement
-        better = [n for n, each in enumerate(others) if (each.kind, each.placement) != mine and np.isfinite(cost[n])]
-        best = min(better, key=cost.__getitem__, default=None)
-        runner_up = (None, 0.0) if best is None else (others[best], float(cost[best] - cost[at - first]))
-        picked.append((found, *runner_up))
+        # The best option of another type or tier.
+        num_shards = solution.num_shards[first : first + len(table_options)].tolist()
+        alternatives = [with_blocks(*values, rule) for values in zip(table_options, num_shards, strict=True)]
+        current = choice.kind, choice.placement
+        eligible = [n for n, o in enumerate(alternatives) if (o.kind, o.placement) != current and np.isfinite(cost[n])]
+        best = min(eligible, key=cost.__getitem__, default=None)
+        runner_up = (None, 0.0) if best is None else (alternatives[best], float(cost[best] - cost[index - first]))
+        choices.append((choice, *runner_up))
     result = ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
     prediction = model.predict(result)
-    each_table = zip(model.tables, picked, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
-    tables = tuple(TableReport(table, option, *numbers, *others) for table, (option, *others), *numbers in each_table)
-    load = prediction.load  # with whole rows cached, so it may be a little below the bound
+    rows = zip(model.tables, choices, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
+    tables = tuple(TableReport(table, choice, *numbers, *runner_up) for table, (choice, *runner_up), *numbers in rows)
+    load = prediction.load  # with whole rows cached, so it may be slightly below the bound
     report = PlanReport(model, tables, prediction, min(solution.bound, load), max(solution.greedy, load))
     return replace(result, report=report), report
 
 
-def _bound_constraints(
+def _constraints_of_tables(
     tables: Sequence[TableConfig], constraints: Mapping[str, Constraint], topology: Topology
 ) -> list[Constraint]:
-    """The constraint of each table. ValueError for a pattern that fits no table, and a table that two fit."""
-    found: dict[str, str] = {}
+    """Match constraints to tables. ValueError for a pattern without a table, and for a table with two patterns."""
+    pattern_of: dict[str, str] = {}
     names = [table.name for table in tables]
     lacking = {"host": topology.host, "disk": topology.disk, "server": topology.servers}
     for pattern, constraint in constraints.items():
         title = f"constraints[{pattern!r}]"
         if not isinstance(constraint, Constraint):
             raise TypeError(f"{title} must be a te.sharding.Constraint, got {constraint!r}")
-        fitting = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
-        if not fitting:
-            raise ValueError(f"{title} fits no table{did_you_mean(pattern, names)}")
-        if twice := [name for name in fitting if name in found]:
+        matches = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        if not matches:
+            raise ValueError(f"{title} matches no table{did_you_mean(pattern, names)}")
+        if twice := [name for name in matches if name in pattern_of]:
             raise ValueError(
-                f"table {twice[0]!r} has two constraints, {found[twice[0]]!r} and {pattern!r}; give it one"
+                f"table {twice[0]!r} has two constraints, {pattern_of[twice[0]]!r} and {pattern!r}; give it one"
             )
-        found |= dict.fromkeys(fitting, pattern)
-        if constraint.placements and all(not lacking.get(each, 1) for each in constraint.placements):
+        pattern_of |= dict.fromkeys(matches, pattern)
+        if constraint.placements and all(not lacking.get(placement, 1) for placement in constraint.placements):
             raise ValueError(
                 f"{title} asks for {list(constraint.placements)}, which the topology lacks: it has "
-                f"{format_bytes(topology.host)} of host memory and {format_bytes(topology.disk)} of disk a node, and "
+                f"{format_bytes(topology.host)} of host memory and {format_bytes(topology.disk)} of disk per node, and "
                 f"{topology.servers} servers"
             )
-    return [constraints[found[name]] if name in found else Constraint() for name in names]
+    return [constraints[pattern_of[name]] if name in pattern_of else Constraint() for name in names]
 
 
-def _numbers_of_copies(
+def _copies_to_try(
     copies: int | None, topology: Topology, tables: Sequence[TableConfig], previous: ShardingPlan | None
 ) -> list[int]:
     dynamic = any(table.is_dynamic for table in tables)
@@ -227,95 +233,99 @@ def _numbers_of_copies(
             f"{copies} copies of the tables on {topology.world_size} ranks share nodes of {topology.local_world_size}"
         )
     if copies > 1 and dynamic:
-        raise ValueError("dynamic tables have no copies; plan with copies=1")
+        raise ValueError("dynamic tables cannot be replicated; plan with copies=1")
     return [copies]
 
 
-def _stay(
-    model: CostModel, options: list[list[Option]], problem: Problem, fresh: Solution, previous: ShardingPlan
+def _keep_previous(
+    model: CostModel, options: list[list[Option]], problem: Problem, new: Solution, previous: ShardingPlan
 ) -> tuple[Solution, dict[int, Sharding | None]]:
-    """The plan in use with as few moves as keep it within `STAYS` of the new one; and the tables that stay."""
-    chosen, before = fresh.placed.chosen.copy(), dict[int, list[tuple[int, int, float]]]()
+    """Move as few shards of the running plan as keep it within `KEEP_WITHIN` of the new one; return unmoved tables."""
+    selected, shards_before = new.assignment.options.copy(), dict[int, list[tuple[int, int, float]]]()
+    # The option of each table in the running plan, of nearest cache shares, and its shards.
     for number, table in enumerate(model.tables):
-        cache, first, same = previous.apply(table).cache, int(problem.table_options[number]), []
-        for at, option in enumerate(options[number], first):
-            unit, last = problem.option_units[at : at + 2].tolist()
-            most, stats = int(problem.unit_most[unit:last].sum()), model.stats[table.name]
-            if (shards := shards_in(previous, table, stats, option, most, model.local)) is not None:
-                part = max((share for _, _, share in shards), default=1.0) if option.kind == "row_wise" else 1.0
-                rows = max(1, int(part * rows_to_shard(table)))
+        cache, first, matches = previous.apply(table).cache, int(problem.table_options[number]), []
+        for index, option in enumerate(options[number], first):
+            unit, end_unit = problem.option_units[index : index + 2].tolist()
+            max_shards, stats = int(problem.unit_max_shards[unit:end_unit].sum()), model.stats[table.name]
+            if (shards := encode(previous, table, stats, option, max_shards, model.local)) is not None:
+                largest = max((share for _, _, share in shards), default=1.0) if option.kind == "row_wise" else 1.0
+                rows = max(1, int(largest * rows_to_shard(table)))
                 cached, on_host = cache.num_device_rows(rows) / rows, (cache.num_host_rows(rows) or 0) / rows
-                distance = abs(option.cached - cached) + abs(option.on_host - on_host)
-                same.append((distance, at, [(unit + of, place, share) for of, place, share in shards]))
-        if same:
-            _, chosen[number], before[number] = min(same, key=lambda each: each[:2])
-    units, places, shares = np.array([shard for each in before.values() for shard in each]).reshape(-1, 3).T
-    running = Placed(chosen, units.astype(np.int64), places.astype(np.int64), shares)
-    stayed = stay(problem, fresh, running, STAYS * fresh.load)
-    after: dict[int, list[tuple[int, int, float]]] = {number: [] for number in before}
-    owner = np.repeat(tables_of(problem), np.diff(problem.option_units))
-    for unit, place, share in zip(*(each.tolist() for each in stayed.placed[1:]), strict=True):
-        if int(owner[unit]) in after:
-            after[int(owner[unit])].append((unit, place, share))
-    return stayed, {
+                distance = abs(option.cache_share - cached) + abs(option.host_share - on_host)
+                matches.append((distance, index, [(unit + of, target, share) for of, target, share in shards]))
+        if matches:
+            _, selected[number], shards_before[number] = min(matches, key=lambda match: match[:2])
+    units, bins, shares = np.array([shard for shards in shards_before.values() for shard in shards]).reshape(-1, 3).T
+    running = Assignment(selected, units.astype(np.int64), bins.astype(np.int64), shares)
+    solution = keep(problem, new, running, KEEP_WITHIN * new.load)
+    # Compare the shards of each table before and after.
+    shards_after: dict[int, list[tuple[int, int, float]]] = {number: [] for number in shards_before}
+    table_of_unit = np.repeat(tables_of(problem), np.diff(problem.option_units))
+    for unit, target, share in zip(*(values.tolist() for values in solution.assignment[1:]), strict=True):
+        if int(table_of_unit[unit]) in shards_after:
+            shards_after[int(table_of_unit[unit])].append((unit, target, share))
+    return solution, {
         number: previous.tables[model.tables[number].name]
-        for number, shards in before.items()
-        if sorted(shards) == sorted(after[number]) and not _other_rows(previous, model.tables[number])
+        for number, shards in shards_before.items()
+        if sorted(shards) == sorted(shards_after[number]) and not _has_other_rows(previous, model.tables[number])
     }
 
 
-def _other_rows(plan: ShardingPlan, table: TableConfig) -> bool:
-    """Whether a plan's blocks are those of a table with another number of rows."""
+def _has_other_rows(plan: ShardingPlan, table: TableConfig) -> bool:
+    """Return whether a plan's blocks of a table add up to another number of rows."""
     sharding = plan.tables[table.name]
     return isinstance(sharding, RowWise) and sharding.rows is not None and sum(sharding.rows) != rows_to_shard(table)
 
 
-def _why_not(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:
-    """Which budget is exceeded, and by how much."""
+def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:
+    """Describe which budget is exceeded, and by how much."""
     if solution is not None:
         return (
-            "the tables fit in sum, but no packing was found that keeps every budget, by "
-            f"{100 * solution.violation:.2f} % of one"
+            "the tables fit in total, but the search found no packing within every budget; the best exceeds one by "
+            f"{100 * solution.violation:.2f} %"
         )
-    top, found = model.topology, totals(problem, fewest_shards(problem, np.inf)[0])
-    usable = {option.placement for each in options for option in each}
-    # Of each tier that may be used: shares of it that options take, its size, how many there are, and words for it.
+    top, uses = model.topology, totals(problem, fewest_shards(problem, np.inf)[0])
+    usable = {option.placement for table_options in options for option in table_options}
+    # Of each usable tier: its usage by options, in bins; size and number of bins; a description, and its name.
     budgets = [
         (values, float(size), count,
-         f"{format_bytes(size * count)} of {name} ({words or f'{format_bytes(size)} a {of}'})", name)
-        for tier, name, values, size, count, of, words in (
-            ("device", "device memory", found[:, 1], top.hbm - model.memory_of_rank, model.ranks, "rank",
-             model.memory_in_words()),
-            ("host", "host memory", found[:, 2], top.host, model.nodes, "node", ""),
-            ("disk", "disk", found[:, 3], top.disk, model.nodes, "node", ""),
-            ("server", "memory of servers", found[:, 4] * top.servers, top.server_memory, top.servers, "server", ""),
+         f"{format_bytes(size * count)} of {name} ({text or f'{format_bytes(size)} per {of}'})", name)
+        for tier, name, values, size, count, of, text in (
+            ("device", "device memory", uses[:, 1], top.hbm - model.reserved_bytes, model.ranks, "rank",
+             model.describe_memory()),
+            ("host", "host memory", uses[:, 2], top.host, model.nodes, "node", ""),
+            ("disk", "disk", uses[:, 3], top.disk, model.nodes, "node", ""),
+            ("server", "server memory", uses[:, 4] * top.servers, top.server_memory, top.servers, "server", ""),
         ) if tier in usable
     ]  # fmt: skip
-    # The fewest bytes that the tables take, each where it takes fewest, beyond what all tiers have.
-    taken = sum(values * size for values, size, *_ in budgets)
-    least = float(np.minimum.reduceat(taken, problem.table_options[:-1]).sum())
+    # The fewest bytes that the tables need, each with its smallest option, against the memory of all tiers.
+    needed = sum(values * size for values, size, *_ in budgets)
+    least = float(np.minimum.reduceat(needed, problem.table_options[:-1]).sum())
     short = max(least - sum(size * count for _, size, count, *_ in budgets), 0.0)
-    of = budgets[0][-1] if len(budgets) == 1 else "memory in all"
-    by = f"by {format_bytes(short)} of {of}" if short else "of one of them: each table is on one tier alone"
+    of = f" of {budgets[0][-1]}" if len(budgets) == 1 else " in total"
+    shortage = (
+        f"short by {format_bytes(short)}{of}" if short else "one tier is too small, and a table must fit on one tier"
+    )
     return (
-        f"{len(model.tables)} tables need {format_bytes(model.sizes.sum() * model.copies)} with their states, "
-        f"{format_bytes(least)} with caches and buffers; there is "
-        f"{', '.join(has for *_, has, _ in budgets)}: short {by}"
+        f"{len(model.tables)} tables need {format_bytes(model.sizes.sum() * model.copies)} with optimizer states, "
+        f"{format_bytes(least)} with caches and buffers; available: "
+        f"{', '.join(text for *_, text, _ in budgets)}: {shortage}"
     )
 
 
-def _remedies(model: CostModel, bound: list[Constraint]) -> str:
-    """What would make the tables fit: of each remedy the least that does, found by solving again."""
+def _remedies(model: CostModel, rules: list[Constraint]) -> str:
+    """List the smallest change of each kind that makes the tables fit, by solving again."""
     top, tables, sizes = model.topology, model.tables, [2**n * 1e9 for n in range(3, 19)]
 
-    def fits(rules: list[Constraint] = bound, **changes: Any) -> bool:
+    def fits(rules: list[Constraint] = rules, **changes: Any) -> bool:
         try:
             return relax(make_problem(replace(model, copies=1, **changes), rules)[1], slack=0.01) is not None
         except PlanError:
             return False
 
-    def smaller(table: TableConfig, part: float) -> TableConfig:
-        return replace(table, capacity=max(1, int(table.capacity * part))) if table.capacity else table
+    def smaller(table: TableConfig, fraction: float) -> TableConfig:
+        return replace(table, capacity=max(1, int(table.capacity * fraction))) if table.capacity else table
 
     def remedies() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         ranks = [top.world_size * times for times in (2, 4, 8, 16)]
@@ -323,24 +333,25 @@ def _remedies(model: CostModel, bound: list[Constraint]) -> str:
         if any(table.dtype == torch.float32 for table in tables):
             halves = [replace(t, dtype=torch.bfloat16) if t.dtype == torch.float32 else t for t in tables]
             yield [("16-bit tables (dtype=torch.bfloat16)", {"tables": halves})]
-        for name, words in (("host", "host memory a node"), ("disk", "disk a node"), ("hbm", "device memory a rank")):
-            more = [(size, top.but(**{name: size})) for size in sizes if size > getattr(top, name)]
-            yield [(f"{format_bytes(size)} of {words}", {"topology": larger}) for size, larger in more]
-        if model.memory_of_rank > 0.1 * top.hbm:
+        memories = {"host": "host memory per node", "disk": "disk per node", "hbm": "device memory per rank"}
+        for name, text in memories.items():
+            larger = [(size, top.but(**{name: size})) for size in sizes if size > getattr(top, name)]
+            yield [(f"{format_bytes(size)} of {text}", {"topology": topology}) for size, topology in larger]
+        if model.reserved_bytes > 0.1 * top.hbm:
             batches = [max(1, model.batch_size // parts) for parts in (2, 4, 8, 16)]
-            yield [(f"batches of {number:,} samples a rank", {"batch_size": number}) for number in batches]
-        if any(each.placements is not None for each in bound):
-            free = [Constraint(None, each.types) for each in bound]
+            yield [(f"batches of {number:,} samples per rank", {"batch_size": number}) for number in batches]
+        if any(rule.placements is not None for rule in rules):
+            free = [Constraint(None, rule.types) for rule in rules]
             yield [("a lower tier: constraints that allow more placements", {"rules": free})]
         if any(table.capacity for table in tables):
-            parts = {part: [smaller(table, part) for table in tables] for part in (0.75, 0.5, 0.25, 0.1)}
-            yield [(f"dynamic tables of {part:g} of their capacity", {"tables": each}) for part, each in parts.items()]
+            for_fraction = {part: [smaller(table, part) for table in tables] for part in (0.75, 0.5, 0.25, 0.1)}
+            yield [(f"dynamic tables of {part:g} of their capacity", {"tables": t}) for part, t in for_fraction.items()]
 
-    found = [next((words for words, changes in each if fits(**changes)), None) for each in remedies()]
+    fitting = [next((text for text, changes in kind if fits(**changes)), None) for kind in remedies()]
     return (
-        "it fits with " + ", or ".join(filter(None, found))
-        if any(found)
-        else "nothing tried makes it fit: more ranks, 16 bits, lower tiers"
+        "it fits with " + ", or ".join(filter(None, fitting))
+        if any(fitting)
+        else "no single remedy makes it fit; combine more ranks, 16-bit tables, lower tiers"
     )
 
 
@@ -348,34 +359,36 @@ def plan_job(
     tables: Sequence[TableConfig], optimizer: Optimizer | None, group: RankGroup, ranks: int, local: int,
     device: torch.device, batch_size: int | None = None,
 ) -> ShardingPlan:  # fmt: skip
-    """The plan of a running job that was given none. A collective: rank 0 makes it, and logs two lines of it.
+    """Plan a running job that was given no plan. A collective: rank 0 plans, and logs a summary of two lines.
 
-    Tables keep their tiers: the plan has no placements, and takes tiers below the device to have room, as the tables
-    exist already. Of those on embedding servers, `uniform_plan` says which rank holds the rows that it uses. Rates are
-    assumed, device memory is this machine's. `SAMPLES` a rank if no `batch_size` is given.
+    Tables exist already and keep their tiers: the plan has no placements, and tiers below the device count as large
+    enough. For tables on embedding servers, `uniform_plan` assigns the rows in use to ranks. Rates are assumed, device
+    memory is this machine's. `batch_size` is in samples per rank, 1,024 by default.
     """
     tables = list({table.name: table for table in tables}.values())  # collections may share a name
-    here = [table for table in tables if table.placement != "server"]
-    if ranks == 1 or not here:
+    local_tables = [table for table in tables if table.placement != "server"]
+    if ranks == 1 or not local_tables:
         return uniform_plan(tables, ranks, local)
 
     def make() -> ShardingPlan:
         topology = Topology.here(ranks, local, device.type)
-        if any(table.placement != "device" for table in here):
+        if any(table.placement != "device" for table in local_tables):
             topology = topology.but(host=topology.host or 2e12, disk=topology.disk or 1e15)
-        tiers = {table.name: Constraint((table.placement,)) for table in here}
-        made = plan(here, topology, batch_size=batch_size or SAMPLES, optimizer=optimizer, constraints=tiers)
-        _log.info("%s", made.report.summary())
-        there = uniform_plan([table for table in tables if table.placement == "server"], ranks, local)
-        return replace(made, tables={**made.tables, **there.tables}, placements={})
+        tiers = {table.name: Constraint((table.placement,)) for table in local_tables}
+        size = batch_size or DEFAULT_BATCH_SIZE
+        local_plan = plan(local_tables, topology, batch_size=size, optimizer=optimizer, constraints=tiers)
+        _log.info("%s", local_plan.report.summary())
+        server_plan = uniform_plan([table for table in tables if table.placement == "server"], ranks, local)
+        return replace(local_plan, tables={**local_plan.tables, **server_plan.tables}, placements={})
 
-    own: ShardingPlan | Exception | None = None
+    local_result: ShardingPlan | Exception | None = None
     try:
-        own = make() if group.rank == 0 else None
+        local_result = make() if group.rank == 0 else None
     except Exception as error:  # raised on every rank, below
-        own = error
-    # Its report stays with rank 0: an `init` of a table's need not be picklable.
-    chosen = group.all_gather_object(replace(own, report=None) if isinstance(own, ShardingPlan) else own)[0]
-    if isinstance(chosen, Exception):
-        raise chosen
-    return own if isinstance(own, ShardingPlan) else chosen
+        local_result = error
+    # The report stays on rank 0: a table's `init` need not be picklable.
+    sent = replace(local_result, report=None) if isinstance(local_result, ShardingPlan) else local_result
+    shared = group.all_gather_object(sent)[0]
+    if isinstance(shared, Exception):
+        raise shared
+    return local_result if isinstance(local_result, ShardingPlan) else shared

@@ -1,4 +1,4 @@
-"""What `te.plan` knows of a plan: why each table is where it is, times and memory by rank, what another plan moves."""
+"""The report of a plan: options of tables and alternatives, time and memory by rank, data that a new plan moves."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,36 +16,34 @@ from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig
 from tritonemb.utils import align_columns, format_bytes
 
-DRIFT = 0.1  # of the mean load, by which the slowest rank may be slower than planned
+DRIFT = 0.1  # tolerated increase of the imbalance over the planned one
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 
 
 def duration(seconds: float, sign: str = "") -> str:
-    """Milliseconds, or microseconds below one; with a plus, too, where `sign` is one."""
+    """Format seconds as milliseconds, or microseconds below one; `sign="+"` prints a plus, too."""
     return f"{1e3 * seconds:{sign}.3g} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:{sign}.3g} us"
 
 
 @dataclass(frozen=True)
 class TableReport:
-    """A table in a plan: its option, seconds of load that all ranks spend on it, and bytes of weights and states.
-
-    `runner_up` is the best option of another type or tier, `extra` by how much the slowest rank would be slower with it
-    (less than 0 if it is faster by itself, but what it needs is used up by others): seconds.
-    """
+    """A table in a plan: its option, and the best option of another type or tier."""
 
     table: TableConfig
     option: Option
-    seconds: float
-    size: float
+    seconds: float  # load, summed over ranks
+    size: float  # bytes of weights and optimizer states
     runner_up: Option | None
+    # Seconds that the slowest rank would take longer with the runner-up; negative if that alone is faster, but does not
+    # fit beside the other tables.
     extra: float
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Of a plan: its tables, and the `Prediction` of times and memory.
+    """Tables, predicted times and memory of a plan; seconds.
 
-    `load` is the slowest rank's sum of stages, `bound` what no plan is below, `greedy` that of greedy packing: seconds.
+    `load` is the slowest rank's sum of stages, `bound` a lower bound of it, `greedy` the load of greedy packing.
     """
 
     model: CostModel
@@ -60,137 +58,137 @@ class PlanReport:
 
     @property
     def gap(self) -> float:
-        """By which part of the bound the slowest rank is above it."""
+        """Relative gap of the load to the bound."""
         return max(0.0, self.load / self.bound - 1) if self.bound else 0.0
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank's load by the mean."""
+        """Ratio of the slowest rank's load to the mean."""
         return _imbalance(self.prediction)
 
     def summary(self) -> str:
-        """Two lines: what was chosen, and what it costs."""
-        counts = Counter(f"{each.option.kind.replace('_', '-')} on {each.option.placement}" for each in self.tables)
-        chosen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+        """Return two lines: the sharding types and tiers, and the predicted time and memory."""
+        counts = Counter(f"{table.option.kind.replace('_', '-')} on {table.option.placement}" for table in self.tables)
+        options = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         hbm, top = float(self.prediction.hbm.max()), self.model.topology
         return (
-            f"sharding plan of {len(self.tables)} tables for {top.world_size} ranks: {chosen}\n"
-            f"predicted: {duration(self.prediction.step)} a step, the slowest rank at {self.imbalance:.2f} of the "
+            f"sharding plan of {len(self.tables)} tables for {top.world_size} ranks: {options}\n"
+            f"predicted: {duration(self.prediction.step)} per step, the slowest rank at {self.imbalance:.2f} of the "
             f"mean, at most {format_bytes(hbm)} of {format_bytes(top.hbm)} on a rank"
         )
 
     def __str__(self) -> str:
         lines = [*self._head(), "", *self._table()]
         if len(self.tables) > MAX_TABLES_SHOWN:
-            lines.append(f"… and {len(self.tables) - MAX_TABLES_SHOWN} more; plan.explain(name) tells of any")
+            lines.append(f"… and {len(self.tables) - MAX_TABLES_SHOWN} more; see plan.explain(name)")
         return "\n".join(lines)
 
     def _head(self) -> list[str]:
-        """What the plan is for, what a step takes, and the memory."""
-        model, top, seen = self.model, self.model.topology, self.prediction
-        stages = zip(STAGES, seen.seconds.max(0).tolist(), strict=True)
+        """Return lines about the job, the time of a step, and the memory."""
+        model, top, prediction = self.model, self.model.topology, self.prediction
+        stages = zip(STAGES, prediction.seconds.max(0).tolist(), strict=True)
         memory = [
-            f"{name} {format_bytes(values.min())} to {format_bytes(values.max())} of {format_bytes(size)} on a {of}"
-            for name, values, size, of in _tiers(seen, top) if name == "device" or values.any()
+            f"{name} {format_bytes(used.min())} to {format_bytes(used.max())} of {format_bytes(size)} per {of}"
+            for name, used, size, of in _tiers(prediction, top) if name == "device" or used.any()
         ]  # fmt: skip
-        memory += (
-            [f"servers {format_bytes(seen.server)} of {format_bytes(top.servers * top.server_memory)}"]
-            if seen.server
-            else []
-        )
+        if prediction.server:
+            memory += [f"servers {format_bytes(prediction.server)} of {format_bytes(top.servers * top.server_memory)}"]
         copies = "" if model.copies == 1 else f", {model.copies} copies of the tables"
         return [
-            f"Plan for {top.world_size} ranks, {top.local_world_size} a node{copies}; {model.batch_size:,} samples a "
-            f"rank; {model.optimizer.name}; rates: {top.name or top.machine or 'assumed'}",
-            f"A step: {duration(seen.step)} (other layers {duration(seen.dense)}, latencies {duration(seen.fixed)}).",
+            f"Plan for {top.world_size} ranks, {top.local_world_size} per node{copies}; {model.batch_size:,} samples "
+            f"per rank; {model.optimizer.name}; rates: {top.name or top.machine or 'assumed'}",
+            f"Step: {duration(prediction.step)} (other layers {duration(prediction.dense)}, latencies "
+            f"{duration(prediction.latency)}).",
             f"Slowest rank, by stage: {', '.join(f'{name} {duration(value)}' for name, value in stages if value)}.",
-            f"Load of the slowest rank: {duration(self.load)}, {self.imbalance:.3f} of the mean; no plan is below "
-            f"{duration(self.bound)} (gap {100 * self.gap:.1f} %); greedy packing has {duration(self.greedy)}.",
+            f"Load of the slowest rank: {duration(self.load)}, {self.imbalance:.3f} of the mean; lower bound "
+            f"{duration(self.bound)} (gap {100 * self.gap:.1f} %); greedy packing {duration(self.greedy)}.",
             f"Memory: {'; '.join(memory)}.",
         ]
 
     def _table(self) -> list[str]:
-        """The tables that cost most, a line each, below the names of the columns."""
-        parts: list[tuple[str, Callable[[TableReport], str]]] = [
-            ("table", lambda each: each.table.name),
-            ("rows", lambda each: f"{each.table.num_embeddings or each.table.capacity:,}"),
-            ("dim", lambda each: str(each.table.embedding_dim)),
-            ("size", lambda each: format_bytes(each.size)),
-            ("sharding", lambda each: str(each.option)),
-            ("tier", lambda each: each.option.placement),
-            ("cached", lambda each: f"{100 * each.option.cached:.2g} %" if each.option.cached else ""),
-            ("time, all ranks", lambda each: duration(each.seconds)),
-            ("next best", lambda each: f"{_on(each.runner_up)}, {duration(each.extra, '+')}" if each.runner_up else ""),
+        """Return a line for each of the most expensive tables, below a header."""
+        cells: list[tuple[str, Callable[[TableReport], str]]] = [
+            ("table", lambda t: t.table.name),
+            ("rows", lambda t: f"{t.table.num_embeddings or t.table.capacity:,}"),
+            ("dim", lambda t: str(t.table.embedding_dim)),
+            ("size", lambda t: format_bytes(t.size)),
+            ("sharding", lambda t: str(t.option)),
+            ("tier", lambda t: t.option.placement),
+            ("cached", lambda t: f"{100 * t.option.cache_share:.2g} %" if t.option.cache_share else ""),
+            ("time, all ranks", lambda t: duration(t.seconds)),
+            ("next best", lambda t: f"{_on_tier(t.runner_up)}, {duration(t.extra, '+')}" if t.runner_up else ""),
         ]
-        shown = sorted(self.tables, key=lambda each: -each.seconds)[:MAX_TABLES_SHOWN]
-        return align_columns([[name for name, _ in parts], *([cell(each) for _, cell in parts] for each in shown)])
+        shown = sorted(self.tables, key=lambda table: -table.seconds)[:MAX_TABLES_SHOWN]
+        return align_columns([[name for name, _ in cells], *([cell(table) for _, cell in cells] for table in shown)])
 
     def explain(self, name: str) -> str:
-        """Of a table: where it is, what that costs by stage, and what the next best option would cost."""
-        numbers = {each.table.name: number for number, each in enumerate(self.tables)}
+        """Explain a table's option: its cost, and the cost of the next best option."""
+        numbers = {report.table.name: number for number, report in enumerate(self.tables)}
         if name not in numbers:
             raise ValueError(f"the plan has no table {name!r}; it has {sorted(numbers)[:20]}")
-        each, distinct = self.tables[numbers[name]], self.model.distinct[numbers[name]]
-        part = 100 * each.seconds / (sum(other.seconds for other in self.tables) or 1.0)
+        report, distinct = self.tables[numbers[name]], self.model.distinct[numbers[name]]
+        percent = 100 * report.seconds / (sum(table.seconds for table in self.tables) or 1.0)
         lines = [
-            f"{name}: {_on(each.option)}, {format_bytes(each.size)} with its states",
-            f"  use: {self.model.stats[name].pooling_factor:.3g} ids a sample, {distinct:,.0f} distinct a step",
-            f"  time: {duration(each.seconds)} over all ranks, {part:.1f} % of all tables'",
+            f"{name}: {_on_tier(report.option)}, {format_bytes(report.size)} with optimizer states",
+            f"  use: {self.model.stats[name].pooling_factor:.3g} ids per sample, {distinct:,.0f} distinct per step",
+            f"  time: {duration(report.seconds)} over all ranks, {percent:.1f} % of all tables'",
         ]
-        if each.option.cached:
-            cached, on_host = 100 * each.option.cached, 100 * each.option.on_host
-            lines.append(f"  cached: {cached:.2g} % of its rows, {on_host:.2g} % more in host memory")
-        if each.runner_up is None:
-            lines.append("  no other option is better in anything")
-        elif each.extra >= 0:
-            lines.append(f"  next best: {_on(each.runner_up)}; the slowest rank would take {duration(each.extra, '+')}")
+        if report.option.cache_share:
+            cached, on_host = 100 * report.option.cache_share, 100 * report.option.host_share
+            lines.append(f"  cached: {cached:.2g} % of its rows on the device, {on_host:.2g} % more in host memory")
+        if report.runner_up is None:
+            lines.append("  no other option is better in any cost")
+        elif report.extra >= 0:
+            runner_up = _on_tier(report.runner_up)
+            lines.append(f"  next best: {runner_up}; the slowest rank would take {duration(report.extra, '+')}")
         else:
             lines.append(
-                f"  {_on(each.runner_up)} alone would be faster by {duration(-each.extra)}, but does not pack: "
-                "parts are whole, and budgets are used up"
+                f"  {_on_tier(report.runner_up)} alone would be faster by {duration(-report.extra)}, but does not fit "
+                "beside the other tables"
             )
         return "\n".join(lines)
 
-    def diff(self, before: ShardingPlan, after: ShardingPlan) -> PlanDiff:
+    def diff(self, old_plan: ShardingPlan, new_plan: ShardingPlan) -> PlanDiff:
         """See `ShardingPlan.diff`."""
-        reports = [plan.report if isinstance(plan.report, PlanReport) else self for plan in (before, after)]
-        older, newer = (report.model for report in reports)
-        were, moved, tiers = {table.name: table for table in older.tables}, {}, {}
-        for table, size in zip(newer.tables, newer.sizes.tolist(), strict=True):
-            name, was = table.name, were.get(table.name)
-            if was is None or name not in before.tables or name not in after.tables:
+        reports = [plan.report if isinstance(plan.report, PlanReport) else self for plan in (old_plan, new_plan)]
+        old_model, new_model = (report.model for report in reports)
+        old_tables, moved, tiers = {table.name: table for table in old_model.tables}, {}, {}
+        for table, size in zip(new_model.tables, new_model.sizes.tolist(), strict=True):
+            name, old_table = table.name, old_tables.get(table.name)
+            if old_table is None or name not in old_plan.tables or name not in new_plan.tables:
                 continue
-            part = _moved(before.shards(was), after.shards(table), rows_to_shard(was))
-            moved[name] = size * part / (rows_to_shard(table) * table.embedding_dim)
-            tier = before.placement(name).placement, after.placement(name).placement
+            elements = _moved(old_plan.shards(old_table), new_plan.shards(table), rows_to_shard(old_table))
+            moved[name] = size * elements / (rows_to_shard(table) * table.embedding_dim)
+            tier = old_plan.placement(name).placement, new_plan.placement(name).placement
             if tier[0] != tier[1]:
                 tiers[name] = tier
-        return PlanDiff(moved, tiers, float(newer.sizes.sum()))
+        return PlanDiff(moved, tiers, float(new_model.sizes.sum()))
 
     def check(self, plan: ShardingPlan, stats: Mapping[str, TableStats]) -> list[str]:
         """See `ShardingPlan.check`."""
-        now = replace(self.model, stats={**self.model.stats, **stats})
-        seen, found = now.predict(plan), []
-        if _imbalance(seen) > self.imbalance + DRIFT:
-            found.append(
-                f"rank {int(seen.seconds.sum(1).argmax())} takes {_imbalance(seen):.2f} of the mean, "
-                f"{self.imbalance:.2f} when it was planned"
+        model = replace(self.model, stats={**self.model.stats, **stats})
+        prediction, problems = model.predict(plan), []
+        if _imbalance(prediction) > self.imbalance + DRIFT:
+            problems.append(
+                f"rank {int(prediction.seconds.sum(1).argmax())} takes {_imbalance(prediction):.2f} of the mean, "
+                f"planned {self.imbalance:.2f}"
             )
-        found += [
-            f"{name} memory: {format_bytes(values.max())} are needed, there are {format_bytes(size)}"
-            for name, values, size, _ in _tiers(seen, now.topology) if values.max() > size
+        problems += [
+            f"{name} memory: {format_bytes(used.max())} needed, {format_bytes(size)} available"
+            for name, used, size, _ in _tiers(prediction, model.topology) if used.max() > size
         ]  # fmt: skip
-        at, _ = now.pieces(plan)
-        few = (at.cached > 0) & (at.cached < (1 - 1e-6) * now.least_cached(at.table, at.share, at.rows))
-        names = [now.tables[number].name for number in np.unique(at.table[few])]
-        return found + [f"table {name!r}: its cache is smaller than the batches in flight" for name in names]
+        shards, _ = model.shards(plan)
+        needed = model.min_cached_rows(shards.table, shards.id_share, shards.rows)
+        too_small = (shards.cached_rows > 0) & (shards.cached_rows < (1 - 1e-6) * needed)
+        names = [model.tables[number].name for number in np.unique(shards.table[too_small])]
+        return problems + [f"table {name!r}: its cache is smaller than the batches in flight" for name in names]
 
     def to_html(self) -> str:
         """See `ShardingPlan.to_html`."""
-        seen, top, local = self.prediction, self.model.topology, self.model.local
-        node = np.arange(len(seen.hbm)) // local
-        tiers = np.stack([seen.hbm, seen.host[node] / local, seen.disk[node] / local], 1) / 1e9
-        time = _bars(seen.seconds * 1e3, STAGES, "ms a step, by rank")
+        prediction, top, local = self.prediction, self.model.topology, self.model.local
+        node = np.arange(len(prediction.hbm)) // local
+        tiers = np.stack([prediction.hbm, prediction.host[node] / local, prediction.disk[node] / local], 1) / 1e9
+        time = _bars(prediction.seconds * 1e3, STAGES, "ms per step, by rank")
         memory = _bars(tiers, ("device", "host", "disk"), f"GB, by rank; device memory: {format_bytes(top.hbm)}")
         head, tables = str(self).split("\n\n")
         return (
@@ -201,45 +199,45 @@ class PlanReport:
         )
 
 
-def _tiers(seen: Prediction, top: Topology) -> list[tuple[str, Array, float, str]]:
-    """Of each tier of ranks and nodes: its name, the bytes that are needed, how many there are, and of what."""
+def _tiers(prediction: Prediction, top: Topology) -> list[tuple[str, Array, float, str]]:
+    """Return name, used bytes, size in bytes and unit of each tier of ranks and nodes."""
     return [
-        ("device", seen.hbm, top.hbm, "rank"),
-        ("host", seen.host, top.host, "node"),
-        ("disk", seen.disk, top.disk, "node"),
+        ("device", prediction.hbm, top.hbm, "rank"),
+        ("host", prediction.host, top.host, "node"),
+        ("disk", prediction.disk, top.disk, "node"),
     ]
 
 
-def _imbalance(seen: Prediction) -> float:
-    mean = float(seen.seconds.sum(1).mean())
-    return seen.load / mean if mean else 1.0
+def _imbalance(prediction: Prediction) -> float:
+    mean = float(prediction.seconds.sum(1).mean())
+    return prediction.load / mean if mean else 1.0
 
 
-def _on(option: Option) -> str:
+def _on_tier(option: Option) -> str:
     return f"{option} on {option.placement}"
 
 
-def _moved(before: Sequence[Shard], after: Sequence[Shard], rows: int) -> float:
-    """Elements of a table that had so many rows that are on a rank after, but were not before."""
-    had: dict[int, list[Shard]] = {}
-    for shard in before:
-        had.setdefault(shard.rank, []).append(shard)
-    everything = Shard(0, 0, rows, 0, 2**63)
+def _moved(old_shards: Sequence[Shard], new_shards: Sequence[Shard], num_rows: int) -> float:
+    """Return the elements that a rank has in the new shards and not in the old ones, of the first `num_rows` rows."""
+    shards_of_rank: dict[int, list[Shard]] = {}
+    for shard in old_shards:
+        shards_of_rank.setdefault(shard.rank, []).append(shard)
+    old_rows = Shard(0, 0, num_rows, 0, 2**63)
     return sum(
-        _overlap(shard, everything) - sum(_overlap(shard, everything, each) for each in had.get(shard.rank, ()))
-        for shard in after
+        _overlap(shard, old_rows) - sum(_overlap(shard, old_rows, old) for old in shards_of_rank.get(shard.rank, ()))
+        for shard in new_shards
     )
 
 
 def _overlap(*shards: Shard) -> int:
-    """Elements that all of these have."""
-    rows = min(each.first_row + each.num_rows for each in shards) - max(each.first_row for each in shards)
-    ends = min(each.first_column + each.num_columns for each in shards)
-    return max(0, rows) * max(0, ends - max(each.first_column for each in shards))
+    """Return the number of elements in the intersection of shards."""
+    rows = min(shard.first_row + shard.num_rows for shard in shards) - max(shard.first_row for shard in shards)
+    ends = min(shard.first_column + shard.num_columns for shard in shards)
+    return max(0, rows) * max(0, ends - max(shard.first_column for shard in shards))
 
 
 def _bars(values: Array, names: Sequence[str], title: str) -> str:
-    """Stacked bars, one a row of `values [ranks, names]`, as SVG, below what their colors mean."""
+    """Draw stacked bars, one per row of `values [ranks, names]`, as SVG with a legend."""
     top, ends = max(float(values.sum(1).max()), 1e-12), np.cumsum(values, axis=1)
     colors = [f'<b style="color:{_COLORS[n]}">{names[n]}</b>' for n in np.flatnonzero(values.any(0)).tolist()]
     bars = [

@@ -1,9 +1,9 @@
-"""The inner loop of the planner's search: shards of tables are taken away, and placed again where there is room.
+"""Ruin and recreate: the inner loop of the planner's search, which removes shards of tables and packs them again.
 
-What is lowered is the excess, and costs beside it. One thread; time is proportional to the places that are tried.
+The objective is the excess plus costs. One thread; time is proportional to the number of scored bins.
 """
 
-# ruff: noqa: NPY002  Numba knows this generator only; it is its own, and seeded.
+# ruff: noqa: NPY002  Numba knows this generator only; each kernel seeds it.
 
 from typing import Any, NamedTuple
 
@@ -11,126 +11,134 @@ import numpy as np
 
 from tritonemb.kernels.cpu.jit import compiled, uncounted
 from tritonemb.sharding.planner.shard_packing import (
-    NEXT,
+    NEXT_IN_BIN,
     UNIT,
-    add_to_all,
-    copy,
-    copy_all,
-    excess_of_all,
-    fill,
-    put,
-    remove,
-    room_for,
-    start,
-    take,
+    add_replicated,
+    add_shard,
+    copy_table,
+    copy_tables,
+    init_state,
+    pack_unit,
+    remove_shard,
+    remove_table,
+    shard_buffers,
+    total_excess,
 )
 from tritonemb.sharding.table_stats import Array
 
-WHOLE_TABLE, ANY_TABLE, OF_NODE, SAME_NODE = 0.3, 0.1, 0.2, 0.5  # how often what is taken away is so
-RUINED, MANY, OFTEN = 5, 40, 0.005  # shards that are taken away and placed again, at most; of one node, so often
-LOOKED_AT = 0.5  # of options, a part
-BY_SIZE = 0.7  # how often the largest are placed first
-TOURNAMENT, ALL = 6, 0.2  # ranks, of which that with the most excess is ruined; how often it is one of all
+# Probabilities of a ruin: all shards of a chosen shard's table; a random table; shards of the node rather than of the
+# rank; the next rank on the same node.
+WHOLE_TABLE, ANY_TABLE, OF_NODE, SAME_NODE = 0.3, 0.1, 0.2, 0.5
+# Most shards that a ruin removes; and of a large ruin, on one node, and its probability.
+MAX_RUINED, MAX_RUINED_LARGE, LARGE_RUIN = 5, 40, 0.005
+TRIED_OPTIONS = 0.5  # fraction of the options that a table is recreated with
+BY_SIZE = 0.7  # probability to recreate the largest first
+# Ranks in a tournament, whose rank with the largest excess is ruined; probability of a tournament of all ranks.
+TOURNAMENT, TOURNAMENT_OF_ALL = 6, 0.2
 
 
 class Ruin(NamedTuple):
-    """What a step takes away: some shards, and all shards of some tables; and how it was before."""
+    """The ruin of a step: shards to remove, their tables, and a backup of these tables."""
 
-    counts: Array  # [3]: tables; their shards before; shards to take away
-    place_of: Array  # [T]: the number of a table among these; -1: it is not one
+    counts: Array  # [3]: tables; shards in the backup; shards to remove
+    index_of_table: Array  # [T]: into `tables`; -1: not in it
     tables: Array
-    options: Array
-    whole: Array  # bool: all shards of the table go
+    options: Array  # of the tables, before the step
+    whole_table: Array  # bool: remove all shards of the table
     shards: Array
-    before: Any  # units, places and shares of all shards of the tables
+    backup: Any  # units, bins and shares of all shards of the tables, before the step
 
 
 @uncounted
-def _note(p, s, r, table, whole):
-    """Remember a table as it is, and whether all of it goes."""
-    if r.place_of[table] < 0:
-        number = r.counts[0]
-        r.place_of[table], r.tables[number], r.options[number], r.whole[number] = number, table, s.chosen[table], False
-        r.counts[0], r.counts[1] = number + 1, copy(p, s, table, r.before, r.counts[1])
-    r.whole[r.place_of[table]] |= whole
+def _back_up_table(p, s, r, table, whole_table):
+    """Back up a table, unless it is in the ruin already."""
+    if r.index_of_table[table] < 0:
+        index, option = r.counts[0], s.option[table]
+        r.index_of_table[table], r.tables[index], r.options[index], r.whole_table[index] = index, table, option, False
+        r.counts[0], r.counts[1] = index + 1, copy_table(p, s, table, r.backup, r.counts[1])
+    r.whole_table[r.index_of_table[table]] |= whole_table
 
 
 @uncounted
-def _choose(p, s, r):
-    """Shards of a rank with much excess, of its node and of others, are what goes; and sometimes any table."""
+def _select_ruin(p, s, r):
+    """Select shards of a rank with a large excess, of its node and of other ranks; sometimes a random table."""
+    # Tournament: the rank with the largest excess of a sample of ranks, or of all, weighted randomly.
     rank, highest, r.counts[:] = 0, -1.0, 0
-    every = np.random.random() < ALL
-    for number in range(p.ranks if every else 1 + np.random.randint(TOURNAMENT)):
-        other = number if every else np.random.randint(p.ranks)
-        value = s.rank[2, other] + s.node[2, other // p.local] / p.local
-        value *= np.random.random() if every else 1.0
-        if value > highest:
-            rank, highest = other, value
-    node, near, wanted = rank // p.local, np.random.random() < SAME_NODE, 1 + np.random.randint(RUINED)
-    if np.random.random() < OFTEN:
-        near, wanted = True, MANY
-    for _ in range(4 * RUINED):
+    all_ranks = np.random.random() < TOURNAMENT_OF_ALL
+    for index in range(p.ranks if all_ranks else 1 + np.random.randint(TOURNAMENT)):
+        contender = index if all_ranks else np.random.randint(p.ranks)
+        excess = s.rank[2, contender] + s.node[2, contender // p.local] / p.local
+        excess *= np.random.random() if all_ranks else 1.0
+        if excess > highest:
+            rank, highest = contender, excess
+    # Walk the lists of shards of that rank, or of its node, and of further ranks, until there are enough shards.
+    node, same_node, target_size = rank // p.local, np.random.random() < SAME_NODE, 1 + np.random.randint(MAX_RUINED)
+    if np.random.random() < LARGE_RUIN:
+        same_node, target_size = True, MAX_RUINED_LARGE
+    for _ in range(4 * MAX_RUINED):
         if np.random.random() < ANY_TABLE:
-            _note(p, s, r, np.random.randint(len(s.chosen)), True)
-        shard = s.head[p.ranks + rank // p.local if np.random.random() < OF_NODE else rank]
-        while shard >= 0 and r.counts[2] < wanted:
-            unit, known = s.shard[shard, UNIT], False
-            _note(p, s, r, s.table[unit], s.shards_of[unit] == 1 or np.random.random() < WHOLE_TABLE)
-            for each in range(r.counts[2]):
-                known |= r.shards[each] == shard
-            if not known:
+            _back_up_table(p, s, r, np.random.randint(len(s.option)), True)
+        shard = s.first_in_bin[p.ranks + rank // p.local if np.random.random() < OF_NODE else rank]
+        while shard >= 0 and r.counts[2] < target_size:
+            unit, selected = s.shard[shard, UNIT], False
+            _back_up_table(p, s, r, s.table_of_unit[unit], s.num_shards[unit] == 1 or np.random.random() < WHOLE_TABLE)
+            for index in range(r.counts[2]):
+                selected |= r.shards[index] == shard
+            if not selected:
                 r.shards[r.counts[2]] = shard
                 r.counts[2] += 1
-            shard = s.shard[shard, NEXT]
-        if r.counts[2] >= wanted:
+            shard = s.shard[shard, NEXT_IN_BIN]
+        if r.counts[2] >= target_size:
             break
-        rank = node * p.local + np.random.randint(p.local) if near else np.random.randint(p.ranks)
+        rank = node * p.local + np.random.randint(p.local) if same_node else np.random.randint(p.ranks)
 
 
 @uncounted
-def _take_away(p, s, r, units, shares):
-    """Take away what was chosen: shares of units, and tables as units below 0; how many, and what that changes."""
-    number, change = 0, 0.0
-    for each in range(r.counts[2]):
-        unit, share = s.shard[r.shards[each], UNIT], s.share[r.shards[each]]
-        if not r.whole[r.place_of[s.table[unit]]]:
-            change += take(p, s, r.shards[each])
-            at = 0
-            while at < number and units[at] != unit:
-                at += 1
-            if at == number:
-                units[at], shares[at], number = unit, 0.0, number + 1
-            shares[at] += share
-    for each in range(r.counts[0]):
-        if r.whole[each]:
-            change += remove(p, s, r.tables[each])
-            units[number], number = -1 - r.tables[each], number + 1
-    return number, change
+def _remove_ruin(p, s, r, items, shares):
+    """Remove what was selected. Set `items` to units with the `shares` removed, and to `-1 - table` for whole tables.
+    Return the number of items, and the change of the excess.
+    """
+    num_items, change = 0, 0.0
+    for index in range(r.counts[2]):
+        unit, share = s.shard[r.shards[index], UNIT], s.share[r.shards[index]]
+        if not r.whole_table[r.index_of_table[s.table_of_unit[unit]]]:
+            change += remove_shard(p, s, r.shards[index])
+            item = 0
+            while item < num_items and items[item] != unit:
+                item += 1
+            if item == num_items:
+                items[item], shares[item], num_items = unit, 0.0, num_items + 1
+            shares[item] += share
+    for index in range(r.counts[0]):
+        if r.whole_table[index]:
+            change += remove_table(p, s, r.tables[index])
+            items[num_items], num_items = -1 - r.tables[index], num_items + 1
+    return num_items, change
 
 
 @uncounted
-def _put_back(p, s, r):
-    """Undo all of a step."""
-    for each in range(r.counts[0]):
-        remove(p, s, r.tables[each])
-        s.chosen[r.tables[each]] = r.options[each]
-        add_to_all(p, s, r.options[each], 1.0)
-    for each in range(r.counts[1]):
-        put(p, s, r.before[0][each], r.before[1][each], r.before[2][each])
+def _restore(p, s, r):
+    """Restore the tables of a ruin from its backup."""
+    for index in range(r.counts[0]):
+        remove_table(p, s, r.tables[index])
+        s.option[r.tables[index]] = r.options[index]
+        add_replicated(p, s, r.options[index], 1.0)
+    for index in range(r.counts[1]):
+        add_shard(p, s, r.backup[0][index], r.backup[1][index], r.backup[2][index])
 
 
 @uncounted
 def _cost(p, s, cost, per_shard, table):
-    """Of a table as it is, beside its excess."""
-    option = s.chosen[table]
+    """Cost of a table's option and shards, without the excess."""
+    option = s.option[table]
     total = cost[option]
     for unit in range(p.option_units[option], p.option_units[option + 1]):
-        total += per_shard[unit] * s.shards_of[unit]
+        total += per_shard[unit] * s.num_shards[unit]
     return total
 
 
 @uncounted
-def _cost_of_all(p, s, cost, per_shard, tables):
+def _total_cost(p, s, cost, per_shard, tables):
     total = 0.0
     for table in tables:
         total += _cost(p, s, cost, per_shard, table)
@@ -138,92 +146,99 @@ def _cost_of_all(p, s, cost, per_shard, tables):
 
 
 @uncounted
-def _insert_best(p, s, cost, least_cost, per_shard, order, table, to):
-    """Give a table that is not placed an option and shards that cost least together with the excess; some options are
-    not looked at. What that adds to the excess, and how many places were looked at.
+def _recreate_table(p, s, cost, min_cost, per_shard, order, table, buffers):
+    """Pack a removed table with the option of least cost and excess, of a random subset of its options. Return the
+    change of the excess, and the number of scored bins.
     """
-    least, best, tried, number = np.inf, -1, 1, 0
-    for each in range(p.table_options[table], p.table_options[table + 1]):
-        option = order[each]
-        if least_cost[option] >= least:
+    lowest, best, num_scored, num_shards = np.inf, -1, 1, 0
+    for index in range(p.table_options[table], p.table_options[table + 1]):
+        option = order[index]
+        if min_cost[option] >= lowest:  # options are in the order of their least cost
             break
-        if best >= 0 and np.random.random() >= LOOKED_AT:
+        if best >= 0 and np.random.random() >= TRIED_OPTIONS:
             continue
-        s.chosen[table] = option
-        total = add_to_all(p, s, option, 1.0)
+        # Try the option, copy its shards if it is the best, and remove it.
+        s.option[table] = option
+        total = add_replicated(p, s, option, 1.0)
         for unit in range(p.option_units[option], p.option_units[option + 1]):
-            change, looked = fill(p, s, unit, 1.0, per_shard[unit])
-            total, tried = total + change, tried + looked
+            change, scored = pack_unit(p, s, unit, 1.0, per_shard[unit])
+            total, num_scored = total + change, num_scored + scored
         total += _cost(p, s, cost, per_shard, table)
-        if total < least:
-            least, best, number = total, option, copy(p, s, table, to, 0)
-        remove(p, s, table)
-    s.chosen[table] = best
-    change = add_to_all(p, s, best, 1.0)
-    for each in range(number):
-        change += put(p, s, to[0][each], to[1][each], to[2][each])
-    return change, tried
+        if total < lowest:
+            lowest, best, num_shards = total, option, copy_table(p, s, table, buffers, 0)
+        remove_table(p, s, table)
+    s.option[table] = best
+    change = add_replicated(p, s, best, 1.0)
+    for index in range(num_shards):
+        change += add_shard(p, s, buffers[0][index], buffers[1][index], buffers[2][index])
+    return change, num_scored
 
 
 @compiled
 def ruin_and_recreate(
-    p, cost, least_cost, per_shard, order, size, chosen, units, places, shares, evaluations, hot, cold, fit, seed
+    p, cost, min_cost, per_shard, order, size, options, units, bins, shares, evaluations, hot, cold, slack_weight, seed
 ):
-    """Options and shards with no load above 1 and no budget exceeded, or little: the best, and the last.
+    """Minimize the excess of loads and budgets above 1. Return the best and the last packing.
 
-    Ruin and recreate (Schrimpf et al., 2000; Shaw, 1998): shards of a rank or node, and of others, or all shards of
-    their tables, are taken away and placed again, mostly the largest first, a table that has none with the option that
-    adds least to the excess and to what it costs: `cost [O]`, and `per_shard [U]` for each shard; `least_cost [O]` is
-    with the fewest shards. `order [O]` has the options of each table by that, `size [T]` says which tables are large.
-    Changes are accepted as in annealing, at temperatures from `hot` to `cold`, in loads.
+    Ruin and recreate (Schrimpf et al., 2000; Shaw, 1998). A step removes shards of a rank or node and of others, or all
+    shards of their tables, and packs them again, mostly the largest first. A removed table gets the option that adds
+    least to excess and cost. Acceptance is that of simulated annealing, at temperatures from `hot` to `cold`, in loads.
+
+    Costs are `cost [O]` of options and `per_shard [U]`; `min_cost [O]` is the cost with the fewest shards, by which
+    `order [O]` sorts each table's options. `size [T]` tells which tables are large, `evaluations` is in scored bins.
     """
     np.random.seed(seed)
-    s = start(p, chosen.copy(), units, places, shares, fit)
-    best_chosen, best_shards, trial = s.chosen.copy(), room_for(s), room_for(s)
-    found, most = copy_all(p, s, best_shards), 5 * RUINED + MANY
+    s = init_state(p, options.copy(), units, bins, shares, slack_weight)
+    best_options, best_shards, trial = s.option.copy(), shard_buffers(s), shard_buffers(s)
+    num_best, max_items = copy_tables(p, s, best_shards), 5 * MAX_RUINED + MAX_RUINED_LARGE
     r = Ruin(
-        np.zeros(3, np.int64), np.full(len(chosen), -1), np.empty(most, np.int64), np.empty(most, np.int64),
-        np.empty(most, np.bool_), np.empty(most, np.int64), room_for(s),
+        np.zeros(3, np.int64), np.full(len(options), -1), np.empty(max_items, np.int64), np.empty(max_items, np.int64),
+        np.empty(max_items, np.bool_), np.empty(max_items, np.int64), shard_buffers(s),
     )  # fmt: skip
-    units, shares, keys = np.empty(2 * most, np.int64), np.empty(2 * most), np.empty(2 * most)
-    best = excess = excess_of_all(p, s)
-    used, step = 0, 0
-    while used < evaluations and best > 1e-9:
-        if step % 256 == 0:
-            excess = excess_of_all(p, s)
-        temperature = hot * (cold / hot) ** (used / evaluations)
-        step, used = step + 1, used + p.ranks
-        _choose(p, s, r)
+    items, shares, keys = np.empty(2 * max_items, np.int64), np.empty(2 * max_items), np.empty(2 * max_items)
+    best = excess = total_excess(p, s)
+    num_scored, step = 0, 0
+    while num_scored < evaluations and best > 1e-9:
+        if step % 256 == 0:  # against the drift of rounding
+            excess = total_excess(p, s)
+        temperature = hot * (cold / hot) ** (num_scored / evaluations)
+        step, num_scored = step + 1, num_scored + p.ranks
+        # Ruin.
+        _select_ruin(p, s, r)
         tables = r.tables[: r.counts[0]]
-        dearer = -_cost_of_all(p, s, cost, per_shard, tables)
-        number, change = _take_away(p, s, r, units, shares)
+        extra_cost = -_total_cost(p, s, cost, per_shard, tables)
+        num_items, change = _remove_ruin(p, s, r, items, shares)
+        # Order the items by size with noise, or randomly.
         by_size = np.random.random() < BY_SIZE
-        for each in range(number):
-            unit = units[each]
-            large = (
+        for index in range(num_items):
+            unit = items[index]
+            item_size = (
                 size[-1 - unit]
                 if unit < 0
-                else shares[each] * (p.slope[unit, :2].sum() + p.slope[unit, 2:].sum() * p.local)
+                else shares[index] * (p.slope[unit, :2].sum() + p.slope[unit, 2:].sum() * p.local)
             )
-            keys[each] = -large * (0.7 + 0.6 * np.random.random()) if by_size else np.random.random()
-        for each in np.argsort(keys[:number]):
-            if units[each] < 0:
-                added, tried = _insert_best(p, s, cost, least_cost, per_shard, order, -1 - units[each], trial)
+            keys[index] = -item_size * (0.7 + 0.6 * np.random.random()) if by_size else np.random.random()
+        # Recreate.
+        for index in np.argsort(keys[:num_items]):
+            item = items[index]
+            if item < 0:
+                added, scored = _recreate_table(p, s, cost, min_cost, per_shard, order, -1 - item, trial)
             else:
-                added, tried = fill(p, s, units[each], shares[each], per_shard[units[each]])
-            change, used = change + added, used + tried
-        dearer += _cost_of_all(p, s, cost, per_shard, tables)
-        if change + dearer > 1e-12 and np.random.random() >= np.exp(-(change + dearer) / temperature):
-            _put_back(p, s, r)
+                added, scored = pack_unit(p, s, item, shares[index], per_shard[item])
+            change, num_scored = change + added, num_scored + scored
+        # Accept or restore.
+        extra_cost += _total_cost(p, s, cost, per_shard, tables)
+        if change + extra_cost > 1e-12 and np.random.random() >= np.exp(-(change + extra_cost) / temperature):
+            _restore(p, s, r)
         else:
             excess += change
-        r.place_of[tables] = -1
+        r.index_of_table[tables] = -1
         if excess < best - 1e-9:
-            excess = excess_of_all(p, s)
-            best, found = excess, copy_all(p, s, best_shards)
-            best_chosen[:] = s.chosen
-    last = copy_all(p, s, trial)
+            excess = total_excess(p, s)
+            best, num_best = excess, copy_tables(p, s, best_shards)
+            best_options[:] = s.option
+    num_last = copy_tables(p, s, trial)
     return (
-        (best_chosen, best_shards[0][:found], best_shards[1][:found], best_shards[2][:found]),
-        (s.chosen, trial[0][:last], trial[1][:last], trial[2][:last]),
+        (best_options, best_shards[0][:num_best], best_shards[1][:num_best], best_shards[2][:num_best]),
+        (s.option, trial[0][:num_last], trial[1][:num_last], trial[2][:num_last]),
     )

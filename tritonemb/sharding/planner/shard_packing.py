@@ -1,9 +1,9 @@
-"""Shards of tables on ranks and nodes: what they cost there, and where there is room for more.
+"""Shards of tables in bins (ranks or nodes): what a shard adds to a bin, and the bins with capacity for more.
 
-The excess is what loads have above 1, and budgets. One thread.
+The excess is the sum of what loads and budgets exceed 1 by. One thread.
 """
 
-# ruff: noqa: NPY002  Numba knows this generator only; it is its own, and seeded.
+# ruff: noqa: NPY002  Numba knows this generator only; each kernel seeds it.
 
 from typing import NamedTuple
 
@@ -13,55 +13,58 @@ from tritonemb.kernels.cpu.jit import called, compiled, inlined, uncounted
 from tritonemb.sharding.table_stats import Array
 
 LOAD, HBM, HOST, DISK, SERVER = range(5)
-WEIGHT, STEEP = 2.0, 4.0  # of a budget that is exceeded, in loads; how much more an excess counts, the larger it is
+WEIGHT, STEEP = 2.0, 4.0  # an exceeded budget, in loads; quadratic term of the excess
 NOISE = 1024  # numbers
-PIECES = 4  # of what fits nowhere
-OVERHEAD, PLACED = 32, 32  # of a unit whose places are looked at, and of each shard, in places
-FINE = 100_000  # steps: a unit of more is not cut at whole ones here
-NOWHERE = 1e30
-UNIT, PLACE, NEXT, LAST, OTHER, EARLIER = range(6)  # of a shard: neighbours on its rank or node, and of its unit
+PIECES = 4  # into which a share that fits nowhere is split
+OVERHEAD, PLACED = 32, 32  # cost of scoring the bins of a unit, and of placing a shard, in scored bins
+FINE = 100_000  # steps: units with more have continuous shares
+INFEASIBLE_SCORE = 1e30
+UNIT, BIN, NEXT_IN_BIN, PREV_IN_BIN, NEXT_IN_UNIT, PREV_IN_UNIT = range(6)  # columns of `State.shard`
 
 
 class Problem(NamedTuple):
-    """Tables, their options, and the options' units, each of which is cut into shards of any size.
+    """Tables, their options, and the options' units. A unit is split into shards of any size.
 
-    A shard with a share of its unit costs `fixed + share * slope` on its rank; or on every rank of its node, and of
-    host memory and disk once. `table_options [T + 1]` and `option_units [O + 1]` are offsets.
+    A shard with a share of its unit costs `fixed + share * slope` on its bin: on its rank, or on every rank of its node
+    for load and device memory, and once per node for host memory and disk. `table_options [T + 1]` and
+    `option_units [O + 1]` are offsets. `local` is the number of ranks per node.
     """
 
     ranks: int
     local: int
     table_options: Array
     option_units: Array
-    option_all: Array  # [O, 5]: load and device memory on every rank, host memory and disk on every node, of servers
-    option_common: Array  # load on every rank, whatever the shards
-    unit_common: Array  # likewise, of each shard
-    unit_node: Array  # bool: its shards are on nodes
-    unit_steps: Array  # shares are multiples of 1 / this
-    unit_most: Array  # shards
-    fixed: Array  # [U, 4]: load, shares of the budgets of device and host memory and disk
+    option_replicated: (
+        Array  # [O, 5]: load and device memory of every rank, host memory and disk of every node, servers
+    )
+    option_common: Array  # [O]: load on every rank, independent of the shards
+    unit_common: Array  # [U]: load on every rank, per shard
+    unit_on_node: Array  # [U], bool: the bins of its shards are nodes
+    unit_steps: Array  # [U]: shares are multiples of 1 / this
+    unit_max_shards: Array  # [U]
+    fixed: Array  # [U, 4]: load, shares of the budgets of device memory, host memory and disk
     slope: Array  # [U, 4]
-    mutual: Array  # [U]: load of a shard for each other one of its unit
+    pairwise_load: Array  # [U]: load of a shard per other shard of its unit
 
 
 class State(NamedTuple):
-    """Where shards are, and what ranks, nodes and servers have. Shards of a place and of a unit are linked lists."""
+    """A packing: options, shards, and usage of ranks, nodes and servers. Lists of shards are doubly linked."""
 
-    chosen: Array  # the option of each table
-    table: Array  # of each unit
+    option: Array  # [T]: option of each table
+    table_of_unit: Array  # [U]
     rank: Array  # [3, ranks]: load, device memory, excess
     node: Array  # [3, nodes]: host memory, disk, excess
     server: Array  # [1]
-    shard: Array  # [shards, 6]
+    shard: Array  # [shards, 6]: unit, bin, and links
     share: Array  # [shards]
-    head: Array  # [ranks + nodes]: the first shard there
-    first: Array  # [U]: the first shard of a unit
-    shards_of: Array  # [U]: how many it has
-    free: Array  # numbers of shards that there are not; how many, last
-    noise: Array  # what the room that is left counts is multiplied by
-    room: Array  # [ranks]: the share of a unit that fits
-    value: Array  # [ranks]: of a place for a shard, the smaller the better
-    fit: float  # of the room that a place has left: what it counts where a shard is placed
+    first_in_bin: Array  # [ranks + nodes]: head of the list of shards
+    first_in_unit: Array  # [U]: head of the list of shards
+    num_shards: Array  # [U]
+    free_list: Array  # unused shard slots; the last element is their number
+    noise: Array  # factors of the slack
+    capacity: Array  # [ranks]: the share of a unit that fits into a bin
+    score: Array  # [ranks]: of a bin for a shard, lower is better
+    slack_weight: float  # of the slack that a placement leaves in its bin, in its score
 
 
 @inlined
@@ -74,9 +77,9 @@ def _over(value):
 def _add_to_node(p, s, node, host, disk):
     s.node[0, node] += host
     s.node[1, node] += disk
-    now = WEIGHT * p.local * (_over(s.node[0, node]) + _over(s.node[1, node]))
-    change = now - s.node[2, node]
-    s.node[2, node] = now
+    excess = WEIGHT * p.local * (_over(s.node[0, node]) + _over(s.node[1, node]))
+    change = excess - s.node[2, node]
+    s.node[2, node] = excess
     return change
 
 
@@ -84,20 +87,20 @@ def _add_to_node(p, s, node, host, disk):
 def _add_to_rank(s, rank, load, hbm):
     s.rank[0, rank] += load
     s.rank[1, rank] += hbm
-    now = _over(s.rank[0, rank]) + WEIGHT * _over(s.rank[1, rank])
-    change = now - s.rank[2, rank]
-    s.rank[2, rank] = now
+    excess = _over(s.rank[0, rank]) + WEIGHT * _over(s.rank[1, rank])
+    change = excess - s.rank[2, rank]
+    s.rank[2, rank] = excess
     return change
 
 
 @inlined
-def _add(p, s, unit, place, fixed, share):
-    """Add `fixed` times the fixed part of a shard, and a share, to its place; what that changes of the excess."""
-    change, width = 0.0, p.local if p.unit_node[unit] else 1
-    node = place if p.unit_node[unit] else place // p.local
+def _add_to_bin(p, s, unit, bin_index, fixed, share):
+    """Add `fixed` times the fixed cost of a shard, and a share of its unit. Return the change of the excess."""
+    change, width = 0.0, p.local if p.unit_on_node[unit] else 1
+    node = bin_index if p.unit_on_node[unit] else bin_index // p.local
     load = fixed * p.fixed[unit, LOAD] + share * p.slope[unit, LOAD]
     hbm = fixed * p.fixed[unit, HBM] + share * p.slope[unit, HBM]
-    for rank in range(place * width, (place + 1) * width):
+    for rank in range(bin_index * width, (bin_index + 1) * width):
         change += _add_to_rank(s, rank, load, hbm)
     host = fixed * p.fixed[unit, HOST] + share * p.slope[unit, HOST]
     disk = fixed * p.fixed[unit, DISK] + share * p.slope[unit, DISK]
@@ -107,9 +110,9 @@ def _add(p, s, unit, place, fixed, share):
 
 
 @uncounted
-def add_to_all(p, s, option, sign):
-    """Add what an option costs everywhere; what that changes of the excess."""
-    change, costs = 0.0, p.option_all[option]
+def add_replicated(p, s, option, sign):
+    """Add the replicated cost of an option to all ranks, nodes and servers. Return the change of the excess."""
+    change, costs = 0.0, p.option_replicated[option]
     if costs[LOAD] != 0.0 or costs[HBM] != 0.0:
         for rank in range(p.ranks):
             change += _add_to_rank(s, rank, sign * costs[LOAD], sign * costs[HBM])
@@ -124,333 +127,341 @@ def add_to_all(p, s, option, sign):
 
 
 @uncounted
-def excess_of_all(p, s):
+def total_excess(p, s):
     return s.rank[2].sum() + s.node[2].sum() + WEIGHT * p.ranks * _over(s.server[0])
 
 
 @inlined
-def _list(p, unit, place):
-    return p.ranks + place if p.unit_node[unit] else place
+def _list_of_bin(p, unit, bin_index):
+    return p.ranks + bin_index if p.unit_on_node[unit] else bin_index
 
 
 @inlined
-def _shard_at(p, s, unit, place):
-    """The unit's shard on a place; -1 if there is none."""
-    shard = s.head[_list(p, unit, place)]
+def _shard_in_bin(p, s, unit, bin_index):
+    """Return the unit's shard in a bin, -1 for none."""
+    shard = s.first_in_bin[_list_of_bin(p, unit, bin_index)]
     while shard >= 0 and s.shard[shard, UNIT] != unit:
-        shard = s.shard[shard, NEXT]
+        shard = s.shard[shard, NEXT_IN_BIN]
     return shard
 
 
 @uncounted
-def _add_mutual(p, s, shard, sign):
-    """Add what a shard and the others of its unit cost because there are others; what that changes of the excess."""
-    unit, change, others = s.shard[shard, UNIT], 0.0, 0.0
-    width = p.local if p.unit_node[unit] else 1
-    other = s.first[unit] if p.mutual[unit] > 0.0 else -1
-    while other >= 0:
-        if other != shard:
-            others += 1.0
-            for rank in range(s.shard[other, PLACE] * width, (s.shard[other, PLACE] + 1) * width):
-                change += _add_to_rank(s, rank, sign * p.mutual[unit], 0.0)
-        other = s.shard[other, OTHER]
-    if others > 0.0:
-        for rank in range(s.shard[shard, PLACE] * width, (s.shard[shard, PLACE] + 1) * width):
-            change += _add_to_rank(s, rank, sign * others * p.mutual[unit], 0.0)
+def _add_pairwise_load(p, s, shard, sign):
+    """Add the pairwise load of a shard and the other shards of its unit. Return the change of the excess."""
+    unit, change, num_siblings = s.shard[shard, UNIT], 0.0, 0.0
+    width = p.local if p.unit_on_node[unit] else 1
+    sibling = s.first_in_unit[unit] if p.pairwise_load[unit] > 0.0 else -1
+    while sibling >= 0:
+        if sibling != shard:
+            num_siblings += 1.0
+            for rank in range(s.shard[sibling, BIN] * width, (s.shard[sibling, BIN] + 1) * width):
+                change += _add_to_rank(s, rank, sign * p.pairwise_load[unit], 0.0)
+        sibling = s.shard[sibling, NEXT_IN_UNIT]
+    if num_siblings > 0.0:
+        for rank in range(s.shard[shard, BIN] * width, (s.shard[shard, BIN] + 1) * width):
+            change += _add_to_rank(s, rank, sign * num_siblings * p.pairwise_load[unit], 0.0)
     return change
 
 
 @uncounted
-def put(p, s, unit, place, share):
-    """Place a share of a unit, as a shard or with that which is there; what that changes of the excess."""
-    shard = _shard_at(p, s, unit, place)
+def add_shard(p, s, unit, bin_index, share):
+    """Add a share of a unit to a bin: to the unit's shard there, or as a new shard. Return the change of the excess."""
+    shard = _shard_in_bin(p, s, unit, bin_index)
     if shard >= 0:
         s.share[shard] += share
-        return _add(p, s, unit, place, 0.0, share)
-    s.free[-1] -= 1
-    shard, at = s.free[s.free[-1]], _list(p, unit, place)
+        return _add_to_bin(p, s, unit, bin_index, 0.0, share)
+    # Allocate a slot, and link it in front of both lists.
+    s.free_list[-1] -= 1
+    shard, head = s.free_list[s.free_list[-1]], _list_of_bin(p, unit, bin_index)
     s.share[shard] = share
-    s.shard[shard, UNIT], s.shard[shard, PLACE] = unit, place
-    s.shard[shard, NEXT], s.shard[shard, LAST] = s.head[at], -1
-    s.shard[shard, OTHER], s.shard[shard, EARLIER] = s.first[unit], -1
-    if s.head[at] >= 0:
-        s.shard[s.head[at], LAST] = shard
-    if s.first[unit] >= 0:
-        s.shard[s.first[unit], EARLIER] = shard
-    s.head[at] = s.first[unit] = shard
-    s.shards_of[unit] += 1
-    return _add_mutual(p, s, shard, 1.0) + _add(p, s, unit, place, 1.0, share)
+    s.shard[shard, UNIT], s.shard[shard, BIN] = unit, bin_index
+    s.shard[shard, NEXT_IN_BIN], s.shard[shard, PREV_IN_BIN] = s.first_in_bin[head], -1
+    s.shard[shard, NEXT_IN_UNIT], s.shard[shard, PREV_IN_UNIT] = s.first_in_unit[unit], -1
+    if s.first_in_bin[head] >= 0:
+        s.shard[s.first_in_bin[head], PREV_IN_BIN] = shard
+    if s.first_in_unit[unit] >= 0:
+        s.shard[s.first_in_unit[unit], PREV_IN_UNIT] = shard
+    s.first_in_bin[head] = s.first_in_unit[unit] = shard
+    s.num_shards[unit] += 1
+    return _add_pairwise_load(p, s, shard, 1.0) + _add_to_bin(p, s, unit, bin_index, 1.0, share)
 
 
 @uncounted
-def take(p, s, shard):
-    """Take a shard away; what that changes of the excess."""
-    unit, place = s.shard[shard, UNIT], s.shard[shard, PLACE]
-    change = _add_mutual(p, s, shard, -1.0)
-    before, after = s.shard[shard, LAST], s.shard[shard, NEXT]
-    if before >= 0:
-        s.shard[before, NEXT] = after
+def remove_shard(p, s, shard):
+    """Remove a shard. Return the change of the excess."""
+    unit, bin_index = s.shard[shard, UNIT], s.shard[shard, BIN]
+    change = _add_pairwise_load(p, s, shard, -1.0)
+    # Unlink it from the lists of its bin and of its unit, and free its slot.
+    previous, successor = s.shard[shard, PREV_IN_BIN], s.shard[shard, NEXT_IN_BIN]
+    if previous >= 0:
+        s.shard[previous, NEXT_IN_BIN] = successor
     else:
-        s.head[_list(p, unit, place)] = after
-    if after >= 0:
-        s.shard[after, LAST] = before
-    before, after = s.shard[shard, EARLIER], s.shard[shard, OTHER]
-    if before >= 0:
-        s.shard[before, OTHER] = after
+        s.first_in_bin[_list_of_bin(p, unit, bin_index)] = successor
+    if successor >= 0:
+        s.shard[successor, PREV_IN_BIN] = previous
+    previous, successor = s.shard[shard, PREV_IN_UNIT], s.shard[shard, NEXT_IN_UNIT]
+    if previous >= 0:
+        s.shard[previous, NEXT_IN_UNIT] = successor
     else:
-        s.first[unit] = after
-    if after >= 0:
-        s.shard[after, EARLIER] = before
-    s.shards_of[unit] -= 1
-    s.free[s.free[-1]] = shard
-    s.free[-1] += 1
-    return change + _add(p, s, unit, place, -1.0, -s.share[shard])
+        s.first_in_unit[unit] = successor
+    if successor >= 0:
+        s.shard[successor, PREV_IN_UNIT] = previous
+    s.num_shards[unit] -= 1
+    s.free_list[s.free_list[-1]] = shard
+    s.free_list[-1] += 1
+    return change + _add_to_bin(p, s, unit, bin_index, -1.0, -s.share[shard])
 
 
 @uncounted
-def remove(p, s, table):
-    """Take all of a table away; what that changes of the excess."""
-    option = s.chosen[table]
-    change = add_to_all(p, s, option, -1.0)
+def remove_table(p, s, table):
+    """Remove all shards of a table and its replicated cost. Return the change of the excess."""
+    option = s.option[table]
+    change = add_replicated(p, s, option, -1.0)
     for unit in range(p.option_units[option], p.option_units[option + 1]):
-        while s.first[unit] >= 0:
-            change += take(p, s, s.first[unit])
+        while s.first_in_unit[unit] >= 0:
+            change += remove_shard(p, s, s.first_in_unit[unit])
     return change
 
 
 @called
-def start(p, chosen, units, places, shares, fit):
-    """The state of a problem; `chosen` becomes its own. Tables have options, and may lack shards."""
-    nodes, number = p.ranks // p.local, len(p.unit_node)
-    table, count = np.empty(number, np.int64), 0
-    for each in range(len(chosen)):
+def init_state(p, options, units, bins, shares, slack_weight):
+    """Build the state of a packing, which takes over `options`. Every table has an option; shards may be missing."""
+    nodes, num_units = p.ranks // p.local, len(p.unit_on_node)
+    # Map units to tables, and count the shards that the largest option of each table can have.
+    table_of_unit, max_shards = np.empty(num_units, np.int64), 0
+    for table in range(len(options)):
         most = 0
-        for option in range(p.table_options[each], p.table_options[each + 1]):
+        for option in range(p.table_options[table], p.table_options[table + 1]):
             first, last = p.option_units[option], p.option_units[option + 1]
-            table[first:last] = each
-            most = max(most, p.unit_most[first:last].sum())
-        count += most
+            table_of_unit[first:last] = table
+            most = max(most, p.unit_max_shards[first:last].sum())
+        max_shards += most
     s = State(
-        chosen, table, np.zeros((3, p.ranks)), np.zeros((3, nodes)), np.zeros(1), np.empty((count, 6), np.int64),
-        np.empty(count), np.full(p.ranks + nodes, -1), np.full(number, -1), np.zeros(number, np.int64),
-        np.arange(count + 1), 1.0 + np.random.random(NOISE + p.ranks), np.empty(p.ranks), np.empty(p.ranks), fit,
+        options, table_of_unit, np.zeros((3, p.ranks)), np.zeros((3, nodes)), np.zeros(1),
+        np.empty((max_shards, 6), np.int64), np.empty(max_shards), np.full(p.ranks + nodes, -1),
+        np.full(num_units, -1), np.zeros(num_units, np.int64), np.arange(max_shards + 1),
+        1.0 + np.random.random(NOISE + p.ranks), np.empty(p.ranks), np.empty(p.ranks), slack_weight,
     )  # fmt: skip
-    for option in chosen:
-        add_to_all(p, s, option, 1.0)
-    for each in range(len(units)):
-        put(p, s, units[each], places[each], shares[each])
+    for option in options:
+        add_replicated(p, s, option, 1.0)
+    for index in range(len(units)):
+        add_shard(p, s, units[index], bins[index], shares[index])
     return s
 
 
 @compiled
-def usage(p, chosen, units, places, shares):
-    """Load and memory of ranks, memory and disk of nodes, that of servers."""
-    s = start(p, chosen, units, places, shares, 0.0)
+def usage(p, options, units, bins, shares):
+    """Return load and device memory of ranks, host memory and disk of nodes, and memory of servers."""
+    s = init_state(p, options, units, bins, shares, 0.0)
     return s.rank[0], s.rank[1], s.node[0], s.node[1], s.server
 
 
 @inlined
-def _whole_steps(p, unit, share):
+def _round_down(p, unit, share):
     steps = p.unit_steps[unit]
     return share if steps > FINE else np.floor(share * steps + 1e-6) / steps
 
 
 @inlined
-def _room_on_node(p, s, unit, node, fixed, room):
-    """The share, up to `room`, that host memory and disk of a node have room for."""
+def _capacity_of_node(p, s, unit, node, fixed, share):
+    """Return the share, at most `share`, that host memory and disk of a node have capacity for."""
     for tier in range(2):
         slope = p.slope[unit, HOST + tier]
         if slope > 0.0:
-            room = min(room, (1.0 - s.node[tier, node] - fixed * p.fixed[unit, HOST + tier]) / slope)
-    return room
+            share = min(share, (1.0 - s.node[tier, node] - fixed * p.fixed[unit, HOST + tier]) / slope)
+    return share
 
 
 @uncounted
-def _look(p, s, unit, share, per_shard, offset):
-    """Set the `room` of all places for a unit, and the `value`, by share: of the shard, and of what is left empty."""
-    nodes, node_unit = p.ranks // p.local, p.unit_node[unit]
+def _score_by_fit(p, s, unit, share, per_shard, offset):
+    """Set `capacity` and `score` of all bins for a unit; a score is a cost per share. Return the number of bins."""
+    nodes, on_node = p.ranks // p.local, p.unit_on_node[unit]
     load, hbm, slope_load, slope_hbm = p.fixed[unit, LOAD], p.fixed[unit, HBM], p.slope[unit, LOAD], p.slope[unit, HBM]
-    load += p.mutual[unit] * s.shards_of[unit]
-    of_load, of_hbm = 1.0 / max(slope_load, 1e-12), 1.0 / max(slope_hbm, 1e-12)
-    room, value, has, noise = s.room, s.value, s.rank, s.noise[offset : offset + p.ranks]
+    load += p.pairwise_load[unit] * s.num_shards[unit]
+    per_load, per_hbm = 1.0 / max(slope_load, 1e-12), 1.0 / max(slope_hbm, 1e-12)
+    capacity, score, used, noise = s.capacity, s.score, s.rank, s.noise[offset : offset + p.ranks]
+    # Capacity of ranks for a new shard, then of nodes, or of ranks on their nodes.
     for rank in range(p.ranks):  # vectorized
-        room[rank] = min(min((1.0 - load - has[0, rank]) * of_load, (1.0 - hbm - has[1, rank]) * of_hbm), share)
-    if node_unit:
+        capacity[rank] = min(min((1.0 - load - used[0, rank]) * per_load, (1.0 - hbm - used[1, rank]) * per_hbm), share)
+    if on_node:
         for node in range(nodes):
-            least = share
+            smallest = share
             for rank in range(node * p.local, (node + 1) * p.local):
-                least = min(least, room[rank])
-            room[node] = _room_on_node(p, s, unit, node, 1.0, least)
+                smallest = min(smallest, capacity[rank])
+            capacity[node] = _capacity_of_node(p, s, unit, node, 1.0, smallest)
     elif p.slope[unit, HOST] > 0.0 or p.slope[unit, DISK] > 0.0:
         for node in range(nodes):
-            most = _room_on_node(p, s, unit, node, 1.0, share)
+            limit = _capacity_of_node(p, s, unit, node, 1.0, share)
             for rank in range(node * p.local, (node + 1) * p.local):
-                room[rank] = min(room[rank], most)
-    shard = s.first[unit]
-    while shard >= 0:  # there the shard grows
-        place = s.shard[shard, PLACE]
-        if not node_unit:
-            grown = min(min((1.0 - has[0, place]) * of_load, (1.0 - has[1, place]) * of_hbm), share)
-            room[place] = _room_on_node(p, s, unit, place // p.local, 0.0, grown)
-        shard = s.shard[shard, OTHER]
-    places, width = (nodes, p.local) if node_unit else (p.ranks, 1)
-    steps, least = p.unit_steps[unit], share - 1e-9 if p.unit_most[unit] == 1 else 1e-9
+                capacity[rank] = min(capacity[rank], limit)
+    # Bins with a shard of the unit: it grows without another fixed cost.
+    shard = s.first_in_unit[unit]
+    while shard >= 0:
+        rank = s.shard[shard, BIN]
+        if not on_node:
+            growth = min(min((1.0 - used[0, rank]) * per_load, (1.0 - used[1, rank]) * per_hbm), share)
+            capacity[rank] = _capacity_of_node(p, s, unit, rank // p.local, 0.0, growth)
+        shard = s.shard[shard, NEXT_IN_UNIT]
+    num_bins, width = (nodes, p.local) if on_node else (p.ranks, 1)
+    steps, min_share = p.unit_steps[unit], share - 1e-9 if p.unit_max_shards[unit] == 1 else 1e-9
     if steps <= FINE:
-        for place in range(places):
-            room[place] = np.floor(room[place] * steps + 1e-6) / steps
-    empty, both = 2.0 - load - hbm, slope_load + slope_hbm
-    if node_unit:
+        for bin_index in range(num_bins):
+            capacity[bin_index] = np.floor(capacity[bin_index] * steps + 1e-6) / steps
+    # Scores: a shard's cost, and the slack of load and device memory beside it.
+    empty, slope = 2.0 - load - hbm, slope_load + slope_hbm
+    if on_node:
         for node in range(nodes):
-            left = 0.0
+            slack = 0.0
             for rank in range(node * width, (node + 1) * width):
-                left += empty - has[0, rank] - has[1, rank]
-            left = max(left - width * room[node] * both, 0.0)
-            value[node] = (per_shard + s.fit * left * noise[node]) / max(room[node], 1e-9)
-            value[node] += 0.0 if room[node] >= least else NOWHERE
+                slack += empty - used[0, rank] - used[1, rank]
+            slack = max(slack - width * capacity[node] * slope, 0.0)
+            score[node] = (per_shard + s.slack_weight * slack * noise[node]) / max(capacity[node], 1e-9)
+            score[node] += 0.0 if capacity[node] >= min_share else INFEASIBLE_SCORE
     else:
         for rank in range(p.ranks):  # vectorized
-            left = max(empty - has[0, rank] - has[1, rank] - room[rank] * both, 0.0)
-            value[rank] = (per_shard + s.fit * left * noise[rank]) / max(room[rank], 1e-9)
-            value[rank] += 0.0 if room[rank] >= least else NOWHERE
-    shard = s.first[unit]
+            slack = max(empty - used[0, rank] - used[1, rank] - capacity[rank] * slope, 0.0)
+            score[rank] = (per_shard + s.slack_weight * slack * noise[rank]) / max(capacity[rank], 1e-9)
+            score[rank] += 0.0 if capacity[rank] >= min_share else INFEASIBLE_SCORE
+    # A shard that grows has paid its cost already.
+    shard = s.first_in_unit[unit]
     while shard >= 0:
-        place = s.shard[shard, PLACE]
-        if value[place] < NOWHERE:
-            value[place] = max(value[place] - per_shard / room[place], 0.0)
-        shard = s.shard[shard, OTHER]
-    return places
+        bin_index = s.shard[shard, BIN]
+        if score[bin_index] < INFEASIBLE_SCORE:
+            score[bin_index] = max(score[bin_index] - per_shard / capacity[bin_index], 0.0)
+        shard = s.shard[shard, NEXT_IN_UNIT]
+    return num_bins
 
 
 @uncounted
-def _look_over(p, s, unit, share, places, noise):
-    """Set the `value` of places: the excess that a share adds there."""
-    width = p.local if p.unit_node[unit] else 1
-    load = p.fixed[unit, LOAD] + share * p.slope[unit, LOAD] + p.mutual[unit] * s.shards_of[unit]
+def _score_by_excess(p, s, unit, share, num_bins, noise):
+    """Set the `score` of bins to the excess that a share adds."""
+    width = p.local if p.unit_on_node[unit] else 1
+    load = p.fixed[unit, LOAD] + share * p.slope[unit, LOAD] + p.pairwise_load[unit] * s.num_shards[unit]
     hbm = p.fixed[unit, HBM] + share * p.slope[unit, HBM]
     host = p.fixed[unit, HOST] + share * p.slope[unit, HOST]
     disk = p.fixed[unit, DISK] + share * p.slope[unit, DISK]
-    for rank in range(places * width):
+    for rank in range(num_bins * width):
         added = _over(s.rank[0, rank] + load) + WEIGHT * _over(s.rank[1, rank] + hbm) - s.rank[2, rank]
         if rank % width == 0:
-            s.value[rank // width] = added
+            s.score[rank // width] = added
         else:
-            s.value[rank // width] += added
+            s.score[rank // width] += added
     if host > 0.0 or disk > 0.0:
-        for place in range(places):
-            node = place if width > 1 or p.local == 1 else place // p.local
+        for bin_index in range(num_bins):
+            node = bin_index if width > 1 or p.local == 1 else bin_index // p.local
             added = WEIGHT * p.local * (_over(s.node[0, node] + host) + _over(s.node[1, node] + disk))
-            s.value[place] += added - s.node[2, node]
-    for place in range(places):
-        s.value[place] *= noise[place]
+            s.score[bin_index] += added - s.node[2, node]
+    for bin_index in range(num_bins):
+        s.score[bin_index] *= noise[bin_index]
 
 
 @uncounted
-def _not_with_others(p, s, unit):
-    """A rank has one shard of a table: places with those of the option's other units are out."""
-    option = s.chosen[s.table[unit]]
-    for other in range(p.option_units[option], p.option_units[option + 1]):
-        shard = s.first[other] if other != unit else -1
+def _exclude_bins_of_table(p, s, unit):
+    """Exclude the bins with shards of the option's other units: a rank has at most one shard of a table."""
+    option = s.option[s.table_of_unit[unit]]
+    for other_unit in range(p.option_units[option], p.option_units[option + 1]):
+        shard = s.first_in_unit[other_unit] if other_unit != unit else -1
         while shard >= 0:
-            s.value[s.shard[shard, PLACE]] = NOWHERE
-            shard = s.shard[shard, OTHER]
+            s.score[s.shard[shard, BIN]] = INFEASIBLE_SCORE
+            shard = s.shard[shard, NEXT_IN_UNIT]
 
 
 @inlined
-def _best_place(s, places):
-    best, least = 0, s.value[0]
-    for place in range(1, places):
-        if s.value[place] < least:
-            best, least = place, s.value[place]
+def _best_bin(s, num_bins):
+    best, lowest = 0, s.score[0]
+    for bin_index in range(1, num_bins):
+        if s.score[bin_index] < lowest:
+            best, lowest = bin_index, s.score[bin_index]
     return best
 
 
 @uncounted
-def fill(p, s, unit, share, per_shard):
-    """Place a share of a unit where it fits, in few shards; what fits nowhere where it adds least to the excess.
-
-    What that changes of the excess, and how many places were looked at.
+def pack_unit(p, s, unit, share, per_shard):
+    """Place a share of a unit in bins with capacity, in few shards; a share that fits nowhere, where it adds the least
+    excess. Return the change of the excess, and the number of scored bins.
     """
-    offset, change, tried = np.random.randint(NOISE), 0.0, OVERHEAD + p.ranks
-    places = _look(p, s, unit, share, per_shard, offset)
-    _not_with_others(p, s, unit)
+    offset, change, num_scored = np.random.randint(NOISE), 0.0, OVERHEAD + p.ranks
+    num_bins = _score_by_fit(p, s, unit, share, per_shard, offset)
+    _exclude_bins_of_table(p, s, unit)
+    # Fill the bins by score, each once.
     while share > 1e-9:
-        place = _best_place(s, places)
-        tried += places // 4 + PLACED
-        if s.value[place] >= NOWHERE:
+        bin_index = _best_bin(s, num_bins)
+        num_scored += num_bins // 4 + PLACED
+        if s.score[bin_index] >= INFEASIBLE_SCORE:
             break
-        there, node = _shard_at(p, s, unit, place) >= 0, place if p.unit_node[unit] else place // p.local
-        s.value[place] = NOWHERE
-        if not there and s.shards_of[unit] >= p.unit_most[unit]:
+        has_shard = _shard_in_bin(p, s, unit, bin_index) >= 0
+        node = bin_index if p.unit_on_node[unit] else bin_index // p.local
+        s.score[bin_index] = INFEASIBLE_SCORE
+        if not has_shard and s.num_shards[unit] >= p.unit_max_shards[unit]:
             continue
-        fits = _whole_steps(p, unit, _room_on_node(p, s, unit, node, 0.0 if there else 1.0, min(s.room[place], share)))
-        if fits < (share - 1e-9 if p.unit_most[unit] == 1 else 1e-9):
+        fixed, limit = 0.0 if has_shard else 1.0, min(s.capacity[bin_index], share)
+        fitting = _round_down(p, unit, _capacity_of_node(p, s, unit, node, fixed, limit))
+        if fitting < (share - 1e-9 if p.unit_max_shards[unit] == 1 else 1e-9):
             continue
-        fits = share if share - fits < 1e-9 else fits
-        change += put(p, s, unit, place, fits)
-        share -= fits
+        fitting = share if share - fitting < 1e-9 else fitting
+        change += add_shard(p, s, unit, bin_index, fitting)
+        share -= fitting
+    # Split the remaining share into pieces, which exceed loads or budgets.
     pieces = PIECES
     while share > 1e-9:
-        full = s.shards_of[unit] >= p.unit_most[unit]
-        piece = share if full or pieces <= 1 else share / pieces
+        at_limit = s.num_shards[unit] >= p.unit_max_shards[unit]
+        piece = share if at_limit or pieces <= 1 else share / pieces
         if p.unit_steps[unit] <= FINE:
             piece = min(np.ceil(piece * p.unit_steps[unit] - 1e-6) / p.unit_steps[unit], share)
         piece = share if share - piece < 1e-9 else piece
-        _look_over(p, s, unit, piece, places, s.noise[offset:])
-        tried += 2 * p.ranks
-        _not_with_others(p, s, unit)
-        place = _best_place(s, places)
-        if full:
-            shard = s.first[unit]
-            place = s.shard[shard, PLACE]
+        _score_by_excess(p, s, unit, piece, num_bins, s.noise[offset:])
+        num_scored += 2 * p.ranks
+        _exclude_bins_of_table(p, s, unit)
+        bin_index = _best_bin(s, num_bins)
+        if at_limit:  # only bins with a shard of the unit
+            shard = s.first_in_unit[unit]
+            bin_index = s.shard[shard, BIN]
             while shard >= 0:
-                if s.value[s.shard[shard, PLACE]] < s.value[place]:
-                    place = s.shard[shard, PLACE]
-                shard = s.shard[shard, OTHER]
-        change += put(p, s, unit, place, piece)
+                if s.score[s.shard[shard, BIN]] < s.score[bin_index]:
+                    bin_index = s.shard[shard, BIN]
+                shard = s.shard[shard, NEXT_IN_UNIT]
+        change += add_shard(p, s, unit, bin_index, piece)
         share, pieces = share - piece, pieces - 1
-    return change, tried
+    return change, num_scored
 
 
 @uncounted
-def copy(p, s, table, to, number):
-    """Write a table's shards, their units, places and shares, behind the first `number`; how many there are then."""
-    option = s.chosen[table]
+def copy_table(p, s, table, buffers, count):
+    """Append units, bins and shares of a table's shards to the `count` in `buffers`. Return the new count."""
+    option = s.option[table]
     for unit in range(p.option_units[option], p.option_units[option + 1]):
-        shard = s.first[unit]
+        shard = s.first_in_unit[unit]
         while shard >= 0:
-            to[0][number], to[1][number], to[2][number] = unit, s.shard[shard, PLACE], s.share[shard]
-            number, shard = number + 1, s.shard[shard, OTHER]
-    return number
+            buffers[0][count], buffers[1][count], buffers[2][count] = unit, s.shard[shard, BIN], s.share[shard]
+            count, shard = count + 1, s.shard[shard, NEXT_IN_UNIT]
+    return count
 
 
 @uncounted
-def copy_all(p, s, to):
-    """Write all shards, table by table; how many."""
-    number = 0
-    for table in range(len(s.chosen)):
-        number = copy(p, s, table, to, number)
-    return number
+def copy_tables(p, s, buffers):
+    """Copy the shards of all tables to `buffers`. Return their number."""
+    count = 0
+    for table in range(len(s.option)):
+        count = copy_table(p, s, table, buffers, count)
+    return count
 
 
 @called
-def room_for(s):
-    """Units, places and shares of as many shards as there may be."""
-    return np.empty(len(s.free), np.int64), np.empty(len(s.free), np.int64), np.empty(len(s.free))
+def shard_buffers(s):
+    """Allocate units, bins and shares for the largest possible number of shards."""
+    return np.empty(len(s.free_list), np.int64), np.empty(len(s.free_list), np.int64), np.empty(len(s.free_list))
 
 
 @compiled
-def place_greedily(p, chosen, units, places, shares, per_shard, size, fit):
-    """Shards of the chosen options, the largest by `size [T]` first; tables that have shards already keep them.
-
-    Returns: units, places and shares.
-    """
+def pack_greedily(p, options, units, bins, shares, per_shard, size, slack_weight):
+    """Pack tables without shards, the largest by `size [T]` first. Return units, bins and shares of all shards."""
     np.random.seed(0)
-    s = start(p, chosen.copy(), units, places, shares, fit)
+    s = init_state(p, options.copy(), units, bins, shares, slack_weight)
     for table in np.argsort(-size, kind="mergesort"):
-        first, last = p.option_units[chosen[table]], p.option_units[chosen[table] + 1]
-        if s.shards_of[first:last].sum() == 0:
+        first, last = p.option_units[options[table]], p.option_units[options[table] + 1]
+        if s.num_shards[first:last].sum() == 0:
             for unit in range(first, last):
-                fill(p, s, unit, 1.0, per_shard[unit])
-    to = room_for(s)
-    number = copy_all(p, s, to)
-    return to[0][:number], to[1][:number], to[2][:number]
+                pack_unit(p, s, unit, 1.0, per_shard[unit])
+    buffers = shard_buffers(s)
+    count = copy_tables(p, s, buffers)
+    return buffers[0][:count], buffers[1][:count], buffers[2][:count]

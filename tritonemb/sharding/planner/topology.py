@@ -1,4 +1,4 @@
-"""`Topology`: ranks and nodes of a cluster, the memory of each tier, and the rate and latency of each link."""
+"""`Topology`: ranks and nodes of a cluster, the memory of each tier, the rate and latency of each link."""
 
 import math
 import os
@@ -12,31 +12,31 @@ from tritonemb.utils import JsonFile, cpu_model, did_you_mean
 
 @dataclass(frozen=True)
 class Topology(JsonFile):
-    """What a job runs on. All ranks are alike, and so are all nodes.
+    """Topology of a cluster with equal ranks and equal nodes.
 
-    Sizes are bytes, bandwidths bytes a second in one direction, latencies seconds. A rank of a job without GPUs has its
-    tables in its share of the node's memory: that is `hbm`, and `host` is 0.
+    Sizes are bytes, bandwidths bytes per second in one direction, latencies seconds. A job without GPUs has its tables
+    in host memory: `hbm` is a rank's share of the node's memory, and `host` is 0.
 
     Args:
-        world_size: ranks.
-        local_world_size: ranks of a node; all if not given. It divides `world_size`.
-        hbm, host, disk: memory for tables: of a rank's device, of a node's host, and of its disks.
-        lookup_bandwidth, lookup_rate, lookup_latency: a rank's, for bytes of random rows, and for ids beside them.
-        update_bandwidth, update_latency: a rank's, for rows and states that it reads and writes.
-        id_rate: ids a second that a rank groups by row, and whose gradients it finds.
-        routing_rate: ids a second that a rank's host sends to their owners, and receives.
+        world_size: number of ranks.
+        local_world_size: ranks per node, a divisor of `world_size`; all ranks by default.
+        hbm, host, disk: memory for tables: device memory per rank, host memory and disk per node.
+        lookup_bandwidth, lookup_rate, lookup_latency: per rank: bytes of random rows, and ids, per second.
+        update_bandwidth, update_latency: per rank: bytes of rows and optimizer states, read and written.
+        id_rate: ids per second that a rank groups by row, and whose gradients it gathers.
+        routing_rate: ids per second that a rank's host sends and receives in the ID exchange.
         host_bandwidth, host_latency: between a rank's device and host memory, by rows: PCIe, or NVLink-C2C.
         disk_bandwidth, disk_latency: of a node's disks, by rows.
-        intra_bandwidth, intra_latency: of a rank's exchange with ranks of its node: NVLink, or PCIe.
-        inter_bandwidth, inter_latency: of a rank's exchange with ranks of other nodes: its network card.
-        control_bandwidth, control_latency: of a node's network for the ID exchange, and for embedding servers.
-        flops: a rank's, a second, in the layers beside the tables.
-        servers: embedding servers; each has `server_memory`, sends and updates `server_rows` a second, and sends and
-            receives at `server_bandwidth`.
+        intra_bandwidth, intra_latency: of a rank's exchange in its node: NVLink, or PCIe.
+        inter_bandwidth, inter_latency: of a rank's exchange with other nodes: its network card.
+        control_bandwidth, control_latency: of a node's network for the ID exchange and embedding servers.
+        flops: of a rank, per second, in the other layers.
+        servers: number of embedding servers, each with `server_memory`. A server sends and updates `server_rows` per
+            second, and sends and receives at `server_bandwidth`.
         name: of a preset.
-        machine: what calibration has measured, e.g. "x86_64, 2 CPUs, cpu"; empty for assumed rates.
-        spread: of a calibration, by link: how far the measured times lie from the line through them.
-        busy: whether other processes used the machine while it was calibrated.
+        machine: the calibrated machine, e.g. "x86_64, 2 CPUs, cpu"; empty for assumed rates.
+        spread: of a calibration, by link: largest relative distance of measured times from the fitted line.
+        busy: whether other processes used the machine during calibration.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -88,13 +88,13 @@ class Topology(JsonFile):
                 f"a topology's local_world_size must divide world_size, got {self.local_world_size} and "
                 f"{self.world_size}"
             )
-        for each in fields(self):
-            if isinstance(each.default, float):
-                value = checked_number(f"a topology's {each.name}", getattr(self, each.name))
-                is_rate = each.name.endswith(("_bandwidth", "_rate", "_rows", "flops"))
+        for member in fields(self):
+            if isinstance(member.default, float):
+                value = checked_number(f"a topology's {member.name}", getattr(self, member.name))
+                is_rate = member.name.endswith(("_bandwidth", "_rate", "_rows", "flops"))
                 if not 0 <= value < math.inf or (is_rate and value == 0):
-                    wanted = "more than 0" if is_rate else "at least 0"
-                    raise ValueError(f"a topology's {each.name} must be {wanted} and finite, got {value}")
+                    valid = "more than 0" if is_rate else "at least 0"
+                    raise ValueError(f"a topology's {member.name} must be {valid} and finite, got {value}")
         if self.servers and not self.server_memory:
             raise ValueError("a topology with servers needs their server_memory, in bytes each")
 
@@ -105,10 +105,10 @@ class Topology(JsonFile):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """A known cluster, with some fields changed. ValueError for a name that there is not.
+        """Return a known cluster, with `changes` to its fields. ValueError for an unknown name.
 
-        Memory and peak rates are those that its makers publish; lookups are taken at 0.6 of the memory's peak, updates
-        at 0.35, links at 0.8.
+        Memory and peak rates are the makers'; lookups are assumed at 0.6 of the memory's peak bandwidth, updates at
+        0.35, links at 0.8 of their peak.
         """
         if name not in cls.PRESETS:
             hint = did_you_mean(name, cls.PRESETS, f"; there are {', '.join(cls.PRESETS)}")
@@ -117,7 +117,7 @@ class Topology(JsonFile):
 
     @classmethod
     def here(cls, world_size: int, local_world_size: int = 0, device: str = "cpu") -> Self:
-        """This machine's memory, shared by its ranks, with assumed rates. Without a GPU, nine tenths of the RAM."""
+        """Return a topology with this machine's memory and assumed rates. Without a GPU, 0.9 of the RAM is used."""
         import torch
 
         local = local_world_size or world_size
@@ -129,35 +129,35 @@ class Topology(JsonFile):
         return cls(**cls.PRESETS["cpu"] | changes)
 
     def but(self, **changes: Any) -> Self:
-        """A copy with other values."""
+        """Return a copy with `changes`."""
         return replace(self, **changes)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read it from JSON; ValueError names the file, or says that it was calibrated on another machine."""
-        found = super().load(path)
-        here = machine("cpu" if found.machine.endswith(", cpu") else "cuda")
-        if found.machine not in ("", here):
+        """Read a topology from JSON. ValueError for an invalid file, or one calibrated on another machine."""
+        topology = super().load(path)
+        this_machine = machine("cpu" if topology.machine.endswith(", cpu") else "cuda")
+        if topology.machine not in ("", this_machine):
             raise ValueError(
-                f"this topology was calibrated on {found.machine!r}, and this is {here!r}; run `tritonemb calibrate` "
-                "here, or take a preset"
+                f"this topology was calibrated on {topology.machine!r}, but this machine is {this_machine!r}; run "
+                "`tritonemb calibrate` on this machine, or use a preset"
             )
-        return found
+        return topology
 
 
 def machine(device: str = "cpu") -> str:
-    """What a calibration holds for: processor, how many CPUs the process may use, and the device."""
+    """Return the identity of a calibrated machine: processor, CPUs available to the process, device."""
     import torch
 
-    shown = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
-    return f"{cpu_model()}, {len(os.sched_getaffinity(0))} CPUs, {shown}"
+    device_name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+    return f"{cpu_model()}, {len(os.sched_getaffinity(0))} CPUs, {device_name}"
 
 
-Topology.MEMBERS = [each.name for each in fields(Topology)]
-# Ranks, ranks of a node; memory and its peak bandwidth of a GPU; host memory and disk of a node; bandwidths of a GPU's
+Topology.MEMBERS = [member.name for member in fields(Topology)]
+# Ranks, ranks per node; memory of a GPU and its peak bandwidth; host memory and disk per node; bandwidths of a GPU's
 # link to host memory, of its links in the node, and of its network card, which the ID exchange shares; flops.
 _GPUS = {
-    # Mudigere et al., ISCA 2022: per node 8 A100 (40 GB, 1.555 TB/s), 1.5 TB of DDR, one 200 Gbit/s card a GPU.
+    # Mudigere et al., ISCA 2022: per node 8 A100 (40 GB, 1.555 TB/s), 1.5 TB of DDR, one 200 Gbit/s card per GPU.
     "zionex-16x8": (128, 8, 40e9, 1.555e12, 1.5e12, 16e12, 12e9, 240e9, 20e9, 60e12),
     # Lian et al., KDD 2022: 64 A100 in 8 nodes; workers of 3,000 CPU cores; 30 embedding servers of 12 TB.
     "persia-64": (64, 8, 40e9, 1.555e12, 0, 0, 20e9, 240e9, 10e9, 60e12),
