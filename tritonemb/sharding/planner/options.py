@@ -446,6 +446,6 @@ def _no_option(model: CostModel, variants: list[Variant], constraint: Constraint
     under = "" if constraint == Constraint() else f" under {constraint}"
     return (
         f"table {table.name!r} cannot be placed{under}: {format_bytes(float(model.sizes[number]))} with optimizer "
-        f"states, {table.embedding_dim} columns; memory for tables: {model.describe_memory()}; a node has "
+        f"states, {table.embedding_dim} columns; memory for tables is {model.describe_memory()}; a node has "
         f"{format_bytes(top.host)} of host memory and {format_bytes(top.disk)} of disk{reason}"
     )
