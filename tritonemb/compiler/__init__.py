@@ -1,9 +1,9 @@
-"""`torch.compile(model, backend="tritonemb")`: separate embedding lookups become one, then Inductor compiles the rest.
+"""`torch.compile(model, backend="tritonemb")`: merge separate embedding lookups, then compile the graph with Inductor.
 
 tritonemb      the backend; `torch.compile` finds it by this name
-explain        says in words what would be merged in a model, what not, and why
-fuse_graph     the pass alone, for other backends
-HideExchanges  Inductor's pass that computes beside the exchanges of a sharded model
+explain        report what would be merged in a model, what not, and why
+fuse_graph     the graph pass, for other backends
+HideExchanges  Inductor pass that overlaps the exchanges of a sharded model with computation
 """
 
 import logging
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class Fused(NamedTuple):
-    """Operations that became one."""
+    """Operations that were merged."""
 
-    what: str  # the new operation, in words
-    members: tuple[str, ...]  # names of what it replaces: of weights, without `.weight`, or names in the graph
+    what: str  # description of the new operation
+    members: tuple[str, ...]  # names of the replaced operations: weights without `.weight`, or nodes of the graph
 
     def __str__(self) -> str:
         return f"{self.what}: {join_names(self.members, 12)}"
@@ -41,14 +41,14 @@ class Fused(NamedTuple):
 
 @dataclass
 class Report:
-    """What becomes of a model's lookups and interactions; `str()` says it.
+    """Report of the lookups and interactions of a model; `str()` formats it.
 
     Attributes:
-        fused: what is merged.
-        left_alone: what stays, with the reason.
-        refused: why `torch.compile` raises; nothing else is said of such a graph.
-        graph_breaks: file and line where Dynamo splits a model, and why; lookups before and after are never merged.
-        num_graphs: how many graphs the model falls into.
+        fused: merged operations.
+        left_alone: unchanged operations, with the reason.
+        refused: errors that `torch.compile` raises; such a graph has no other entries.
+        graph_breaks: file, line and reason of each graph break; lookups before and after it are not merged.
+        num_graphs: number of graphs of the model.
     """
 
     fused: list[Fused] = field(default_factory=list)
@@ -59,17 +59,17 @@ class Report:
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
-        for name, what, reason in self.left_alone:
-            by_reason.setdefault(reason, []).append(f"{name} ({what})")
-        parts = {
+        for name, function, reason in self.left_alone:
+            by_reason.setdefault(reason, []).append(f"{name} ({function})")
+        sections = {
             "Fused": [str(item) for item in self.fused] or "nothing",
-            "Left alone": [f"{', '.join(names)}: {why}" for why, names in by_reason.items()] or "nothing",
+            "Left alone": [f"{', '.join(names)}: {cause}" for cause, names in by_reason.items()] or "nothing",
             **({"Refused": self.refused} if self.refused else {}),
             "Graph breaks": self.graph_breaks or "none",
         }
         fill = textwrap.TextWrapper(88, "  - ", "    ", break_long_words=False).fill
         lines = [f"{self.num_graphs} graph{'' if self.num_graphs == 1 else 's'}"]
-        for title, items in parts.items():
+        for title, items in sections.items():
             lines += [f"{title}: {items}"] if isinstance(items, str) else [f"{title}:", *map(fill, items)]
         return "\n".join(lines)
 
@@ -77,19 +77,19 @@ class Report:
 def tritonemb(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Merge the graph's embedding lookups, then compile it with Inductor, and hide its exchanges.
+    """Merge the graph's embedding lookups, then compile it with Inductor, and overlap its exchanges.
 
     Args:
         gm, example_inputs: from Dynamo.
-        mode: as in `torch.compile`: "reduce-overhead", "max-autotune", ..
-        options: Inductor's, by name.
+        mode: as in `torch.compile`: "reduce-overhead", "max-autotune", ...
+        options: options of Inductor, by name.
 
     Raises:
         ValueError: see `fuse_graph`.
-        RuntimeError: for a mode or an option that Inductor does not know.
+        RuntimeError: for an unknown mode or option of Inductor.
     """
     has_defaults = mode is None and not options
-    options = {"size_asserts": False, **(options or {})}  # one for each table; guards know the sizes already
+    options = {"size_asserts": False, **(options or {})}  # an assertion per table; guards check the sizes already
     if gm.graph.find_nodes(op="call_function", target=torch.ops.tritonemb.finish_exchange):
         options = {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": HideExchanges(), **options}
     inductor: Any = torch._TorchCompileInductorWrapper(mode, options, None)  # raises before the graph is changed
@@ -98,8 +98,8 @@ def tritonemb(
         _log.info("%s", report)
     if has_defaults and not report.fused and call_lookups(gm, example_inputs):
         return gm.forward
-    known = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
-    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=known):
+    cacheable_functions = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=cacheable_functions):
         return inductor(gm, example_inputs)
 
 
@@ -113,28 +113,28 @@ tritonemb.reset = _reset  # type: ignore[attr-defined]
 
 
 def register() -> None:
-    """Let `torch.compile` find the backend by name where the package's entry point is not installed."""
+    """Register the backend with `torch.compile`, if the package's entry point is not installed."""
     if "tritonemb" not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(tritonemb, name="tritonemb")
 
 
 def fuse_graph(gm: GraphModule) -> Report:
-    """Merge a graph's independent lookups and map its interactions, in place; say what was done.
+    """Merge a graph's independent lookups and replace its interactions, in place; return a report.
 
-    `gm` is a graph as Dynamo hands it to a backend: torch functions, before autograd. With nothing to do it stays so.
+    `gm` is a graph that Dynamo passes to a backend: torch functions, before autograd. Without matches it is unchanged.
 
     Raises:
         ValueError: for a table with a fused optimizer that is looked up in two places that cannot be merged.
     """
     report, groups = Report(), list[LookupGroup]()
     transformed = is_transformed(gm)
-    interactions, alone = ({}, []) if transformed else fuse_interactions(gm)
+    interactions, unfused_interactions = ({}, []) if transformed else fuse_interactions(gm)
     while not transformed and (group := next_group(gm)) is not None:
         report.fused.append(Fused(merge(gm, group), tuple(lookup.feature for lookup in group.lookups)))
         groups.append(group)
     check_fused_tables(gm, groups)
     report.fused += [Fused(what, (name,)) for name, what in interactions.items()]
-    report.left_alone += [*left_alone(gm, groups), *alone]
+    report.left_alone += [*left_alone(gm, groups), *unfused_interactions]
     if report.fused:
         gm.graph.lint()
         gm.recompile()
@@ -142,32 +142,34 @@ def fuse_graph(gm: GraphModule) -> Report:
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """Run `model(*args, **kwargs)` once under Dynamo and say what the backend would do with its graphs.
+    """Run `model(*args, **kwargs)` once under Dynamo, and report what the backend would do with its graphs.
 
-    Nothing is trained: there is no backward pass, and buffers, weights that a `max_norm` scales, and random number
-    generators are put back as they were. Whatever was compiled before is forgotten (`torch._dynamo.reset`).
+    The model is not changed: no backward pass runs, and buffers, weights with a `max_norm`, and random number
+    generators are restored. The call discards all compiled code (`torch._dynamo.reset`).
     """
     with _unchanged(model):
-        found = torch._dynamo.explain(model)(*args, **kwargs)
-    report = Report(num_graphs=len(found.graphs))
-    for graph in found.graphs:
+        explanation = torch._dynamo.explain(model)(*args, **kwargs)
+    report = Report(num_graphs=len(explanation.graphs))
+    for graph in explanation.graphs:
         try:
-            part = fuse_graph(graph)
+            graph_report = fuse_graph(graph)
         except ValueError as error:
-            part = Report(refused=[str(error)])
+            graph_report = Report(refused=[str(error)])
         for name in ("fused", "left_alone", "refused"):
-            getattr(report, name).extend(getattr(part, name))
-    # Dynamo says nothing of what such a number breaks.
+            getattr(report, name).extend(getattr(graph_report, name))
+    # Dynamo does not report these graph breaks.
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    odd = {path for path, module in modules if type(getattr(module, "padding_idx", None)).__module__ == "numpy"}
-    odd -= {each.name for each in report.left_alone}
-    report.left_alone += [LeftAlone(path, "lookup", NO_INT) for path in sorted(odd)]
-    for reason in found.break_reasons:
+    numpy_padded = {
+        path for path, module in modules if type(getattr(module, "padding_idx", None)).__module__ == "numpy"
+    }
+    numpy_padded -= {item.name for item in report.left_alone}
+    report.left_alone += [LeftAlone(path, "lookup", NO_INT) for path in sorted(numpy_padded)]
+    for reason in explanation.break_reasons:
         frame = reason.user_stack[-1] if reason.user_stack else None
-        place = "unknown place" if frame is None else f"{frame.filename}:{frame.lineno}"
-        # Without Dynamo's advice.
+        location = "unknown place" if frame is None else f"{frame.filename}:{frame.lineno}"
+        # Keep the explanation, drop Dynamo's hints.
         lines = [line.strip().removeprefix("Explanation: ") for line in str(reason.reason).splitlines()[:2]]
-        report.graph_breaks.append(f"{place}: {'. '.join(line.rstrip('.') for line in lines if line)}")
+        report.graph_breaks.append(f"{location}: {'. '.join(line.rstrip('.') for line in lines if line)}")
     return report
 
 
@@ -175,16 +177,16 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 def _unchanged(model: Any) -> Iterator[None]:
     root = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     modules = list(root.modules()) if isinstance(root, nn.Module) else []
-    kept: list[Any] = [buffer for module in modules for buffer in module.buffers(recurse=False)]
-    kept += [module.weight for module in modules if getattr(module, "max_norm", None) is not None]
-    copies = [tensor.detach().clone() for tensor in kept]
+    state_tensors: list[Any] = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    state_tensors += [module.weight for module in modules if getattr(module, "max_norm", None) is not None]
+    copies = [tensor.detach().clone() for tensor in state_tensors]
     with torch.random.fork_rng():
         try:
             yield
         finally:
-            for tensor, before in zip(kept, copies, strict=True):
-                if not torch.equal(tensor, before):
-                    tensor.detach().copy_(before)
+            for tensor, original in zip(state_tensors, copies, strict=True):
+                if not torch.equal(tensor, original):
+                    tensor.detach().copy_(original)
 
 
 register()

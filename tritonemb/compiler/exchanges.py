@@ -1,7 +1,7 @@
-"""Hides exchanges in graphs of Inductor's: sent as soon as they can be, waited for when nothing else can be computed.
+"""Inductor pass that overlaps exchanges with computation: start them as early as possible, finish them late.
 
-Inductor computes in the order of the graph, in which an exchange is begun and ended before the layers that come after
-it; backward, layers that were called last come first.
+Inductor runs nodes in the order of the graph, which starts and finishes an exchange before the layers that follow; in
+the backward, layers that were called last come first.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ import tritonemb.comm.output_exchange  # noqa: F401  declares the ops
 
 
 class HideExchanges(CustomGraphPass):
-    """Inductor's `post_grad_custom_post_pass`; give it `reorder_for_peak_memory=False` too, or it sorts anew."""
+    """Value of Inductor's `post_grad_custom_post_pass`; set `reorder_for_peak_memory=False`, too, or it sorts again."""
 
     def uuid(self) -> object:
         return get_hash_for_files((__file__,))
@@ -27,49 +27,51 @@ class HideExchanges(CustomGraphPass):
         ops = torch.ops.tritonemb
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         starts = [node for node in nodes if node.target is ops.start_exchange.default]
-        late = [node for node in nodes if node.target is ops.finish_exchange.default]
-        if not late:
+        finishes = [node for node in nodes if node.target is ops.finish_exchange.default]
+        if not finishes:
             return
-        # What is sent first comes first, with what it is computed from; ordinary nodes follow, and what waits is last.
-        kinds = dict(zip(starts, range(len(starts)), strict=True))
+        # Priorities: exchanges in their order, each with its inputs; then other nodes; then the waits.
+        priorities = dict(zip(starts, range(len(starts)), strict=True))
         for node in reversed(nodes):
-            kinds[node] = min([kinds.get(node, len(starts)), *(kinds[user] for user in node.users if user in kinds)])
-        kinds |= dict.fromkeys(late, len(starts) + 1)
-        before = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
-        for node in _sorted(nodes, kinds):
-            before.append(node)
-            before = node
+            of_users = (priorities[user] for user in node.users if user in priorities)
+            priorities[node] = min([priorities.get(node, len(starts)), *of_users])
+        priorities |= dict.fromkeys(finishes, len(starts) + 1)
+        previous = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
+        for node in _sorted(nodes, priorities):
+            previous.append(node)
+            previous = node
 
 
-def _sorted(nodes: list[Node], kinds: dict[Node, int]) -> list[Node]:
-    """In an order in which each comes after what it needs; else by kind, and then as they were."""
-    places = {node: (kinds[node], place) for place, node in enumerate(nodes)}
-    sorter, ready, ordered = TopologicalSorter(_needed(nodes)), list[tuple[int, int]](), list[Node]()
+def _sorted(nodes: list[Node], priorities: dict[Node, int]) -> list[Node]:
+    """Sort nodes topologically; of the nodes that are ready, by priority, then by their previous order."""
+    ranks = {node: (priorities[node], index) for index, node in enumerate(nodes)}
+    sorter, ready, ordered = TopologicalSorter(_predecessors(nodes)), list[tuple[int, int]](), list[Node]()
     sorter.prepare()
     while sorter.is_active():
         for node in sorter.get_ready():
-            heappush(ready, places[node])
+            heappush(ready, ranks[node])
         ordered.append(nodes[heappop(ready)[1]])
         sorter.done(ordered[-1])
     return ordered
 
 
-def _needed(nodes: list[Node]) -> dict[Node, set[Node]]:
-    """What has to come before each: its inputs, and who reads or changes memory of theirs that one of them changes."""
-    found = dict[Node, set[Node]]()
-    memory, changed_by, read_by = dict[Node, set[Node]](), dict[Node, Node](), defaultdict[Node, list[Node]](list)
+def _predecessors(nodes: list[Node]) -> dict[Node, set[Node]]:
+    """Nodes that must precede each node: its inputs, and earlier reads and writes that conflict with its own."""
+    predecessors = dict[Node, set[Node]]()
+    # By node: the buffers (nodes that allocate) of its result; by buffer: its last writer, and the readers since.
+    buffers, writer, readers = dict[Node, set[Node]](), dict[Node, Node](), defaultdict[Node, list[Node]](list)
     for node in nodes:
         target = node.args[1] if node.target is with_effects else node.target
         schema, inputs = getattr(target, "_schema", None), node.all_input_nodes
-        own = set[Node]().union(*(memory.get(each, {each}) for each in inputs))
-        needed = {*inputs, *(changed_by[each] for each in own if each in changed_by)}
+        accessed = set[Node]().union(*(buffers.get(value, {value}) for value in inputs))
+        required = {*inputs, *(writer[buffer] for buffer in accessed if buffer in writer)}
         if isinstance(target, HigherOrderOperator) or (schema is not None and schema.is_mutable):
-            for each in own:
-                needed |= {*read_by.pop(each, [])}
-                changed_by[each] = node
-        for each in own:
-            read_by[each].append(node)
-        is_view = schema is None or any(each.alias_info is not None for each in schema.returns)
-        memory[node] = own if is_view else {node}
-        found[node] = {each for each in needed if each in found}
-    return found
+            for buffer in accessed:
+                required |= {*readers.pop(buffer, [])}
+                writer[buffer] = node
+        for buffer in accessed:
+            readers[buffer].append(node)
+        is_view = schema is None or any(value.alias_info is not None for value in schema.returns)
+        buffers[node] = accessed if is_view else {node}
+        predecessors[node] = {other for other in required if other in predecessors}
+    return predecessors

@@ -1,6 +1,7 @@
-"""The lookups of a graph, by PyTorch's functions or our modules, and which of them become one.
+"""Match the lookups of a graph, by PyTorch's functions or our modules, and group those that can be merged.
 
-Merged are independent lookups of a region, with one batch size and kind of result; others are left alone for a reason.
+Independent lookups of a region with the same batch size and kind of result are merged; others are left alone, with a
+reason.
 """
 
 from collections import Counter, defaultdict
@@ -12,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.nn.functional import embedding, embedding_bag  # bound here, as others may be put in their place
+from torch.nn.functional import embedding, embedding_bag  # bound at import, as modules may be patched
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonemb.compiler.graph import (
-    NotServed,
+    NotSupported,
     arguments,
     bodies,
     dependencies,
@@ -38,19 +39,19 @@ NO_INT = "its padding_idx is a NumPy integer; use int(..)"
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
 _BAGS = {torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS}
 _LOOKUPS = {embedding_bag, embedding, *_BAGS}
-_NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}  # of the same arguments
+_NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}  # synonyms of arguments
 
 
 class LeftAlone(NamedTuple):
-    """An operation that stays as it was."""
+    """Operation that is not merged."""
 
-    name: str  # of what it looks up, as users write it, or its own in the graph
-    what: str  # the function
-    reason: str  # why, in words
+    name: str  # path of the module or weight, or name of the node
+    what: str  # name of the function
+    reason: str  # reason, in words
 
 
 class FusedUpdate(NamedTuple):
-    """What a lookup with a fused optimizer updates beside its table: nodes, then the optimizer's name and values.
+    """State of a fused optimizer that a lookup updates: nodes, then the optimizer's name and constants.
 
     `name` seeds the table's stochastic rounding.
     """
@@ -65,45 +66,45 @@ class FusedUpdate(NamedTuple):
 
 
 class LookupIds(NamedTuple):
-    """The ids of one lookup: nodes in the graph, tensors where a batch is made of several."""
+    """Ids of a lookup: nodes in the graph, or tensors when they are concatenated."""
 
     ids: Any  # integers; `[B, L]` or `[N]` for bags, of any shape for single rows
     offsets: Any  # of a bag's 1-D ids, `[B]`, or `[B + 1]` if `has_last_offset`; else None
     has_last_offset: bool
-    open_end: bool  # ids may lie behind the last offset, which belong to no bag
+    open_end: bool  # ids may follow the last offset; they are in no bag
     sample_weights: Any  # of the ids' shape, or None
-    trained: Any  # ids that the gradient goes to, `[N]`, if others; -1 for none
-    single: bool  # a row for each id, instead of a sum, or a `mean`, for each bag
+    trained: Any  # ids of the rows that get gradients, `[N]`, if different; -1 for none
+    single: bool  # a row per id, instead of a sum or `mean` per bag
     mean: bool
-    padding_idx: int | None  # an id that has no part in a bag; of single rows, that is not trained
+    padding_idx: int | None  # id that is ignored in a bag or, for single rows, not trained
     num_rows: int  # of the table
 
     @property
     def drops_padding(self) -> bool:
-        """Whether some ids of a bag have no part in it."""
+        """Return whether padding is removed from bags."""
         return self.padding_idx is not None and not self.single
 
     @property
     def divides_later(self) -> bool:
-        """Whether a mean is a sum that is divided by the number of ids that are not padding."""
+        """Return whether a mean is computed as a sum, and divided by the number of ids without padding later."""
         return self.mean and self.drops_padding
 
 
 @dataclass(frozen=True)
 class TableLookup:
-    """One use of one table."""
+    """Lookup in a table."""
 
-    node: Node  # the call, or what leaves its last bag out
-    table: str  # as users call it
+    node: Node  # the call, or the slice that drops its last bag
+    table: str  # path in the user's code
     weight: Node  # `[rows, dim]`
     bags: LookupIds
-    checked: bool  # an id out of range is an error, not a zero
+    checked: bool  # an id out of range raises, else it reads as zero
     dtype: torch.dtype  # of the result
     update: FusedUpdate | None  # None for a weight with an ordinary gradient
 
     @property
     def feature(self) -> str:
-        """What users call the module, or the weight."""
+        """Path of the module, or of the weight."""
         return self.table.removesuffix(".weight")
 
     @property
@@ -113,7 +114,7 @@ class TableLookup:
 
     @property
     def num_bags(self) -> Any:
-        """Rows of the result if it is pooled, a number or a symbolic one."""
+        """Rows of a pooled result, a number or a symbolic one."""
         if self.bags.offsets is None:
             ids = value_of(self.bags.ids)
             return ids.numel() if self.bags.single else ids.shape[0]
@@ -121,17 +122,17 @@ class TableLookup:
 
     @property
     def op_checks(self) -> bool:
-        """Whether the lookup itself checks ids; where padding is left out, that was done before."""
+        """Return whether the lookup checks ids; without padding, they were checked when it was removed."""
         return self.checked and not self.bags.drops_padding
 
     @property
     def op_dtype(self) -> torch.dtype:
-        """Of what the op returns: a mean without its padding is summed in float32, and then divided."""
+        """Dtype of the op's result: a mean without padding is summed in float32, then divided."""
         return torch.float32 if self.bags.divides_later else self.dtype
 
     @property
     def can_be_pooled(self) -> bool:
-        """Bags, and single rows that are also bags of one id: ids `[B]` or `[B, 1]`."""
+        """Return whether rows are bags, or single rows that are bags of one id: ids `[B]` or `[B, 1]`."""
         ids: Any = self.bags.ids
         if not self.bags.single:
             return True
@@ -141,27 +142,27 @@ class TableLookup:
         return len(shape) == 1 or (len(shape) == 2 and isinstance(shape[1], int) and shape[1] == 1)
 
 
-def recognise(node: Node) -> TableLookup | LeftAlone | None:
-    """The lookup that a node is; a reason if it is one that stays as it is; None if it is something else."""
+def match_lookup(node: Node) -> TableLookup | LeftAlone | None:
+    """Match a node: return its lookup, or the reason why it cannot be merged; None for other nodes."""
     call, closed = _closed_bags(node)
     if call.op != "call_function" or call.target not in _LOOKUPS or any(_closed_bags(user)[1] for user in node.users):
         return None
     args = {_NAMES.get(name, name): value for name, value in arguments(call).items()}
     if closed is not None:
         args |= {"ids": closed.args[0], "offsets": closed.args[1], "trained": None, "include_last_offset": True}
-    if call.target in FUSED_BAGS:  # whose lists have one table
+    if call.target in FUSED_BAGS:  # lists of one table
         args |= {one: args[f"{one}s"][0] for one in ("weight", "step")} | {"skipped": args["skipped"][0]}
     weight = args.get("weight")
     table = source_path(weight) if isinstance(weight, Node) else node.name
     try:
         require(bool(args), "its arguments do not fit its signature")
         return replace(_read(call, args, table), node=node)
-    except NotServed as reason:
+    except NotSupported as reason:
         return LeftAlone(table.removesuffix(".weight"), name_of(call), str(reason))
 
 
 def _closed_bags(node: Node) -> tuple[Any, Any]:
-    """The lookup of which a node leaves the last bag out, and the call of `close_bags` that made that; or itself."""
+    """Return the lookup whose last bag a node slices off, with its call of `close_bags`; else the node, and None."""
     call: Any = node.args[0] if node.target is getitem and node.args[1:] == (slice(None, -1, None),) else None
     offsets = arguments(call).get("offsets") if isinstance(call, Node) and call.target in _BAGS else None
     closed = offsets.args[0] if isinstance(offsets, Node) and offsets.target is getitem else None
@@ -169,9 +170,9 @@ def _closed_bags(node: Node) -> tuple[Any, Any]:
 
 
 def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
-    """Every function has some of the same arguments; those that it lacks have these defaults."""
+    """Build the lookup of a call from its arguments, with defaults for those that its function does not have."""
     mode = args.get("mode", "mean" if args.get("mean") else "sum")
-    single = node.target is embedding or not args.get("pooled", True)
+    is_single = node.target is embedding or not args.get("pooled", True)
     require(mode in ("sum", "mean"), f'mode="{mode}" has no fused kernel')
     weight = _tensor_of(args, "weight")
     _check_weight(args["weight"], weight)
@@ -190,8 +191,8 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
     ended = bool(args.get("include_last_offset", True))
     open_end = padding_idx is None and "include_last_offset" in args and ended
     bags = LookupIds(
-        args["ids"], None if single else args.get("offsets"), ended, open_end, args.get("sample_weights"),
-        args.get("trained"), single, mode == "mean", padding_idx, int(weight.shape[0]),
+        args["ids"], None if is_single else args.get("offsets"), ended, open_end, args.get("sample_weights"),
+        args.get("trained"), is_single, mode == "mean", padding_idx, int(weight.shape[0]),
     )  # fmt: skip
     update = None
     if node.target in FUSED_BAGS:
@@ -227,7 +228,7 @@ def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> No
     ids, offsets, sample_weights, trained = (_tensor_of(args, name) for name in names)
     require(ids.dtype in ID_DTYPES, f"its ids are {ids.dtype}, not int32 or int64")
     require(not is_traceable_wrapper_subclass(ids) and not ids.is_nested, "its ids are not an ordinary tensor")
-    devices = {each.device for each in (weight, ids, offsets, sample_weights, trained) if each is not None}
+    devices = {tensor.device for tensor in (weight, ids, offsets, sample_weights, trained) if tensor is not None}
     require(len(devices) == 1, f"its weight, ids and offsets are on different devices: {sorted(map(str, devices))}")
     if sample_weights is not None:
         require(not lookup.bags.mean, "per_sample_weights go with the sum only")
@@ -244,55 +245,55 @@ def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> No
 
 @dataclass(frozen=True)
 class LookupGroup:
-    """Lookups of a region that become one: none depends on another."""
+    """Independent lookups of a region, to be merged."""
 
     lookups: Sequence[TableLookup]
-    pooled: bool  # rows are bags, side by side, not ids, one below the other
+    pooled: bool  # results have a row per bag and are joined by columns; else a row per id, joined by rows
     region: list[Node]
-    idle: bool = False  # no backward pass reaches them
+    idle: bool = False  # not reached by a backward pass
 
 
 def next_group(gm: GraphModule) -> LookupGroup | None:
-    """The first group that is found in a graph; pooled ones first."""
-    found, learning = _recognised(gm), live_nodes(gm, learning=True)
+    """Return the first group of a graph, pooled ones first; None without any."""
+    recognized, trainable = _match_lookups(gm), live_nodes(gm, trainable=True)
     for pooled in (True, False):
         for region in regions(gm):
-            lookups = [lookup for node in region if isinstance(lookup := found.get(node), TableLookup)]
-            for members in _sets(region, lookups, pooled, learning):
+            lookups = [lookup for node in region if isinstance(lookup := recognized.get(node), TableLookup)]
+            for members in _sets(region, lookups, pooled, trainable):
                 if len(members) > 1:
-                    return LookupGroup(tuple(members), pooled, region, members[0].node not in learning)
+                    return LookupGroup(tuple(members), pooled, region, members[0].node not in trainable)
     return None
 
 
 def left_alone(gm: GraphModule, merged: list[LookupGroup]) -> list[LeftAlone]:
-    """The lookups that are still there, and why."""
-    found = _recognised(gm)
-    lookups = [lookup for lookup in found.values() if isinstance(lookup, TableLookup)]
-    alone = []
-    for node, lookup in found.items():
+    """Lookups that were not merged, with reasons."""
+    recognized = _match_lookups(gm)
+    lookups = [lookup for lookup in recognized.values() if isinstance(lookup, TableLookup)]
+    unmerged = []
+    for node, lookup in recognized.items():
         if isinstance(lookup, TableLookup):
-            alone.append(_named(lookup, _why_alone(lookup, lookups, merged)))
+            unmerged.append(_named(lookup, _why_alone(lookup, lookups, merged)))
         elif lookup is not None:
-            alone.append(lookup)
+            unmerged.append(lookup)
         for body in bodies(node, gm):
-            inside = [part for part in map(recognise, body.graph.nodes) if part is not None]
-            alone += [_named(part, f"it is inside {node.target}, whose graph is left alone") for part in inside]
+            nested = [match for match in map(match_lookup, body.graph.nodes) if match is not None]
+            unmerged += [_named(match, f"it is inside {node.target}, whose graph is left alone") for match in nested]
     if is_transformed(gm):
-        alone = [_named(part, "its graph uses transforms of torch.func") for part in alone]
-    return alone
+        unmerged = [_named(match, "its graph uses transforms of torch.func") for match in unmerged]
+    return unmerged
 
 
-def _named(part: TableLookup | LeftAlone, reason: str) -> LeftAlone:
-    if isinstance(part, LeftAlone):
-        return part._replace(reason=reason)
-    return LeftAlone(part.feature, name_of(_closed_bags(part.node)[0]), reason)
+def _named(operation: TableLookup | LeftAlone, reason: str) -> LeftAlone:
+    if isinstance(operation, LeftAlone):
+        return operation._replace(reason=reason)
+    return LeftAlone(operation.feature, name_of(_closed_bags(operation.node)[0]), reason)
 
 
 def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:
     """Raise ValueError if a table with a fused optimizer is looked up in two places that did not become one."""
-    # One for each update.
-    groups = [{each.weight: each.table for each in group.lookups if each.update} for group in merged if not group.idle]
-    tables = [table for updated in groups for table in updated.items()]
+    # Count the updates of each table: one per group, and one per remaining lookup.
+    fused = [[lookup for lookup in group.lookups if lookup.update] for group in merged if not group.idle]
+    tables = [table for lookups in fused for table in {lookup.weight: lookup.table for lookup in lookups}.items()]
     tables += [(weight, source_path(weight)) for weight in _fused_weights(gm)]
     names, uses = dict(tables), Counter(weight for weight, _ in tables)
     for weight, count in uses.items():
@@ -305,43 +306,43 @@ def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:
 
 
 def _fused_weights(gm: GraphModule) -> Iterator[Node]:
-    """The table of each lookup, in a graph and in those that it runs, that an update in the backward may follow."""
-    learning = live_nodes(gm, learning=True)
+    """Weights with a fused optimizer of lookups that a backward pass reaches, in a graph and its subgraphs."""
+    trainable = live_nodes(gm, trainable=True)
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node not in learning:
+        if node.op != "call_function" or node not in trainable:
             continue
         if node.target in FUSED_BAGS:
             yield from node.args[0]
         for body in bodies(node, gm):
-            inner = [part for part in body.graph.nodes if part.op == "placeholder"]
+            inner = [placeholder for placeholder in body.graph.nodes if placeholder.op == "placeholder"]
             outer = [arg for arg in node.args if isinstance(arg, Node) and arg.op != "get_attr"]
-            known = dict(zip(inner, outer, strict=False))
-            yield from (known.get(weight, weight) for weight in _fused_weights(body))
+            outer_of = dict(zip(inner, outer, strict=False))
+            yield from (outer_of.get(weight, weight) for weight in _fused_weights(body))
 
 
-def _recognised(gm: GraphModule) -> dict[Node, TableLookup | LeftAlone | None]:
-    """What `recognise` says of each node that is used: the weight of another lookup would get zeros instead of none."""
+def _match_lookups(gm: GraphModule) -> dict[Node, TableLookup | LeftAlone | None]:
+    """Match each live node; a merged dead lookup would give its weight a zero gradient instead of None."""
     live = live_nodes(gm)
-    return {node: recognise(node) for node in gm.graph.nodes if node in live}
+    return {node: match_lookup(node) for node in gm.graph.nodes if node in live}
 
 
 def _sets(
-    region: list[Node], lookups: list[TableLookup], pooled: bool, learning: set[Node]
+    region: list[Node], lookups: list[TableLookup], pooled: bool, trainable: set[Node]
 ) -> Iterator[list[TableLookup]]:
-    """Lookups that go together by what they are, then by what they depend on."""
-    # One update needs one lookup: a fused table that also gives sequences of rows is not pooled.
+    """Group lookups by their keys, then by depth, so that those of a group are independent."""
+    # A fused table needs one lookup per update: if it is also looked up unpooled, all its lookups are.
     in_rows = {lookup.weight for lookup in lookups if lookup.update and not lookup.can_be_pooled}
     by_key: dict[Hashable, list[TableLookup]] = defaultdict(list)
     for lookup in lookups:
         single = lookup.bags.single
         if (lookup.can_be_pooled and not (single and lookup.weight in in_rows)) if pooled else single:
-            # Merged with others that a backward pass reaches, an unreached table would get zeros.
-            idle = value_of(lookup.weight).requires_grad and lookup.node not in learning
+            # Merged with lookups that a backward pass reaches, an unreached table would get a zero gradient.
+            idle = value_of(lookup.weight).requires_grad and lookup.node not in trainable
             by_key[idle, _key(lookup, pooled)].append(lookup)
-    before = dependencies(region) if len(by_key) < len(lookups) else {}
+    predecessors = dependencies(region) if len(by_key) < len(lookups) else {}
     for members in by_key.values():
         if len(members) > 1:
-            depth = depths(before, {lookup.node for lookup in members})
+            depth = depths(predecessors, {lookup.node for lookup in members})
             by_depth: dict[int, list[TableLookup]] = defaultdict(list)
             for lookup in members:
                 by_depth[depth[lookup.node]].append(lookup)
@@ -360,15 +361,15 @@ def _key(lookup: TableLookup, pooled: bool) -> tuple[Hashable, ...]:
 
 
 def _why_alone(lookup: TableLookup, lookups: list[TableLookup], merged: list[LookupGroup]) -> str:
-    pooled, others = lookup.can_be_pooled, [other for other in lookups if other.node is not lookup.node]
-    near = [other for group in merged if group.pooled == pooled for other in group.lookups]
-    near += [other for other in others if other.can_be_pooled == pooled]
-    same = [other.feature for other in near if _key(other, pooled) == _key(lookup, pooled)]
-    if same:
+    pooled, other_lookups = lookup.can_be_pooled, [other for other in lookups if other.node is not lookup.node]
+    candidates = [other for group in merged if group.pooled == pooled for other in group.lookups]
+    candidates += [other for other in other_lookups if other.can_be_pooled == pooled]
+    blocked = [other.feature for other in candidates if _key(other, pooled) == _key(lookup, pooled)]
+    if blocked:
         return (
-            f"it depends on {join_names(same, 3)}, or they on it, or between them a tensor or a state (gradients, "
+            f"it depends on {join_names(blocked, 3)}, or they on it, or between them a tensor or a state (gradients, "
             "autocast) is changed"
         )
     size = "batch size" if pooled else "dim"
-    alike = f": no other lookup has its {size}, device, dtype, padding and optimizer"
-    return "nothing to merge with" + (alike if others else "")
+    no_match = f": no other lookup has its {size}, device, dtype, padding and optimizer"
+    return "nothing to merge with" + (no_match if other_lookups else "")
