@@ -163,7 +163,7 @@ def test_tables_that_do_not_go_together():
         both[1]([te.TableConfig("t", 3, 2, pooling="mean")])
     with pytest.raises(ValueError, match=r"need one embedding_dim, got \{'t': 2, 's': 3\}"):
         both[1]([table, te.TableConfig("s", 3, 3)])
-    with pytest.raises(ValueError, match="feature 't' feeds tables 't' and 's'; only one can"):
+    with pytest.raises(ValueError, match="feature 't' is in tables 't' and 's'; expected one table"):
         both[1]([table, te.TableConfig("s", 3, 2, ["t"])])
 
 

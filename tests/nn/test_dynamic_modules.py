@@ -172,7 +172,7 @@ class Mine(te.nn.Embedding):
     ("kind", "options", "error", "message"),
     [
         (te.nn.EmbeddingBag, {}, ValueError, "either capacity"),
-        (te.nn.EmbeddingBag, {"max_norm": 1.0}, ValueError, "max_norm does not go with num_embeddings=None"),
+        (te.nn.EmbeddingBag, {"max_norm": 1.0}, ValueError, "max_norm conflicts with num_embeddings=None"),
         (te.nn.EmbeddingBag, {"mode": "max"}, ValueError, "mode='max' does not go"),
         (te.nn.EmbeddingBag, {"mode": "none"}, ValueError, "mode='none' does not go"),
         (te.nn.EmbeddingBag, {"sparse": True, "scale_grad_by_freq": True}, ValueError, "scale_grad_by_freq, sparse"),

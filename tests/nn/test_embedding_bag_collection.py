@@ -323,7 +323,7 @@ def test_an_attribute_of_a_user_may_be_called_like_ours():
 def test_a_collection_gives_a_table_by_its_name():
     collection = te.nn.EmbeddingBagCollection([te.TableConfig("a", 3, 2), te.TableConfig("training", 5, 2)])
     assert collection["training"].weight is dict(collection.named_parameters())["training.weight"]
-    with pytest.raises(KeyError, match="there is no table 'b', only a, training"):
+    with pytest.raises(KeyError, match="unknown table 'b'; expected one of a, training"):
         collection["b"]
 
 

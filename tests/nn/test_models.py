@@ -188,7 +188,7 @@ def test_dlrm_without_dense_features_has_no_bottom_mlp(optimizer):
             not torch.equal(model.state_dict()[f"embeddings.{t.name}.weight"], before[f"embeddings.{t.name}.weight"])
             for t in TABLES
         )
-    with pytest.raises(ValueError, match="without dense features needs two sparse features at least, got 1; use DCNv2"):
+    with pytest.raises(ValueError, match="without dense features needs at least two sparse features, got 1; use DCNv2"):
         te.nn.DLRM(TABLES[:1], 0)
 
 

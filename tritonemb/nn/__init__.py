@@ -1,4 +1,4 @@
-"""Modules: embedding collections and the recommendation models built from them."""
+"""Modules: embeddings, embedding collections and recommendation models."""
 
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag

@@ -1,4 +1,4 @@
-"""`EmbeddingBagCollection` and `EmbeddingCollection`: lookups of many tables in one call, pooled or a row an id."""
+"""`EmbeddingBagCollection` and `EmbeddingCollection`: lookups of many tables in one call, pooled or a row per id."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,64 +22,64 @@ from tritonemb.types import Device, TableConfig
 
 
 class FusedModule(nn.Module):
-    """What modules of tables share that may have a fused optimizer."""
+    """Base of modules of tables with an optional fused optimizer."""
 
-    _optimized: TableSet | FusedGroup | None = None  # what their backward updates
+    _optimized: TableSet | FusedGroup | None = None  # the tables that the backward updates
     _fused_optimizer: FusedOptimizer | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The fused optimizer, or None."""
+        """Fused optimizer, or None."""
         return None if self._optimized is None else self._optimized.optimizer
 
     @property
     def fused_optimizer(self) -> FusedOptimizer | None:
-        """The fused optimizer as a `torch.optim.Optimizer`, or None for ordinary parameters."""
+        """Fused optimizer as a `torch.optim.Optimizer`, or None for ordinary parameters."""
         if self._optimized is not None and self._fused_optimizer is None:
             self._fused_optimizer = self._optimized.view(self._states)
         return self._fused_optimizer
 
     def _states(self) -> States:
-        """Each table's name, weight, and the step and states of its fused optimizer by name."""
+        """Name and weight of each table, with the step and states of its fused optimizer by name."""
         raise NotImplementedError
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the fused optimizer; nothing is recompiled.
+        """Set the learning rate of the fused optimizer, without recompilation.
 
         ValueError without a fused optimizer, or for a negative or non-finite rate.
         """
         if self._optimized is None:
-            raise ValueError("this module has no fused optimizer; set the learning rate of the one you made")
+            raise ValueError("this module has no fused optimizer; set the learning rate of its torch.optim optimizer")
         self._optimized.set_learning_rate(lr)
 
     @property
     def current_learning_rate(self) -> float:
-        """What the fused optimizer's learning rate was last set to; the update reads the tensor `learning_rate`."""
+        """Learning rate of the fused optimizer as a number; the update reads the tensor `learning_rate`."""
         return 0.0 if self._optimized is None else self._optimized.current_learning_rate
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Accumulate the gradients of several micro-batches and apply them once, when the block ends.
+        """Accumulate the gradients of several micro-batches, and apply them once at the end of the block.
 
-        The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
-        with an exception discards what was accumulated. A backward must run inside the block. In a collection every
-        micro-batch must have the same keys in the same order; a single table is not for compiled modules, whose call
-        raises RuntimeError. ValueError without a fused optimizer.
+        The tables are then bitwise identical to those after one step on all samples as one batch. An exception in the
+        block discards the gradients. Backward passes must run inside the block. All micro-batches of a collection must
+        have the same keys in the same order; a compiled module of a single table raises RuntimeError. ValueError
+        without a fused optimizer.
         """
         if self._optimized is None:
-            raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
+            raise ValueError("accumulate() needs a fused optimizer; ordinary gradients accumulate in .grad")
         return self._optimized.accumulate()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own optimizer view when it needs it."""
+        """Drop the view of the optimizer: a copy creates its own."""
         return {**self.__dict__, "_fused_optimizer": None}
 
 
 class TableCollection(FusedModule):
-    """A module that owns a `TableSet`: it registers tables and counters, which move and are saved with it.
+    """Module that owns a `TableSet`: it registers tables and counters, which move and are saved with it.
 
     Attributes:
-        configs: in the order they were given.
-        feature_names: the keys that a batch must have, each once, in the order of tables.
+        configs: configurations of the tables, in order.
+        feature_names: distinct keys that a batch must have, in the order of tables.
     """
 
     step: Tensor
@@ -101,31 +101,31 @@ class TableCollection(FusedModule):
         self._optimized = table_set if table_set.optimizer is not None else None
         for name, counter in table_set.counters.items():
             self.register_buffer(name, counter, persistent=name == "step")
-        # Not add_module, which would refuse a table that is called like a method.
+        # Not by add_module, which rejects a table with the name of a method.
         self._modules.update(table_set.by_name)
         self._share_with(table_set)
 
     def _check(self, tables: Sequence[TableConfig]) -> None:
-        """Raise for tables that this kind of collection cannot have."""
+        """Raise for tables that this kind of collection does not support."""
 
     @property
     def tables(self) -> list[Table]:
-        """In the order they were given."""
+        """Tables in the order of their configurations."""
         return self.table_set.tables
 
     @property
     def cache(self) -> RowCache | None:
-        """Of those tables whose rows are not all on the device; None if there are none."""
+        """Cache of the tables in host memory, on disk or on servers; None without any."""
         return self.table_set.cache
 
     def __getitem__(self, table: str) -> Table:
-        """The table of that name, for example for its `weight`; KeyError where there is none."""
+        """Return a table by name, for example for its `weight`; KeyError if it is unknown."""
         if table not in self._modules:
-            raise KeyError(f"there is no table {table!r}, only {', '.join(self._modules)}")
+            raise KeyError(f"unknown table {table!r}; expected one of {', '.join(self._modules)}")
         return self.table_set.by_name[table]
 
     def _share_with(self, table_set: TableSet) -> None:
-        """Give it the module's own dictionaries, so that both always have the same tensors and tables."""
+        """Share the module's dictionaries with the table set, so that both always have the same tensors and tables."""
         self.table_set = table_set
         table_set.counters, table_set.by_name = self._buffers, self._modules
 
@@ -138,32 +138,32 @@ class TableCollection(FusedModule):
         return self.table_set.optimizer_states()
 
     def scale_accumulated(self, factor: float) -> bool:
-        """Multiply the gradients accumulated so far by `factor`; returns whether all of them are finite then.
+        """Multiply the accumulated gradients by `factor`; return whether all of them are finite.
 
-        For loss scaling: called in the block of `accumulate`, before it ends. Waits for the device.
+        For loss scaling, at the end of a block of `accumulate`. Synchronizes with the device.
         """
         return self.table_set.scale_accumulated(factor)
 
     def skipped_rows(self) -> dict[str, int]:
-        """For `on_nonfinite="skip"`: how many row updates each table has skipped so far."""
+        """Number of skipped row updates by table, with `on_nonfinite="skip"`."""
         names = [config.name for config in self.configs]
         return {} if self.optimizer is None else dict(zip(names, self.skipped.tolist(), strict=True))
 
     def cache_statistics(self) -> dict[str, CacheStatistics]:
-        """What the caches have done so far, by table in host memory or on disk."""
+        """Cache statistics by table in host memory or on disk."""
         return {} if self.cache is None else self.cache.statistics()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train the tables, or freeze them, on embedding servers too, where `requires_grad_` of a model has no effect.
+        """Train or freeze the tables, including those on embedding servers, which `requires_grad_` of a model does not.
 
-        A lookup trains its table if the weight requires a gradient then.
+        A lookup trains its table if the weight requires a gradient at that time.
         """
         for table in self.tables:
             table.requires_grad_(requires_grad)
         return self
 
     def reset_parameters(self) -> None:
-        """Initialise all tables, e.g. after `to_empty`."""
+        """Initialize all tables, e.g. after `to_empty`."""
         for table in self.tables:
             table.reset_parameters()
         if self.optimizer is not None:
@@ -172,10 +172,10 @@ class TableCollection(FusedModule):
                 counter.zero_()
 
     def group(self, features: Features) -> Groups:
-        """The distinct rows of a batch, from its ids alone; may be computed ahead, by another thread, for `forward`.
+        """Group the ids of a batch by row, for `forward`; another thread may call this in advance.
 
-        Rows of tables in host memory or on disk are pinned on the device until the batch's backward has run, or, where
-        gradients are not recorded, until it has been looked up; a second lookup prefetches them again.
+        Rows of tables in host memory or on disk are pinned on the device until the backward of the batch or, without
+        gradients, until its lookup; a second lookup prefetches them again.
         """
         return self.table_set.group(features)
 
@@ -185,17 +185,17 @@ class TableCollection(FusedModule):
         return features, self.table_set.look_up(features, groups)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A table may be called like an attribute, say "training", which is set beside it."""
+        """Set attributes that have the name of a table, such as "training", without replacing the table."""
         if name in self.__dict__:
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Casting a module to 16 bits leaves the learning rate float32."""
+        """Move or cast the module; the learning rate stays float32."""
         for table in self.tables:
             if isinstance(table, CachedTable):
-                table._apply(fn)  # raises before others have been moved
+                table._apply(fn)  # raises before other tables have been moved
         rate = self._buffers.get("learning_rate")
         super()._apply(fn, recurse)
         self.table_set.forget_layouts()
@@ -205,26 +205,26 @@ class TableCollection(FusedModule):
 
 
 class EmbeddingBagCollection(TableCollection):
-    """Embedding bags of many tables, looked up, and with an `optimizer` updated, in one pass.
+    """Embedding bags of many tables, looked up in one pass and, with an `optimizer`, updated in one pass.
 
     Args:
-        tables: pooled tables ("sum" or "mean"); several features may share a table, a feature may feed several tables.
+        tables: pooled tables ("sum" or "mean"); several features may share a table, a feature may use several tables.
         optimizer: with one of `tritonemb.optim`, the backward updates the tables exactly, deterministically and in
-            place, and their `.grad` stays None. Without, they are ordinary parameters with ordinary (dense) gradients.
-        device: of the tables.
-        bounds_check: an id out of range raises ("raise") or not ("ignore"); either way it reads as zero, not updated.
-        output_dtype: of the result; by default the tables' own, float32 if they differ.
+            place, and their `.grad` stays None. Without, they are ordinary parameters with dense gradients.
+        device: device of the tables.
+        bounds_check: "raise" an error for an id out of range, or "ignore" it; it reads as zero and is not updated.
+        output_dtype: dtype of the result; by default that of the tables, float32 if they differ.
 
     Shapes:
         features: a `KeyedJaggedTensor` (or TorchRec's) with all `feature_names`, in any order; int32 or int64 ids,
             optional weights. Result: `[B, sum of dims]`, columns by table, then by that table's features.
 
     A compiled module must not be called again before the backward of its last call, unless both calls are in one
-    compiled region: the update is in place. Uncompiled, each backward updates with its own gradient.
+    compiled region: the update is in place. In eager mode, each backward applies its own gradient.
 
     Raises:
-        ValueError: for missing features, ids out of range, offsets that do not fit, naming where.
-        TypeError: for ids that are not int32 or int64.
+        ValueError: for missing features, ids out of range, invalid offsets, naming feature and sample.
+        TypeError: for ids other than int32 or int64.
     """
 
     _pooled = True
@@ -236,22 +236,22 @@ class EmbeddingBagCollection(TableCollection):
 
     @property
     def embedding_dims(self) -> list[int]:
-        """Width of each part of the result, in order: `pooled.split(collection.embedding_dims, dim=1)`."""
+        """Width of each feature's columns, in order: `pooled.split(collection.embedding_dims, dim=1)`."""
         return [config.embedding_dim for config in self.configs for _ in config.feature_names]
 
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> Tensor:
-        """`[B, sum of dims]`. `groups`, from `self.group(features)`, saves grouping the ids again."""
+        """Return pooled rows `[B, sum of dims]`. `groups` from `self.group(features)` avoids grouping the ids again."""
         return self._look_up(features, groups)[1]
 
 
 class EmbeddingCollection(TableCollection):
-    """A row for each id, for sequence models; arguments as for `EmbeddingBagCollection`.
+    """Unpooled embeddings, a row per id, for sequence models; arguments as for `EmbeddingBagCollection`.
 
-    All tables have one embedding dim, and a feature feeds one table. Returns a `KeyedJaggedTensor` with the batch's
-    keys, offsets and the rows as values, `[N, dim]`: zeros for keys that no table knows, multiplied by sample weights.
+    All tables have one embedding dim, and a feature uses one table. Returns a `KeyedJaggedTensor` with the batch's keys
+    and offsets, and the rows as values, `[N, dim]`, multiplied by sample weights; zeros for keys without a table.
 
     Raises:
-        ValueError: for tables with pooling "mean" or of different dims; for a feature that feeds two tables.
+        ValueError: for tables with pooling "mean" or of different dims; for a feature of two tables.
     """
 
     _pooled = False
@@ -260,18 +260,18 @@ class EmbeddingCollection(TableCollection):
         dims = {table.name: table.embedding_dim for table in tables}
         if len(set(dims.values())) > 1:
             raise ValueError(f"an EmbeddingCollection's tables need one embedding_dim, got {dims}")
-        fed: dict[str, str] = {}
+        table_of: dict[str, str] = {}
         for table in tables:
             if table.pooling == "mean":
                 raise ValueError(f"table {table.name!r} has pooling 'mean'; use EmbeddingBagCollection for it")
             for feature in table.feature_names:
-                if feature in fed:
+                if feature in table_of:
                     raise ValueError(
-                        f"feature {feature!r} feeds tables {fed[feature]!r} and {table.name!r}; only one can"
+                        f"feature {feature!r} is in tables {table_of[feature]!r} and {table.name!r}; expected one table"
                     )
-                fed[feature] = table.name
+                table_of[feature] = table.name
 
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
-        """Rows `[N, dim]` under the batch's keys and offsets."""
+        """Return rows `[N, dim]` with the batch's keys and offsets."""
         features, rows = self._look_up(features, groups)
         return KeyedJaggedTensor(list(features.keys()), rows, offsets=features.offsets())

@@ -1,4 +1,4 @@
-"""What `EmbeddingBag` and `Embedding` of any int64 ids share: a collection of one dynamic table behind the module."""
+"""Base of `EmbeddingBag` and `Embedding` with `num_embeddings=None`: modules of one dynamic table."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -14,15 +14,15 @@ from tritonemb.types import Device, TableConfig
 
 
 class DynamicModule(SingleTable):
-    """Its parameters and buffers are those of `table`, and so is its `state_dict`.
+    """Module with the parameters, buffers and `state_dict` of `table`.
 
-    With an optimizer that has `updates` too, how many there have been: Adam needs it.
+    With an optimizer, the `state_dict` also has `updates`, the number of steps, which Adam needs.
     """
 
-    _collection: TableCollection  # no child, so keys of `state_dict` have no inner prefix
+    _collection: TableCollection  # not a submodule, so that keys of `state_dict` have no prefix
 
     def reset_parameters(self) -> None:
-        """Forget all ids and draw another seed; zero the optimizer's states."""
+        """Remove all ids, draw a new seed, and zero the optimizer's states."""
         self._collection.reset_parameters()
 
     def _states(self) -> States:
@@ -36,7 +36,7 @@ class DynamicModule(SingleTable):
         return sum(self._collection.skipped_rows().values())
 
     def optimizer_states(self) -> dict[str, Tensor]:
-        """`step`, and the optimizer's states by name, of all rows by id; none without a fused optimizer."""
+        """`step`, and the optimizer's states by name; empty without a fused optimizer."""
         states = {"step": self._collection.step, **self.table.tensors()} if self.optimizer else {}
         return {name: value for name, value in states.items() if name != "weight"}
 
@@ -45,10 +45,10 @@ class DynamicModule(SingleTable):
         if self.optimizer is not None:
             destination[f"{prefix}updates"] = self._collection.step.clone()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        missing_keys, error_msgs, found = others[-3], others[-1], dict(state_dict)
-        updates = found.pop(f"{prefix}updates", None) if self.optimizer is not None else None
-        self.table._load_from_state_dict(found, prefix, *others)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        missing_keys, error_msgs, table_state = args[-3], args[-1], dict(state_dict)
+        updates = table_state.pop(f"{prefix}updates", None) if self.optimizer is not None else None
+        self.table._load_from_state_dict(table_state, prefix, *args)
         if updates is not None and not error_msgs:
             self._collection.step.fill_(int(updates))
         elif self.optimizer is not None and updates is None:
@@ -62,17 +62,17 @@ class DynamicModule(SingleTable):
 def become_dynamic(
     module: SingleTable, kind: type[DynamicModule], num_embeddings: int | None, embedding_dim: int, pooling: Any,
     device: Device, dtype: torch.dtype | None, optimizer: Optimizer | None, dynamic: Mapping[str, Any],
-    refused: Mapping[str, Any], attributes: Mapping[str, Any],
+    unsupported: Mapping[str, Any], attributes: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Make `module`, which is being made, one of the subclass `kind`; TypeError or ValueError for what does not fit."""
+    """Construct `module` as the subclass `kind`; TypeError or ValueError for unsupported arguments."""
     name = type(module).__name__
     dtype = dtype or torch.get_default_dtype()
     config = TableConfig(name, num_embeddings, embedding_dim, pooling=pooling, dtype=dtype, **dynamic)
-    given = [option for option, there in refused.items() if there] if config.is_dynamic else [*dynamic]
-    if given or not config.is_dynamic:
-        raise ValueError(f"{name}: {', '.join(given)} does not go with num_embeddings={num_embeddings}; leave one out")
+    conflicting = [option for option, is_set in unsupported.items() if is_set] if config.is_dynamic else [*dynamic]
+    if conflicting or not config.is_dynamic:
+        raise ValueError(f"{name}: {', '.join(conflicting)} conflicts with num_embeddings={num_embeddings}; omit one")
     if kind.__bases__[-1] is not type(module):
-        raise TypeError(f"{name} is a subclass, and those need num_embeddings; let it own an embedding of any ids")
+        raise TypeError(f"{name} is a subclass, which needs num_embeddings; use an embedding with None as a submodule")
     collection = (EmbeddingCollection if pooling == "none" else EmbeddingBagCollection)([config], optimizer, device)
     nn.Module.__init__(module)
     module.__class__ = kind

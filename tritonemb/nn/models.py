@@ -1,4 +1,4 @@
-"""Recommendation models, DLRM and the deep and cross network, version 2, and their layers."""
+"""Recommendation models: DLRM and DCNv2 (deep and cross network), and their layers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,15 +14,15 @@ from tritonemb.types import Device, TableConfig
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of feature vectors, behind the dense vector, in one kernel; differentiable once.
+    """Dot products of all pairs of feature vectors, after the dense vector, in one kernel; differentiable once.
 
     Source: Naumov et al., arXiv:1906.00091, section 2.
 
     Shapes: `dense [B, D]`, `sparse [B, F * D]` or `[B, F, D]`; result `[B, D + F * (F + 1) / 2]`: the dense vector,
-    then the products below the diagonal of the `F + 1` vectors, row by row.
+    then the lower triangle of the products of the `F + 1` vectors, row-major.
 
     Args:
-        num_features: `F`, sparse vectors a sample.
+        num_features: number of sparse vectors per sample, `F`.
     """
 
     def __init__(self, num_features: int) -> None:
@@ -33,11 +33,11 @@ class DotInteraction(nn.Module):
         self.num_pairs = num_features * (num_features + 1) // 2  # products in the result
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """Raises ValueError where `sparse` does not hold `num_features` vectors of the dense vector's width."""
+        """Return dense vector and products; ValueError unless `sparse` has `num_features` vectors of its width."""
         batch_size, dim = dense.shape
         if sparse.numel() != batch_size * self.num_features * dim:
             raise ValueError(
-                f"sparse must be [{batch_size}, {self.num_features} * {dim}] to go with dense {tuple(dense.shape)}, "
+                f"sparse must be [{batch_size}, {self.num_features} * {dim}] for dense {tuple(dense.shape)}, "
                 f"got {tuple(sparse.shape)}"
             )
         if is_fused(dense, sparse):
@@ -55,7 +55,7 @@ class MLP(nn.Sequential):
     Args:
         in_features: width of the input.
         widths: width of each layer.
-        last_activation: whether a ReLU follows the last layer too.
+        last_activation: whether a ReLU follows the last layer.
     """
 
     def __init__(
@@ -70,33 +70,33 @@ class MLP(nn.Sequential):
 
 
 class SplitEmbeddingBagCollection(nn.Module):
-    """Tables of which some are on embedding servers: two collections, whose results stand in the order of the tables.
+    """Collections of local tables and of tables on embedding servers, with results in the order of the tables.
 
     Attributes:
-        here, on_servers: the two, each an `EmbeddingBagCollection`.
+        here, on_servers: `EmbeddingBagCollection`s of the local tables and of those on servers; names of `state_dict`.
     """
 
     def __init__(self, tables: Sequence[TableConfig], optimizer: Optimizer | None, device: Device) -> None:
         super().__init__()
-        here, there = ([t for t in tables if (t.placement == "server") == kind] for kind in (False, True))
-        self.here = EmbeddingBagCollection(here, optimizer, device)
-        self.on_servers = EmbeddingBagCollection(there, optimizer, device)
+        local, remote = ([t for t in tables if (t.placement == "server") == kind] for kind in (False, True))
+        self.here = EmbeddingBagCollection(local, optimizer, device)
+        self.on_servers = EmbeddingBagCollection(remote, optimizer, device)
         self.configs = tuple(tables)
         self.embedding_dims = [table.embedding_dim for table in tables for _ in table.feature_names]
-        order = [config.name for config in (*here, *there)]
-        self._places = [order.index(table.name) for table in tables]
-        self._widths = [config.embedding_dim * len(config.feature_names) for config in (*here, *there)]
+        order = [config.name for config in (*local, *remote)]
+        self._order = [order.index(table.name) for table in tables]
+        self._widths = [config.embedding_dim * len(config.feature_names) for config in (*local, *remote)]
 
     def forward(self, features: Features) -> Tensor:
-        """`[B, sum of dims]`."""
-        found = torch.cat([self.here(features), self.on_servers(features)], dim=1).split(self._widths, dim=1)
-        return torch.cat([found[place] for place in self._places], dim=1)
+        """Return pooled rows `[B, sum of dims]`."""
+        columns = torch.cat([self.here(features), self.on_servers(features)], dim=1).split(self._widths, dim=1)
+        return torch.cat([columns[index] for index in self._order], dim=1)
 
 
 def pooled_embeddings(
     tables: Sequence[TableConfig], optimizer: Optimizer | None, device: Device
 ) -> EmbeddingBagCollection | SplitEmbeddingBagCollection:
-    """A collection of these tables, wherever they are."""
+    """Create a collection of these tables, for any placements."""
     split = len({table.placement == "server" for table in tables}) > 1
     return (SplitEmbeddingBagCollection if split else EmbeddingBagCollection)(tables, optimizer, device)
 
@@ -104,14 +104,14 @@ def pooled_embeddings(
 class DLRM(nn.Module):
     """DLRM (Naumov et al., arXiv:1906.00091): dense features through an MLP, sparse ones through tables, pairwise dots.
 
-    Without dense features there is no bottom MLP (`bottom` is None): the top MLP gets the pooled vectors themselves in
-    place of the dense vector, and the dots of all their pairs.
+    Without dense features there is no bottom MLP (`bottom` is None): the top MLP gets the pooled vectors in place of
+    the dense vector, and the dot products of all their pairs.
 
     Args:
-        tables: all of one embedding dim.
-        num_dense: dense features a sample; if 0, the tables have two features at least.
-        bottom_mlp, top_mlp: widths of the layers before the last: the dense vector, of the embedding dim; the logit.
-        optimizer: of the tables, fused into the backward; None for ordinary gradients.
+        tables: tables of one embedding dim.
+        num_dense: dense features per sample; if 0, the tables must have at least two features.
+        bottom_mlp, top_mlp: widths of the hidden layers; the outputs are the dense vector and the logit.
+        optimizer: optimizer of the tables, fused into the backward; None for ordinary gradients.
 
     Shapes: `dense [B, num_dense]` float, `sparse` a `KeyedJaggedTensor`; result: logits `[B]`.
     """
@@ -127,7 +127,7 @@ class DLRM(nn.Module):
         self.embeddings = pooled_embeddings(tables, optimizer, device)
         dim, num_features = tables[0].embedding_dim, len(self.embeddings.embedding_dims)
         if not num_dense and num_features == 1:
-            raise ValueError("DLRM without dense features needs two sparse features at least, got 1; use DCNv2")
+            raise ValueError("DLRM without dense features needs at least two sparse features, got 1; use DCNv2")
         self.bottom = MLP(num_dense, [*bottom_mlp, dim], device=device) if num_dense else None
         self.interaction = DotInteraction(num_features if num_dense else num_features - 1)
         self.top = MLP(
@@ -135,22 +135,22 @@ class DLRM(nn.Module):
         )
 
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:
-        """Logits `[B]`."""
+        """Return logits `[B]`."""
         pooled = self.embeddings(sparse)
         if self.bottom is not None:
             vector = self.bottom(dense)
             return self.top(self.interaction(vector, pooled.to(vector.dtype))).squeeze(1)
-        first, others = pooled.to(dense.dtype).tensor_split([self.embeddings.configs[0].embedding_dim], dim=1)
-        return self.top(torch.cat([self.interaction(first, others), others], dim=1)).squeeze(1)
+        first, remaining = pooled.to(dense.dtype).tensor_split([self.embeddings.configs[0].embedding_dim], dim=1)
+        return self.top(torch.cat([self.interaction(first, remaining), remaining], dim=1)).squeeze(1)
 
 
 class CrossNetwork(nn.Module):
     """Low-rank cross layers: `x_{l+1} = x_0 ⊙ (U_l (V_l x_l) + b_l) + x_l` (Wang et al., WWW 2021, equation 2).
 
     Args:
-        width: of the input and output, `[B, width]`.
-        num_layers: at least 1.
-        low_rank: rank of `U V`; None for one full matrix a layer (equation 1).
+        width: width of the input and output, `[B, width]`.
+        num_layers: number of layers, at least 1.
+        low_rank: rank of `U V`; None for a full matrix per layer (equation 1).
     """
 
     def __init__(self, width: int, num_layers: int, low_rank: int | None = None, device: Device = None) -> None:
@@ -169,7 +169,7 @@ class CrossNetwork(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         crossed = inputs
         for down, up in zip(self.down, self.up, strict=True):
-            # No subclass of a linear layer, nor what was put in its place: it may compute something else.
+            # Not for subclasses or replacements of a linear layer, which may compute something else.
             if type(up) is torch.nn.modules.linear.Linear and is_cross_fused(inputs, up.weight):
                 crossed = cross(inputs, nn.functional.linear(down(crossed), up.weight), up.bias, crossed)
             else:
@@ -181,11 +181,11 @@ class DCNv2(nn.Module):
     """DCNv2 in its stacked form (Wang et al., WWW 2021): cross layers over dense features and pooled rows, then an MLP.
 
     Args:
-        tables: of any dims.
-        num_dense: dense features a sample, at least 0.
-        num_cross_layers, low_rank: of the `CrossNetwork`.
-        top_mlp: widths of the layers between cross network and logit.
-        optimizer: of the tables, fused into the backward; None for ordinary gradients.
+        tables: tables of any dims.
+        num_dense: dense features per sample, at least 0.
+        num_cross_layers, low_rank: arguments of the `CrossNetwork`.
+        top_mlp: widths of the hidden layers after the cross network.
+        optimizer: optimizer of the tables, fused into the backward; None for ordinary gradients.
 
     Shapes: `dense [B, num_dense]` float, `sparse` a `KeyedJaggedTensor`; result: logits `[B]`.
     """
@@ -203,5 +203,5 @@ class DCNv2(nn.Module):
         self.top = MLP(width, [*top_mlp, 1], last_activation=False, device=device)
 
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:
-        """Logits `[B]`."""
+        """Return logits `[B]`."""
         return self.top(self.cross(torch.cat([dense, self.embeddings(sparse).to(dense.dtype)], dim=1))).squeeze(1)

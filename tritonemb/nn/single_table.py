@@ -1,4 +1,4 @@
-"""What `EmbeddingBag` and `Embedding` share: one table, the weight of PyTorch's module, and its fused update."""
+"""Base of `EmbeddingBag` and `Embedding`: the weight of PyTorch's module as a table with an optional fused update."""
 
 from collections.abc import Callable
 from typing import Any, Self, cast
@@ -23,13 +23,13 @@ from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")
-FEW_ELEMENTS = 1 << 18  # that are looked up: from here on our backward is the faster one
+FEW_ELEMENTS = 1 << 18  # of a lookup, below which PyTorch's backward is faster than ours
 
 
 class SingleTable(FusedModule):
-    """Beside `torch.nn.EmbeddingBag` or `torch.nn.Embedding`, which own `weight` and the options.
+    """Mixin for `torch.nn.EmbeddingBag` or `torch.nn.Embedding`, which have `weight` and the options.
 
-    With an optimizer it has buffers: `step` (updates so far), its states by name and, not in `state_dict`, `skipped`.
+    With an optimizer it has buffers: `step` (number of updates), states by name and, not in `state_dict`, `skipped`.
     """
 
     weight: Tensor
@@ -42,16 +42,16 @@ class SingleTable(FusedModule):
     sparse: bool
     step: Tensor
     skipped: Tensor
-    table: DynamicTable  # with num_embeddings=None alone
-    _torchs_op: Callable[..., Tensor]  # of the weight and a batch
-    _trained: Callable[..., tuple[Tensor, Bags]]  # the ids [N] that a batch's gradient goes to, and their bags
+    table: DynamicTable  # only with num_embeddings=None
+    _torch_op: Callable[..., Tensor]  # PyTorch's op, called with the weight and a batch
+    _trained_ids: Callable[..., tuple[Tensor, Bags]]  # ids [N] of the rows that get gradients, and their bags
     _optimized: FusedGroup | None = None
     _name: str = "weight"
-    _state_owner: tuple[Self, ...] = ()  # another module with the same weight, which has the states
-    _state_users: tuple[Self, ...] = ()  # modules with the same weight, whose states this one has
+    _state_owner: tuple[Self, ...] = ()  # module with the same weight that has the states
+    _state_users: tuple[Self, ...] = ()  # modules with the same weight that use the states of this one
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew, as PyTorch's module does; zero the optimizer's states."""
+        """Initialize the weight like PyTorch's module, and zero the optimizer's states."""
         super().reset_parameters()  # type: ignore[misc]
         if self._optimized is not None:
             self.set_learning_rate(self._optimized.optimizer.lr)
@@ -63,17 +63,17 @@ class SingleTable(FusedModule):
 
     @property
     def learning_rate(self) -> Tensor:
-        """The fused optimizer's learning rate, float32 `[]`; AttributeError without a fused optimizer."""
+        """Learning rate of the fused optimizer, float32 `[]`; AttributeError without one."""
         if self._optimized is None:
-            raise AttributeError("this module has no fused optimizer, and so no learning rate")
+            raise AttributeError("this module has no fused optimizer, and so no learning_rate")
         return self._optimized.rate_on(self.weight.device)
 
     def skipped_rows(self) -> int:
-        """For `on_nonfinite="skip"`: how many row updates have been skipped so far."""
+        """Number of skipped row updates, with `on_nonfinite="skip"`."""
         return 0 if self._optimized is None else int(self.skipped)
 
     def optimizer_states(self) -> dict[str, Tensor]:
-        """`step` and the optimizer's states by name; none without a fused optimizer."""
+        """`step` and the optimizer's states by name; empty without a fused optimizer."""
         if self._optimized is None:
             return {}
         buffers = self._owner._buffers
@@ -84,22 +84,22 @@ class SingleTable(FusedModule):
     def _owner(self) -> Self:
         return self._state_owner[0] if self._state_owner else self
 
-    def _begin(self, optimizer: Optimizer | None = None, draw: bool = False) -> Self:
-        # NumPy's integers are tensors to a tracer, and break its graph.
+    def _finish_init(self, optimizer: Optimizer | None = None, draw: bool = False) -> Self:
+        # Convert NumPy's integers, which cause graph breaks.
         names = "num_embeddings", "embedding_dim", "padding_idx"
         sizes: dict[str, Any] = {name: vars(self).get(name) for name in names}
         vars(self).update({name: size.__index__() for name, size in sizes.items() if hasattr(size, "__index__")})
         if draw:
             self.reset_parameters()
         if optimizer is not None:
-            self._join(FusedGroup(check_optimizer(optimizer)), persistent=True)
+            self._attach_optimizer(FusedGroup(check_optimizer(optimizer)), persistent=True)
         return self
 
-    def _join(
+    def _attach_optimizer(
         self, group: FusedGroup, name: str = "weight", owner: Self | None = None, persistent: bool = False
     ) -> None:
-        """Become a table of `group`; states are those of `owner`, or buffers of this module."""
-        reason = why_not_fused(self)
+        """Add this table to `group`, with the states of `owner`, or new buffers of this module."""
+        reason = reason_not_fusable(self)
         if reason is not None:
             raise ValueError(reason)
         weight = self.weight
@@ -119,7 +119,7 @@ class SingleTable(FusedModule):
             for state, values in new_states(self.weight, group.optimizer.states).items():
                 self.register_buffer(state, values, persistent)
 
-    def _leave(self) -> None:
+    def _detach_optimizer(self) -> None:
         if self._optimized is not None:
             self._optimized.accumulator.pop_all()
             for name in () if self._state_owner else ("skipped", *self.optimizer_states()):
@@ -127,46 +127,46 @@ class SingleTable(FusedModule):
         for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
 
-    def _few_elements(self, input: Any, num_rows: int | None = None) -> bool | None:
-        """Whether a call looks up so little that PyTorch's op is the faster one, its backward too.
+    def _prefers_torch(self, input: Any, num_rows: int | None = None) -> bool | None:
+        """Return whether a small call is faster by PyTorch's op in forward and backward.
 
-        False: in the forward alone. None: not even there, for other tables than float32 on the CPU, for results whose
-        memory ours keeps (`num_rows`, or one an id), or while something traces or transforms the call. What is traced
-        is PyTorch's without an optimizer: a backend merges it, or compiles it as it is.
+        False: only in the forward. None: in neither, for tables other than float32 on the CPU, for results in reused
+        memory (of `num_rows`, or one per id), or under a trace or transform. Under tracing without an optimizer, True:
+        the backend merges PyTorch's op, or compiles it.
         """
         weight = self._parameters.get("weight")
         if weight is None or type(input) is not Tensor or input.is_sparse or weight.dtype != torch.float32:
             return None
         elements, fused = input.numel() * self.embedding_dim, self._optimized is not None
-        few = elements < FEW_ELEMENTS and not fused
+        is_small = elements < FEW_ELEMENTS and not fused
         if torch.compiler.is_compiling():
-            return True if few and weight.device.type == "cpu" else None
+            return True if is_small and weight.device.type == "cpu" else None
         if chosen("embedding_bag", weight.device, (torch.float32,)) != CPU:
             return None
-        if few:
+        if is_small:
             return True
         if fused:
-            ours = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
-            ours = ours or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
+            by_kernels = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
+            by_kernels = by_kernels or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
         else:
-            ours = self.sparse or self.scale_grad_by_freq
+            by_kernels = self.sparse or self.scale_grad_by_freq
         size = elements if num_rows is None else num_rows * self.embedding_dim
-        ours = ours or 4 * size >= MIN_REUSED_BYTES or not elements
-        ours = ours or self.max_norm is not None or torch.autograd.forward_ad._current_level >= 0
-        return None if ours or not plain_eager(weight) else False
+        by_kernels = by_kernels or 4 * size >= MIN_REUSED_BYTES or not elements
+        by_kernels = by_kernels or self.max_norm is not None or torch.autograd.forward_ad._current_level >= 0
+        return None if by_kernels or not plain_eager(weight) else False
 
-    def _by_torch(self, few: bool, simple: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
+    def _by_torch(self, is_small: bool, is_plain: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
         weight: Any = self._parameters["weight"]
-        if few:
-            if simple and not torch.compiler.is_compiling():
-                return self._torchs_op(weight, input, *batch)
+        if is_small:
+            if is_plain and not torch.compiler.is_compiling():
+                return self._torch_op(weight, input, *batch)
             return super().forward(input, *batch)
         if self._optimized is not None:
             self._check_trainable()
-        return ByTorch.apply(weight, self, input, *batch)
+        return TorchForward.apply(weight, self, input, *batch)
 
-    def _called(self, look_up: Callable[..., Tensor], input: Tensor, *batch: Tensor | None) -> Tensor:
-        """`look_up(input, *batch)`, whose errors name the path that `fuse` knows, and the sample."""
+    def _call_with_context(self, look_up: Callable[..., Tensor], input: Tensor, *batch: Tensor | None) -> Tensor:
+        """Call `look_up(input, *batch)`; errors name the path of the module, if `fuse` set it, and the sample."""
         if torch.compiler.is_compiling():
             return look_up(input, *batch)
         try:
@@ -175,17 +175,17 @@ class SingleTable(FusedModule):
             if not isinstance(input, Tensor) or input.layout != torch.strided or input.dtype not in ID_DTYPES:
                 raise
             offsets, name = (*batch, None)[0], "" if self._name == "weight" else self._name
-            found = as_torch_error(error, input, self.weight.shape[0], hasattr(self, "mode"), offsets, name)
-            if type(found) is not type(error) or str(found) == str(error):
+            converted = as_torch_error(error, input, self.weight.shape[0], hasattr(self, "mode"), offsets, name)
+            if type(converted) is not type(error) or str(converted) == str(error):
                 raise
-            raise found from None
+            raise converted from None
 
     def _is_served(self, *tensors: Tensor | None) -> bool:
-        """Whether tritonemb's kernels look this table up; else PyTorch's module does."""
+        """Return whether tritonemb's kernels support this call; else PyTorch's module runs."""
         weight = self.weight
         if self._optimized is None and self.sparse:
-            return False  # its gradients are as fast as they get
-        plain = (
+            return False  # PyTorch's sparse gradients are as fast
+        is_supported = (
             weight.dtype in SERVED_DTYPES
             and weight.device.type in SERVED_DEVICES
             and weight.dim() == 2
@@ -194,21 +194,21 @@ class SingleTable(FusedModule):
             and not self.scale_grad_by_freq
             and all(tensor is None or tensor.device == weight.device for tensor in tensors)
         )
-        if self._optimized is not None:  # whose states have this shape
-            plain = plain and tuple(weight.shape) == (self.num_embeddings, self.embedding_dim)
-        served = plain and (torch.compiler.is_compiling() or _are_ordinary(weight, *tensors))
-        if self._optimized is not None and torch.is_grad_enabled() and (not served or _under_transform()):
+        if self._optimized is not None:  # the states have this shape
+            is_supported = is_supported and tuple(weight.shape) == (self.num_embeddings, self.embedding_dim)
+        is_served = is_supported and (torch.compiler.is_compiling() or _are_plain(weight, *tensors))
+        if self._optimized is not None and torch.is_grad_enabled() and (not is_served or _under_transform()):
             raise RuntimeError(
-                "the fused optimizer updates, by backward(), an ordinary contiguous weight of the shape it was made "
-                "for, on the CPU or CUDA device of its batch; it goes neither with tensor subclasses nor with "
-                "torch.func or forward-mode differentiation"
+                "the fused optimizer needs a contiguous weight of its original shape, on the CPU or CUDA device of the "
+                "batch, and backward(); it does not support tensor subclasses, torch.func or forward-mode "
+                "differentiation"
             )
-        return served
+        return is_served
 
     def _look_up(
         self, values: Tensor, trained: Tensor, sample_weights: Tensor | None, bags: Bags, dtype: torch.dtype
     ) -> Tensor:
-        """`[B, dim]` or `[N, dim]`; its backward makes a gradient, or updates if there is an optimizer."""
+        """Look up `[B, dim]` or `[N, dim]`; the backward computes a gradient or updates with the optimizer."""
         if self._optimized is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
             return bag(self.weight, values, sample_weights, bags, trained, dtype)
         group = self._optimized
@@ -221,9 +221,8 @@ class SingleTable(FusedModule):
         weight, step = self.weight, cast(Tensor, self._owner._buffers["step"])
         if self._parameters.get("weight") is not weight or not isinstance(weight, nn.Parameter):
             raise RuntimeError(
-                f"the weight of {self._name!r} is computed or was put in place of the module's parameter "
-                "(parametrize, prune, functional_call), so the fused optimizer would update a passing tensor; "
-                "te.unfuse the module first"
+                f"the weight of {self._name!r} is computed or replaces the module's parameter (parametrize, prune, "
+                "functional_call), so the fused optimizer would update a temporary tensor; te.unfuse the module first"
             )
         if step.device != weight.device:
             raise RuntimeError(
@@ -239,17 +238,17 @@ class SingleTable(FusedModule):
             [buffers["skipped"]], group.rate_on(weight.device), group.optimizer.name, group.hyperparameters,
         )  # fmt: skip
 
-    def _renormalise(self, values: Tensor) -> None:
-        """Scale rows of a call down to `max_norm`, if there is one."""
+    def _renormalize(self, values: Tensor) -> None:
+        """Scale rows of a call down to `max_norm`, if set."""
         if self.max_norm is not None:
             untraced = self._optimized is not None and torch.compiler.is_compiling()
-            renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
-            renormalise(self.weight.detach(), values, self.max_norm, self.norm_type)
+            renormalize = _renormalize_untraced if untraced else torch.embedding_renorm_
+            renormalize(self.weight.detach(), values, self.max_norm, self.norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = dict(self._buffers)
+        previous = dict(self._buffers)
         super()._apply(fn, recurse)
-        keep_dtypes(self._buffers, before)
+        keep_dtypes(self._buffers, previous)
         if self._optimized is not None:
             self._optimized.rate_on(self.weight.device)
         return self
@@ -259,21 +258,21 @@ class SingleTable(FusedModule):
         return text if self._optimized is None else f"{text}, optimizer={self._optimized.optimizer}"
 
 
-class ByTorch(torch.autograd.Function):
-    """A call by PyTorch's op, whose backward is ours."""
+class TorchForward(torch.autograd.Function):
+    """PyTorch's op in the forward, our kernels in the backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, module: SingleTable, *batch: Tensor | None) -> Tensor:
         ctx.module, ctx.num_rows = module, weight.shape[0]
         ctx.gather = None if module._optimized is None else module._optimized.receiver
         ctx.save_for_backward(*batch)
-        return module._torchs_op(weight, *batch)
+        return module._torch_op(weight, *batch)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         module: SingleTable = ctx.module
         batch = ctx.saved_tensors
-        values, bags = module._trained(*batch)
+        values, bags = module._trained_ids(*batch)
         grad = grad.reshape(-1, grad.shape[-1])
         if ctx.gather is None:
             gradient = weight_gradient(grad, values, bags, ctx.num_rows)
@@ -282,27 +281,27 @@ class ByTorch(torch.autograd.Function):
         return gradient, None, *[None] * len(batch)
 
 
-# Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.
-_look_up_untraced = _disable_dynamo(ops.bag_fused)  # with `update="step"` gradients are kept in eager mode
-_renormalise_untraced = _disable_dynamo(lambda *args: torch.embedding_renorm_(*args))  # of rows that the graph updates
+# Graph breaks. Unlike `torch.compiler.disable`, `_disable_dynamo` does not import the compiler.
+_look_up_untraced = _disable_dynamo(ops.bag_fused)  # `update="step"` accumulates gradients in eager mode
+_renormalize_untraced = _disable_dynamo(lambda *args: torch.embedding_renorm_(*args))  # the graph updates these rows
 
 
-def why_not_fused(module: Any) -> str | None:
-    """Why no optimizer can be fused into an `EmbeddingBag` or `Embedding`, PyTorch's or ours; None if one can."""
+def reason_not_fusable(module: Any) -> str | None:
+    """Return why no optimizer can be fused into an `EmbeddingBag` or `Embedding`, PyTorch's or ours; None if it can."""
     weight: Tensor = module.weight
     if getattr(module, "mode", None) == "max":
-        return 'mode="max" has no fused update; use "sum" or "mean", or leave out the optimizer'
+        return 'mode="max" has no fused update; use "sum" or "mean", or omit the optimizer'
     if weight.dtype not in TRAINABLE_DTYPES:
-        return f"an optimizer can be fused for a weight of {TRAINABLE_DTYPES}, got {weight.dtype}"
+        return f"a fused optimizer needs a weight of {TRAINABLE_DTYPES}, got {weight.dtype}"
     if module.scale_grad_by_freq:
-        return "scale_grad_by_freq=True has no fused update; leave one of them out"
+        return "scale_grad_by_freq=True has no fused update; omit it or the optimizer"
     if 0 in weight.shape:
-        return f"there is nothing to update in a weight of shape {list(weight.shape)}"
+        return f"its weight of shape {list(weight.shape)} is empty"
     return None
 
 
-def _are_ordinary(*tensors: Tensor | None) -> bool:
-    """Whether there is no tensor subclass, which PyTorch's own ops know, no `vmap` and no forward-mode derivative."""
+def _are_plain(*tensors: Tensor | None) -> bool:
+    """Return whether there is no `vmap`, forward-mode AD, or tensor subclass, which only PyTorch's ops support."""
     fake = torch._subclasses.FakeTensor
     if not all(tensor is None or type(tensor) in (Tensor, nn.Parameter, fake) for tensor in tensors):
         return False

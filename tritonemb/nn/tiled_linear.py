@@ -1,4 +1,4 @@
-"""A linear layer as a grid of tiles, of which one at a time needs memory (ZeRO-Infinity, section 5.1.3)."""
+"""Linear layer as a grid of tiles, to bound the device memory of its weight (ZeRO-Infinity, section 5.1.3)."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -13,20 +13,20 @@ from tritonemb.utils import split_evenly
 
 
 class TileLayer(nn.Linear):
-    """A tile; its initial values are those of a layer with `fan_in` inputs."""
+    """Tile of a linear layer, initialized like a layer with `fan_in` inputs."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, fan_in: int, **options: Any) -> None:
         self.fan_in = fan_in
         super().__init__(in_features, out_features, bias, **options)
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear` does: uniform within 1 / sqrt(fan_in)."""
+        """Initialize like `nn.Linear`: uniform within 1 / sqrt(fan_in)."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.fan_in**-0.5), self.fan_in**-0.5)
 
 
 class WeightTile(NamedTuple):
-    """The place of a tile's weight in the whole weight: outputs are rows, inputs are columns."""
+    """Position of a tile in the full weight `[out_features, in_features]`."""
 
     layer: TileLayer
     first_row: int
@@ -34,13 +34,13 @@ class WeightTile(NamedTuple):
 
 
 class TiledLinear(nn.Module):
-    """`torch.nn.Linear` as a grid of smaller ones: the same to rounding, and each tile has parameters of its own.
+    """`torch.nn.Linear` as a grid of tiles, each a module with its own parameters; equal up to rounding.
 
-    With offloaded parameters (`te.offload`) only the tile that is computed is in device memory. A `state_dict` has the
-    whole "weight" `[out_features, in_features]` and "bias", as that of `torch.nn.Linear`, and takes such a one.
+    With offloaded parameters (`te.offload`) only one tile at a time is in device memory. The `state_dict` is that of
+    `torch.nn.Linear`, with the full "weight" `[out_features, in_features]` and "bias".
 
     Args:
-        in_splits, out_splits: tiles along the inputs and the outputs; sizes differ by one at most.
+        in_splits, out_splits: number of tiles along the inputs and the outputs; sizes differ by at most one.
 
     Raises:
         ValueError: more tiles than features, or fewer than one.
@@ -61,21 +61,21 @@ class TiledLinear(nn.Module):
         self._columns, rows = split_evenly(in_features, in_splits), split_evenly(out_features, out_splits)
         self.tiles: Any = nn.ModuleList(
             nn.ModuleList(
-                TileLayer(columns, of_rows, bias and number == 0, in_features, device=device, dtype=dtype)
-                for number, columns in enumerate(self._columns)
+                TileLayer(columns, num_rows, bias and column == 0, in_features, device=device, dtype=dtype)
+                for column, columns in enumerate(self._columns)
             )
-            for of_rows in rows
+            for num_rows in rows
         )
         self.register_state_dict_post_hook(_merge)
         self.register_load_state_dict_pre_hook(_split)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = x.split(self._columns, -1)
-        outputs = [reduce(add, (layer(part) for layer, part in zip(row, parts, strict=True))) for row in self.tiles]
+        chunks = x.split(self._columns, -1)
+        outputs = [reduce(add, (layer(chunk) for layer, chunk in zip(row, chunks, strict=True))) for row in self.tiles]
         return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
 
     def grid(self) -> Iterator[WeightTile]:
-        """The tiles, row by row, and where their weights are in the whole."""
+        """Tiles in row-major order, with the positions of their weights."""
         first_row = 0
         for row in self.tiles:
             for layer, first_column in zip(row, accumulate([0, *self._columns]), strict=False):
@@ -84,55 +84,55 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> "TiledLinear":
-        """Tiles with the values of a linear layer, of its dtype, on its device."""
-        whole = {"weight": linear.weight} if linear.bias is None else {"weight": linear.weight, "bias": linear.bias}
-        made = cls(
-            linear.in_features, linear.out_features, "bias" in whole, in_splits=in_splits, out_splits=out_splits,
+        """Create tiles with the values, dtype and device of a linear layer."""
+        state = {"weight": linear.weight} if linear.bias is None else {"weight": linear.weight, "bias": linear.bias}
+        tiled = cls(
+            linear.in_features, linear.out_features, "bias" in state, in_splits=in_splits, out_splits=out_splits,
             device=linear.weight.device, dtype=linear.weight.dtype,
         )  # fmt: skip
-        made.load_state_dict(whole)
-        for path, parameter in made.tiles.named_parameters():
-            parameter.requires_grad_(whole[path.rpartition(".")[2]].requires_grad)
-        return made.train(linear.training)
+        tiled.load_state_dict(state)
+        for path, parameter in tiled.tiles.named_parameters():
+            parameter.requires_grad_(state[path.rpartition(".")[2]].requires_grad)
+        return tiled.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """A `torch.nn.Linear` with these values, in the same mode; ValueError if only some tiles are frozen."""
+        """Create a `torch.nn.Linear` with these values and mode; ValueError if only some tiles are frozen."""
         state = self.state_dict()
         weight = state["weight"]
-        made = nn.Linear(self.in_features, self.out_features, "bias" in state, weight.device, weight.dtype)
-        made.load_state_dict(state)
-        for name, parameter in made.named_parameters():
-            trained = {tile.requires_grad for path, tile in self.tiles.named_parameters() if path.endswith(name)}
-            if len(trained) > 1:
-                raise ValueError(f"the {name} of some tiles is frozen, of others not; a linear layer has one")
-            parameter.requires_grad_(trained.pop())
-        return made.train(self.training)
+        linear = nn.Linear(self.in_features, self.out_features, "bias" in state, weight.device, weight.dtype)
+        linear.load_state_dict(state)
+        for name, parameter in linear.named_parameters():
+            requires_grad = {tile.requires_grad for path, tile in self.tiles.named_parameters() if path.endswith(name)}
+            if len(requires_grad) > 1:
+                raise ValueError(f"the {name} of only some tiles is frozen; freeze or train all tiles")
+            parameter.requires_grad_(requires_grad.pop())
+        return linear.train(self.training)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, in_splits={self.in_splits}, out_splits={self.out_splits}"
 
 
 def _merge(module: TiledLinear, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """The whole weight and bias in place of those of the tiles."""
-    found = {key: state.pop(key) for key in [*state] if key.startswith(f"{prefix}tiles.")}
+    """Replace the weights and biases of tiles in a `state_dict` by the full ones."""
+    tiles = {key: state.pop(key) for key in [*state] if key.startswith(f"{prefix}tiles.")}
     rows = [
-        [found[f"{prefix}tiles.{row}.{column}.weight"] for column in range(module.in_splits)]
+        [tiles[f"{prefix}tiles.{row}.{column}.weight"] for column in range(module.in_splits)]
         for row in range(module.out_splits)
     ]
     state[f"{prefix}weight"] = torch.cat([torch.cat(row, 1) for row in rows])
-    biases = [found.get(f"{prefix}tiles.{row}.0.bias") for row in range(module.out_splits)]
+    biases = [tiles.get(f"{prefix}tiles.{row}.0.bias") for row in range(module.out_splits)]
     if biases[0] is not None:
         state[f"{prefix}bias"] = torch.cat(biases)  # type: ignore[arg-type]
 
 
-def _split(module: TiledLinear, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """The parts of the tiles in place of the whole weight and bias."""
+def _split(module: TiledLinear, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Replace the full weight and bias in a `state_dict` by those of the tiles."""
     weight, bias = (state.pop(f"{prefix}{name}", None) for name in ("weight", "bias"))
     shape = torch.Size((module.out_features, module.in_features))
     for name, values, expected in (("weight", weight, shape), ("bias", bias, shape[:1])):
         if values is not None and values.shape != expected:
-            errors: list[str] = rest[-1]
-            errors.append(f"size mismatch for {prefix}{name}: {list(values.shape)} there, {list(expected)} here")
+            errors: list[str] = args[-1]
+            errors.append(f"size mismatch for {prefix}{name}: expected {list(expected)}, got {list(values.shape)}")
             return
     for number, (layer, row, column) in enumerate(module.grid()):
         name = f"{prefix}tiles.{number // module.in_splits}.{number % module.in_splits}"
