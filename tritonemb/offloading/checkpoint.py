@@ -309,6 +309,7 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     if not (path / METADATA).is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no {METADATA}")
     _check(path)
+    # Compare keys and shapes with the model.
     reader = files.CheckpointReader(path)
     stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     state = _collect_state(model, optimizer, False)
@@ -318,6 +319,7 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
             raise ValueError(f"{path} has no {key.removeprefix('model.')!r}")
         if isinstance(value, StoredTensor) and shape is not None and shape != value.shape:
             raise ValueError(f"{key}: the checkpoint has shape {list(shape)}, the model {list(value.shape)}")
+    # Load what the checkpoint has, and finish the optimizer's states.
     present = {key: value for key, value in state.items() if key in stored}
     groups = _param_groups(model, optimizer)
     for number, group in enumerate(groups):
@@ -358,9 +360,11 @@ def load_safetensors(
     shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not shards:
         raise ValueError(f"{path} has no .safetensors files")
+    # Parameters, and tiles, by the name of the full tensor.
     targets: dict[str, list[tuple[Any, TensorSlice]]] = {}
     for p, tensor_slice in tensor_slices(model):
         targets.setdefault(tensor_slice.fqn, []).append((p, tensor_slice))
+    # Write each tensor to its parameter, or to its tiles.
     unknown, loaded = [], set[Any]()
     for file in shards:
         with safe_open(file, framework="pt") as tensors:

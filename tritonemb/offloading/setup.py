@@ -326,12 +326,14 @@ def _tiled_layers(
                 continue
             if sum(p is layer.weight for p in parameters) > 1 or sum(child is layer for child in layers) > 1:
                 continue  # tied: other modules use the full weight
+            # Splits: of the inputs only if a row exceeds the limit.
             max_elements = max(max_bytes // layer.weight.element_size(), 1)
             in_splits = -(-layer.in_features // max_elements)
             out_splits = min(layer.out_features, -(-layer.weight.numel() // in_splits // max_elements))
             splits: Any = {"in_splits": in_splits, "out_splits": out_splits}
             has_bias, dtype = layer.bias is not None, layer.weight.dtype
             tiled = TiledLinear(layer.in_features, layer.out_features, has_bias, device="meta", dtype=dtype, **splits)
+            # Tiles are views of the layer's parameters until they are moved.
             for tile in tiled.grid():
                 rows = slice(tile.first_row, tile.first_row + tile.layer.out_features)
                 columns = slice(tile.first_column, tile.first_column + tile.layer.in_features)

@@ -251,6 +251,7 @@ class DiskTier:
 
     def transfer(self, span: DiskSpan, values: Tensor, write: bool) -> None:
         """Read or write a span, segment by segment, and verify or store its checksum."""
+        # Transfer in host memory; checksum a segment while others are in flight.
         host_values = values if values.device.type == "cpu" else torch.from_numpy(IoBuffer(values.numel()).array)
         if write and host_values is not values:
             host_values.copy_(values)
@@ -272,6 +273,7 @@ class DiskTier:
                         context.wait(transfer)
             except ExtentError as error:
                 raise error.reason from error
+        # Store the checksum of a write; verify that of a read.
         with self._lock:
             self.bytes_moved[write] += size
         if write:

@@ -131,8 +131,8 @@ _NAMES = {kind: name for name, kind in SHARDINGS.items()}
 
 def _owners(sharding: Sharding, table: TableConfig, title: str, ranks: int, local: int) -> Sequence[Sequence[int]]:
     """Ranks of each column block, over which its rows are sharded."""
-    node_targets, row_wise = isinstance(sharding, TableRowWise | TableColumnWise | Grid), isinstance(sharding, RowWise)
-    unit, limit = ("node", ranks // local) if node_targets else ("rank", ranks)
+    by_node, row_wise = isinstance(sharding, TableRowWise | TableColumnWise | Grid), isinstance(sharding, RowWise)
+    unit, limit = ("node", ranks // local) if by_node else ("rank", ranks)
     targets = sharding.targets
     if targets is None:
         targets = range(limit if row_wise else min(limit, max_column_blocks(table)))
@@ -145,7 +145,7 @@ def _owners(sharding: Sharding, table: TableConfig, title: str, ranks: int, loca
             raise ValueError(f"{title}: {unit} {value} of {sharding} is not one of the plan's {limit}")
     if row_wise and len(set(targets)) != len(targets):
         raise ValueError(f"{title}: {sharding} names a rank twice")
-    owners = [range(target * local, (target + 1) * local) if node_targets else [target] for target in targets]
+    owners = [range(target * local, (target + 1) * local) if by_node else [target] for target in targets]
     if isinstance(sharding, TableColumnWise):
         blocks = min(local, max_column_blocks(table)) if sharding.columns is None else len(sharding.columns)
         return [[owners[0][block % local]] for block in range(blocks)]
