@@ -112,7 +112,7 @@ class TestDamage:
         ("damage", "message"),
         [
             (swap, "to another table"),
-            (lambda path: os.truncate(path, path.stat().st_size - 4096), "bytes instead of"),
+            (lambda path: os.truncate(path, path.stat().st_size - 4096), "bytes, expected"),
             (lambda path: os.truncate(path, 100), "too short to have a header"),
             (lambda path: path.unlink(), "cannot be opened"),
         ],
