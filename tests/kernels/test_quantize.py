@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.strategies import seeds
 from tritonemb.kernels import quantize as kernels
 from tritonemb.kernels.cpu import quantize as cpu_kernels
-from tritonemb.kernels.cpu.quantize import narrowed, row_codes, scaled
+from tritonemb.kernels.cpu.quantize import narrow, row_codes, scale_and_saturate
 from tritonemb.kernels.packing import ROW_PARAMETERS, Packing, make_packing
 from tritonemb.kernels.random import narrow_by_torch
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
@@ -239,13 +239,13 @@ def pack_by_hand(
     message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
     for row, to in enumerate(range(num_rows) if rows is None else rows.tolist()):
         for columns, codes, parameters in pieces_of(message, packing, num_rows, to):
-            x = scaled(matrix[row, columns].float(), scale, dtype, saturated)
+            x = scale_and_saturate(matrix[row, columns].float(), scale, dtype, saturated)
             if packing.codec == INT8:
                 found, scale_and_offset = row_codes(x.unsqueeze(0))
                 codes.zero_()[: x.numel()] = found[0]
                 parameters.copy_(scale_and_offset[0].view(torch.uint8))
             else:
-                codes.copy_(narrowed(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
+                codes.copy_(narrow(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
     return message
 
 
@@ -264,8 +264,8 @@ def unpack_by_hand(
                 x = codes[: columns.stop - columns.start].float() * row_scale + row_offset
             else:
                 x = codes.clone().view(CODECS[packing.codec].dtype).float()
-            x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
-            matrix[row, columns] = narrowed(x, dtype)
+            x = scale_and_saturate(x, None if scale is None else scale.reciprocal(), dtype, saturated)
+            matrix[row, columns] = narrow(x, dtype)
     return matrix
 
 

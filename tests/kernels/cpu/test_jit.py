@@ -28,11 +28,11 @@ import json, torch
 from tritonemb.kernels.cpu import jit, random, row_groups
 
 bad_bags = [int(row_groups.first_bad_bag(torch.tensor(offsets).numpy(), 2)) for offsets in ([0, 1, 2], [0, 2, 1])]
-kernels = [value for value in vars(row_groups).values() if isinstance(getattr(value, "_cache", None), jit._Files)]
+kernels = [value for value in vars(row_groups).values() if isinstance(getattr(value, "_cache", None), jit._KernelFiles)]
 hits = sum(sum(kernel.stats.cache_hits.values()) for kernel in kernels)
 misses = sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels)
 random.initialize_rows_([torch.empty(3, 4)], [], [(1, 0.5)])  # a kernel of one loop over tasks
-print(json.dumps([hits, misses, bad_bags, len(jit._finished)]))
+print(json.dumps([hits, misses, bad_bags, len(jit._compile_seconds)]))
 """
 
 
@@ -96,13 +96,13 @@ def test_processes_that_save_at_once_keep_each_signatures_code(tmp_path):
     ready = threading.Barrier(8, timeout=30)
 
     def save(number: int) -> None:
-        files = jit._Files(str(tmp_path), "kernel", "")
+        files = jit._KernelFiles(str(tmp_path), "kernel", "")
         ready.wait()
         files.save(("signature", number), number)
 
     with ThreadPoolExecutor(8) as processes:
         list(processes.map(save, range(8)))
-    files = jit._Files(str(tmp_path), "kernel", "")
+    files = jit._KernelFiles(str(tmp_path), "kernel", "")
     assert [files.load(("signature", number)) for number in range(9)] == [*range(8), None]
 
 
@@ -122,7 +122,7 @@ def calls(*functions) -> None:
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "_kernel_cache_dir", lambda folder: tmp_path / "kernels")
-    monkeypatch.setattr(jit, "_finished", [])
+    monkeypatch.setattr(jit, "_compile_seconds", [])
     jit._warn_once.cache_clear()
     return tmp_path / "kernels"
 
@@ -140,9 +140,9 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(kept, caplog):
     calls(decrease, decrease)
     path.write_bytes(b"")
     calls(decrease, decrease)
-    assert len(jit._finished) == 1 + 7
+    assert len(jit._compile_seconds) == 1 + 7
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        f"{kept}: compiled kernels are damaged there; they are compiled anew"
+        f"{kept}: damaged cache of compiled kernels; compiling again"
     ]
 
 
@@ -150,12 +150,12 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(kept, caplog):
 def test_where_nothing_can_be_kept_kernels_are_compiled_anew(kept, caplog, monkeypatch, why):
     if why == "full":
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        monkeypatch.setattr(jit._Files, "_open_for_write", lambda *_: raising(full))
+        monkeypatch.setattr(jit._KernelFiles, "_open_for_write", lambda *_: raising(full))
     else:
         kept.write_text("")
     calls(decrease, increase_twice, decrease)
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert record.message.startswith(f"{kept}: compiled kernels cannot be kept there (")
+    assert record.message.startswith(f"{kept}: cannot write compiled kernels (")
 
 
 def raising(error):
@@ -238,7 +238,7 @@ def test_a_kernel_that_is_compiled_is_logged_once_and_optimized_once(monkeypatch
     assert gc.isenabled()
     (record,) = caplog.records
     assert record.message.startswith("compiling the CPU kernel test_jit.increase_twice (first use on this machine; ")
-    assert record.message.endswith(f"kept in {tmp_path})")
+    assert record.message.endswith(f"cached in {tmp_path})")
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ def test_who_sees_no_notes_is_told_once_that_kernels_are_compiled(level, quiet, 
             self.start, self.cancel = function, lambda: cancelled.append(interval)
 
     intervals, cancelled = [], []
-    jit._say.cache_clear()
+    jit._print_notice.cache_clear()
     monkeypatch.setattr(threading, "Timer", Timer)
-    monkeypatch.setattr(jit, "_finished", [0.5])
+    monkeypatch.setattr(jit, "_compile_seconds", [0.5])
     monkeypatch.setenv("TRITONEMB_QUIET", quiet)
     caplog.set_level(level, logger="tritonemb")
     for _ in range(2):
@@ -267,4 +267,4 @@ def test_who_sees_no_notes_is_told_once_that_kernels_are_compiled(level, quiet, 
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
     assert all(line.startswith("tritonemb: compiling kernels for this machine, once: ") for line in said)
-    jit._say.cache_clear()
+    jit._print_notice.cache_clear()

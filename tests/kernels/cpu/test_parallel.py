@@ -49,7 +49,7 @@ def expected(num_tasks: int) -> list[float]:
 
 
 def use_own_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit._team, "value", ctypes.cast(jit._own_team, ctypes.c_void_p).value)
+    monkeypatch.setattr(jit._team, "value", ctypes.cast(jit._python_team, ctypes.c_void_p).value)
 
 
 @pytest.fixture(params=["openmp", "own"])
@@ -90,7 +90,7 @@ def test_a_team_of_our_own_runs_side_by_side():
         everyone.wait()
         names.add(threading.current_thread().name)
 
-    jit._own_team(ctypes.cast(body, ctypes.c_void_p).value, None, 3, 0)
+    jit._python_team(ctypes.cast(body, ctypes.c_void_p).value, None, 3, 0)
     assert len(names) == 3
     assert threading.current_thread().name in names
 

@@ -75,7 +75,7 @@ def test_updates_have_the_same_bits_on_any_threads_and_follow_the_reference(kind
         torch.set_num_threads(num_threads)
         train(twin, [(batch, grad)] * 3)
         assert_same_bits(contents(twin), contents(twins[0]), f"{num_threads} threads")
-    monkeypatch.setattr(jit._team, "value", ctypes.cast(jit._own_team, ctypes.c_void_p).value)
+    monkeypatch.setattr(jit._team, "value", ctypes.cast(jit._python_team, ctypes.c_void_p).value)
     train(twins[-1], [(batch, grad)] * 3)
     assert_same_bits(contents(twins[-1]), contents(twins[0]), "threads of our own")
     for name, tensor in contents(collection).items():

@@ -1,4 +1,4 @@
-"""CPU twin of `kernels/embedding_bag.py`: one pass over samples and lookups, each row read once, asked for ahead."""
+"""CPU twin of `kernels/embedding_bag.py`: one pass over samples and lookups; each row is prefetched and read once."""
 
 import functools
 from collections.abc import Sequence
@@ -19,22 +19,22 @@ from tritonemb.kernels.cpu.row_groups import (
     dtypes_of,
     first_bad_bag,
 )
-from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_bags
+from tritonemb.kernels.cpu.simd import PREFETCH_DISTANCE, dot, element_size, float32_row, prefetch, sum_bags
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, cached_fact
 from tritonemb.memory import empty_result
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
-STREAMED_BYTES = 8 << 20  # an output of this size would push everything else out of the caches
+STREAMED_BYTES = 8 << 20  # from here on stores bypass the caches: the output would evict everything else
 NO_POSITION = np.iinfo(np.int64).max
 
 
 @inlined
-def _first_bad(begin, end, num_rows, values):
-    """The first of the positions [begin, end) whose id is out of range."""
-    bad = 0
-    for position in range(begin, end):  # to the end, because a loop that may stop early is not vectorised
-        bad += 0 if 0 <= values[position] < num_rows else 1
-    if bad:
+def _first_bad_position(begin, end, num_rows, values):
+    """Return the first of the positions [begin, end) whose id is out of range, else NO_POSITION."""
+    num_bad = 0
+    for position in range(begin, end):  # without an early exit, which prevents vectorization
+        num_bad += 0 if 0 <= values[position] < num_rows else 1
+    if num_bad:
         for position in range(begin, end):
             if not 0 <= values[position] < num_rows:
                 return position
@@ -42,56 +42,58 @@ def _first_bad(begin, end, num_rows, values):
 
 
 @inlined
-def _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales):
-    """Factor of each position [begin, end), the values of bags [first_bag, last_bag)."""
+def _fill_scales(begin, end, first_bag, last_bag, is_mean, offsets, sample_weights, scales):
+    """Fill in the scale of each position [begin, end), the values of bags [first_bag, last_bag)."""
     for bag in range(first_bag, last_bag):
         size = offsets[bag + 1] - offsets[bag]
-        scale = np.float32(1) / np.float32(size) if mean and size > 0 else np.float32(1)
+        scale = np.float32(1) / np.float32(size) if is_mean and size > 0 else np.float32(1)
         for position in range(offsets[bag], offsets[bag + 1]):
             scales[position - begin] = scale * sample_weights[position] if sample_weights.size else scale
 
 
 @parallel
 def _pool_samples(
-    task, num_rows, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
-    zero_row, out, width, streamed,
+    task, num_rows, first_bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets,
+    sample_weights, zero_row, out, width, streamed,
 ):  # fmt: skip
-    """A share of the samples of the output [B, width] at address `out`."""
-    first, last = num_rows * task // bad.size, num_rows * (task + 1) // bad.size
-    most = np.int64(0)
+    """Pool the task's samples of the output [B, width] at address `out`."""
+    # Buffer for scales of the task's largest feature.
+    first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
+    max_positions = np.int64(0)
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             if lookups[lookup, POOLING] == MEAN or sample_weights.size:
-                most = max(most, offsets[key * batch_size + last] - offsets[key * batch_size + first])
-    scales = np.empty(most, dtype=np.float32)
+                max_positions = max(max_positions, offsets[key * batch_size + last] - offsets[key * batch_size + first])
+    scales = np.empty(max_positions, dtype=np.float32)
+    # By blocks of samples, by feature, by lookup.
     for block in range(first, last, BLOCK):
         for key in range(key_starts.size - 1):
             first_bag, last_bag = key * batch_size + block, key * batch_size + min(block + BLOCK, last)
             begin, end = offsets[first_bag], offsets[last_bag]
             for lookup in range(key_starts[key], key_starts[key + 1]):
-                table, dim, mean = lookups[lookup, TABLE], lookups[lookup, DIM], lookups[lookup, POOLING] == MEAN
+                table, dim, is_mean = lookups[lookup, TABLE], lookups[lookup, DIM], lookups[lookup, POOLING] == MEAN
                 num_table_rows, row_bytes = tables[table, NUM_ROWS], dim * element_size(dtypes[table])
-                scaled = mean or sample_weights.size > 0
-                if scaled:
-                    _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales)
-                for ahead in range(begin, min(begin + AHEAD, end)):
-                    prefetch(addresses[table] + values[ahead] * row_bytes, row_bytes)
+                has_scales = is_mean or sample_weights.size > 0
+                if has_scales:
+                    _fill_scales(begin, end, first_bag, last_bag, is_mean, offsets, sample_weights, scales)
+                for position in range(begin, min(begin + PREFETCH_DISTANCE, end)):
+                    prefetch(addresses[table] + values[position] * row_bytes, row_bytes)
                 sum_bags(
                     out + (block * width + lookups[lookup, COLUMN]) * 4, width * 4, offsets.ctypes.data + first_bag * 8,
                     last_bag - first_bag, values.ctypes.data + begin * 8, addresses[table], num_table_rows, zero_row,
-                    scales.ctypes.data if scaled else 0, dim, dtypes[table], streamed,
+                    scales.ctypes.data if has_scales else 0, dim, dtypes[table], streamed,
                 )  # fmt: skip
-                bad[task] = min(bad[task], _first_bad(begin, end, num_table_rows, values))
+                first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, num_table_rows, values))
 
 
 @parallel
 def _gather_values(
-    task, num_rows, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
-    zero_row, out, width, streamed,
+    task, num_rows, first_bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets,
+    sample_weights, zero_row, out, width, streamed,
 ):  # fmt: skip
-    """A share of the rows, one a value, of the output [N, width] at address `out`."""
-    first, last = num_rows * task // bad.size, num_rows * (task + 1) // bad.size
-    one_each = np.arange(2)
+    """Gather the task's rows, one per value, of the output [N, width] at address `out`."""
+    first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
+    single_id_offsets = np.arange(2)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])
         end = min(last, offsets[(key + 1) * batch_size])
@@ -99,40 +101,40 @@ def _gather_values(
             table, dim = lookups[lookup, TABLE], lookups[lookup, DIM]
             row_bytes = dim * element_size(dtypes[table])
             for position in range(begin, end):
-                if position + AHEAD < end:
-                    prefetch(addresses[table] + values[position + AHEAD] * row_bytes, row_bytes)
-                to, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
+                if position + PREFETCH_DISTANCE < end:
+                    prefetch(addresses[table] + values[position + PREFETCH_DISTANCE] * row_bytes, row_bytes)
+                target, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
                 sum_bags(
-                    to, 0, one_each.ctypes.data, 1, values.ctypes.data + position * 8, addresses[table],
+                    target, 0, single_id_offsets.ctypes.data, 1, values.ctypes.data + position * 8, addresses[table],
                     tables[table, NUM_ROWS], zero_row, factor if sample_weights.size else 0, dim, dtypes[table],
                     streamed,
                 )  # fmt: skip
-                float32_row(to, width)[dim:] = np.float32(0)
-            bad[task] = min(bad[task], _first_bad(begin, end, tables[table, NUM_ROWS], values))
+                float32_row(target, width)[dim:] = np.float32(0)
+            first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, tables[table, NUM_ROWS], values))
 
 
 def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Summed in float32, `[B, width]` or `[N, width]`; see `kernels/embedding_bag.py`."""
-    ids, bounds = as_int64(values), as_int64(offsets)
-    if (bag := first_bad_bag(bounds, ids.size)) != GOOD_OFFSETS:
+    """See `kernels/embedding_bag.py`. Sums in float32, `[B, width]` or `[N, width]`."""
+    ids, bag_offsets = as_int64(values), as_int64(offsets)
+    if (bag := first_bad_bag(bag_offsets, ids.size)) != GOOD_OFFSETS:
         raise errors.offsets_error(bag, offsets, ids.size, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
     num_rows = batch_size if layout.pooled else values.numel()
     out = empty_result((num_rows, layout.width), torch.float32)
-    if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a table
+    if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a lookup
         out.zero_()
-    bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
+    first_bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
     look_up = _pool_samples if layout.pooled else _gather_values
     look_up(
-        torch.get_num_threads(), bad.size, num_rows, bad, batch_size, cached_fact(weights, addresses_of),
-        cached_fact(weights, dtypes_of), *arrays_of(layout), ids, bounds,
+        torch.get_num_threads(), first_bad.size, num_rows, first_bad, batch_size, cached_fact(weights, addresses_of),
+        cached_fact(weights, dtypes_of), *arrays_of(layout), ids, bag_offsets,
         as_float32(sample_weights), _zero_row(layout.width).data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
-    if check_bounds and (position := min(bad.tolist())) != NO_POSITION:
+    if check_bounds and (position := min(first_bad.tolist())) != NO_POSITION:
         raise errors.invalid_id_error(position, values, offsets, layout)
     return out if output_dtype == torch.float32 else out.to(output_dtype)
 
@@ -171,7 +173,7 @@ def _sample_weight_gradients(
 def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
-    """Float32 `[N]`; see `kernels/embedding_bag.py`."""
+    """See `kernels/embedding_bag.py`. Float32 `[N]`."""
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     num_tasks = _num_tasks(batch_size, values, layout)

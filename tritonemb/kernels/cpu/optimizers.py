@@ -1,4 +1,4 @@
-"""The nine optimizers on one row: float32 arrays in, changed in place. Formulas: `tritonemb/optimizers.py`."""
+"""One step of the nine optimizers on one row: float32 arrays, updated in place. Formulas: `tritonemb/optimizers.py`."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def _subtract(w, scale, g):
 
 @inlined
 def power(base, exponent):
-    """By squaring, as on a GPU."""
+    """Raise to an integer power by squaring, as on a GPU."""
     result = 1.0
     while exponent > 0:
         if exponent % 2 == 1:
@@ -46,20 +46,21 @@ def power(base, exponent):
 
 @inlined
 def _adam_direction(m, v, row_wise, g, h, step):
+    """Update the moments `m` and `v`; `g` becomes Adam's direction. `row_wise`: `v` is one value."""
     beta1, beta2, eps = np.float32(h[BETA1]), np.float32(h[BETA2]), np.float32(h[EPS])
-    rest1, rest2 = np.float32(1.0 - h[BETA1]), np.float32(1.0 - h[BETA2])
-    correct1, correct2 = np.float32(1.0 - power(h[BETA1], step)), np.float32(1.0 - power(h[BETA2], step))
+    one_minus_beta1, one_minus_beta2 = np.float32(1.0 - h[BETA1]), np.float32(1.0 - h[BETA2])
+    correction1, correction2 = np.float32(1.0 - power(h[BETA1], step)), np.float32(1.0 - power(h[BETA2], step))
     if row_wise:
-        v[0] = beta2 * v[0] + rest2 * _mean_of_squares(g)
-        root = np.sqrt(v[0] / correct2) + eps
+        v[0] = beta2 * v[0] + one_minus_beta2 * _mean_of_squares(g)
+        root = np.sqrt(v[0] / correction2) + eps
         for j in range(g.size):
-            m[j] = beta1 * m[j] + rest1 * g[j]
-            g[j] = m[j] / correct1 / root
+            m[j] = beta1 * m[j] + one_minus_beta1 * g[j]
+            g[j] = m[j] / correction1 / root
     else:
         for j in range(g.size):
-            m[j] = beta1 * m[j] + rest1 * g[j]
-            v[j] = beta2 * v[j] + rest2 * (g[j] * g[j])
-            g[j] = m[j] / correct1 / (np.sqrt(v[j] / correct2) + eps)
+            m[j] = beta1 * m[j] + one_minus_beta1 * g[j]
+            v[j] = beta2 * v[j] + one_minus_beta2 * (g[j] * g[j])
+            g[j] = m[j] / correction1 / (np.sqrt(v[j] / correction2) + eps)
 
 
 @inlined
@@ -75,35 +76,37 @@ def _lamb(w, direction, lr, decay):
 def _lars(w, buffer, g, lr, momentum, eta, decay):
     weight_norm, norm = np.sqrt(_sum_of_squares(w)), np.sqrt(_sum_of_squares(g))
     divisor = norm + decay * weight_norm
-    adjusted = lr * eta * weight_norm / divisor if divisor > ZERO else ZERO
+    rate = lr * eta * weight_norm / divisor if divisor > ZERO else ZERO
     for j in range(w.size):
-        buffer[j] = momentum * buffer[j] + adjusted * (g[j] + decay * w[j])
+        buffer[j] = momentum * buffer[j] + rate * (g[j] + decay * w[j])
         w[j] -= buffer[j]
 
 
 @inlined
 def _ftrl(w, linear, total, g, lr, beta, l1, l2):
     for j in range(w.size):
-        grown = total[j] + g[j] * g[j]
-        root = np.sqrt(grown)
+        next_total = total[j] + g[j] * g[j]
+        root = np.sqrt(next_total)
         z = linear[j] + (g[j] - (root - np.sqrt(total[j])) / lr * w[j])
-        total[j], linear[j] = grown, z
-        shrunk = z - np.float32(np.copysign(l1, z))
-        w[j] = ZERO if abs(z) <= l1 else -shrunk / ((beta + root) / lr + l2)
+        total[j], linear[j] = next_total, z
+        shrunk_z = z - np.float32(np.copysign(l1, z))
+        w[j] = ZERO if abs(z) <= l1 else -shrunk_z / ((beta + root) / lr + l2)
 
 
 @inlined
 def apply(kind, w, first, second, g, lr, step, h):
-    """One step of optimizer `kind` on row `w` with states `first` and `second`; `g` is used up."""
+    """Apply one step of optimizer `kind` to row `w` with states `first` and `second`; overwrites `g`."""
+    # Weight decay that is not part of a trust ratio.
     decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
     if decay != ZERO and mode == L2_DECAY:
         for j in range(w.size):
             g[j] += decay * w[j]
     if decay != ZERO and mode == DECOUPLED_DECAY:
-        keep = ONE - lr * decay
+        decay_factor = ONE - lr * decay
         for j in range(w.size):
-            w[j] *= keep
+            w[j] *= decay_factor
 
+    # The optimizer's step.
     if kind == SGD:
         _subtract(w, lr, g)
     elif kind == ASSIGN:
@@ -119,7 +122,7 @@ def apply(kind, w, first, second, g, lr, step, h):
     elif kind == LARS_SGD:
         _lars(w, first, g, lr, np.float32(h[MOMENTUM]), np.float32(h[ETA]), decay if mode == RATIO_DECAY else ZERO)
     elif kind == FTRL:
-        if lr != ZERO:  # by which it divides
+        if lr != ZERO:  # the formula divides by lr
             _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
     else:
         row_wise = kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB
@@ -128,6 +131,7 @@ def apply(kind, w, first, second, g, lr, step, h):
             _lamb(w, g, lr, decay if mode == RATIO_DECAY else ZERO)
         else:
             _subtract(w, lr, g)
+    # Scale the row down to max_norm.
     if h[MAX_NORM] < np.inf:
         norm = np.sqrt(_sum_of_squares(w))
         if norm > np.float32(h[MAX_NORM]):

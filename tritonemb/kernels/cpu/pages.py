@@ -1,14 +1,14 @@
-"""Records of table rows in pages of a file: copied in and out, and pages with checksums that tell damage.
+"""Records of table rows in pages of a file: copies in and out, and checksums that detect corrupt pages.
 
-A block is the pages that hold a whole number of records: one page of several, or one record over several pages. A page
-has `PAYLOAD_BYTES` bytes, then 8 of its block's number, and in its last 8 a checksum that is never 0, so a page of
-zeros was never written. In a block, a byte that says whether the row was ever written stands before each record.
+A block is the smallest run of pages with a whole number of records: one page of several records, or one record over
+several pages. A page has `PAYLOAD_BYTES` bytes, then 8 of its block's number, then 8 of a checksum that is never 0, so
+that a page of zeros was never written. A byte before each record says whether the row was ever written.
 
 The checksum is NH (Black et al., UMAC, CRYPTO 1999) with a Toeplitz second pass: for the page's 64-bit words `w` and
-constant keys `k`, `a = Σ (lo(w_i) + lo(k_i)) · (hi(w_i) + hi(k_i))`, its halves added modulo 2³², and `b` likewise with
-`k_{i+1}`; the result is `mix(mix(a ^ seed) + b)`, 1 where that is 0. `seed` is the block's number, so another block in
-its place is damage too; from a block's second page on it is the checksum of the page before, so the pages of two
-versions do not make up a block. Its sums have no order, and vector units take 4 to 8 words at once.
+constant keys `k`, `a = Σ (lo(w_i) + lo(k_i)) · (hi(w_i) + hi(k_i))`, halves added modulo 2³², and `b` the same with
+`k_{i+1}`; the result is `mix(mix(a ^ seed) + b)`, 1 instead of 0. `seed` is the block's number, so that a misdirected
+block is detected; from a block's second page on it is the checksum of the previous page, so that a torn write, with
+pages of two versions, is detected. The sums have no order, and vector units add 4 to 8 words at once.
 """
 
 import numpy as np
@@ -18,21 +18,21 @@ from tritonemb.kernels.cpu.simd import copy_bytes, int64_row, mix, uint8_row
 
 PAGE_BYTES = 4096
 PAYLOAD_BYTES = PAGE_BYTES - 16
-WORDS = (PAGE_BYTES - 8) // 8  # that the checksum is of; the last one is the block's number
+WORDS = (PAGE_BYTES - 8) // 8  # covered by the checksum; the last one is the block's number
 NEVER_WRITTEN = -1
 _LOW = 0xFFFFFFFF
 _STEP, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 def splitmix64(state: int) -> int:
-    """The output of splitmix64 (Steele et al., OOPSLA 2014) for a state, modulo 2^64."""
+    """Return the output of splitmix64 (Steele et al., OOPSLA 2014) for a state, modulo 2^64."""
     x = (state + _STEP) & _MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
     return x ^ x >> 31
 
 
-# int64 `[WORDS + 1]`: the outputs from the state 0 on.
+# int64 `[WORDS + 1]`: the outputs from state 0 on.
 KEYS = np.array([splitmix64(i * _STEP) for i in range(WORDS + 1)], dtype=np.uint64).view(np.int64)
 
 
@@ -44,8 +44,8 @@ def _checksum(page, seed):
         low, high = words[i], words[i] >> 32
         a += ((low + KEYS[i]) & _LOW) * ((high + (KEYS[i] >> 32)) & _LOW)
         b += ((low + KEYS[i + 1]) & _LOW) * ((high + (KEYS[i + 1] >> 32)) & _LOW)
-    found = mix(mix(a ^ seed) + b)
-    return found if found != 0 else np.int64(1)
+    result = mix(mix(a ^ seed) + b)
+    return result if result != 0 else np.int64(1)
 
 
 @inlined
@@ -80,9 +80,9 @@ def _is_empty(block, pages_per_block):
 
 @compiled
 def seal(buffer, numbers, pages_per_block):
-    """Write numbers and checksums of blocks that stand one behind the other.
+    """Write the numbers and checksums of contiguous blocks.
 
-    `buffer` is the address of the first; `numbers`, int64 `[blocks]`, are theirs.
+    `buffer` is the address of the first block; `numbers` int64 `[blocks]`.
     """
     for block in range(numbers.size):
         _seal_block(buffer + block * pages_per_block * PAGE_BYTES, numbers[block], pages_per_block)
@@ -90,7 +90,7 @@ def seal(buffer, numbers, pages_per_block):
 
 @compiled
 def check(buffer, numbers, pages_per_block):
-    """The index of the first block that is damaged, the number of blocks if none is; arguments as of `seal`."""
+    """Return the index of the first damaged block, the number of blocks if none is; arguments as of `seal`."""
     for block in range(numbers.size):
         if _is_damaged(buffer + block * pages_per_block * PAGE_BYTES, numbers[block], pages_per_block):
             return block
@@ -99,10 +99,10 @@ def check(buffer, numbers, pages_per_block):
 
 @compiled
 def identify(buffer, numbers, pages_per_block, num_blocks):
-    """Find out which blocks stand one behind the other, and check them.
+    """Read the numbers of contiguous blocks, and check the blocks.
 
-    `numbers`, int64 `[blocks]`, become theirs, `NEVER_WRITTEN` where there are zeros alone. Returns the index of the
-    first that is damaged, or not among the table's `num_blocks`, at which it stops; the number of blocks if none is.
+    Writes `numbers`, int64 `[blocks]`, `NEVER_WRITTEN` for blocks of zeros. Stops at, and returns the index of, the
+    first block that is damaged or not among the table's `num_blocks`; the number of blocks if none is.
     """
     for block in range(numbers.size):
         address = buffer + block * pages_per_block * PAGE_BYTES
@@ -118,28 +118,28 @@ def identify(buffer, numbers, pages_per_block, num_blocks):
 
 @inlined
 def _copy_record(slot, record, num_bytes, into_slot):
-    """Between a record and its place, which leaves out the checksums of the pages it runs over."""
-    place, done = slot + 1, np.int64(0)
-    room = PAYLOAD_BYTES - 1 if num_bytes >= PAYLOAD_BYTES else num_bytes
-    while done < num_bytes:
-        size = min(room, num_bytes - done)
+    """Copy between a record and its slot, which skips the trailers of the pages that it spans."""
+    address, num_copied = slot + 1, np.int64(0)
+    available = PAYLOAD_BYTES - 1 if num_bytes >= PAYLOAD_BYTES else num_bytes
+    while num_copied < num_bytes:
+        size = min(available, num_bytes - num_copied)
         if into_slot:
-            copy_bytes(place, record + done, size)
+            copy_bytes(address, record + num_copied, size)
         else:
-            copy_bytes(record + done, place, size)
-        done += size
-        place += size + PAGE_BYTES - PAYLOAD_BYTES
-        room = np.int64(PAYLOAD_BYTES)
+            copy_bytes(record + num_copied, address, size)
+        num_copied += size
+        address += size + PAGE_BYTES - PAYLOAD_BYTES
+        available = np.int64(PAYLOAD_BYTES)
 
 
 @compiled
 def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, record_bytes, records, written):
-    """Check blocks and copy records out of them; records never written are left alone. Reads each block once.
+    """Check blocks and copy records out of them, except those never written. Reads each block once.
 
-    `buffer` is the blocks' address; `blocks` int64 `[b]` their numbers, ascending, those of the rows; `slots` int64
-    `[b]` their places in the buffer, below 0 if never written; `rows` int64 `[n]`, ascending; `records` the address of
-    `n` times `record_bytes` bytes; `written` uint8 `[n]`, becomes whether a row was ever written. Returns the index of
-    the first block that is damaged, at which it stops; the number of blocks if none is.
+    `buffer` is the address of the blocks; `blocks` int64 `[b]` the ascending numbers of the rows' blocks; `slots` int64
+    `[b]` their indices in the buffer, negative if never written; `rows` int64 `[n]`, ascending; `records` the address
+    of `n` times `record_bytes` bytes; `written` uint8 `[n]`, output: whether a row was ever written. Stops at, and
+    returns the index of, the first damaged block; the number of blocks if none is.
     """
     i = 0
     for block in range(blocks.size):
@@ -157,9 +157,9 @@ def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, recor
 
 @compiled
 def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block, record_bytes, records):
-    """Check blocks, copy records into them, mark those as written, and seal the blocks.
+    """Check blocks, copy records into them, mark the records as written, and seal the blocks.
 
-    All else as of `copy_out`; every block has a slot, which is cleared instead of checked where `clear`, bool `[b]`.
+    Arguments as of `copy_out`; every block has a slot. Where `clear`, bool `[b]`, it is zeroed instead of checked.
     """
     i = 0
     for block in range(blocks.size):

@@ -26,7 +26,7 @@ _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
 
 @inlined
 def fill_philox(words, seed, first, row, step):
-    """The words of counters (first …, row, row >> 32, step); `words` uint32 [4 * counters]."""
+    """Fill in the words of counters (first …, row, row >> 32, step); `words` uint32 [4 * counters]."""
     for counter in range(words.size // 4):
         c0, c1 = np.uint32(first + counter), np.uint32(row & 0xFFFFFFFF)
         c2, c3 = np.uint32(row >> 32), np.uint32(step & 0xFFFFFFFF)
@@ -49,12 +49,12 @@ def _random16(words, element):
 
 @inlined
 def _narrow_bfloat16(value, addend):
-    """Truncate after adding to the lost bits, so that they carry or not; finite values stay finite."""
+    """Add to the dropped bits, so that they carry or not, and truncate; finite values stay finite."""
     bits = float32_bits(value)
     exponent = np.uint32(0x7F800000)
     if bits & exponent == exponent:
-        quiet = np.uint32(0x00400000) if bits & np.uint32(0x007FFFFF) != 0 else np.uint32(0)
-        return np.uint16((bits | quiet) >> np.uint32(16))
+        quiet_bit = np.uint32(0x00400000) if bits & np.uint32(0x007FFFFF) != 0 else np.uint32(0)
+        return np.uint16((bits | quiet_bit) >> np.uint32(16))
     rounded = np.uint32(bits + addend)
     if rounded & exponent == exponent:
         rounded = bits
@@ -63,20 +63,21 @@ def _narrow_bfloat16(value, addend):
 
 @inlined
 def _narrow_float16(value, noise):
-    """Up iff the noise is below the bits to lose, in the units of the grid there; saturates at 65504."""
+    """Round stochastically: away from zero if the noise is below the dropped bits; saturates at 65504."""
     magnitude = abs(value)
     if not magnitude <= _MAX_FLOAT16:  # too large, infinite or NaN
         finite = magnitude < np.float32(np.inf)
         return float32_to_float16(np.float32(np.copysign(_MAX_FLOAT16, value)) if finite else value)
     bits = float32_bits(value)
+    # Normal values drop 13 bits; subnormal ones are multiples of 2^-24.
     if magnitude >= _MIN_NORMAL_FLOAT16:
         rounded = float32_from_bits((bits + (np.uint32(0x1FFF) - (noise >> np.uint32(3)))) & np.uint32(0xFFFFE000))
         return float32_to_float16(min(max(rounded, -_MAX_FLOAT16), _MAX_FLOAT16))
     scaled = magnitude * np.float32(2.0**24)
-    whole = np.floor(scaled)
-    up = np.float32(noise) < (scaled - whole) * np.float32(65536)
-    steps = np.uint32(whole) + (np.uint32(1) if up else np.uint32(0))
-    return np.uint16(steps | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+    floor = np.floor(scaled)
+    rounds_up = np.float32(noise) < (scaled - floor) * np.float32(65536)
+    units = np.uint32(floor) + (np.uint32(1) if rounds_up else np.uint32(0))
+    return np.uint16(units | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
 @inlined
@@ -94,7 +95,7 @@ def _nearest_bfloat16(value):
 
 @inlined
 def widen_row(bits, dtype, row):
-    """16-bit `bits` to float32 `row`."""
+    """Convert 16-bit `bits` to float32 `row`, exactly."""
     if dtype == FLOAT16:
         for j in range(row.size):
             row[j] = float16_to_float32(bits[j])
@@ -105,7 +106,7 @@ def widen_row(bits, dtype, row):
 
 @inlined
 def narrow_row(row, dtype, bits):
-    """float32 `row` to 16-bit `bits`, to nearest (ties to even); finite values saturate."""
+    """Round float32 `row` to 16-bit `bits`, to nearest (ties to even); finite values saturate."""
     if dtype == FLOAT16:
         for j in range(row.size):
             bits[j] = _nearest_float16(row[j])
@@ -116,7 +117,7 @@ def narrow_row(row, dtype, bits):
 
 @inlined
 def narrow_row_stochastic(row, dtype, bits, words):
-    """float32 `row` to 16-bit `bits`, up or down by the random `words`; finite values saturate."""
+    """Round float32 `row` to 16-bit `bits` stochastically, by random `words`; finite values saturate."""
     if dtype == FLOAT16:
         for j in range(row.size):
             bits[j] = _narrow_float16(row[j], _random16(words, j))
@@ -130,23 +131,25 @@ ELEMENTS_PER_TASK = 1 << 15
 
 @parallel
 def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows):
+    """Fill the task's rows at address `out` with initial values of `rows`, or of rows from `first_row` on."""
     begin = first_column % UNIFORMS_PER_COUNTER
     counters = (begin + dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
     words = np.empty(counters * UNIFORMS_PER_COUNTER, dtype=np.uint32)
-    for place in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
-        row = rows[place] if rows.size else first_row + place
+    for index in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
+        row = rows[index] if rows.size else first_row + index
         fill_philox(words, seed, first_column // UNIFORMS_PER_COUNTER, row, np.int64(0))
-        values = float32_row(out + place * dim * 4, dim)
+        values = float32_row(out + index * dim * 4, dim)
         for column in range(dim):
             values[column] = np.float32(np.int32(words[begin + column]) >> np.int32(8)) * scale
 
 
 def _draw(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
-    named = np.empty(0, dtype=np.int64) if ids is None else ids.contiguous().numpy()
+    """Fill `out` with the initial values of rows `ids`, or of consecutive rows from the origin's on."""
+    row_ids = np.empty(0, dtype=np.int64) if ids is None else ids.contiguous().numpy()
     num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
     _fill_rows(
         torch.get_num_threads(), num_tasks, num_tasks, out.data_ptr(), *out.shape, seed, np.float32(bound * UNIT),
-        *origin, named,
+        *origin, row_ids,
     )  # fmt: skip
 
 

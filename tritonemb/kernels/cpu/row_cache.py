@@ -1,6 +1,6 @@
-"""CPU twin of `kernels/row_cache.py`: look-ups in parallel over rows, allocation over sets, copies over moves.
+"""CPU twin of `kernels/row_cache.py`: look-ups parallel over rows, allocation over sets, copies over moves.
 
-A set belongs to one task, which serves its misses in ascending order, so nothing depends on how many tasks there are.
+Each set belongs to one task, which serves its misses in ascending order: results do not depend on the number of tasks.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, pr
 from tritonemb.kernels.row_cache import pair_fields
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
 
-CHUNK = 32  # rows whose sets are asked for together
-FEW_ROWS = 4_096  # fewer are not worth a second thread
+CHUNK = 32  # rows whose sets are prefetched together
+FEW_ROWS = 4_096  # fewer take less time on one thread
 TAGS, USED, PINS = range(3)  # rows of `directory`, addresses
-MOVES_AHEAD = 8  # between asking for a row and copying it
-ASKED_BYTES = 512  # of a row; the processor itself asks for what follows
+PREFETCH_DISTANCE = 8  # moves between the prefetch of a row and its copy
+PREFETCHED_BYTES = 512  # per row; the hardware prefetcher fetches what follows
 TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES = range(7)  # columns of `pairs`
 
 
@@ -37,12 +37,13 @@ def _table_of(linear, table, tables):
 
 @parallel
 def _look_up(task, num_tasks, directory, tables, num_sets, rows, now, lfu, slots):
-    """A share of the rows. Each step of a chunk asks for what the next reads."""
+    """Look up the task's rows, in chunks: each loop over a chunk prefetches what the next one reads."""
     begin, end = rows.size * task // num_tasks, rows.size * (task + 1) // num_tasks
     table_of = np.empty(CHUNK, dtype=np.int64)
     table = 0
     for start in range(begin, end, CHUNK):
         stop = min(start + CHUNK, end)
+        # Sets; prefetch tags.
         for group in range(start, stop):
             table = _table_of(rows[group], table, tables)
             table_of[group - start] = table
@@ -50,18 +51,20 @@ def _look_up(task, num_tasks, directory, tables, num_sets, rows, now, lfu, slots
             if num_sets[table] > 0:
                 slots[group] = _set_of(slots[group], num_sets[table]) * WAYS
                 prefetch(directory[TAGS, table] + slots[group] * 8, WAYS * 8)
+        # Slots of hits; prefetch uses and pins.
         for group in range(start, stop):
             table = table_of[group - start]
             if num_sets[table] == 0:
                 continue
-            first, found = slots[group], -1
+            first, hit_slot = slots[group], -1
             row, tags = rows[group] - tables[table, FIRST_ROW], int64_row(directory[TAGS, table] + first * 8, WAYS)
             for way in range(WAYS):
-                found = first + way if tags[way] == row else found
-            slots[group] = found
-            if found >= 0:
-                prefetch(directory[USED, table] + found * 8, 8)
-                prefetch(directory[PINS, table] + found * 4, 4)
+                hit_slot = first + way if tags[way] == row else hit_slot
+            slots[group] = hit_slot
+            if hit_slot >= 0:
+                prefetch(directory[USED, table] + hit_slot * 8, 8)
+                prefetch(directory[PINS, table] + hit_slot * 4, 4)
+        # Update uses and pins.
         for group in range(start, stop):
             table, slot = table_of[group - start], slots[group]
             if num_sets[table] == 0 or slot < 0:
@@ -72,79 +75,82 @@ def _look_up(task, num_tasks, directory, tables, num_sets, rows, now, lfu, slots
 
 
 @called
-def _find_misses(task, num_tasks, tables, num_sets, first_sets, rows, slots, sets, servers):
-    """Of each row that needs a slot its set among those of all tables, and the task that serves it; -1 of others."""
+def _find_misses(task, num_tasks, tables, num_sets, first_sets, rows, slots, sets, task_of):
+    """Write for each miss its set, numbered over all tables, and the task that serves it; task -1 for other rows."""
     table = 0
     for group in range(rows.size * task // num_tasks, rows.size * (task + 1) // num_tasks):
-        servers[group] = -1
+        task_of[group] = -1
         if slots[group] != -1:
             continue
         table = _table_of(rows[group], table, tables)
         if num_sets[table] > 0:
             sets[group] = first_sets[table] + _set_of(rows[group] - tables[table, FIRST_ROW], num_sets[table])
-            servers[group] = sets[group] % num_tasks
+            task_of[group] = sets[group] % num_tasks
 
 
 @inlined
-def _way_to_take(tags, used, pins):
-    """The first empty way; else the unpinned one used least, the first of several; -1 if there is none."""
+def _choose_way(tags, used, pins):
+    """Return the first empty way, else the first unpinned way with the least use, else -1."""
     for way in range(WAYS):
         if tags[way] == NO_ROW:
             return way
-    best = -1
+    victim = -1
     for way in range(WAYS):
-        if pins[way] == 0 and (best < 0 or used[way] < used[best]):
-            best = way
-    return best
+        if pins[way] == 0 and (victim < 0 or used[way] < used[victim]):
+            victim = way
+    return victim
 
 
 @called
-def _allocate(task, directory, tables, first_sets, rows, sets, servers, now, lfu, slots, evicted):
+def _allocate(task, directory, tables, first_sets, rows, sets, task_of, now, lfu, slots, evicted):
+    """Serve the task's misses, in chunks: prefetch their sets, then assign slots."""
     misses, table_of = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
-    table = found = 0
-    for group in range(servers.size):
-        if servers[group] == task:
+    table = num_misses = 0
+    for group in range(task_of.size):
+        if task_of[group] == task:
             table = _table_of(rows[group], table, tables)
-            misses[found], table_of[found] = group, table
-            found += 1
+            misses[num_misses], table_of[num_misses] = group, table
+            num_misses += 1
             first = (sets[group] - first_sets[table]) * WAYS
             prefetch(directory[TAGS, table] + first * 8, WAYS * 8)
             prefetch(directory[USED, table] + first * 8, WAYS * 8)
             prefetch(directory[PINS, table] + first * 4, WAYS * 4)
-        if found < CHUNK and group < servers.size - 1:
+        if num_misses < CHUNK and group < task_of.size - 1:
             continue
-        for i in range(found):
+        for i in range(num_misses):
             miss, table = misses[i], table_of[i]
             first = (sets[miss] - first_sets[table]) * WAYS
             tags = int64_row(directory[TAGS, table] + first * 8, WAYS)
             used = int64_row(directory[USED, table] + first * 8, WAYS)
             pins = int32_row(directory[PINS, table] + first * 4, WAYS)
-            way = _way_to_take(tags, used, pins)
+            way = _choose_way(tags, used, pins)
             if way >= 0:
                 slots[miss], evicted[miss] = first + way, tags[way]
                 tags[way] = rows[miss] - tables[table, FIRST_ROW]
                 used[way] = 1 if lfu else now
                 pins[way] = 1
-        found = 0
+        num_misses = 0
 
 
 @compiled
 def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, now, lfu, slots, evicted):
+    """Number the sets of all tables, assign misses to tasks, serve them."""
     first_sets = np.zeros(num_sets.size + 1, dtype=np.int64)
     for table in range(num_sets.size):
         first_sets[table + 1] = first_sets[table] + num_sets[table]
-    sets, servers = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)
+    sets, task_of = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)
     run_tasks(
-        num_threads, num_tasks, _find_misses, (num_tasks, tables, num_sets, first_sets, rows, slots, sets, servers)
+        num_threads, num_tasks, _find_misses, (num_tasks, tables, num_sets, first_sets, rows, slots, sets, task_of)
     )
     run_tasks(
         num_threads, num_tasks, _allocate,
-        (directory, tables, first_sets, rows, sets, servers, now, lfu, slots, evicted),
+        (directory, tables, first_sets, rows, sets, task_of, now, lfu, slots, evicted),
     )  # fmt: skip
 
 
 @parallel
 def _translate(task, num_tasks, slots, starts, order, num_groups, values):
+    """Write the slots of the task's entries to their positions."""
     total = np.int64(starts[num_groups])
     begin, end = total * task // num_tasks, total * (task + 1) // num_tasks
     group = np.searchsorted(starts[: num_groups + 1], begin, side="right") - 1
@@ -159,6 +165,7 @@ def _directory(tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Te
 
 
 def tasks_for(num_rows: int) -> int:
+    """Return the number of tasks for a batch of rows."""
     return 1 if num_rows < FEW_ROWS else torch.get_num_threads()
 
 
@@ -199,42 +206,44 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
 
 @called
 def _move(task, num_tasks, pairs, to_rows, from_rows):
+    """Copy the task's moves, pair by pair, with prefetches PREFETCH_DISTANCE moves next_move."""
     begin, end = to_rows.size * task // num_tasks, to_rows.size * (task + 1) // num_tasks
     for p in range(pairs.shape[0]):
         pair = pairs[p]
-        to, to_pitch, source, from_pitch = pair[TO], pair[TO_PITCH], pair[FROM], pair[FROM_PITCH]
+        target, target_pitch, source, source_pitch = pair[TO], pair[TO_PITCH], pair[FROM], pair[FROM_PITCH]
         size = pair[ROW_BYTES]
-        asked = min(size, ASKED_BYTES)
-        for move in range(begin - MOVES_AHEAD, end):
-            if move + MOVES_AHEAD < end and to_rows[move + MOVES_AHEAD] >= 0 and from_rows[move + MOVES_AHEAD] >= 0:
-                prefetch(source + from_rows[move + MOVES_AHEAD] * from_pitch, asked)
-                prefetch(to + to_rows[move + MOVES_AHEAD] * to_pitch, asked)
+        prefetched = min(size, PREFETCHED_BYTES)
+        for move in range(begin - PREFETCH_DISTANCE, end):
+            next_move = move + PREFETCH_DISTANCE
+            if next_move < end and to_rows[next_move] >= 0 and from_rows[next_move] >= 0:
+                prefetch(source + from_rows[next_move] * source_pitch, prefetched)
+                prefetch(target + to_rows[next_move] * target_pitch, prefetched)
             if move >= begin and to_rows[move] >= 0 and from_rows[move] >= 0:
-                copy_bytes(to + to_rows[move] * to_pitch, source + from_rows[move] * from_pitch, size)
+                copy_bytes(target + to_rows[move] * target_pitch, source + from_rows[move] * source_pitch, size)
 
 
 @compiled
 def _move_all(num_threads, num_tasks, pairs, to_rows, from_rows, to_limit, from_limit):
-    """Copy all rows; or none, and return the first move of a row that a tensor does not have (else -1)."""
+    """Copy all rows and return -1; or none, and return the first move with a row out of range."""
     for move in range(to_rows.size):
-        to, source = to_rows[move], from_rows[move]
-        if to >= 0 and source >= 0 and (to >= to_limit or source >= from_limit):
+        to_row, from_row = to_rows[move], from_rows[move]
+        if to_row >= 0 and from_row >= 0 and (to_row >= to_limit or from_row >= from_limit):
             return move
     run_tasks(num_threads, num_tasks, _move, (num_tasks, pairs, to_rows, from_rows))
     return -1
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    """See `kernels/row_cache.py`; ValueError for a row that a tensor does not have, before anything is moved."""
+    """See `kernels/row_cache.py`. ValueError for a row out of range, before any copy."""
     if not destinations:
         return
     pairs = np.array([pair_fields(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)
     to_limit, from_limit = int(pairs[:, TO_ROWS].min()), int(pairs[:, FROM_ROWS].min())
-    few = to_rows.numel() * int(pairs[:, ROW_BYTES].sum()) // 4 < FEW_ELEMENTS
-    num_tasks = 1 if few else min(torch.get_num_threads(), to_rows.numel())
-    bad = _move_all(num_tasks, num_tasks, pairs, to_rows.numpy(), from_rows.numpy(), to_limit, from_limit)
-    if bad >= 0:
+    is_small = to_rows.numel() * int(pairs[:, ROW_BYTES].sum()) // 4 < FEW_ELEMENTS
+    num_tasks = 1 if is_small else min(torch.get_num_threads(), to_rows.numel())
+    bad_move = _move_all(num_tasks, num_tasks, pairs, to_rows.numpy(), from_rows.numpy(), to_limit, from_limit)
+    if bad_move >= 0:
         raise ValueError(
-            f"move {bad} goes from row {int(from_rows[bad])} to row {int(to_rows[bad])}, but the shortest source has "
-            f"{from_limit} rows and the shortest destination {to_limit}; rows to skip are negative"
+            f"move {bad_move} goes from row {int(from_rows[bad_move])} to row {int(to_rows[bad_move])}, but the "
+            f"shortest source has {from_limit} rows and the shortest destination {to_limit}; rows to skip are negative"
         )

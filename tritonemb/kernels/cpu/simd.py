@@ -1,8 +1,8 @@
-"""What kernels need beneath NumPy: rows by address, prefetch, the bits of 16-bit floats, sums and products of rows.
+"""Primitives of CPU kernels in LLVM IR: rows by address, prefetch, 16-bit floats, vectorized sums and dot products.
 
-The two loops that every kernel spends its time in are LLVM code: a loop that the compiler must first prove safe costs
-more than a row, and sums stay in registers. Every operation is IEEE, lane by lane, in a fixed order and without
-contraction, so the bits depend neither on the machine's vector width nor on alignment.
+The inner loops of all kernels are emitted as IR: sums stay in registers, and no loop pays for the runtime checks of an
+autovectorizer. Every operation is IEEE, lane by lane, in a fixed order and without contraction, so that results depend
+neither on the machine's vector width nor on alignment.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, inline
 from tritonemb.layout import WAYS
 
 DOT_LANES = 16
-STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of, and that it stores
-_SUMS = (4, 16), (2, 16), (1, 16), (1, 8), (1, 4), (1, 1)  # at once: (vectors, lanes of each), wide to narrow
+STREAMED_ALIGNMENT = 64  # bytes: alignment and size of a streamed (non-temporal) store
+_SUMS = (4, 16), (2, 16), (1, 16), (1, 8), (1, 4), (1, 1)  # tiles of columns (vectors, lanes of each), wide to narrow
 SUMS = {FLOAT32: ((8, 16), *_SUMS), FLOAT16: _SUMS, BFLOAT16: _SUMS}
-AHEAD = 12  # ids between asking for a row and reading it
+PREFETCH_DISTANCE = 12  # ids between the prefetch of a row and its use
 _FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LONG = ir.IntType(64)
 CACHE_LINE = 64  # bytes
-SQUARES = 256  # columns whose squares are added in registers
+SQUARES = 256  # columns per block whose squares are added in registers
 
 
 def _cast(source: types.Type, result: types.Type, build: Any) -> Any:
-    """An intrinsic of one argument whose code is `build(builder, value)`."""
+    """Define an intrinsic of one argument whose code is `build(builder, value)`."""
 
     @intrinsic
     def cast(typing_context: Any, value: types.Type) -> Any:
@@ -42,7 +42,7 @@ def _cast(source: types.Type, result: types.Type, build: Any) -> Any:
 
 
 def _row_of(item: types.Type, code: ir.Type) -> Any:
-    """The function of an address and a size that makes an array. It counts no references: slices of it cost nothing."""
+    """Define a function from address and size to an array without reference counts, whose slices cost nothing."""
     kind = ir.PointerType(code)
     pointer = _cast(types.int64, types.CPointer(item), lambda builder, address: builder.inttoptr(address, kind))
 
@@ -64,19 +64,19 @@ float16_to_float32 = _cast(types.uint16, types.float32, lambda b, a: b.fpext(b.b
 float32_to_float16 = _cast(types.float32, types.uint16, lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
 
 
-def _ask_for(builder: Any, address: Any) -> None:
+def _emit_prefetch(builder: Any, address: Any) -> None:
+    """Prefetch data for reading, into all cache levels."""
     kind = ir.PointerType(ir.IntType(8))
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [kind], ir.FunctionType(ir.VoidType(), [kind, _INT, _INT, _INT])
     )
-    # To read, keep in all levels, data.
     builder.call(function, [builder.inttoptr(address, kind), _INT(0), _INT(3), _INT(1)])
 
 
 @intrinsic
 def _prefetch_line(typing_context: Any, address: types.Type) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _ask_for(builder, args[0])
+        _emit_prefetch(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -84,14 +84,14 @@ def _prefetch_line(typing_context: Any, address: types.Type) -> Any:
 
 @inlined
 def prefetch(address, num_bytes):
-    """Ask for the cache lines of `num_bytes` bytes from `address` on."""
+    """Prefetch the cache lines of `num_bytes` bytes from `address` on."""
     for line in range(0, num_bytes, CACHE_LINE):
         _prefetch_line(address + line)
 
 
 @intrinsic
 def atomic_increment(typing_context: Any, address: types.Type) -> Any:
-    """Add 1 to the int32 at an address, whoever else does; what was there."""
+    """Add 1 atomically to the int32 at an address; return the previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.PointerType(_INT))
@@ -102,7 +102,7 @@ def atomic_increment(typing_context: Any, address: types.Type) -> Any:
 
 @intrinsic
 def copy_bytes(typing_context: Any, to: types.Type, source: types.Type, num_bytes: types.Type) -> Any:
-    """Copy bytes from one address to another; they do not overlap."""
+    """Copy bytes between addresses; the ranges must not overlap."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.PointerType(ir.IntType(8))
@@ -115,13 +115,13 @@ def copy_bytes(typing_context: Any, to: types.Type, source: types.Type, num_byte
 
 @intrinsic
 def equal_ways(typing_context: Any, address: types.Type, byte: types.Type) -> Any:
-    """int64: bit `w` says whether byte `w` of the `WAYS` at an address is `byte`."""
+    """Compare the `WAYS` bytes at an address with `byte`: int64 with bit `w` set if byte `w` is equal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.PointerType(ir.VectorType(ir.IntType(8), WAYS))
         line = builder.load(builder.inttoptr(args[0], pointer), align=1)
-        wanted = _splat(builder, builder.trunc(args[1], ir.IntType(8)), WAYS)
-        equal = builder.icmp_unsigned("==", line, wanted)
+        expected = _splat(builder, builder.trunc(args[1], ir.IntType(8)), WAYS)
+        equal = builder.icmp_unsigned("==", line, expected)
         return builder.zext(builder.bitcast(equal, ir.IntType(WAYS)), _LONG)
 
     return types.int64(types.int64, types.int64), generate
@@ -136,13 +136,13 @@ count_bits = _cast(types.int64, types.int64, lambda builder, bits: builder.ctpop
 
 @inlined
 def bfloat16_to_float32(bits):
-    """Exact: a bfloat16 is the upper half of a float32."""
+    """Convert exactly: a bfloat16 is the upper half of a float32."""
     return float32_from_bits(numba.uint32(bits) << numba.uint32(16))
 
 
 @inlined
 def mix(x):
-    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014), a permutation of 64 bits."""
+    """Hash by the finaliser of splitmix64 (Steele et al., OOPSLA 2014), a permutation of 64 bits."""
     bits = numba.uint64(x)
     bits = (bits ^ (bits >> numba.uint64(30))) * numba.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> numba.uint64(27))) * numba.uint64(0x94D049BB133111EB)
@@ -151,7 +151,7 @@ def mix(x):
 
 @inlined
 def element_size(dtype):
-    """Bytes."""
+    """Bytes per element."""
     return 4 if dtype == FLOAT32 else 2
 
 
@@ -161,7 +161,7 @@ def _load(builder: Any, address: Any, item: ir.Type, lanes: int) -> Any:
 
 
 def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
-    """`lanes` values of a table's dtype as float32: exact."""
+    """Load `lanes` values of a table's dtype as float32, exactly."""
     if dtype == FLOAT32:
         return _load(builder, address, _FLOAT, lanes)
     if dtype == FLOAT16:
@@ -172,29 +172,30 @@ def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    """Broadcast a scalar to a vector."""
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-    one = builder.insert_element(undefined, value, _INT(0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
+    single = builder.insert_element(undefined, value, _INT(0))
+    return builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
 
 
 def _loop(builder: Any, count: Any, initial: Any, body: Any) -> Any:
-    """`values = body(i, values)` for i in [0, count), count ≥ 0, from the list `initial`; returns the last values."""
-    before = builder.basic_block
-    loop, after = builder.append_basic_block("lanes"), builder.append_basic_block("lanes_end")
-    builder.cbranch(builder.icmp_signed(">", count, _LONG(0)), loop, after)
+    """Emit a loop `values = body(i, values)` for i in [0, count) from `initial`; return the final values."""
+    entry_block = builder.basic_block
+    loop, exit_block = builder.append_basic_block("lanes"), builder.append_basic_block("lanes_end")
+    builder.cbranch(builder.icmp_signed(">", count, _LONG(0)), loop, exit_block)
     builder.position_at_end(loop)
     index, *values = (builder.phi(kind) for kind in (_LONG, *(value.type for value in initial)))
     new_values = [builder.add(index, _LONG(1)), *body(index, values)]
-    end = builder.basic_block
+    loop_end = builder.basic_block
     for phi, first, next_value in zip([index, *values], [_LONG(0), *initial], new_values, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(next_value, end)
-    builder.cbranch(builder.icmp_signed("<", new_values[0], count), loop, after)
-    builder.position_at_end(after)
+        phi.add_incoming(first, entry_block)
+        phi.add_incoming(next_value, loop_end)
+    builder.cbranch(builder.icmp_signed("<", new_values[0], count), loop, exit_block)
+    builder.position_at_end(exit_block)
     results = [builder.phi(value.type) for value in initial]
     for result, first, last in zip(results, initial, new_values[1:], strict=True):
-        result.add_incoming(first, before)
-        result.add_incoming(last, end)
+        result.add_incoming(first, entry_block)
+        result.add_incoming(last, loop_end)
     return results
 
 
@@ -203,15 +204,15 @@ def _item_at(builder: Any, item: ir.Type, address: Any, index: Any) -> Any:
 
 
 def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, args: Any) -> Any:
-    """Sums of the `chunks` times `lanes` columns `byte_offset` from each row's start, in order of rows, from zero."""
-    row_at, ask_ahead, scales, first, num_rows, byte_offset = args
+    """Sum `chunks` times `lanes` columns, `byte_offset` from each row's start, over rows in order, from zero."""
+    row_at, prefetch_ahead, scales, first, num_rows, byte_offset = args
     item = 4 if dtype == FLOAT32 else 2
 
     def add(index: Any, totals: Any) -> Any:
-        place = builder.add(first, index)
-        ask_ahead(place, byte_offset, chunks * lanes * item)
-        start = builder.add(row_at(place), byte_offset)
-        scale = _splat(builder, _item_at(builder, _FLOAT, scales, place), lanes) if scaled else None
+        entry = builder.add(first, index)
+        prefetch_ahead(entry, byte_offset, chunks * lanes * item)
+        start = builder.add(row_at(entry), byte_offset)
+        scale = _splat(builder, _item_at(builder, _FLOAT, scales, entry), lanes) if scaled else None
         sums = []
         for chunk, total in enumerate(totals):
             values = _load_float32(builder, builder.add(start, _LONG(chunk * lanes * item)), dtype, lanes)
@@ -222,7 +223,7 @@ def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool
 
 
 def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
-    """Side by side. Streamed results go past the caches, `to` must be aligned for that."""
+    """Store vectors contiguously. `streamed` stores bypass the caches; `to` must be aligned for them."""
     for chunk, values in enumerate(sums):
         address = builder.add(to, _LONG(chunk * values.type.count * 4))
         alignment = STREAMED_ALIGNMENT if streamed else 4
@@ -232,13 +233,13 @@ def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
 
 
 def _sum_bags(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, column: Any, args: Any) -> None:
-    """`chunks` times `lanes` columns of all bags."""
-    to, pitch, num_bags, bag_at, row_at, ask_ahead, scales, _, streamed = args
+    """Sum `chunks` times `lanes` columns of all bags."""
+    to, pitch, num_bags, bag_at, row_at, prefetch_ahead, scales, _, streamed = args
     byte_offset = builder.mul(column, _LONG(4 if dtype == FLOAT32 else 2))
     first_bag = builder.add(to, builder.mul(column, _LONG(4)))
 
     def sum_bag(bag: Any, _: Any) -> list[Any]:
-        rows = row_at, ask_ahead, scales, *bag_at(bag), byte_offset
+        rows = row_at, prefetch_ahead, scales, *bag_at(bag), byte_offset
         sums = _sum_columns(builder, dtype, chunks, lanes, scaled, rows)
         address = builder.add(first_bag, builder.mul(bag, pitch))
         if lanes * 4 == STREAMED_ALIGNMENT:
@@ -255,26 +256,26 @@ def _sum_bags(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, c
 
 
 def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
-    """The widest columns that fit first; each width is a loop of its own."""
+    """Sum all columns: a loop over tiles of each width of SUMS, from the widest that fits."""
     column, size = _LONG(0), args[-2]
     for chunks, lanes in SUMS[dtype]:
-        before, first_column = builder.basic_block, column
-        head, body, after = (builder.append_basic_block(f"columns_{part}") for part in ("head", "body", "after"))
+        entry_block, first_column = builder.basic_block, column
+        head, body, exit_block = (builder.append_basic_block(f"columns_{label}") for label in ("head", "body", "after"))
         builder.branch(head)
         builder.position_at_end(head)
         column = builder.phi(_LONG)
-        column.add_incoming(first_column, before)
+        column.add_incoming(first_column, entry_block)
         end = builder.add(column, _LONG(chunks * lanes))
-        builder.cbranch(builder.icmp_signed("<=", end, size), body, after)
+        builder.cbranch(builder.icmp_signed("<=", end, size), body, exit_block)
         builder.position_at_end(body)
         _sum_bags(builder, dtype, chunks, lanes, scaled, column, args)
         column.add_incoming(end, builder.basic_block)
         builder.branch(head)
-        builder.position_at_end(after)
+        builder.position_at_end(exit_block)
 
 
 def _sum(builder: Any, dtype: int, bags: Any, rows: Any, scales: Any, size: Any, streamed: Any) -> None:
-    """As one piece of code, with and without `scales`: every helper that Numba compiles by itself costs it time."""
+    """Emit one function with both loops, with and without `scales`: each function costs Numba compile time."""
     with builder.if_else(builder.icmp_signed("==", scales, _LONG(0))) as (plain, scaled):
         with plain:
             _sum_all_columns(builder, dtype, False, (*bags, *rows, scales, size, streamed))
@@ -286,9 +287,9 @@ def _sum(builder: Any, dtype: int, bags: Any, rows: Any, scales: Any, size: Any,
 def sum_float32_rows(
     typing_context: Any, to: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type
 ) -> Any:
-    """float32 `to[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
+    """Compute float32 `to[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
 
-    `scales` is the address of as many float32 factors, or 0 for none.
+    `scales` is the address of `count` float32 factors, or 0 for none.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -310,6 +311,7 @@ def _make_sum(dtype: int) -> Any:
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, streamed = args
+            # Positions are relative to the first bag's first id.
             row_bytes = builder.mul(size, _LONG(4 if dtype == FLOAT32 else 2))
             begin = _item_at(builder, _LONG, offsets, _LONG(0))
             last = builder.sub(builder.sub(_item_at(builder, _LONG, offsets, num_bags), begin), _LONG(1))
@@ -319,22 +321,22 @@ def _make_sum(dtype: int) -> Any:
                 count = builder.sub(_item_at(builder, _LONG, offsets, builder.add(bag, _LONG(1))), first)
                 return builder.sub(first, begin), count
 
-            def place(index: Any) -> tuple[Any, Any]:
+            def row_address(index: Any) -> tuple[Any, Any]:
                 row = _item_at(builder, _LONG, ids, index)
                 return row, builder.add(table, builder.mul(row, row_bytes))
 
             def row_at(index: Any) -> Any:
-                row, address = place(index)
+                row, address = row_address(index)
                 return builder.select(builder.icmp_unsigned("<", row, num_rows), address, no_row)
 
-            def ask_ahead(index: Any, byte_offset: Any, num_bytes: int) -> None:
-                index = builder.add(index, _LONG(AHEAD))
+            def prefetch_ahead(index: Any, byte_offset: Any, num_bytes: int) -> None:
+                index = builder.add(index, _LONG(PREFETCH_DISTANCE))
                 index = builder.select(builder.icmp_signed("<", index, last), index, last)
-                address = builder.add(place(index)[1], byte_offset)
+                address = builder.add(row_address(index)[1], byte_offset)
                 for line in range(0, num_bytes, CACHE_LINE):
-                    _ask_for(builder, builder.add(address, _LONG(line)))
+                    _emit_prefetch(builder, builder.add(address, _LONG(line)))
 
-            _sum(builder, dtype, (to, pitch, num_bags, bag_at), (row_at, ask_ahead), scales, size, streamed)
+            _sum(builder, dtype, (to, pitch, num_bags, bag_at), (row_at, prefetch_ahead), scales, size, streamed)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10, types.boolean), generate
@@ -347,11 +349,11 @@ _sum_float32, _sum_float16, _sum_bfloat16 = (_make_sum(dtype) for dtype in (FLOA
 
 @inlined
 def sum_bags(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, dtype, streamed):
-    """float32 `to[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` of each bag, in order; `pitch` in bytes.
+    """Compute float32 `to[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` per bag, in order; `pitch` in bytes.
 
-    `to`, `offsets` (int64 `[num_bags + 1]`), `ids` (int64, that of the first bag first), `table` (`[num_rows, size]`),
-    `no_row` (`[size]` zeros, for an id out of range) and `scales` (float32, or 0 for none) are addresses. Rows are
-    asked for ahead. `streamed` results go past the caches, if `to` and `pitch` are aligned for that.
+    `to`, `offsets` (int64 `[num_bags + 1]`), `ids` (int64, from the first bag on), `table` (`[num_rows, size]`),
+    `no_row` (`[size]` zeros, read for ids out of range) and `scales` (float32, or 0 for none) are addresses. Rows are
+    prefetched. `streamed` stores bypass the caches if `to` and `pitch` are aligned for them.
     """
     past_caches = streamed and (to | pitch) % STREAMED_ALIGNMENT == 0
     if dtype == FLOAT32:
@@ -365,7 +367,7 @@ def sum_bags(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales,
 def _make_dot(dtype: int) -> Any:
     @intrinsic
     def dot_lanes(typing_context: Any, a: types.Type, b: types.Type, size: types.Type) -> Any:
-        """Whole vectors by lane, lanes in pairs of halves, then what is left, element by element."""
+        """Add full vectors lane by lane, reduce lanes by halving, then add the remaining elements one by one."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             a_address, b_address, num_elements = args
@@ -403,8 +405,8 @@ def _make_dot(dtype: int) -> Any:
     return dot_lanes
 
 
-# Two vectors of 16 sums become one, by the cheapest shuffles: the lanes of left summands, how far on their neighbours
-# are, and how far apart neighbours are among the sums, level by level.
+# Each level merges two vectors of 16 sums into one, by the cheapest shuffles: (lanes of left summands, distance to the
+# right summands, distances of neighbouring sums in the result by level of the remaining tree).
 _FOURS = [first + lane for first in (0, 4, 8, 12) for lane in (0, 2, 16, 18)]
 _MERGES = (
     (_FOURS, 1, (1, 4, 8, 2)),
@@ -414,8 +416,8 @@ _MERGES = (
 
 
 def _squares(builder: Any, address: Any, size: int) -> Any:
-    """The sum of `size` squares, a power of 2 up to SQUARES: neighbours in pairs, then pairs of sums."""
-    if size > 8 * DOT_LANES:  # more would not stay in registers
+    """Sum `size` squares pairwise, a power of 2 up to SQUARES: neighbours, then neighbouring sums."""
+    if size > 8 * DOT_LANES:  # more vectors would not stay in registers
         halves = (builder.add(address, _LONG(start * 4)) for start in (0, size // 2))
         return builder.fadd(*(_squares(builder, half, size // 2) for half in halves))
     lanes = min(size, DOT_LANES)
@@ -425,19 +427,19 @@ def _squares(builder: Any, address: Any, size: int) -> Any:
         return builder.fadd(*(builder.shuffle_vector(left, right, ir.Constant(kind, [*mask])) for mask in masks))
 
     loaded = [_load(builder, builder.add(address, _LONG(start * 4)), _FLOAT, lanes) for start in range(0, size, lanes)]
-    sums, apart = [builder.fmul(values, values) for values in loaded], (1, 2, 4, 8)[: lanes.bit_length() - 1]
-    for lefts, step, apart_then in _MERGES[: len(sums).bit_length() - 1]:
-        rights, apart = [lane + step for lane in lefts], apart_then
+    sums, strides = [builder.fmul(values, values) for values in loaded], (1, 2, 4, 8)[: lanes.bit_length() - 1]
+    for lefts, step, next_strides in _MERGES[: len(sums).bit_length() - 1]:
+        rights, strides = [lane + step for lane in lefts], next_strides
         sums = [add(*pair, lefts, rights) for pair in zip(sums[::2], sums[1::2], strict=True)]
     (total,) = sums
-    for step in apart:
+    for step in strides:
         total = add(total, total, range(lanes), [lane ^ step for lane in range(lanes)])
     return builder.extract_element(total, _INT(0))
 
 
 @intrinsic
 def _sum_few_squares(typing_context: Any, row: types.Type, size: types.Type) -> Any:
-    """Of up to SQUARES columns: a power of 2 after the other, wide to narrow, and added from the last one on."""
+    """Sum up to SQUARES squares: blocks by the binary digits of `size`, wide to narrow, added from the last on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         row, size = args
@@ -450,10 +452,10 @@ def _sum_few_squares(typing_context: Any, row: types.Type, size: types.Type) -> 
             for width in widths:
                 with has(width):
                     first = builder.mul(builder.and_(size, _LONG(-2 * width)), _LONG(4))
-                    found = _squares(builder, builder.add(row, first), width)
-                    builder.store(builder.fadd(builder.load(total), found), total)
+                    squares = _squares(builder, builder.add(row, first), width)
+                    builder.store(builder.fadd(builder.load(total), squares), total)
 
-        with has(DOT_LANES - 1):  # else no time is spent on them
+        with has(DOT_LANES - 1):  # skip all narrow blocks at once
             add((1, 2, 4, 8))
         add((16, 32, 64, 128, SQUARES))
         return builder.load(total)
@@ -462,8 +464,8 @@ def _sum_few_squares(typing_context: Any, row: types.Type, size: types.Type) -> 
 
 
 @intrinsic
-def _room_for_sums(typing_context: Any) -> Any:
-    """The address of 64 float32 on the stack."""
+def _allocate_sums(typing_context: Any) -> Any:
+    """Allocate 64 float32 on the stack; return their address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, 64)), _LONG)
@@ -473,18 +475,18 @@ def _room_for_sums(typing_context: Any) -> Any:
 
 @called
 def sum_of_squares(row, size):
-    """Σ_j row[j]² of the float32 row at an address, in the order of `triton_utils.row_sum`."""
+    """Sum row[j]² of the float32 row at an address, in the order of `triton_utils.row_sum`."""
     if size <= SQUARES:
         return _sum_few_squares(row, size)
     num_blocks = size // SQUARES
     total = _sum_few_squares(row + 4 * SQUARES * num_blocks, size - SQUARES * num_blocks)
-    sums = float32_row(_room_for_sums(), 64)  # by level, of 2^level blocks that wait for their neighbours
+    sums = float32_row(_allocate_sums(), 64)  # by level: of 2^level blocks, until their neighbours are summed
     for block in range(num_blocks):
-        found, level = _sum_few_squares(row + 4 * SQUARES * block, SQUARES), 0
+        block_sum, level = _sum_few_squares(row + 4 * SQUARES * block, SQUARES), 0
         while (block >> level) & 1:
-            found += sums[level]
+            block_sum += sums[level]
             level += 1
-        sums[level] = found
+        sums[level] = block_sum
     for level in range(64):
         if (num_blocks >> level) & 1:
             total += sums[level]
@@ -496,7 +498,7 @@ _dot_float32, _dot_float16, _dot_bfloat16 = (_make_dot(dtype) for dtype in (FLOA
 
 @inlined
 def dot(a, b, size, dtype):
-    """Σ_j a[j] · b[j] for a float32 row at address `a` and a row of a table's dtype at address `b`."""
+    """Dot product of the float32 row at address `a` and the row of a table's dtype at address `b`."""
     if dtype == FLOAT32:
         return _dot_float32(a, b, size)
     if dtype == FLOAT16:
