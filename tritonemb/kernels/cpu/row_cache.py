@@ -206,7 +206,7 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
 
 @called
 def _move(task, num_tasks, pairs, to_rows, from_rows):
-    """Copy the task's moves, pair by pair, with prefetches PREFETCH_DISTANCE moves next_move."""
+    """Copy the task's moves, pair by pair, and prefetch rows PREFETCH_DISTANCE moves ahead."""
     begin, end = to_rows.size * task // num_tasks, to_rows.size * (task + 1) // num_tasks
     for p in range(pairs.shape[0]):
         pair = pairs[p]

@@ -1,12 +1,12 @@
-"""CPU twin of `kernels/row_groups.py`: a radix sort per table, large tables cut into ranges of ids.
+"""CPU twin of `kernels/row_groups.py`: a radix sort per table; large tables are split into ranges of ids.
 
-Offsets are checked before anything is read through them.
+Offsets are checked before they are used.
 
-A *unit* is a table and a range of its ids. Units are sorted independently, each by the bits that its ids need; when all
-are, each is written where it is known to begin. The result is the one sorted order there is, however units are cut.
+A *unit* is a table and a range of its ids. Units are sorted independently, each by the bits that its ids need; then the
+start of each unit in the result is known, and all are written. The result does not depend on how tables are split.
 
-What is sorted are *pairs*, an id and its *source*: its position or, for an update that does not ask for more, its bag.
-A unit's pairs have 4 bytes each if their bits fit, else 8; all stand in one array of uint32.
+Sorted are *pairs* of an id and its *source*: its position, or its bag for updates that need no positions. The pairs of
+a unit have 4 bytes each if their bits fit, else 8; all are in one array of uint32.
 """
 
 import functools
@@ -21,42 +21,43 @@ from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, compil
 from tritonemb.kernels.cpu.simd import int64_row
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout
 
-NARROW_BITS, PAIR_BITS = 32, 63  # of a pair of 4 and 8 bytes: an id and, below it, a source
-FEW_PAIRS = 48  # up to here, insertion is faster
-MANY_PAIRS = 8_192  # from here on, fewer passes with larger digits are faster
+NARROW_BITS, PAIR_BITS = 32, 63  # of pairs of 4 and 8 bytes: an id and, below it, a source
+FEW_PAIRS = 48  # up to here insertion sort is faster
+MANY_PAIRS = 8_192  # from here on fewer passes with larger digits are faster
 HISTOGRAM_BITS = 8
-UNIT_VALUES = 16_384  # tables with fewer values are not cut
-# Columns of `units`, behind TABLE. ROOM: values at most; BEGIN: of its pairs.
-FIRST_ID, END_ID, ROOM, FIRST_SOURCE, SOURCE_BITS, ID_BITS, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 10)
+MIN_SPLIT_VALUES = 16_384  # tables with fewer values are not split
+# Columns of `units`, after TABLE. MAX_VALUES: bound of NUM_VALUES; BEGIN: start of its pairs.
+FIRST_ID, END_ID, MAX_VALUES, FIRST_SOURCE, SOURCE_BITS, ID_BITS, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 10)
 GOOD_OFFSETS = -2
 _ABSENT = np.empty(0, dtype=np.float32)
 DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """int64 `[T]`: where each tensor's contiguous memory begins."""
+    """Return int64 `[T]`: the address of each contiguous tensor."""
     assert all(map(Tensor.is_contiguous, tensors))
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
 def dtypes_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """int64 `[T]`: how each tensor's bits are to be read."""
+    """Return int64 `[T]`: the code of each tensor's dtype."""
     return np.array([DTYPE_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
 
 
 @functools.lru_cache(maxsize=256)
 def arrays_of(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`tables`, `lookups` and `key_starts`."""
+    """Return `tables`, `lookups` and `key_starts` as arrays."""
     return layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy()
 
 
 def as_int64(tensor: Tensor) -> np.ndarray:
+    """Return a contiguous int64 array, a view if possible."""
     plain = tensor.dtype == torch.int64 and tensor.is_contiguous()
     return (tensor if plain else tensor.to(torch.int64).contiguous()).numpy()
 
 
 def as_float32(tensor: Tensor | None) -> np.ndarray:
-    """Absent weights are an empty array."""
+    """Return a contiguous float32 array, a view if possible; empty for None."""
     if tensor is None:
         return _ABSENT
     return tensor.detach().to(torch.float32).contiguous().numpy()
@@ -64,11 +65,11 @@ def as_float32(tensor: Tensor | None) -> np.ndarray:
 
 @inlined
 def _find_bad_bag(offsets, num_values):
-    """GOOD_OFFSETS; -1 if the first offset is not 0; a bag whose end lies before its start; or the last index."""
+    """Check offsets: GOOD_OFFSETS; -1 if the first is not 0; the first bag whose offsets descend; or the last index."""
     if offsets[0] != 0:
         return -1
     descents = 0
-    for bag in range(offsets.size - 1):  # to the end, because a loop that may stop early is not vectorised
+    for bag in range(offsets.size - 1):  # without an early exit, which prevents vectorization
         descents += 1 if offsets[bag + 1] < offsets[bag] else 0
     if descents:
         for bag in range(offsets.size - 1):
@@ -79,27 +80,30 @@ def _find_bad_bag(offsets, num_values):
 
 @compiled
 def first_bad_bag(offsets, num_values):
-    """See `_find_bad_bag`, which other kernels call."""
+    """Check offsets as `_find_bad_bag`, from Python."""
     return _find_bad_bag(offsets, num_values)
 
 
 @inlined
-def uses_by_table(lookups, key_starts, num_tables):
-    """The lookups of table t, by key: `uses[starts[t]:starts[t + 1]]`, their keys, and the key of every lookup."""
+def lookups_by_table(lookups, key_starts, num_tables):
+    """Group lookups by table: `table_lookups[starts[t]:starts[t + 1]]` are those of table t, by key.
+
+    Returns starts, table_lookups, the keys of these, and the key of every lookup.
+    """
     starts = np.zeros(num_tables + 1, dtype=np.int64)
     for lookup in range(lookups.shape[0]):
         starts[lookups[lookup, TABLE] + 1] += 1
     for table in range(num_tables):
         starts[table + 1] += starts[table]
-    filled = starts[:-1].copy()
-    uses, key_of = np.empty(lookups.shape[0], dtype=np.int64), np.empty(lookups.shape[0], dtype=np.int64)
+    next_slots = starts[:-1].copy()
+    table_lookups, key_of = np.empty(lookups.shape[0], dtype=np.int64), np.empty(lookups.shape[0], dtype=np.int64)
     keys = np.empty(lookups.shape[0], dtype=np.int64)
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table = lookups[lookup, TABLE]
-            uses[filled[table]], keys[filled[table]], key_of[lookup] = lookup, key, key
-            filled[table] += 1
-    return starts, uses, keys, key_of
+            table_lookups[next_slots[table]], keys[next_slots[table]], key_of[lookup] = lookup, key, key
+            next_slots[table] += 1
+    return starts, table_lookups, keys, key_of
 
 
 @inlined
@@ -112,15 +116,15 @@ def _bit_length(value):
 
 
 @inlined
-def _add_unit(units, num_units, table, first_id, end_id, room):
+def _add_unit(units, num_units, table, first_id, end_id, max_values):
     unit = units[num_units]
-    unit[TABLE], unit[FIRST_ID], unit[END_ID], unit[ROOM] = table, first_id, end_id, room
+    unit[TABLE], unit[FIRST_ID], unit[END_ID], unit[MAX_VALUES] = table, first_id, end_id, max_values
     return num_units + 1
 
 
 @inlined
-def _cut_table(table, num_rows, num_pieces, count, keys, batch_size, values, offsets, units, num_units):
-    """Append units of `table` with about equal numbers of values, by a histogram of its ids' upper bits."""
+def _split_table(table, num_rows, num_splits, count, keys, batch_size, values, offsets, units, num_units):
+    """Append units of `table` with about equal numbers of values, by a histogram of the upper bits of its ids."""
     shift = max(0, _bit_length(num_rows - 1) - HISTOGRAM_BITS)
     histogram = np.zeros(1 << HISTOGRAM_BITS, dtype=np.int64)
     for key in keys:
@@ -128,13 +132,13 @@ def _cut_table(table, num_rows, num_pieces, count, keys, batch_size, values, off
             row = values[position]
             if 0 <= row < num_rows:
                 histogram[row >> shift] += 1
-    begin, held, wanted = np.int64(0), 0, count // num_pieces + 1  # a literal would be a type of its own
+    begin, num_values, target = np.int64(0), 0, count // num_splits + 1  # Numba types a literal separately
     for bucket in range(histogram.size):
-        held += histogram[bucket]
+        num_values += histogram[bucket]
         end = (bucket + 1) << shift
-        if held >= wanted or bucket == histogram.size - 1:
-            num_units = _add_unit(units, num_units, table, begin, min(end, num_rows), held)
-            begin, held = end, 0
+        if num_values >= target or bucket == histogram.size - 1:
+            num_units = _add_unit(units, num_units, table, begin, min(end, num_rows), num_values)
+            begin, num_values = end, 0
             if begin >= num_rows:
                 break
     return num_units
@@ -142,46 +146,50 @@ def _cut_table(table, num_rows, num_pieces, count, keys, batch_size, values, off
 
 @inlined
 def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets):
+    """Split tables into units: one per table, or more of tables with more values than a thread's share."""
     counts, total = np.zeros(tables.shape[0], dtype=np.int64), np.int64(0)
     for table in range(tables.shape[0]):
         for key in keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]:
             counts[table] += offsets[(key + 1) * batch_size] - offsets[key * batch_size]
         total += counts[table]
-    share = max(UNIT_VALUES, total // num_threads + 1)
-    capacity = tables.shape[0] + total // UNIT_VALUES * 2 + 4 * num_threads
+    target = max(MIN_SPLIT_VALUES, total // num_threads + 1)
+    capacity = tables.shape[0] + total // MIN_SPLIT_VALUES * 2 + 4 * num_threads
     units = np.zeros((capacity, NUM_GROUPS + 1), dtype=np.int64)
     num_units, first = np.int64(0), np.int64(0)
     for table in range(tables.shape[0]):
         num_rows, count = tables[table, NUM_ROWS], counts[table]
-        pieces = 1 if num_threads == 1 else min(2 * num_threads, (count + share - 1) // share)
-        if pieces > 1:
+        cuts = 1 if num_threads == 1 else min(2 * num_threads, (count + target - 1) // target)
+        if cuts > 1:
             keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
-            num_units = _cut_table(table, num_rows, pieces, count, keys, batch_size, values, offsets, units, num_units)
+            num_units = _split_table(table, num_rows, cuts, count, keys, batch_size, values, offsets, units, num_units)
         elif count > 0:
             num_units = _add_unit(units, num_units, table, first, num_rows, count)
     return units[:num_units]
 
 
 @inlined
-def _place_pairs(unit, begin, keys, batch_size, sources):
-    """How a unit's pairs are made up and where they begin; returns where the next unit's may."""
+def _set_pair_format(unit, begin, keys, batch_size, sources):
+    """Set a unit's pair format and the start of its pairs; return the start of the next unit's."""
     unit[FIRST_SOURCE], end_source = sources[keys[0] * batch_size], sources[(keys[-1] + 1) * batch_size]
     unit[SOURCE_BITS] = _bit_length(end_source - unit[FIRST_SOURCE] - 1)
     unit[ID_BITS] = _bit_length(unit[END_ID] - unit[FIRST_ID] - 1)
-    unit[BEGIN], size = begin, unit[ROOM] + 2 & -2  # one more, see _fill_pairs, and even, for pairs of 8 bytes
-    return begin + (2 * size if _split(unit)[-1] else size)
+    unit[BEGIN], size = begin, unit[MAX_VALUES] + 2 & -2  # one more, see _fill_pairs, and even, to align 8 bytes
+    return begin + (2 * size if _pair_format(unit)[-1] else size)
 
 
 @inlined
-def _split(unit):
-    """First id and source of a unit's pairs; bits of a source; whether an id fits above them; whether in 8 bytes."""
+def _pair_format(unit):
+    """Return the pair format of a unit: first id, first source, bits of a source, whether an id fits, whether 8 bytes.
+
+    If an id does not fit above the source, pairs hold digits of ids.
+    """
     bits = unit[SOURCE_BITS] + unit[ID_BITS]
     return unit[FIRST_ID], unit[FIRST_SOURCE], unit[SOURCE_BITS], bits <= PAIR_BITS, bits > NARROW_BITS
 
 
 @inlined
 def _read_pair(pairs, i, first_id, first_source, source_bits, fits, wide, values):
-    """Row and source."""
+    """Decode pair `i`: row and source."""
     pair = np.int64(pairs[2 * i]) | np.int64(pairs[2 * i + 1]) << 32 if wide else np.int64(pairs[i])
     source = first_source + (pair & ((1 << source_bits) - 1))
     return first_id + (pair >> source_bits) if fits else values[source], source
@@ -189,31 +197,31 @@ def _read_pair(pairs, i, first_id, first_source, source_bits, fits, wide, values
 
 @inlined
 def _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
-    """The pairs of a unit, unsorted: id and source, or the source alone; returns how many there are.
+    """Fill in the pairs of a unit, unsorted: id and source, or only the source. Returns their number.
 
-    Each is written first and counted then, because a branch on a random id would be mispredicted.
+    Branchless: each value is written, and counted if its id is in the unit; a branch would be mispredicted.
     """
-    first_id, first_source, source_bits, fits, _ = _split(unit)
-    end_id, count, by_bag = unit[END_ID], 0, sources.ctypes.data != offsets.ctypes.data
+    first_id, first_source, source_bits, fits, _ = _pair_format(unit)
+    end_id, count, is_by_bag = unit[END_ID], 0, sources.ctypes.data != offsets.ctypes.data
     for key in keys:
         bag = key * batch_size
         for position in range(offsets[bag], offsets[bag + batch_size]):
-            while by_bag and offsets[bag + 1] <= position:
+            while is_by_bag and offsets[bag + 1] <= position:
                 bag += 1
-            row, source = values[position], bag if by_bag else position
+            row, source = values[position], bag if is_by_bag else position
             pairs[count] = (row - first_id if fits else 0) << source_bits | (source - first_source)
             count += 1 if first_id <= row < end_id else 0
     return count
 
 
 @inlined
-def _fill_part(bit, part_bits, first_id, first_position, position_bits, values, pairs):
-    """Put `part_bits` bits of each id, from `bit` on, above its position; the order stays."""
-    mask, part_mask = (1 << position_bits) - 1, (1 << part_bits) - 1
+def _fill_digits(bit, digit_bits, first_id, first_position, position_bits, values, pairs):
+    """Write `digit_bits` bits of each id, from `bit` on, above its position; keep the order."""
+    mask, digit_mask = (1 << position_bits) - 1, (1 << digit_bits) - 1
     for i in range(pairs.size):
         position = pairs[i] & mask
-        part = ((values[first_position + position] - first_id) >> bit) & part_mask
-        pairs[i] = part << position_bits | position
+        digit = ((values[first_position + position] - first_id) >> bit) & digit_mask
+        pairs[i] = digit << position_bits | position
 
 
 @inlined
@@ -228,17 +236,19 @@ def _insertion_sort(pairs):
 
 @inlined
 def _radix_sort(pairs, spare, first_bit, num_bits):
-    """Sort `pairs` in place by `num_bits` bits from `first_bit` on, stably."""
+    """Sort `pairs` in place by `num_bits` bits from `first_bit` on, stably (LSD radix sort)."""
     max_digit_bits = 12 if pairs.size >= MANY_PAIRS else 10
     passes = max(1, (num_bits + max_digit_bits - 1) // max_digit_bits)
     digit_bits = (num_bits + passes - 1) // passes
     mask = (1 << digit_bits) - 1
     all_ends = np.zeros((passes, 1 << digit_bits), dtype=np.int32)
-    for i in range(pairs.size):  # all digits now: once partly sorted, equal ones are neighbours and wait for each other
+    # Count the digits of all passes at once: after a pass equal digits are adjacent, and their increments would stall.
+    for i in range(pairs.size):
         digits = np.int64(pairs[i]) >> first_bit
         for sort_pass in range(passes):
             all_ends[sort_pass, digits & mask] += 1
             digits >>= digit_bits
+    # Passes: exclusive sums of counts, then scatter.
     source, target = pairs, spare
     for sort_pass in range(passes):
         shift, ends = first_bit + sort_pass * digit_bits, all_ends[sort_pass]
@@ -251,24 +261,25 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
             ends[digit] += 1
         source, target = target, source
     if passes % 2:
-        for i in range(pairs.size):  # a slice that is assigned to a slice takes seconds to compile
+        for i in range(pairs.size):  # a loop, as slice assignment takes seconds to compile
             pairs[i] = source[i]
 
 
 @inlined
 def _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
-    """Fill and sort the pairs of a unit, uint32 or int64; returns how many there are, and how many distinct ids."""
-    first_id, first_source, source_bits, fits, _ = _split(unit)
-    count, part_bits = _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs), PAIR_BITS - source_bits
+    """Fill in and sort the pairs of a unit, uint32 or int64. Returns the number of pairs, and of distinct ids."""
+    first_id, first_source, source_bits, fits, _ = _pair_format(unit)
+    count, digit_bits = _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs), PAIR_BITS - source_bits
     pairs, previous, groups = pairs[:count], np.int64(-1), 0
     if fits and count <= FEW_PAIRS:
         _insertion_sort(pairs)
     else:
         spare = np.empty_like(pairs)
-        for bit in range(0, unit[ID_BITS], part_bits):
+        for bit in range(0, unit[ID_BITS], digit_bits):
             if not fits:
-                _fill_part(bit, part_bits, first_id, first_source, source_bits, values, pairs)
-            _radix_sort(pairs, spare, source_bits, min(unit[ID_BITS] - bit, part_bits))
+                _fill_digits(bit, digit_bits, first_id, first_source, source_bits, values, pairs)
+            _radix_sort(pairs, spare, source_bits, min(unit[ID_BITS] - bit, digit_bits))
+    # Count distinct ids.
     for i in range(count):
         row, _ = _read_pair(pairs, i, first_id, first_source, source_bits, fits, False, values)
         groups += 1 if row != previous else 0
@@ -278,24 +289,24 @@ def _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
 
 @called
 def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs):
-    """Sort the ids of a unit with their sources; count its values and distinct ids."""
+    """Sort the pairs of a unit; set its numbers of values and of distinct ids."""
     unit, pairs = units[number], all_pairs[units[number, BEGIN] :]
     keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
-    if _split(unit)[-1]:
-        wide_pairs = int64_row(pairs.ctypes.data, unit[ROOM] + 1)
-        found = _sort_pairs(unit, keys, batch_size, values, offsets, sources, wide_pairs)
+    if _pair_format(unit)[-1]:
+        wide_pairs = int64_row(pairs.ctypes.data, unit[MAX_VALUES] + 1)
+        counts = _sort_pairs(unit, keys, batch_size, values, offsets, sources, wide_pairs)
     else:
-        found = _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs)
-    unit[NUM_VALUES], unit[NUM_GROUPS] = found
+        counts = _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs)
+    unit[NUM_VALUES], unit[NUM_GROUPS] = counts
 
 
 @inlined
 def _write_groups(unit, begin, end, values, first_row, pairs, first_value, rows, starts, order):
-    """Write a unit's sorted values [begin, end): rows, where each one's values end, and sources; returns how many rows.
+    """Write rows, ends of segments and sources of a unit's sorted values [begin, end). Returns the number of rows.
 
-    Each value writes its row's group and the group's end so far: no branches.
+    Branchless: each value writes its group's row, and the group's end so far.
     """
-    split, group, previous = _split(unit), -1, -1
+    split, group, previous = _pair_format(unit), -1, -1
     for i in range(begin, end):
         row, order[i - begin] = _read_pair(pairs, i, *split, values)
         group += 1 if row != previous else 0
@@ -305,10 +316,13 @@ def _write_groups(unit, begin, end, values, first_row, pairs, first_value, rows,
 
 
 @inlined
-def groups_of_share(unit, begin, end, whole, values, first_row, all_pairs):
-    """Rows, starts and order of what begins in [begin, end) of a sorted unit's `whole`; and how many rows."""
-    split, pairs = _split(unit), all_pairs[unit[BEGIN] :]
-    bounds = np.array([begin * unit[NUM_VALUES] // whole, end * unit[NUM_VALUES] // whole])
+def groups_of_slice(unit, begin, end, total, values, first_row, all_pairs):
+    """Return rows, starts and order of the groups that begin in slice [begin, end) of [0, total) of a sorted unit.
+
+    The slice is scaled to the unit's values, and moved to starts of groups. Also returns the number of groups.
+    """
+    split, pairs = _pair_format(unit), all_pairs[unit[BEGIN] :]
+    bounds = np.array([begin * unit[NUM_VALUES] // total, end * unit[NUM_VALUES] // total])
     for i in range(2):
         while 0 < bounds[i] < unit[NUM_VALUES] and (
             _read_pair(pairs, bounds[i], *split, values)[0] == _read_pair(pairs, bounds[i] - 1, *split, values)[0]
@@ -322,66 +336,68 @@ def groups_of_share(unit, begin, end, whole, values, first_row, all_pairs):
 
 
 @called
-def _write(task, num_tails, firsts, units, tables, values, all_pairs, rows, starts, order):
-    """Write sorted unit `task`, or one of `num_tails` parts of what stands behind the last group."""
+def _write(task, num_tails, unit_starts, units, tables, values, all_pairs, rows, starts, order):
+    """Write sorted unit `task`, or one of `num_tails` slices of the padding after the last group."""
     num_units = units.shape[0]
     if task < num_units:
-        unit, first_value, group = units[task], firsts[task, 0], firsts[task, 1]
+        unit, first_value, group = units[task], unit_starts[task, 0], unit_starts[task, 1]
         _write_groups(
             unit, 0, unit[NUM_VALUES], values, tables[unit[TABLE], FIRST_ROW], all_pairs[unit[BEGIN] :], first_value,
             rows[group:], starts[group:], order[first_value:],
         )  # fmt: skip
         return
-    num_values, num_groups = firsts[num_units]
-    part, size = task - num_units, rows.size - num_groups
-    begin, end = num_groups + size * part // num_tails, num_groups + size * (part + 1) // num_tails
+    num_values, num_groups = unit_starts[num_units]
+    tail, size = task - num_units, rows.size - num_groups
+    begin, end = num_groups + size * tail // num_tails, num_groups + size * (tail + 1) // num_tails
     rows, starts = rows[begin:end], starts[begin : end + 1]
-    begin, end = 0, rows.size  # a loop from 0 on is vectorized
+    begin, end = 0, rows.size  # only a loop from 0 on is vectorized
     past_last = tables[-1, FIRST_ROW] + tables[-1, NUM_ROWS]
     for group in range(begin, end):
         rows[group], starts[group + 1] = past_last, num_values
-    if part == 0:
+    if tail == 0:
         for i in range(num_values, order.size):
             order[i] = -1
 
 
 @compiled
 def _sort(num_threads, batch_size, tables, lookups, key_starts, values, offsets, by_bag):
-    """The first bad bag, if any; what pairs hold, `offsets` or numbers of bags; units; and their pairs, sorted."""
-    num_threads, bad = 1 if values.size < UNIT_VALUES else num_threads, _find_bad_bag(offsets, values.size)
-    key_starts_of_table, _, keys_of_table, _ = uses_by_table(lookups, key_starts, tables.shape[0])
+    """Sort: return the first bad bag, if any; sources by bag (`offsets` or bag numbers); units; and sorted pairs."""
+    # Check offsets; use bags as sources if all pairs with them fit.
+    num_threads, bad_bag = 1 if values.size < MIN_SPLIT_VALUES else num_threads, _find_bad_bag(offsets, values.size)
+    key_starts_of_table, _, keys_of_table, _ = lookups_by_table(lookups, key_starts, tables.shape[0])
     for table in range(tables.shape[0]):
         by_bag = by_bag and _bit_length(tables[table, NUM_ROWS]) + _bit_length(offsets.size) <= PAIR_BITS
     sources = np.arange(offsets.size) if by_bag else offsets
+    # Split tables, and allocate pairs.
     units, size = np.empty((0, NUM_GROUPS + 1), dtype=np.int64), np.int64(0)
-    if bad == GOOD_OFFSETS:
+    if bad_bag == GOOD_OFFSETS:
         units = _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets)
     for number in range(units.shape[0]):
         table = units[number, TABLE]
         keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
-        size = _place_pairs(units[number], size, keys, batch_size, sources)
+        size = _set_pair_format(units[number], size, keys, batch_size, sources)
     all_pairs = np.empty(size, dtype=np.uint32)
     run_tasks(
         num_threads, units.shape[0], _sort_unit,
         (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs),
     )  # fmt: skip
-    return bad, sources, units, all_pairs
+    return bad_bag, sources, units, all_pairs
 
 
 @compiled
 def _group(num_threads, tables, values, units, all_pairs, rows, starts, order):
-    """Fill rows, starts and order; returns the number of groups."""
-    num_threads, num_units = 1 if values.size < UNIT_VALUES else num_threads, units.shape[0]
-    firsts = np.zeros((num_units + 1, 2), dtype=np.int64)
+    """Write rows, starts and order. Returns the number of groups."""
+    num_threads, num_units = 1 if values.size < MIN_SPLIT_VALUES else num_threads, units.shape[0]
+    unit_starts = np.zeros((num_units + 1, 2), dtype=np.int64)
     for unit in range(num_units):
-        firsts[unit + 1, 0] = firsts[unit, 0] + units[unit, NUM_VALUES]
-        firsts[unit + 1, 1] = firsts[unit, 1] + units[unit, NUM_GROUPS]
+        unit_starts[unit + 1, 0] = unit_starts[unit, 0] + units[unit, NUM_VALUES]
+        unit_starts[unit + 1, 1] = unit_starts[unit, 1] + units[unit, NUM_GROUPS]
     starts[0] = 0
     run_tasks(
         num_threads, num_units + num_threads, _write,
-        (num_threads, firsts, units, tables, values, all_pairs, rows, starts, order),
+        (num_threads, unit_starts, units, tables, values, all_pairs, rows, starts, order),
     )  # fmt: skip
-    return firsts[num_units, 1]
+    return unit_starts[num_units, 1]
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -398,10 +414,10 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
 def sort_pairs(
     ids: np.ndarray, offsets: np.ndarray, layout: Layout, by_bag: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What pairs hold, offsets or, if that fits and is wanted, numbers of bags; units; and pairs, see above."""
+    """Return sources by bag (offsets or, with `by_bag` if they fit, bag numbers), units, and sorted pairs."""
     tables, lookups, key_starts = arrays_of(layout)
     batch_size, num_threads = (offsets.size - 1) // max(1, key_starts.size - 1), torch.get_num_threads()
-    bad, *found = _sort(num_threads, batch_size, tables, lookups, key_starts, ids, offsets, by_bag)
-    if bad != GOOD_OFFSETS:
-        raise errors.offsets_error(bad, torch.from_numpy(offsets), ids.size, layout)
-    return found
+    bad_bag, *sorted_pairs = _sort(num_threads, batch_size, tables, lookups, key_starts, ids, offsets, by_bag)
+    if bad_bag != GOOD_OFFSETS:
+        raise errors.offsets_error(bad_bag, torch.from_numpy(offsets), ids.size, layout)
+    return sorted_pairs

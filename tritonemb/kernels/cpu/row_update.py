@@ -1,4 +1,4 @@
-"""CPU twin of `kernels/row_update.py`: one thread owns a row, sums its gradients in order and applies the optimizer."""
+"""CPU twin of `kernels/row_update.py`: one thread per row sums its gradients in order and applies the optimizer."""
 
 import functools
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from tritonemb.kernels.cpu.row_groups import (
     arrays_of,
     as_float32,
     as_int64,
-    groups_of_share,
+    groups_of_slice,
+    lookups_by_table,
     sort_pairs,
-    uses_by_table,
 )
 from tritonemb.kernels.cpu.simd import (
     element_size,
@@ -54,14 +54,14 @@ from tritonemb.layout import (
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
 
-AHEAD = 4  # groups between asking for a row and updating it
-GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
-READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cache already
-POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
-TASK_COST = 8_192  # about, of a task that takes its groups from sorted pairs
+ROW_DISTANCE = 4  # groups between the prefetch of a row and its update
+GRADIENT_DISTANCE = 12  # positions between the prefetch of a gradient and its addition
+READS_PER_GRADIENT = 4  # from here on gradients are likely in cache already, and are not prefetched
+POSITIONS_PER_ROW = 2  # cost of a row's update, in positions, to balance tasks
+TASK_COST = 8_192  # approximate cost of a task that takes its groups from sorted pairs
 IGNORE, RAISE, SKIP = range(3)
-SUMS, COMPACT_SUMS = -1, -2  # in place of an optimizer: gradients alone, in their rows or side by side
-WEIGHT, DTYPE, STEP, SKIPPED, STATES = range(5)  # rows of `places` [6, T]: addresses, but for DTYPE
+SUMS, COMPACT_SUMS = -1, -2  # kinds without an optimizer: gradients only, at their rows or compact
+WEIGHT, DTYPE, STEP, SKIPPED, STATES = range(5)  # rows of `pointers` [6, T]: addresses, but for DTYPE
 NO_ROW = np.iinfo(np.int64).max
 _NO_IDS, _NO_PAIRS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint32)
 _NO_UNITS = np.empty((0, NUM_GROUPS + 1), dtype=np.int64)
@@ -70,16 +70,17 @@ _SGD_CONSTANTS = np.array(SGD(on_nonfinite="ignore").hyperparameters, dtype=np.f
 
 
 @inlined
-def _one_value_a_bag(offsets):
-    """Whether each bag's number is also the position of its only value."""
-    others = 0
+def _is_one_value_per_bag(offsets):
+    """Return whether each bag has one value, whose position is the bag's number."""
+    num_mismatches = 0
     for bag in range(offsets.size):
-        others += 1 if offsets[bag] != bag else 0
-    return others == 0
+        num_mismatches += 1 if offsets[bag] != bag else 0
+    return num_mismatches == 0
 
 
 @called
 def _fill_bags(task, num_tasks, offsets, bags):
+    """Write the bag of each position."""
     num_bags = offsets.size - 1
     for bag in range(num_bags * task // num_tasks, num_bags * (task + 1) // num_tasks):
         for position in range(offsets[bag], offsets[bag + 1]):
@@ -87,75 +88,78 @@ def _fill_bags(task, num_tasks, offsets, bags):
 
 
 @inlined
-def _use_of(source, uses, key_of, batch_size, sources):
-    """Which of a table's lookups a source belongs to, its key, and the sources of that key."""
-    use = 0
-    while sources[(key_of[uses[use]] + 1) * batch_size] <= source:
-        use += 1
-    key = key_of[uses[use]]
-    return uses[use], key, sources[key * batch_size], sources[(key + 1) * batch_size]
+def _find_lookup(source, indices, key_of, batch_size, sources):
+    """Return the lookup of a source among the table's, its key, and the range of the key's sources."""
+    number = 0
+    while sources[(key_of[indices[number]] + 1) * batch_size] <= source:
+        number += 1
+    key = key_of[indices[number]]
+    return indices[number], key, sources[key * batch_size], sources[(key + 1) * batch_size]
 
 
 @inlined
-def _find_gradients(order, uses, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients):
-    """Address of the gradient of each of these sources, whose table has the lookups `uses`."""
+def _fill_addresses(order, indices, lookups, key_of, batch_size, sources, bags, pooled, grads, per_lookup, addresses):
+    """Write the address of the gradient of each source in `order`, of a table with lookups `indices`."""
     begin = end = base = pitch = np.int64(0)
     for i in range(order.size):
         source = np.int64(order[i])
         if not begin <= source < end:
-            lookup, key, begin, end = _use_of(source, uses, key_of, batch_size, sources)
-            base, pitch = grads[lookup if apart else 0]
-            first = key * batch_size if pooled else begin if apart else 0
-            base += (0 if apart else lookups[lookup, COLUMN] * 4) - first * pitch
-        gradients[i] = base + (np.int64(bags[source]) if bags.size else source) * pitch
+            lookup, key, begin, end = _find_lookup(source, indices, key_of, batch_size, sources)
+            base, pitch = grads[lookup if per_lookup else 0]
+            first_row = key * batch_size if pooled else begin if per_lookup else 0
+            base += (0 if per_lookup else lookups[lookup, COLUMN] * 4) - first_row * pitch
+        addresses[i] = base + (np.int64(bags[source]) if bags.size else source) * pitch
 
 
 @inlined
-def _find_scales(order, uses, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales):
+def _fill_scales(order, indices, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales):
+    """Write the scale of each source in `order`: its sample weight, over the bag's length for means."""
     begin = end = np.int64(0)
-    mean = False
+    is_mean = False
     for i in range(order.size):
         source = np.int64(order[i])
         if not begin <= source < end:
-            lookup, _, begin, end = _use_of(source, uses, key_of, batch_size, sources)
-            mean = pooled and lookups[lookup, POOLING] == MEAN
+            lookup, _, begin, end = _find_lookup(source, indices, key_of, batch_size, sources)
+            is_mean = pooled and lookups[lookup, POOLING] == MEAN
         scale = np.float32(1)
-        if mean:
+        if is_mean:
             bag = np.int64(bags[source]) if bags.size else source
             scale /= np.float32(offsets[bag + 1] - offsets[bag])
         scales[i] = scale * sample_weights[source] if sample_weights.size else scale
 
 
 @inlined
-def _add(to, row):
-    for j in range(to.size):
-        to[j] += row[j]
+def _add(total, row):
+    """Add a row in place."""
+    for j in range(total.size):
+        total[j] += row[j]
 
 
 @inlined
-def _sum_gradients(to, gradients, scales, count, dim, room):
-    """The sum of `count` gradients, in the order that `kernels/gradient_sums.py` describes; arguments are addresses."""
+def _sum_gradients(total, gradients, scales, count, dim, pieces):
+    """Sum `count` gradients into `total`, in the order of `kernels/gradient_sums.py`; arguments are addresses."""
     for span in range(0, count, SPAN):
+        # Pieces of the span, then pairs of sums, then the span.
         num_pieces = (min(SPAN, count - span) + PIECE - 1) // PIECE
         for piece in range(num_pieces):
             first = span + piece * PIECE
-            sums = to if count <= PIECE else room + piece * dim * 4
+            sums = total if count <= PIECE else pieces + piece * dim * 4
             factors = scales + first * 4 if scales else 0
             sum_float32_rows(sums, gradients + first * 8, factors, min(PIECE, count - first), dim)
-        apart = 1
-        while apart < num_pieces:
-            for piece in range(0, num_pieces - apart, 2 * apart):
-                _add(float32_row(room + piece * dim * 4, dim), float32_row(room + (piece + apart) * dim * 4, dim))
-            apart *= 2
+        stride = 1
+        while stride < num_pieces:
+            for piece in range(0, num_pieces - stride, 2 * stride):
+                _add(float32_row(pieces + piece * dim * 4, dim), float32_row(pieces + (piece + stride) * dim * 4, dim))
+            stride *= 2
         if count > PIECE:
             if span == 0:
-                float32_row(to, dim)[:] = 0
-            _add(float32_row(to, dim), float32_row(room, dim))
+                float32_row(total, dim)[:] = 0
+            _add(float32_row(total, dim), float32_row(pieces, dim))
 
 
 @inlined
 def _is_finite(bits):
-    """Whether float32 values are finite, by their bits, int32 `[n]`: integers are compared many at once."""
+    """Return whether float32 values are finite, by their bits, int32 `[n]`: the loop is vectorized."""
     largest = np.int32(0)
     for j in range(bits.size):
         largest = max(largest, np.int32(bits[j] & np.int32(0x7FFFFFFF)))
@@ -164,7 +168,7 @@ def _is_finite(bits):
 
 @inlined
 def _state_row(address, row, dim, per_element):
-    """One row of a state: `dim` values or one; none if there is no such state."""
+    """View one row of a state: `dim` values or one; empty without the state."""
     if address == 0:
         return float32_row(address, np.int64(0))
     size = dim if per_element else 1
@@ -172,7 +176,7 @@ def _state_row(address, row, dim, per_element):
 
 
 @inlined
-def _ask_for_row(row, table, weight, row_bytes, states, state_bytes):
+def _prefetch_row(row, table, weight, row_bytes, states, state_bytes):
     prefetch(weight + row * row_bytes, row_bytes)
     for s in range(2):
         if states[s, table] != 0:
@@ -181,82 +185,89 @@ def _ask_for_row(row, table, weight, row_bytes, states, state_bytes):
 
 @called
 def _update_rows(
-    task, check_only, bounds, parts, table_groups, found, skipped, kind, addresses, dtypes, states, per_element, tables,
-    lookups, uses_of_table, uses, key_of, batch_size, offsets, sources, bags, pooled, scaled, ask_for_gradients,
-    values, units, pairs, rows, starts, order, grads, apart, sample_weights, learning_rate, steps,
-    hyperparameters,
+    task, check_only, bounds, costs, table_groups, bad_rows, skipped, kind, addresses, dtypes, states, per_element,
+    tables, lookups, lookup_starts, table_lookups, key_of, batch_size, offsets, sources, bags, pooled, scaled,
+    prefetch_gradients, values, units, pairs, rows, starts, order, grads, per_lookup, sample_weights, learning_rate,
+    steps, hyperparameters,
 ):  # fmt: skip
-    """Update [bounds[task], bounds[task + 1]) of all parts, the groups of a table or the pairs of a unit each, by cost.
+    """Update the task's groups: those at costs [bounds[task], bounds[task + 1]) of all items.
 
-    The first row whose gradient must be refused goes into `found`.
+    An item is the groups of a table, or the pairs of a unit, from `costs[item]` to `costs[item + 1]`. With "raise"
+    the task's first row with a gradient that is not finite goes into `bad_rows`.
     """
-    widest = np.int64(0)
+    # Buffers for one row.
+    max_dim = np.int64(0)
     for table in range(tables.shape[0]):
-        widest = max(widest, tables[table, ROW_DIM])
-    sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
-    pieces_room = np.empty(SPAN // PIECE * widest, dtype=np.float32)
-    words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
+        max_dim = max(max_dim, tables[table, ROW_DIM])
+    sums_buffer, row_buffer = np.empty(max_dim, dtype=np.float32), np.empty(max_dim, dtype=np.float32)
+    pieces_buffer = np.empty(SPAN // PIECE * max_dim, dtype=np.float32)
+    words_buffer = np.empty((max_dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
     on_nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
-    for part in range(parts.size - 1):
-        begin, end = max(bounds[task], parts[part]) - parts[part], min(bounds[task + 1], parts[part + 1]) - parts[part]
+    for item in range(costs.size - 1):
+        begin, end = max(bounds[task], costs[item]) - costs[item], min(bounds[task + 1], costs[item + 1]) - costs[item]
         if begin >= end:
             continue
-        table, whole = units[part, TABLE] if units.size else part, parts[part + 1] - parts[part]
+        # The task's slice of the item, by cost.
+        table, item_cost = units[item, TABLE] if units.size else item, costs[item + 1] - costs[item]
         first, last = table_groups[table], table_groups[table + 1]
         if units.size:
-            rows, starts, order, last = groups_of_share(
-                units[part], begin, end, whole, values, tables[table, FIRST_ROW], pairs
+            rows, starts, order, last = groups_of_slice(
+                units[item], begin, end, item_cost, values, tables[table, FIRST_ROW], pairs
             )
         else:
-            of_table, size = starts[first:last], starts[last] - starts[first]
-            last = first + np.searchsorted(of_table, starts[first] + end * size // whole)
-            first += np.searchsorted(of_table, starts[first] + begin * size // whole)
+            table_starts, size = starts[first:last], starts[last] - starts[first]
+            last = first + np.searchsorted(table_starts, starts[first] + end * size // item_cost)
+            first += np.searchsorted(table_starts, starts[first] + begin * size // item_cost)
         if first >= last:
             continue
-        # In the loop: Numba frees an array behind the last statement that names it, whoever has its address.
-        sums_address, row_address = np.int64(sums_room.ctypes.data), np.int64(row_room.ctypes.data)
-        pieces_address = np.int64(pieces_room.ctypes.data)
+        # Taken in the loop: Numba frees an array after the last statement that names it, even if its address is used.
+        sums_address, row_address = np.int64(sums_buffer.ctypes.data), np.int64(row_buffer.ctypes.data)
+        pieces_address = np.int64(pieces_buffer.ctypes.data)
         step = steps[table]
         row_ids, stride = tables[table, ROW_IDS], tables[table, ROW_IDS_STRIDE]
         row_ids = int64_row(row_ids, tables[table, NUM_ROWS] * stride if row_ids else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
         row_bytes = dim * element_size(dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
-        for group in range(first, min(first + AHEAD, last) if kind >= 0 else first):
-            _ask_for_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
+        # Prefetch the first rows; compute addresses and scales of all gradients.
+        for group in range(first, min(first + ROW_DISTANCE, last) if kind >= 0 else first):
+            _prefetch_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
         first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
         gradients = np.empty(num_entries, dtype=np.int64)
         scales = np.empty(num_entries if scaled else 0, dtype=np.float32)
         entries = order[first_entry : first_entry + num_entries]
-        uses_here = uses[uses_of_table[table] : uses_of_table[table + 1]]
-        _find_gradients(entries, uses_here, lookups, key_of, batch_size, sources, bags, pooled, grads, apart, gradients)
+        indices = table_lookups[lookup_starts[table] : lookup_starts[table + 1]]
+        _fill_addresses(
+            entries, indices, lookups, key_of, batch_size, sources, bags, pooled, grads, per_lookup, gradients
+        )
         if scaled:
-            _find_scales(
-                entries, uses_here, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales
+            _fill_scales(
+                entries, indices, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales
             )
+        # Update row by row.
         for group in range(first, last):
             row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
             row = group if kind == PLACE else row
             address = base + row * row_bytes
-            if kind >= 0 and group + AHEAD < last:
-                _ask_for_row(rows[group + AHEAD] - first_row, table, base, row_bytes, states, state_bytes)
+            if kind >= 0 and group + ROW_DISTANCE < last:
+                _prefetch_row(rows[group + ROW_DISTANCE] - first_row, table, base, row_bytes, states, state_bytes)
             begin, end = np.int64(starts[group] - first_entry), np.int64(starts[group + 1] - first_entry)
-            if ask_for_gradients:
-                for entry in range(begin + GRADIENTS_AHEAD, min(end + GRADIENTS_AHEAD, num_entries)):
+            if prefetch_gradients:
+                for entry in range(begin + GRADIENT_DISTANCE, min(end + GRADIENT_DISTANCE, num_entries)):
                     prefetch(gradients[entry], 4 * dim)
 
             factors = scales.ctypes.data + begin * 4 if scaled else 0
-            to = address if (kind < 0 and dtype == FLOAT32) or kind == PLACE else sums_address
-            _sum_gradients(to, gradients.ctypes.data + begin * 8, factors, end - begin, dim, pieces_address)
-            sums = float32_row(to, dim)
+            sums_at = address if (kind < 0 and dtype == FLOAT32) or kind == PLACE else sums_address
+            _sum_gradients(sums_at, gradients.ctypes.data + begin * 8, factors, end - begin, dim, pieces_address)
+            sums = float32_row(sums_at, dim)
             if kind < 0:
                 if dtype != FLOAT32:
                     narrow_row(sums, dtype, uint16_row(address, dim))
                 continue
-            if on_nonfinite != IGNORE and not _is_finite(int32_row(to, dim)):
+            if on_nonfinite != IGNORE and not _is_finite(int32_row(sums_at, dim)):
                 if on_nonfinite == RAISE:
-                    found[task] = rows[group]
+                    bad_rows[task] = rows[group]
                     return
                 skipped[task, table] += 1
                 continue
@@ -269,10 +280,10 @@ def _update_rows(
                 widen_row(uint16_row(address, dim), dtype, weight)
             apply(kind, weight, state1, state2, sums, learning_rate, step, hyperparameters)
             if dtype != FLOAT32 and stochastic:
-                words = words_room[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
-                whole_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
+                words = words_buffer[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
+                global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
                 counter = tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
-                fill_philox(words, tables[table, SEED], counter, whole_row, step)
+                fill_philox(words, tables[table, SEED], counter, global_row, step)
                 narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
             elif dtype != FLOAT32:
                 narrow_row(weight, dtype, uint16_row(address, dim))
@@ -280,72 +291,75 @@ def _update_rows(
 
 @inlined
 def _groups_by_table(tables, rows, num_groups):
-    """int64 `[T + 1]`: where each table's groups begin; they stand in order of tables."""
-    found = np.empty(tables.shape[0] + 1, dtype=np.int64)
+    """Return int64 `[T + 1]`: the start of each table's groups, which are ordered by table."""
+    table_groups = np.empty(tables.shape[0] + 1, dtype=np.int64)
     for table in range(tables.shape[0]):
-        found[table] = np.searchsorted(rows[:num_groups], tables[table, FIRST_ROW])
-    found[-1] = num_groups
-    return found
+        table_groups[table] = np.searchsorted(rows[:num_groups], tables[table, FIRST_ROW])
+    table_groups[-1] = num_groups
+    return table_groups
 
 
 @compiled
 def _update(
-    num_threads, kind, places, per_element, tables, lookups, key_starts, batch_size, offsets, pooled, values, sources,
-    units, pairs, rows, starts, order, num_groups, grads, apart, width, sample_weights, learning_rate,
+    num_threads, kind, pointers, per_element, tables, lookups, key_starts, batch_size, offsets, pooled, values, sources,
+    units, pairs, rows, starts, order, num_groups, grads, per_lookup, width, sample_weights, learning_rate,
     hyperparameters,
 ):  # fmt: skip
-    """Update all rows and count; or none, and return the first row whose gradient must be refused.
+    """Update all rows and the counters. Returns -1, or -2 - t if rows of table t were skipped.
 
-    Otherwise -1, or -2 - t if rows of table t were skipped.
+    With "raise" and a gradient that is not finite: change nothing, and return the first such row.
     """
+    # Cumulative cost of the items, to balance tasks.
     table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
-    parts = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
-    for part in range(parts.size - 1):
+    costs = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
+    for item in range(costs.size - 1):
         if units.size:
-            size, count = units[part, NUM_VALUES], units[part, NUM_GROUPS]
+            size, count = units[item, NUM_VALUES], units[item, NUM_GROUPS]
         else:
-            first, last = table_groups[part], table_groups[part + 1]
+            first, last = table_groups[item], table_groups[item + 1]
             size, count = np.int64(starts[last] - starts[first]), last - first
         num_values += size
-        parts[part + 1] = parts[part] + size + POSITIONS_PER_ROW * count
-    few = num_values * width < FEW_ELEMENTS * lookups.shape[0]
-    num_tasks = 1 if few else max(2 * num_threads, parts[-1] // TASK_COST if units.size else 0)
-    scaled, skips = sample_weights.size > 0, hyperparameters[NONFINITE] == SKIP
-    skipped = np.zeros((num_tasks if skips else 0, tables.shape[0]), dtype=np.int64)
+        costs[item + 1] = costs[item] + size + POSITIONS_PER_ROW * count
+    # Counters per task, next steps, scales and bags.
+    is_small = num_values * width < FEW_ELEMENTS * lookups.shape[0]
+    num_tasks = 1 if is_small else max(2 * num_threads, costs[-1] // TASK_COST if units.size else 0)
+    scaled, is_skip = sample_weights.size > 0, hyperparameters[NONFINITE] == SKIP
+    skipped = np.zeros((num_tasks if is_skip else 0, tables.shape[0]), dtype=np.int64)
     steps = np.zeros(tables.shape[0], dtype=np.int64)
     for table in range(tables.shape[0] if kind >= 0 else 0):
-        steps[table] = int64_row(places[STEP, table], 1)[0] + 1
+        steps[table] = int64_row(pointers[STEP, table], 1)[0] + 1
     for lookup in range(lookups.shape[0]):
         scaled = scaled or lookups[lookup, POOLING] == MEAN
-    uses_of_table, uses, _, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
-    have_bags = pooled and not _one_value_a_bag(sources)
-    bags = np.empty(sources[-1] if have_bags else 0, dtype=np.int32)  # the bag that each position of values lies in
-    if have_bags:
+    lookup_starts, table_lookups, _, key_of = lookups_by_table(lookups, key_starts, tables.shape[0])
+    has_bags = pooled and not _is_one_value_per_bag(sources)
+    bags = np.empty(sources[-1] if has_bags else 0, dtype=np.int32)  # of each position
+    if has_bags:
         run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, sources, bags))
-    bounds, found = parts[-1] * np.arange(num_tasks + 1) // num_tasks, np.full(num_tasks, NO_ROW)
-    ask_for_gradients = num_values < READS_PER_GRADIENT * offsets.size
+    # Check all gradients first for "raise"; update.
+    bounds, bad_rows = costs[-1] * np.arange(num_tasks + 1) // num_tasks, np.full(num_tasks, NO_ROW)
+    prefetch_gradients = num_values < READS_PER_GRADIENT * offsets.size
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
         run_tasks(
             num_threads, num_tasks, _update_rows,
             (
-                check_only, bounds, parts, table_groups, found, skipped, kind, places[WEIGHT], places[DTYPE],
-                places[STATES:], per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets,
-                sources, bags, pooled, scaled, ask_for_gradients, values, units, pairs, rows, starts, order, grads,
-                apart, sample_weights, learning_rate, steps, hyperparameters,
+                check_only, bounds, costs, table_groups, bad_rows, skipped, kind, pointers[WEIGHT], pointers[DTYPE],
+                pointers[STATES:], per_element, tables, lookups, lookup_starts, table_lookups, key_of, batch_size,
+                offsets, sources, bags, pooled, scaled, prefetch_gradients, values, units, pairs, rows, starts, order,
+                grads, per_lookup, sample_weights, learning_rate, steps, hyperparameters,
             ),
         )  # fmt: skip
-        if found.min() != NO_ROW:
-            return found.min()
-    result = np.int64(-1)
+        if bad_rows.min() != NO_ROW:
+            return bad_rows.min()
+    outcome = np.int64(-1)
     for table in range(tables.shape[0] if kind >= 0 else 0):
-        int64_row(places[STEP, table], 1)[0] = steps[table]
+        int64_row(pointers[STEP, table], 1)[0] = steps[table]
         for task in range(skipped.shape[0]):
-            int64_row(places[SKIPPED, table], 1)[0] += skipped[task, table]
+            int64_row(pointers[SKIPPED, table], 1)[0] += skipped[task, table]
             if skipped[task, table]:
-                result = np.int64(-2 - table)
-    return result
+                outcome = np.int64(-2 - table)
+    return outcome
 
 
 def row_update_(
@@ -354,21 +368,21 @@ def row_update_(
     sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
     groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`; `groups` may be the ids, `grad` gradients by lookup, counters a tensor by table."""
+    """See `kernels/row_update.py`. `groups` may be the ids, `grad` a tensor per lookup, counters a tensor per table."""
     assert all(map(Tensor.is_contiguous, states))
-    places = [place for counters in (step, skipped) for place in _places(counters, len(weights))]
-    places += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
-    result = _run(
-        KINDS[optimizer], weights, places, _per_element(optimizer), learning_rate.item(),
+    pointers = [pointer for counters in (step, skipped) for pointer in _counter_addresses(counters, len(weights))]
+    pointers += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
+    outcome = _run(
+        KINDS[optimizer], weights, pointers, _per_element(optimizer), learning_rate.item(),
         np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, groups, layout,
     )  # fmt: skip
-    if result >= 0:
-        raise errors.nonfinite_gradient_error(result, layout)
-    if result <= -2:
-        errors.warn_of_skipped_rows(unpack_names(layout.table_names)[-2 - result])
+    if outcome >= 0:
+        raise errors.nonfinite_gradient_error(outcome, layout)
+    if outcome <= -2:
+        errors.warn_of_skipped_rows(unpack_names(layout.table_names)[-2 - outcome])
 
 
-def _places(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:
+def _counter_addresses(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:
     if isinstance(counters, Tensor):
         return [counters.data_ptr() + 8 * table * sum(counters.stride()) for table in range(num_tables)]
     return [*map(Tensor.data_ptr, counters)]
@@ -389,33 +403,37 @@ def row_gradients_(
 
 @functools.cache
 def _per_element(optimizer: str) -> np.ndarray:
-    """bool `[2]`: of each state."""
+    """Return bool `[2]`: whether each state has a value per element."""
     states = OPTIMIZERS.get(optimizer, Optimizer).states
     return np.array([*(spec.per_element for spec in states), False, False], dtype=np.bool_)[:2]
 
 
 def _run(
-    kind: int, weights: Sequence[Tensor], places: list[int], per_element: np.ndarray, learning_rate: float,
+    kind: int, weights: Sequence[Tensor], pointers: list[int], per_element: np.ndarray, learning_rate: float,
     constants: np.ndarray, grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> int:  # fmt: skip
-    """What `_update` returns; `places` are those from STEP on."""
+    """Run `_update` and return its result; `pointers` are the rows from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
-    most, apart, bounds = constants[MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
-    parts: list[Tensor] = [*grad] if apart else [grad]  # type: ignore[list-item]
-    parts = [part.clamp(-most, most) for part in parts] if most < np.inf else parts
-    parts = [part if part.stride(1) == 1 else part.contiguous() for part in parts]
-    parts = [part if part.dtype == torch.float32 else part.to(torch.float32) for part in parts]
-    grads = np.array([(part.data_ptr(), 4 * part.stride(0)) for part in parts], dtype=np.int64)
+    limit, per_lookup, bag_offsets = constants[MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
+    # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
+    parts: list[Tensor] = [*grad] if per_lookup else [grad]  # type: ignore[list-item]
+    parts = [g.clamp(-limit, limit) for g in parts] if limit < np.inf else parts
+    parts = [g if g.stride(1) == 1 else g.contiguous() for g in parts]
+    parts = [g if g.dtype == torch.float32 else g.to(torch.float32) for g in parts]
+    grads = np.array([(g.data_ptr(), 4 * g.stride(0)) for g in parts], dtype=np.int64)
+    # Groups, or ids, which are sorted first.
     if isinstance(groups, Tensor):
-        by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # else no smaller
+        by_bag = (
+            layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()
+        )  # else pairs are no smaller
         ids = as_int64(groups)
-        given = ids, *sort_pairs(ids, bounds, layout, by_bag), _NO_IDS, *_NO_GROUPS
+        group_args = ids, *sort_pairs(ids, bag_offsets, layout, by_bag), _NO_IDS, *_NO_GROUPS
     else:
-        given = _NO_IDS, bounds, _NO_UNITS, _NO_PAIRS, *map(Tensor.numpy, groups[:3]), int(groups[3])
-    places = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *places]
+        group_args = _NO_IDS, bag_offsets, _NO_UNITS, _NO_PAIRS, *map(Tensor.numpy, groups[:3]), int(groups[3])
+    pointers = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *pointers]
     return _update(
-        torch.get_num_threads(), kind, np.array(places, dtype=np.int64).reshape(-1, len(weights)), per_element,
-        *arrays_of(layout), batch_size_of(offsets, layout.key_starts), bounds, layout.pooled, *given,
-        grads, apart, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
+        torch.get_num_threads(), kind, np.array(pointers, dtype=np.int64).reshape(-1, len(weights)), per_element,
+        *arrays_of(layout), batch_size_of(offsets, layout.key_starts), bag_offsets, layout.pooled, *group_args,
+        grads, per_lookup, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
     )  # fmt: skip
