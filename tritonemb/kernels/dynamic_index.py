@@ -21,29 +21,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.dynamic_slots import (
-    FIELDS,
-    IndexPointers,
-    IndexRows,
-    find_victim,
-    index_at,
-    insert_row,
-    look_up,
-    remove_slot,
-)
+from tritonemb.kernels.dynamic_slots import FIELDS, IndexRows, Pointers, find_victim, index_at, insert, look_up, remove
 from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, pointers_to, tl
 from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, PendingInsert, Rule, nonzero, partitions_of
 
 FIND_IDS = tl.constexpr(32)  # per program of one warp: two loads of 16 bytes of digests in flight per lane
 BLOCK_ROWS = tl.constexpr(256)  # rows or ids per iteration of a loop
 POSITIONS = 1024  # per program of the kernels between the sorts
-_NO_KEY, _MAX_USES, _FIRST_PARTITION = map(tl.constexpr, (NO_KEY, MAX_USES, len(IndexPointers._fields) - 2))
+_NO_KEY, _MAX_USES, _PARTITION = map(tl.constexpr, (NO_KEY, MAX_USES, len(Pointers._fields) - 2))
 _STEP, _MAX_STEP, _HALF_LIFE, _RULES = (tl.constexpr(n) for n in range(4))
 
 
 @jit
 def _rule(rules, table, step, RULE: tl.constexpr):
-    """Load a field of a table's rule; steps are stored relative to `step`."""
+    # Steps are stored relative to `step`.
     return (tl.load(rules + table * _RULES + RULE) + (0 if RULE == _HALF_LIFE else step)).to(tl.int32)
 
 
@@ -75,7 +66,7 @@ def _find_kernel(
 
 @jit
 def _load_sorted(keys, by_id, by_key, values, entry, valid):
-    """Load key, position and id of entries in the order of both sorts."""
+    # Key, position and id of entries in the order of both sorts.
     position = tl.load(by_id + tl.load(by_key + entry, mask=valid, other=0), mask=valid, other=0)
     return tl.load(keys + entry, mask=valid, other=_NO_KEY), position, tl.load(values + position, mask=valid, other=0)
 
@@ -106,9 +97,7 @@ def _distinct_kernel(
     tl.store(admitted + entry, valid, mask=valid)
     tl.store(ids + number - 1, tl.load(sorted_ids + entry, mask=head, other=0), mask=head)
     tl.store(begins + number - 1, entry.to(tl.int64), mask=head)
-    tl.store(
-        tables + number - 1, last_at_most(indexes + _FIRST_PARTITION, num_tables, key.to(tl.int64), FIELDS), mask=head
-    )
+    tl.store(tables + number - 1, last_at_most(indexes + _PARTITION, num_tables, key.to(tl.int64), FIELDS), mask=head)
     end = (entry <= num_ids) & (key == _NO_KEY)
     end &= (entry == 0) | (tl.load(keys + entry - 1, mask=has_previous, other=_NO_KEY) != _NO_KEY)
     tl.store(begins + previous_number, entry.to(tl.int64), mask=end)
@@ -119,7 +108,7 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
     """Find a partition's range of new ids, and count the ids without a row; scan rows until each id has one."""
     # Range of entries and of distinct ids: ends of the keys before this partition's, and of its own.
     program = tl.program_id(0)
-    table = last_at_most(indexes + _FIRST_PARTITION, num_tables, program, FIELDS)
+    table = last_at_most(indexes + _PARTITION, num_tables, program, FIELDS)
     index, counts, max_step = index_at(indexes, table), counts + table * 5, _rule(rules, table, step, _MAX_STEP)
     partition = program - index.first_partition
     key, pair = program - 1 + tl.arange(0, 2), tl.arange(0, 2)
@@ -153,7 +142,7 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
 def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, step, rows, evicted, order, batch_rows):
     """Insert the new ids of a partition, in order."""
     program = tl.program_id(0)
-    table = last_at_most(indexes + _FIRST_PARTITION, num_tables, program, FIELDS)
+    table = last_at_most(indexes + _PARTITION, num_tables, program, FIELDS)
     index, half_life = index_at(indexes, table), _rule(rules, table, step, _HALF_LIFE)
     max_step, step = _rule(rules, table, step, _MAX_STEP), _rule(rules, table, step, _STEP)
     partition = program - index.first_partition
@@ -167,7 +156,7 @@ def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, st
                 victim = find_victim(index, partition, hash64, sets, step, max_step, half_life)
                 evicted_row = tl.load(index.rows + victim)
                 tl.store(evicted + 2 * number, tl.load(index.ids + 2 * evicted_row.to(tl.int64)))
-                remove_slot(index, partition, victim)
+                remove(index, partition, victim)
             # Take the row freed last, or a new one.
             num_rows, num_allocated = tl.load(index.num_rows + partition), tl.load(index.num_allocated + partition)
             row = num_allocated * index.partitions + partition
@@ -186,7 +175,7 @@ def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, st
                 entries = begin + tl.arange(0, BLOCK_ROWS)
                 positions = tl.load(order + entries, mask=entries < end_entry, other=0)
                 tl.store(batch_rows + positions, row + 0 * entries, mask=entries < end_entry)
-            insert_row(index, partition, hash64, sets, row, num_rows + 1)
+            insert(index, partition, hash64, sets, row, num_rows + 1)
         tl.store(rows + number, row)
         tl.store(evicted + 2 * number + 1, evicted_row)
 
@@ -200,11 +189,11 @@ def _remove_kernel(index, starts, order, ids, rows):
         slot, row, _ = look_up(index, tl.load(ids + number), zero == 0)
         tl.store(rows + number, row)
         if tl.max(slot, 0) >= 0:
-            remove_slot(index, partition, tl.max(slot, 0))
+            remove(index, partition, tl.max(slot, 0))
 
 
 def _index_fields(indexes: Sequence[DynamicIndex]) -> Tensor:
-    """Return int64 `[T, 14]`, an `IndexPointers` per table; first partitions are numbered over all tables."""
+    """Return int64 `[T, 14]`, an `Pointers` per table; first partitions are numbered over all tables."""
     fields, first_partition = list[int](), 0
     for index in indexes:
         partitions = index.num_sets.numel()
@@ -287,7 +276,7 @@ def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
     edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int32, device=ids.device)
     starts, rows = torch.searchsorted(keys, edges), torch.empty_like(ids)
     sizes = index.num_sets.numel(), 0, index.overflowed.numel(), 0
-    pointers = IndexPointers._make((index.ids, index.uses, *index[1:], *sizes))
+    pointers = Pointers._make((index.ids, index.uses, *index[1:], *sizes))
     launch(_remove_kernel, index.num_sets.shape, pointers, starts, order, ids.contiguous(), rows, num_warps=1)
     return rows
 

@@ -25,8 +25,8 @@ from tritonemb.layout import DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES, WAYS, Dyn
 
 _WAYS, _DIGEST_SHIFT, _MAX_ROWS_PER_SET, _MAX_USES = map(tl.constexpr, (WAYS, DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES))
 _SIZES = "partitions", "max_rows", "num_buckets", "first_partition"
-IndexPointers: Any = namedtuple("Parts", ("ids", "uses", *DynamicIndex._fields[1:], *_SIZES))  # type: ignore[misc]
-FIELDS = tl.constexpr(len(IndexPointers._fields) - 1)  # int64 per index in memory: addresses and sizes
+Pointers: Any = namedtuple("Parts", ("ids", "uses", *DynamicIndex._fields[1:], *_SIZES))  # type: ignore[misc]
+FIELDS = tl.constexpr(len(Pointers._fields) - 1)  # int64 per index in memory: addresses and sizes
 
 
 @jit
@@ -38,7 +38,7 @@ def _int32_at(address):
 def index_at(indexes, table):
     """Load the index of a table, or of a tile of tables, from `_index_fields`. Numbers of buckets fit in 32 bits."""
     fields = indexes + table * FIELDS
-    return IndexPointers(  # type: ignore[call-arg]
+    return Pointers(  # type: ignore[call-arg]
         tl.load(fields).to(tl.pointer_type(tl.int64)), _int32_at(fields) + 2,
         tl.multiple_of(tl.load(fields + 1).to(tl.pointer_type(tl.uint8)), 16),
         _int32_at(fields + 2), _int32_at(fields + 3), _int32_at(fields + 4), _int32_at(fields + 5),
@@ -160,7 +160,7 @@ def _return_from_overflow(index, partition, number, sets):
 
 
 @jit
-def remove_slot(index, partition, slot):
+def remove(index, partition, slot):
     """Remove the row of a slot from the index, and push it to the partition's free rows."""
     row, sets = tl.load(index.rows + slot).to(tl.int64), tl.load(index.num_sets + partition)
     number, allocated = _set_number(mix(tl.load(index.ids + 2 * row)), sets), tl.load(index.num_allocated + partition)
@@ -238,7 +238,7 @@ def _split(index, partition, sets):
 
 
 @jit
-def insert_row(index, partition, hash64, sets, row, num_rows):
+def insert(index, partition, hash64, sets, row, num_rows):
     """Insert a row into its home bucket, or an overflow bucket; split a set if the partition is full."""
     home = _set_number(hash64, sets) * index.partitions + partition
     bucket, way = home, _empty_way(index, home)

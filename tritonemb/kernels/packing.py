@@ -31,15 +31,12 @@ COLUMN, WIDTH, CODES, PART, FIRST, STRIDE, PARAMETERS = range(7)  # columns of `
 class Packing(NamedTuple):
     """Correspondence of a matrix `[R, width]` and a message of `M` rows (`M = R` without a row map).
 
-    Attributes:
-        pieces: int64 `[S, 7]`, each of at most `PIECE` columns: first column; number of columns; number of codes
-            (columns, and the zero bytes after the last piece of a row); and, in codes, start of the part divided by
-            `M`, first code within a row of the part, length of such a row, position of the piece's scale and offset in
-            it (codec "int8", else 0).
-        part_bytes: bytes per row of each part: the message's split sizes are `M` times these.
-        widest: largest number of codes of a piece.
-        vector: a power of two ≤ 16 that divides every first column, number of codes and position of codes.
-        complete: whether each column lies in exactly one piece.
+    `pieces` is int64 `[S, 7]`, each of at most `PIECE` columns: first column; columns; codes (columns, and the zero
+    bytes after a row's last piece); and, in codes: start of the part divided by `M`, first code in a row of the part,
+    length of such a row, position of the piece's scale and offset in it (codec "int8", else 0). `part_bytes`: bytes
+    per row of each part; the message's split sizes are `M` times these. `widest`: largest number of codes of a piece.
+    `vector`: a power of two ≤ 16 that divides all first columns, numbers and positions of codes. `complete`: each
+    column is in exactly one piece.
     """
 
     pieces: Tensor
@@ -97,7 +94,6 @@ def make_packing(parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: 
 
 
 def _merge(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join adjacent runs."""
     merged: list[tuple[int, int]] = []
     for first, size in runs:
         if merged and sum(merged[-1]) == first:
@@ -107,5 +103,4 @@ def _merge(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _split(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Split runs into pieces."""
     return [(first + begin, min(PIECE, size - begin)) for first, size in runs for begin in range(0, size, PIECE)]

@@ -99,11 +99,10 @@ def _pack_kernel(
     MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr,
     VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Encode a tile: ROWS rows of one piece."""
     row, _, in_message, column, width, num_codes, codes_base, scales_base = _locate(
         pieces, rows, num_rows, num_message_rows, VECTOR, ROWS
     )
-    # Load and scale.
+    # Load and scale a tile: ROWS rows of one piece.
     offset = tl.arange(0, COLUMNS)
     mask = in_message[:, None] & (offset < width)[None, :]
     row_offset = row * tl.multiple_of(tl.full((), 0, tl.int64) + matrix_stride, VECTOR) + column
@@ -130,11 +129,10 @@ def _unpack_kernel(
     MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr,
     VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile: ROWS rows of one piece; rows without a row of the message become zeros."""
     row, valid, in_message, column, width, _, codes_base, scales_base = _locate(
         pieces, rows, num_rows, num_message_rows, VECTOR, ROWS
     )
-    # Load and decode.
+    # Load and decode a tile: ROWS rows of one piece; rows that are not in the message become zeros.
     offset = tl.arange(0, COLUMNS)
     mask = in_message[:, None] & (offset < width)[None, :]
     codes = tl.load(message + codes_base[:, None] + offset[None, :], mask=mask, other=0)

@@ -147,10 +147,7 @@ def _initialize_kernel(
     STATES: tl.constexpr, PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, HAS_IDS: tl.constexpr,
     HAS_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Initialize ROWS rows, BLOCK columns. HAS_IDS: `ids` determine values, else consecutive rows from `first_row` on.
-
-    HAS_ROWS: `tables` and `rows` say where to write, else all rows of one table.
-    """
+    """Initialize ROWS rows, BLOCK columns, of ids from `first_row` on or HAS_IDS; of one table's rows or HAS_ROWS."""
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid, row, table, id = index < num_rows, index, (index * 0).to(tl.int32), first_row + index
     if HAS_IDS:
@@ -222,7 +219,6 @@ def initialize_rows_reference_(
 
 
 def _draw_by_torch(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
-    """Fill `out` with the initial values of rows `ids`, or of consecutive rows from the origin's on."""
     first_row, first_column = origin
     ids = first_row + torch.arange(out.shape[0], device=out.device) if ids is None else ids
     first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)

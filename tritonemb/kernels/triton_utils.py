@@ -138,14 +138,12 @@ def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype
     with _lock, _current(device):
         stream = torch.cuda.current_stream() if device.type == "cuda" else None
         upload = _uploads.get(key)
-        # Under CUDA graph capture: reuse an earlier upload for good, or fill the numbers in by kernels.
         if stream is not None and torch.cuda.is_current_stream_capturing():
             if upload is None:
                 # A graph must not copy from host memory that may be reused before a replay; fills are kernel arguments.
                 return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
             _captured_uploads.append(upload[0])
             return upload[0]
-        # Upload once, from pinned memory, and evict the least recently used upload.
         if upload is None:
             with torch.inference_mode(False):  # it outlives the mode of the first call
                 tensor = torch.tensor(key[2], dtype=dtype)
@@ -267,7 +265,6 @@ def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
     """Convert float32 to 8-bit floats of MANTISSA bits and exponent bias BIAS, in integers; NaN is 0x7F."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Normal results: round the dropped mantissa bits to nearest even, then rebias the exponent.
     DROPPED: tl.constexpr = 23 - MANTISSA
     normal = (magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)) >> DROPPED
     normal -= (127 - BIAS) << MANTISSA
@@ -432,7 +429,6 @@ def poll(device: torch.device) -> None:
             fields[_NOTE] = 0
             errors.warn_of_skipped_rows(unpack_names(_names[note >> 32][0])[(note & 0xFFFFFFFF) - 1])
         return
-    # Synchronize, so that the record is complete, and clear it.
     with _polling:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

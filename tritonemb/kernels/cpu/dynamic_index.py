@@ -312,10 +312,8 @@ def _insert(index, number, ids, begins, rules, table, evicted):
 
 @parallel
 def _insert_partitions(task, num_tasks, indexes, tables, ids, begins, admitted, rules, rows, evicted):
-    """Insert new ids of the task's partitions, in the order of ids, which has better locality than by partition.
-
-    Digests and rows are prefetched, a chunk of ids at a time.
-    """
+    """Insert new ids of the task's partitions, in the order of ids, which has better locality than by partition."""
+    # By chunks of ids, whose digests and rows are prefetched.
     ids, begins, rows = _borrow_int64(ids), _borrow_int64(begins), _borrow_int64(rows)
     chunk, number = np.empty(CHUNK, dtype=np.int64), 0
     while number < ids.size:
@@ -365,7 +363,6 @@ def _count_room(indexes, tables, ids, begins, admitted, rules, counts):
 
 @compiled
 def _remove(fields, ids, rows):
-    """Remove ids from the index at `fields`; write their rows, -1 for unknown ids."""
     index = _view_index(fields)
     for i in range(ids.size):
         slot = _slot_of(index, _home_bucket(index, mix(ids[i])), ids[i])

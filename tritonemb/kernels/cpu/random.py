@@ -144,7 +144,6 @@ def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, firs
 
 
 def _draw(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
-    """Fill `out` with the initial values of rows `ids`, or of consecutive rows from the origin's on."""
     row_ids = np.empty(0, dtype=np.int64) if ids is None else ids.contiguous().numpy()
     num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
     _fill_rows(

@@ -86,10 +86,7 @@ def first_bad_bag(offsets, num_values):
 
 @inlined
 def lookups_by_table(lookups, key_starts, num_tables):
-    """Group lookups by table: `table_lookups[starts[t]:starts[t + 1]]` are those of table t, by key.
-
-    Returns starts, table_lookups, the keys of these, and the key of every lookup.
-    """
+    """Return `starts`; lookups of table t, by key, from `starts[t]` on; their keys; and the key of every lookup."""
     starts = np.zeros(num_tables + 1, dtype=np.int64)
     for lookup in range(lookups.shape[0]):
         starts[lookups[lookup, TABLE] + 1] += 1
@@ -179,10 +176,7 @@ def _set_pair_format(unit, begin, keys, batch_size, sources):
 
 @inlined
 def _pair_format(unit):
-    """Return the pair format of a unit: first id, first source, bits of a source, whether an id fits, whether 8 bytes.
-
-    If an id does not fit above the source, pairs hold digits of ids.
-    """
+    """Return the pair format of a unit: first id, first source, source bits, whether an id fits, whether 8 bytes."""
     bits = unit[SOURCE_BITS] + unit[ID_BITS]
     return unit[FIRST_ID], unit[FIRST_SOURCE], unit[SOURCE_BITS], bits <= PAIR_BITS, bits > NARROW_BITS
 
@@ -317,10 +311,8 @@ def _write_groups(unit, begin, end, values, first_row, pairs, first_value, rows,
 
 @inlined
 def groups_of_slice(unit, begin, end, total, values, first_row, all_pairs):
-    """Return rows, starts and order of the groups that begin in slice [begin, end) of [0, total) of a sorted unit.
-
-    The slice is scaled to the unit's values, and moved to starts of groups. Also returns the number of groups.
-    """
+    """Return rows, starts, order and number of the groups in slice [begin, end) of [0, total) of a sorted unit."""
+    # Scale the slice to the unit's values, and move its bounds to starts of groups.
     split, pairs = _pair_format(unit), all_pairs[unit[BEGIN] :]
     bounds = np.array([begin * unit[NUM_VALUES] // total, end * unit[NUM_VALUES] // total])
     for i in range(2):

@@ -130,7 +130,6 @@ def _fill_scales(order, indices, lookups, key_of, batch_size, offsets, sources, 
 
 @inlined
 def _add(total, row):
-    """Add a row in place."""
     for j in range(total.size):
         total[j] += row[j]
 
@@ -424,9 +423,7 @@ def _run(
     grads = np.array([(g.data_ptr(), 4 * g.stride(0)) for g in parts], dtype=np.int64)
     # Groups, or ids, which are sorted first.
     if isinstance(groups, Tensor):
-        by_bag = (
-            layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()
-        )  # else pairs are no smaller
+        by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # smaller pairs
         ids = as_int64(groups)
         group_args = ids, *sort_pairs(ids, bag_offsets, layout, by_bag), _NO_IDS, *_NO_GROUPS
     else:
