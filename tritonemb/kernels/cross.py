@@ -26,13 +26,13 @@ def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.cons
     """One program for ROWS rows and SIZE columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
-    inside = (row < num_rows) & (column < width)
+    valid = (row < num_rows) & (column < width)
     index = row * width + column
-    x_0 = tl.load(inputs + index, mask=inside).to(tl.float32)
-    u = tl.load(product + index, mask=inside).to(tl.float32)
+    x_0 = tl.load(inputs + index, mask=valid).to(tl.float32)
+    u = tl.load(product + index, mask=valid).to(tl.float32)
     b = tl.load(bias + column, mask=column < width).to(tl.float32)
-    x_l = tl.load(crossed + index, mask=inside).to(tl.float32)
-    tl.store(out + index, (x_0 * (u + b) + x_l).to(out.dtype.element_ty), mask=inside)
+    x_l = tl.load(crossed + index, mask=valid).to(tl.float32)
+    tl.store(out + index, (x_0 * (u + b) + x_l).to(out.dtype.element_ty), mask=valid)
 
 
 @jit(varying=["num_rows"])
@@ -48,15 +48,15 @@ def _backward(
     total = tl.zeros((ROWS, SIZE), tl.float32)
     for start in range(0, run_rows, ROWS):
         row = first_row + start + tl.arange(0, ROWS)[:, None]
-        inside = (row < num_rows) & (column < width)
+        valid = (row < num_rows) & (column < width)
         index = row * width + column
-        g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
-        x_0 = tl.load(inputs + index, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(product + index, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad + index, mask=valid, other=0.0).to(tl.float32)
+        x_0 = tl.load(inputs + index, mask=valid, other=0.0).to(tl.float32)
+        u = tl.load(product + index, mask=valid, other=0.0).to(tl.float32)
         product_grad = g * x_0
         total += product_grad
-        tl.store(grad_inputs + index, (g * (u + b)).to(grad_inputs.dtype.element_ty), mask=inside)
-        tl.store(grad_product + index, product_grad.to(grad_product.dtype.element_ty), mask=inside)
+        tl.store(grad_inputs + index, (g * (u + b)).to(grad_inputs.dtype.element_ty), mask=valid)
+        tl.store(grad_product + index, product_grad.to(grad_product.dtype.element_ty), mask=valid)
     # Sum the run's rows pairwise.
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     sums += tl.program_id(0).to(tl.int64) * width
@@ -69,8 +69,8 @@ def _sum_runs(sums, grad_bias, num_runs, width, RUNS: tl.constexpr, SIZE: tl.con
     run = tl.arange(0, RUNS)[None, :]
     column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     index = run.to(tl.int64) * width + column[:, None]
-    parts = tl.load(sums + index, mask=(run < num_runs) & (column < width)[:, None], other=0.0)
-    tl.store(grad_bias + column, row_sum(parts, SIZE, RUNS).to(grad_bias.dtype.element_ty), mask=column < width)
+    run_sums = tl.load(sums + index, mask=(run < num_runs) & (column < width)[:, None], other=0.0)
+    tl.store(grad_bias + column, row_sum(run_sums, SIZE, RUNS).to(grad_bias.dtype.element_ty), mask=column < width)
 
 
 def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:

@@ -46,22 +46,22 @@ def _find_kernel(
     # Table of each id, and its index.
     position = tl.program_id(0).to(tl.int64) * FIND_IDS + tl.arange(0, FIND_IDS)
     valid, key = position < num_ids, last_at_most(bounds, num_keys, position)
-    inside = valid & (position >= tl.load(bounds + key)) & (position < tl.load(bounds + key + 1))
-    table, id = tl.load(tables + key, mask=inside, other=-1), tl.load(ids + position, mask=valid, other=0)
-    inside &= table >= 0
+    in_key = valid & (position >= tl.load(bounds + key)) & (position < tl.load(bounds + key + 1))
+    table, id = tl.load(tables + key, mask=in_key, other=-1), tl.load(ids + position, mask=valid, other=0)
+    in_key &= table >= 0
     table = tl.maximum(table, 0).to(tl.int32)
     index = index_at(indexes, table)
-    _, row, partition = look_up(index, id, inside)
-    tl.store(rows + position, tl.where(inside, row, id), mask=valid)
+    _, row, partition = look_up(index, id, in_key)
+    tl.store(rows + position, tl.where(in_key, row, id), mask=valid)
     # An id that occurs several times is counted as often; counts saturate.
     if USE:
-        known, last_steps = inside & (row >= 0), index.uses + 4 * row.to(tl.int64)
-        tl.store(keys + position, tl.where(inside & (row < 0), index.first_partition + partition, _NO_KEY), mask=valid)
-        tl.store(previous_steps + position, tl.load(last_steps, mask=known, other=0), mask=valid)
-        tl.store(last_steps, _rule(rules, table, step, _STEP), mask=known)
+        is_known, last_steps = in_key & (row >= 0), index.uses + 4 * row.to(tl.int64)
+        tl.store(keys + position, tl.where(in_key & (row < 0), index.first_partition + partition, _NO_KEY), mask=valid)
+        tl.store(previous_steps + position, tl.load(last_steps, mask=is_known, other=0), mask=valid)
+        tl.store(last_steps, _rule(rules, table, step, _STEP), mask=is_known)
         counts, max_count = (last_steps + 1).to(tl.pointer_type(tl.uint32)), tl.full((FIND_IDS,), _MAX_USES, tl.uint32)
-        count = tl.atomic_add(counts, tl.full((FIND_IDS,), 1, tl.uint32), mask=known, sem="relaxed")
-        tl.atomic_min(counts, max_count, mask=known & (count >= max_count), sem="relaxed")  # each overflow is undone
+        count = tl.atomic_add(counts, tl.full((FIND_IDS,), 1, tl.uint32), mask=is_known, sem="relaxed")
+        tl.atomic_min(counts, max_count, mask=is_known & (count >= max_count), sem="relaxed")  # each overflow is undone
 
 
 @jit
@@ -245,27 +245,29 @@ def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: 
     return PendingInsert(order, keys, numbers, ids, begins, tables, admitted)
 
 
-def dynamic_room(indexes: Sequence[DynamicIndex], new: PendingInsert, rules: Sequence[Rule], counts: Tensor) -> Tensor:
+def dynamic_room(
+    indexes: Sequence[DynamicIndex], pending: PendingInsert, rules: Sequence[Rule], counts: Tensor
+) -> Tensor:
     """One launch. Arguments and result as in the reference."""
     num_programs = sum(index.num_sets.numel() for index in indexes)
     by_table, step = _upload_rules(counts.device, rules)
     starts = torch.empty(num_programs, 2, dtype=torch.int32, device=counts.device)
     launch(
-        _room_kernel, (num_programs,), _index_fields(indexes), len(indexes), new.keys, new.numbers, new.admitted,
-        by_table, step, counts, starts, new.keys.numel(), num_warps=1,
+        _room_kernel, (num_programs,), _index_fields(indexes), len(indexes), pending.keys, pending.numbers,
+        pending.admitted, by_table, step, counts, starts, pending.keys.numel(), num_warps=1,
     )  # fmt: skip
     return starts
 
 
 def dynamic_commit_insert_(
-    indexes: Sequence[DynamicIndex], new: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+    indexes: Sequence[DynamicIndex], pending: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One launch. Arguments and result as in the reference."""
-    rows, evicted = torch.empty_like(new.ids), new.ids.new_empty(new.ids.numel(), 2)
+    rows, evicted = torch.empty_like(pending.ids), pending.ids.new_empty(pending.ids.numel(), 2)
     by_table, step = _upload_rules(rows.device, rules)
     launch(
-        _insert_kernel, starts.shape[:1], _index_fields(indexes), len(indexes), starts, new.ids, new.begins,
-        new.admitted, by_table, step, rows, evicted, new.order, batch_rows, num_warps=1,
+        _insert_kernel, starts.shape[:1], _index_fields(indexes), len(indexes), starts, pending.ids, pending.begins,
+        pending.admitted, by_table, step, rows, evicted, pending.order, batch_rows, num_warps=1,
     )  # fmt: skip
     return rows, evicted
 
@@ -336,7 +338,7 @@ def begin_insert_by_torch(values: Tensor, keys: Tensor) -> PendingInsert:
 
 
 def dynamic_room_reference(
-    indexes: Sequence[DynamicIndex], new: PendingInsert, rules: Sequence[Rule], counts: Tensor
+    indexes: Sequence[DynamicIndex], pending: PendingInsert, rules: Sequence[Rule], counts: Tensor
 ) -> Tensor:
     """Count the rows that the admitted new ids of a batch need. Returns `starts` for `dynamic_commit_insert_`.
 
@@ -344,16 +346,16 @@ def dynamic_room_reference(
     admitted ones, admitted ones without a free or evictable row, and admitted ones without a free row.
     """
     for table, (index, (_, max_step, _)) in enumerate(zip(indexes, rules, strict=True)):
-        in_table, contents = new.tables == table, IndexRows(index)
-        admitted_ids = new.ids[in_table & new.admitted].tolist()
+        in_table, contents = pending.tables == table, IndexRows(index)
+        admitted_ids = pending.ids[in_table & pending.admitted].tolist()
         num_missing, num_evicted = (contents.count_missing(admitted_ids, limit) for limit in (max_step, -(2**63)))
-        positions, distinct = int(new.begins.diff()[in_table].sum()), int(in_table.sum())
+        positions, distinct = int(pending.begins.diff()[in_table].sum()), int(in_table.sum())
         counts[table] = torch.tensor([positions, distinct, len(admitted_ids), num_missing, num_evicted])
-    return new.begins
+    return pending.begins
 
 
 def dynamic_commit_insert_reference_(
-    indexes: Sequence[DynamicIndex], new: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+    indexes: Sequence[DynamicIndex], pending: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Insert admitted new ids; the caller has checked that each gets a row (`dynamic_room`).
 
@@ -365,17 +367,17 @@ def dynamic_commit_insert_reference_(
         int64 `[U]`: rows, -1 for ids that are not admitted; and `[U, 2]`: the id and the row evicted for each, row -1
         without an eviction.
     """
-    rows, evicted = torch.full_like(new.ids, -1), new.ids.new_full((new.ids.numel(), 2), -1)
-    pairs = zip(new.ids.tolist(), new.begins.diff().tolist(), new.tables.tolist(), strict=True)
+    rows, evicted = torch.full_like(pending.ids, -1), pending.ids.new_full((pending.ids.numel(), 2), -1)
+    pairs = zip(pending.ids.tolist(), pending.begins.diff().tolist(), pending.tables.tolist(), strict=True)
     contents = [*map(IndexRows, indexes)]
     for number, (id, count, table) in enumerate(pairs):
-        if new.admitted[number]:
+        if pending.admitted[number]:
             for pair in contents[table].insert(id, count, *rules[table]):
                 evicted[number] = torch.tensor(pair)
             rows[number] = contents[table].by_id[id]
     for index, rows_of_index in zip(indexes, contents, strict=True):
         rows_of_index.store(index)
-    batch_rows.index_copy_(0, new.order, rows[new.numbers - 1])
+    batch_rows.index_copy_(0, pending.order, rows[pending.numbers - 1])
     return rows, evicted
 
 

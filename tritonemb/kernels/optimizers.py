@@ -309,12 +309,12 @@ def update_by_user_(
 
     # Calls (begin, end, first table): one per dim, or blocks of rows of tables with one dim and step.
     if elements_per_call is None:
-        new = look_up(0, size, max(dims))
+        results = look_up(0, size, max(dims))
         t = [next_step[tables] if next_step.dim() else next_step] * num_tables
         calls = [(0, size, dims.index(dim)) for dim in sums]
     else:
-        new = [empty_result((size, row_layout.width), torch.float32) for row_layout in layouts]
-        new[:1] = [*sums.values()] if len(sums) == 1 else new[:1]  # a call overwrites its gradients, already used
+        results = [empty_result((size, row_layout.width), torch.float32) for row_layout in layouts]
+        results[:1] = [*sums.values()] if len(sums) == 1 else results[:1]  # a call may overwrite its gradients
         t = next_step.expand(num_tables).tolist()
         kinds, firsts = [*zip(dims, t, strict=True)], table_offsets[:-1].tolist()
         changes = [first for table, first in enumerate(firsts) if first < size and kinds[table] != kinds[table - 1]]
@@ -322,20 +322,20 @@ def update_by_user_(
         calls = [*zip(starts, [*starts[1:], size], tables[starts].tolist(), strict=True)]
     for begin, end, table in calls:
         dim, update_mask, name = dims[table], None, unpack_names(layout.table_names)[table]
-        out, g = [values[begin:end, :dim] for values in new], sums[dim][begin:end]
-        old = inputs = out if elements_per_call is None else look_up(begin, end, dim)
+        out, g = [values[begin:end, :dim] for values in results], sums[dim][begin:end]
+        current = inputs = out if elements_per_call is None else look_up(begin, end, dim)
         if elements_per_call is None or (skip_nonfinite and not bool(g.isfinite().all())):
             is_updated = (row_dims[tables[begin:end]] == dim) & (g.isfinite().all(1) | (not skip_nonfinite))
             update_mask = is_updated.unsqueeze(1)
-            inputs = [values.clone() for values in old]
+            inputs = [values.clone() for values in current]
         w, new_states = step_by_torch(optimizer, inputs[0], inputs[1:], g, learning_rate, t[table], h, table=name)
         # Weights last: they may overwrite `g`, which the function may have returned as a state.
-        for target, values, old_values in zip(out[::-1], [*new_states[::-1], w], old[::-1], strict=True):
+        for target, values, old_values in zip(out[::-1], [*new_states[::-1], w], current[::-1], strict=True):
             target.copy_(values if update_mask is None else values.where(update_mask, old_values))
 
     # Write all rows, or none if the sums were refused (the step did not advance).
     num_written, rounding = torch.where((next_step > step).any(), num_groups, 0), h.stochastic_rounding
-    for family, values, row_layout in zip(families, new, layouts, strict=True):
+    for family, values, row_layout in zip(families, results, layouts, strict=True):
         row_update_(
             family, [], step.clone(), skipped.clone(), learning_rate, values, table_offsets, None, "assign",
             Hyperparameters(stochastic_rounding=rounding), (rows, indices, indices[:-1], num_written), row_layout,

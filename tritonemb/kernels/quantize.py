@@ -48,10 +48,10 @@ def _locate(pieces, rows, num_rows, num_message_rows, VECTOR: tl.constexpr, ROWS
     column = tl.multiple_of(tl.load(piece), VECTOR)
     width = tl.multiple_of(tl.load(piece + 1), VECTOR)
     num_codes = tl.multiple_of(tl.load(piece + 2), VECTOR)
-    part = tl.multiple_of(tl.load(piece + 3), VECTOR) * num_message_rows
+    part_base = tl.multiple_of(tl.load(piece + 3), VECTOR) * num_message_rows
     stride = tl.multiple_of(tl.load(piece + 5), VECTOR)
-    codes_base = part + tl.multiple_of(tl.load(piece + 4), VECTOR) + message_row * stride
-    scales_base = (part + tl.load(piece + 6) + message_row * stride) // 4
+    codes_base = part_base + tl.multiple_of(tl.load(piece + 4), VECTOR) + message_row * stride
+    scales_base = (part_base + tl.load(piece + 6) + message_row * stride) // 4
     return row, valid, in_message, column, width, num_codes, codes_base, scales_base
 
 

@@ -180,8 +180,8 @@ def _allocate_kernel(
             unpinned = unpinned & (chosen == 0)
             # Next miss of the same set.
             index += 1
-            inside = active & (index < num_rows)
-            active = active & (tl.load(keys + index, mask=inside, other=no_set) == key)
+            has_next = active & (index < num_rows)
+            active = active & (tl.load(keys + index, mask=has_next, other=no_set) == key)
             group = tl.load(misses + index, mask=active, other=0)
             linear = tl.load(rows + group, mask=active, other=0)
 
@@ -207,14 +207,14 @@ def _rows(address, pitch, row, UNIT: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @jit
-def _copy(pair, to_row, from_row, inside, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(pair, to_row, from_row, is_moved, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
     target = _rows(tl.load(pair + TO), tl.load(pair + TO_PITCH), to_row, UNIT, ALIGN)
     source = _rows(tl.load(pair + FROM), tl.load(pair + FROM_PITCH), from_row, UNIT, ALIGN)
     # The units per row are a multiple of those that a lane loads at once.
     units = tl.multiple_of((tl.load(pair + ROW_BYTES) // UNIT).to(tl.int32), ALIGN // UNIT)
     for first in range(0, units, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (column[None, :] < units)
+        mask = is_moved[:, None] & (column[None, :] < units)
         tl.store(target[:, None] + column[None, :], tl.load(source[:, None] + column[None, :], mask=mask), mask=mask)
 
 
@@ -246,7 +246,7 @@ def _directory(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, int]:
     """Return the addresses int64 `[3 · T]` of the directory's tensors, and their common alignment, up to 16."""
-    pointers = [part.data_ptr() for part in (*tags, *used, *pins)]
+    pointers = [tensor.data_ptr() for tensor in (*tags, *used, *pins)]
     return on_device(pointers, device), math.gcd(16, *pointers)
 
 
@@ -270,7 +270,7 @@ def row_cache_allocate_(
 ) -> Tensor:  # fmt: skip
     """Two launches and a sort; no host synchronization. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
-    no_set = sum(part.numel() // layout.WAYS for part in tags)  # at least as many as there are sets
+    no_set = sum(tensor.numel() // layout.WAYS for tensor in tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
     launch(
         _miss_kernel, (cdiv(num_rows, BLOCK),), tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, keys,
@@ -313,7 +313,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     pair_units = [(pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])) for pair in pairs]
     wide_bytes = max((pair[-1] for pair, unit in pair_units if unit == WIDE_BYTES), default=0)
     unit = math.gcd(*(unit for _, unit in pair_units if unit < WIDE_BYTES))
-    narrow_units = max((pair[-1] // unit for pair, other in pair_units if other < WIDE_BYTES), default=0)
+    narrow_units = max((pair[-1] // unit for pair, pair_unit in pair_units if pair_unit < WIDE_BYTES), default=0)
     blocks = [min(MAX_COLUMNS, next_power_of_2(count)) if count else 0 for count in (narrow_units, wide_bytes // 8)]
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
     num_tiles = cdiv(num_moves, rows)

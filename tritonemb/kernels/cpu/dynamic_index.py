@@ -398,35 +398,37 @@ def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: 
     if keys.numpy().min(initial=NO_KEY) == NO_KEY:  # NumPy: PyTorch would wake threads
         return _NO_NEW_IDS
     unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))
-    new = begin_insert_by_torch(values[unknown], keys[unknown])
-    return new._replace(order=unknown[new.order])
+    pending = begin_insert_by_torch(values[unknown], keys[unknown])
+    return pending._replace(order=unknown[pending.order])
 
 
 _NO_NEW_IDS = begin_insert_by_torch(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
-def dynamic_room(indexes: Sequence[DynamicIndex], new: PendingInsert, rules: Sequence[Rule], counts: Tensor) -> Tensor:
+def dynamic_room(
+    indexes: Sequence[DynamicIndex], pending: PendingInsert, rules: Sequence[Rule], counts: Tensor
+) -> Tensor:
     """See `kernels/dynamic_index.py`."""
-    _count_room(_index_addresses(indexes), *_of_ids(new), np.array(rules), counts.numpy())
-    return new.begins
+    _count_room(_index_addresses(indexes), *_of_ids(pending), np.array(rules), counts.numpy())
+    return pending.begins
 
 
 def dynamic_commit_insert_(
-    indexes: Sequence[DynamicIndex], new: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
+    indexes: Sequence[DynamicIndex], pending: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels/dynamic_index.py`."""
-    num_tasks, rows = tasks_for(new.ids.numel()), torch.full_like(new.ids, -1)
-    evicted = new.ids.new_full((new.ids.numel(), 2), -1)
+    num_tasks, rows = tasks_for(pending.ids.numel()), torch.full_like(pending.ids, -1)
+    evicted = pending.ids.new_full((pending.ids.numel(), 2), -1)
     _insert_partitions(
-        num_tasks, num_tasks, num_tasks, _index_addresses(indexes), *_of_ids(new), np.array(rules), rows.numpy(),
+        num_tasks, num_tasks, num_tasks, _index_addresses(indexes), *_of_ids(pending), np.array(rules), rows.numpy(),
         evicted.numpy(),
     )  # fmt: skip
-    batch_rows.index_copy_(0, new.order, rows.index_select(0, new.numbers - 1))
+    batch_rows.index_copy_(0, pending.order, rows.index_select(0, pending.numbers - 1))
     return rows, evicted
 
 
-def _of_ids(new: PendingInsert) -> list[np.ndarray]:
-    return [tensor.numpy() for tensor in (new.tables, new.ids, new.begins, new.admitted)]
+def _of_ids(pending: PendingInsert) -> list[np.ndarray]:
+    return [tensor.numpy() for tensor in (pending.tables, pending.ids, pending.begins, pending.admitted)]
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ def block_bucketize(
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
     """Replace `padding_idx` by -1 in `values` `[N]` of one table. ValueError for an id out of range."""
     if values.numel():
-        least, most = values.aminmax()
-        if least < 0 or most >= layout.num_rows:
+        min_id, max_id = values.aminmax()
+        if min_id < 0 or max_id >= layout.num_rows:
             is_bad = (values < 0) | (values >= layout.num_rows)
             raise errors.invalid_id_error(int(is_bad.nonzero()[0]), values, offsets, layout)
     return values.masked_fill(values == padding_idx, -1)

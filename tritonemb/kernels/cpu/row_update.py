@@ -416,11 +416,11 @@ def _run(
     assert all(map(Tensor.is_contiguous, weights))
     limit, per_lookup, bag_offsets = constants[MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
     # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
-    parts: list[Tensor] = [*grad] if per_lookup else [grad]  # type: ignore[list-item]
-    parts = [g.clamp(-limit, limit) for g in parts] if limit < np.inf else parts
-    parts = [g if g.stride(1) == 1 else g.contiguous() for g in parts]
-    parts = [g if g.dtype == torch.float32 else g.to(torch.float32) for g in parts]
-    grads = np.array([(g.data_ptr(), 4 * g.stride(0)) for g in parts], dtype=np.int64)
+    grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]  # type: ignore[list-item]
+    grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors] if limit < np.inf else grad_tensors
+    grad_tensors = [g if g.stride(1) == 1 else g.contiguous() for g in grad_tensors]
+    grad_tensors = [g if g.dtype == torch.float32 else g.to(torch.float32) for g in grad_tensors]
+    grads = np.array([(g.data_ptr(), 4 * g.stride(0)) for g in grad_tensors], dtype=np.int64)
     # Groups, or ids, which are sorted first.
     if isinstance(groups, Tensor):
         by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # smaller pairs

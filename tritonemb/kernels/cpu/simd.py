@@ -101,13 +101,13 @@ def atomic_increment(typing_context: Any, address: types.Type) -> Any:
 
 
 @intrinsic
-def copy_bytes(typing_context: Any, to: types.Type, source: types.Type, num_bytes: types.Type) -> Any:
+def copy_bytes(typing_context: Any, out: types.Type, source: types.Type, num_bytes: types.Type) -> Any:
     """Copy bytes between addresses; the ranges must not overlap."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.PointerType(ir.IntType(8))
-        target, origin = (builder.inttoptr(address, pointer) for address in args[:2])
-        cgutils.raw_memcpy(builder, target, origin, args[2], 1)
+        target_pointer, source_pointer = (builder.inttoptr(address, pointer) for address in args[:2])
+        cgutils.raw_memcpy(builder, target_pointer, source_pointer, args[2], 1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -222,10 +222,10 @@ def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool
     return _loop(builder, num_rows, [ir.Constant(ir.VectorType(_FLOAT, lanes), [0.0] * lanes)] * chunks, add)
 
 
-def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
+def _store(builder: Any, sums: Any, out: Any, streamed: bool) -> None:
     """Store vectors contiguously. `streamed` stores bypass the caches; `to` must be aligned for them."""
     for chunk, values in enumerate(sums):
-        address = builder.add(to, _LONG(chunk * values.type.count * 4))
+        address = builder.add(out, _LONG(chunk * values.type.count * 4))
         alignment = STREAMED_ALIGNMENT if streamed else 4
         store = builder.store(values, builder.inttoptr(address, ir.PointerType(values.type)), align=alignment)
         if streamed:
@@ -234,9 +234,9 @@ def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
 
 def _sum_bags(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, column: Any, args: Any) -> None:
     """Sum `chunks` times `lanes` columns of all bags."""
-    to, pitch, num_bags, bag_at, row_at, prefetch_ahead, scales, _, streamed = args
+    out, pitch, num_bags, bag_at, row_at, prefetch_ahead, scales, _, streamed = args
     byte_offset = builder.mul(column, _LONG(4 if dtype == FLOAT32 else 2))
-    first_bag = builder.add(to, builder.mul(column, _LONG(4)))
+    first_bag = builder.add(out, builder.mul(column, _LONG(4)))
 
     def sum_bag(bag: Any, _: Any) -> list[Any]:
         rows = row_at, prefetch_ahead, scales, *bag_at(bag), byte_offset
@@ -285,7 +285,7 @@ def _sum(builder: Any, dtype: int, bags: Any, rows: Any, scales: Any, size: Any,
 
 @intrinsic
 def sum_float32_rows(
-    typing_context: Any, to: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type
+    typing_context: Any, out: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type
 ) -> Any:
     """Compute float32 `to[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
 
@@ -293,8 +293,8 @@ def sum_float32_rows(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, addresses, scales, count, size = args
-        bags = to, _LONG(0), _LONG(1), lambda _: (_LONG(0), count)
+        out, addresses, scales, count, size = args
+        bags = out, _LONG(0), _LONG(1), lambda _: (_LONG(0), count)
         rows = (lambda index: _item_at(builder, _LONG, addresses, index)), (lambda *_: None)
         _sum(builder, FLOAT32, bags, rows, scales, size, ir.Constant(ir.IntType(1), 0))
         return context.get_dummy_value()
@@ -305,12 +305,12 @@ def sum_float32_rows(
 def _make_sum(dtype: int) -> Any:
     @intrinsic
     def sum_bags_of_dtype(
-        typing_context: Any, to: types.Type, pitch: types.Type, offsets: types.Type, num_bags: types.Type,
+        typing_context: Any, out: types.Type, pitch: types.Type, offsets: types.Type, num_bags: types.Type,
         ids: types.Type, table: types.Type, num_rows: types.Type, no_row: types.Type, scales: types.Type,
         size: types.Type, streamed: types.Type,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, streamed = args
+            out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, streamed = args
             # Positions are relative to the first bag's first id.
             row_bytes = builder.mul(size, _LONG(4 if dtype == FLOAT32 else 2))
             begin = _item_at(builder, _LONG, offsets, _LONG(0))
@@ -336,7 +336,7 @@ def _make_sum(dtype: int) -> Any:
                 for line in range(0, num_bytes, CACHE_LINE):
                     _emit_prefetch(builder, builder.add(address, _LONG(line)))
 
-            _sum(builder, dtype, (to, pitch, num_bags, bag_at), (row_at, prefetch_ahead), scales, size, streamed)
+            _sum(builder, dtype, (out, pitch, num_bags, bag_at), (row_at, prefetch_ahead), scales, size, streamed)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10, types.boolean), generate
@@ -348,20 +348,20 @@ _sum_float32, _sum_float16, _sum_bfloat16 = (_make_sum(dtype) for dtype in (FLOA
 
 
 @inlined
-def sum_bags(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, dtype, streamed):
+def sum_bags(out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, dtype, streamed):
     """Compute float32 `to[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` per bag, in order; `pitch` in bytes.
 
     `to`, `offsets` (int64 `[num_bags + 1]`), `ids` (int64, from the first bag on), `table` (`[num_rows, size]`),
     `no_row` (`[size]` zeros, read for ids out of range) and `scales` (float32, or 0 for none) are addresses. Rows are
     prefetched. `streamed` stores bypass the caches if `to` and `pitch` are aligned for them.
     """
-    past_caches = streamed and (to | pitch) % STREAMED_ALIGNMENT == 0
+    past_caches = streamed and (out | pitch) % STREAMED_ALIGNMENT == 0
     if dtype == FLOAT32:
-        _sum_float32(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
+        _sum_float32(out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
     elif dtype == FLOAT16:
-        _sum_float16(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
+        _sum_float16(out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
     else:
-        _sum_bfloat16(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
+        _sum_bfloat16(out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
 
 
 def _make_dot(dtype: int) -> Any:
@@ -375,9 +375,9 @@ def _make_dot(dtype: int) -> Any:
             num_vectors = builder.sdiv(num_elements, _LONG(DOT_LANES))
 
             def product(element: Any, lanes: int) -> Any:
-                left = _load(builder, builder.add(a_address, builder.mul(element, _LONG(4))), _FLOAT, lanes)
-                right = _load_float32(builder, builder.add(b_address, builder.mul(element, item)), dtype, lanes)
-                return builder.fmul(left, right)
+                a_values = _load(builder, builder.add(a_address, builder.mul(element, _LONG(4))), _FLOAT, lanes)
+                b_values = _load_float32(builder, builder.add(b_address, builder.mul(element, item)), dtype, lanes)
+                return builder.fmul(a_values, b_values)
 
             def add_vector(index: Any, totals: Any) -> Any:
                 return [builder.fadd(totals[0], product(builder.mul(index, _LONG(DOT_LANES)), DOT_LANES))]
@@ -392,12 +392,12 @@ def _make_dot(dtype: int) -> Any:
                 total = builder.fadd(
                     builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high)
                 )
-            done = builder.mul(num_vectors, _LONG(DOT_LANES))
+            num_added = builder.mul(num_vectors, _LONG(DOT_LANES))
 
             def add_element(index: Any, totals: Any) -> Any:
-                return [builder.fadd(totals[0], product(builder.add(done, index), 1))]
+                return [builder.fadd(totals[0], product(builder.add(num_added, index), 1))]
 
-            (total,) = _loop(builder, builder.sub(num_elements, done), [total], add_element)
+            (total,) = _loop(builder, builder.sub(num_elements, num_added), [total], add_element)
             return builder.extract_element(total, _INT(0))
 
         return types.float32(types.int64, types.int64, types.int64), generate
