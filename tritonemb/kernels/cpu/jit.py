@@ -81,8 +81,8 @@ class _KernelFiles(caching.IndexDataCacheFile):
         try:
             self.save((sig, data.codegen.magic_tuple()), data._reduce())
         except OSError as error:
-            reason = f"cannot write compiled kernels ({error.strerror}); each process compiles them again"
-            _warn_once(f"{self._cache_path}: {reason}")
+            text = error.strerror
+            _warn_once(f"{self._cache_path}: cannot write compiled kernels ({text}); each process compiles them again")
 
     def save(self, key: object, data: object) -> None:
         content = self._dump(data)
