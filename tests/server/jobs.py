@@ -139,8 +139,8 @@ class RawClient:
         self.server.receive(({"client": self.name, **values}, list(tensors)), self.answers.put)
         return self.answers.get(timeout=DEADLINE)
 
-    def ask(self, op: str, **values) -> dict:
-        return self.receive({"op": op, "ask": 0, **values})[0]
+    def query(self, op: str, **values) -> dict:
+        return self.receive({"op": op, "query": 0, **values})[0]
 
     def send(self, op: str, tensors=(), **values) -> dict:
         """The next message's answer."""

@@ -66,7 +66,7 @@ def test_fewer_bytes_are_sent(monkeypatch):
             train(model, 2)
             flush(model)
             bytes_of = [0]
-            receive = servers._own[0].receive
+            receive = servers._local_servers[0].receive
 
             def count(message, reply, receive=receive, bytes_of=bytes_of):
                 bytes_of[0] += sum(each.nbytes for each in message[1])
@@ -77,7 +77,7 @@ def test_fewer_bytes_are_sent(monkeypatch):
 
                 receive(message, answer)
 
-            monkeypatch.setattr(servers._own[0], "receive", count)
+            monkeypatch.setattr(servers._local_servers[0], "receive", count)
             for batch in batches(3):
                 model(batch).sum().backward()
             flush(model)
@@ -86,5 +86,8 @@ def test_fewer_bytes_are_sent(monkeypatch):
 
 
 def test_rows_that_a_trainer_holds_are_moved_as_they_are():
-    with local_servers(1) as servers, pytest.raises(ValueError, match="without staleness rows are moved as they are"):
+    with (
+        local_servers(1) as servers,
+        pytest.raises(ValueError, match="without staleness rows are transferred in their dtype"),
+    ):
         make(servers, 0, exchange=HALF)

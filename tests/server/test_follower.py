@@ -105,7 +105,7 @@ def test_only_what_is_new_is_read(chain, folder, monkeypatch):
     with Follower(folder, poll=None) as follower:
         publish(folder, chain.manifests[2])
         asked = []
-        monkeypatch.setattr(replica, "_read", lambda path, *_: asked.append(path.name))
+        monkeypatch.setattr(replica, "_read_changes", lambda path, *_: asked.append(path.name))
         follower.refresh()
         assert asked == [name for each in chain.manifests[2]["servers"]["tables"] for name in each["files"][1:]]
 
@@ -163,9 +163,9 @@ def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
             refreshed.set()
         return changed
 
-    read_file = replica._read
+    read_file = replica._read_changes
     with Follower(folder, poll=0.001) as follower:
-        monkeypatch.setattr(replica, "_read", read_slowly)
+        monkeypatch.setattr(replica, "_read_changes", read_slowly)
         monkeypatch.setattr(follower, "refresh", refresh)
         publish(folder, chain.manifests[1])
         assert begun.wait(DEADLINE)
@@ -320,14 +320,14 @@ def test_files_that_vanish_while_they_are_read(chain, tmp_path, monkeypatch, at)
 def test_a_file_that_is_replaced_while_it_is_read(chain, folder, monkeypatch):
     """By that of a run that went back: another snapshot, of the same name."""
     base, changes = (folder / name for name in chain.manifests[1]["servers"]["tables"][0]["files"])
-    read_file, whole = replica._read, base.read_bytes()
+    read_file, whole = replica._read_changes, base.read_bytes()
 
     def read_another(*args) -> None:
         base.write_bytes(changes.read_bytes())
         read_file(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(replica, "_read", read_another)
+        patch.setattr(replica, "_read_changes", read_another)
         follower = Follower(folder, poll=None)
     with follower:
         assert follower.replica is None
@@ -371,14 +371,14 @@ def test_other_processes_ask_a_follower(chain, folder):
     follower = Follower(folder, poll=None)
     with follower, Connection(LocalTransport(follower, "follower")) as connection:
         assert same(look_up(connection, IDS), chain.rows[0])
-        assert connection.ask("stats")["stats"]["step"] == STEPS
-        with pytest.raises(ValueError, match=r"no table 'e'; there are a, b, d"):
+        assert connection.query("stats")["stats"]["step"] == STEPS
+        with pytest.raises(ValueError, match=r"unknown table 'e'; there are a, b, d"):
             look_up(connection, {"e": IDS["a"]})
         with pytest.raises(ValueError, match=r"table 'a': id 300 is out of range; valid ids are 0 to 299"):
             look_up(connection, {"a": torch.tensor([0, 300])})
         with pytest.raises(ValueError, match=r"ids must be int64"):
             follower.look_up({"a": torch.tensor([0.0])})
-        with pytest.raises(ValueError, match="look_up and stats, not for 'pull'"):
+        with pytest.raises(ValueError, match="look_up and stats, not 'pull'"):
             connection.submit("pull", {}).result(5)
 
 

@@ -141,16 +141,16 @@ def test_the_log_and_the_state(tmp_path):
         assert parse(scrape(server))["tritonemb_state_version"].samples == {("tritonemb_state_version", frozenset()): 0}
         servers = type("One", (), {"connections": [connection], "clients": [], "__len__": lambda self: 1})()
         model = make(servers)
-        before = connection.ask("stats")["stats"]
+        before = connection.query("stats")["stats"]
         train(model, 2)
         flush(model)
-        after = connection.ask("stats")["stats"]
+        after = connection.query("stats")["stats"]
         assert before["version"] == after["version"] == 1
         logged = after["log_bytes"] - before["log_bytes"]
         assert logged > 2_000
         assert (tmp_path / "log-1").stat().st_size == after["log_bytes"]
         connection.submit("save", {}).result()
-        saved = connection.ask("stats")["stats"]
+        saved = connection.query("stats")["stats"]
         assert (saved["version"], saved["log_bytes"]) == (2, 0)
 
 
@@ -164,7 +164,7 @@ def test_names_that_need_care():
     assert value(found, "tritonemb_queue_length", server=odd) == 10**17
     assert "tritonemb_staleness_steps" not in found
     for name in ("", "1a", "a-b", "__a", "table", "le", "é", "a\n"):
-        with pytest.raises(ValueError, match="a label cannot be called"):
+        with pytest.raises(ValueError, match="is not a valid label name, or is reserved"):
             prometheus(statistics, {name: "x"})
 
 

@@ -39,7 +39,7 @@ DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch) -> None:
     """A busy machine starts processes slowly."""
-    monkeypatch.setattr(launch, "SECONDS_TO_START", 4 * DEADLINE)
+    monkeypatch.setattr(launch, "START_TIMEOUT", 4 * DEADLINE)
 
 
 def processes_of(parent: int) -> list[int]:
@@ -160,12 +160,12 @@ def test_killed_servers_change_no_bit(tmp_path, log, staleness):
             """Before some of the trainers' steps, whatever the servers are doing then."""
             if next(steps) in moments:
                 kills.append(len(kills))
-                for each in servers._own if len(kills) == 2 else [draw.choice(servers._own)]:
+                for each in servers._local_servers if len(kills) == 2 else [draw.choice(servers._local_servers)]:
                     each._process.kill()
 
         moments = draw.sample(range(10, 250), 2)
         for each in servers.connections:
-            each._keep_bytes, each._patience = 30_000, 4 * DEADLINE
+            each._max_replay_bytes, each._patience = 30_000, 4 * DEADLINE
         same(train_all(servers, 150, on_step=kill, **how), expected)
         assert len(kills) == 2
 
@@ -245,8 +245,8 @@ def test_a_killed_server_without_a_log_ends_training():
         model = make(servers)
         train(model, 2)
         servers.connections[0]._patience = 2.0
-        servers._own[0]._process.kill()
-        with pytest.raises(ConnectionError, match=r"has not answered for 2 seconds; start it again"):
+        servers._local_servers[0]._process.kill()
+        with pytest.raises(ConnectionError, match=r"has not answered for 2 seconds; restart it"):
             train(model, 2)
 
 

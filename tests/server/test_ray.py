@@ -128,7 +128,7 @@ def test_what_is_lost_without_a_log_ends_training():
         train(model, 2)
         mine = below()
         named("ray::ServerActor", mine)[0].kill()
-        with pytest.raises(ConnectionError, match="has not answered for 2 seconds; start it again"):
+        with pytest.raises(ConnectionError, match="has not answered for 2 seconds; restart it"):
             train(model, 2)
         assert len(named("ray::ServerActor", below())) == 0
     assert gone(mine)
@@ -230,7 +230,7 @@ files = {"certificate": folder + "/pem", "key": folder + "/key", "roots": folder
 OF_THE_PROCESS = """
 ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 usual = on_ray.DRIVE
-impatient = "from tritonemb.server import on_ray; on_ray.SECONDS_TO_START = 2; on_ray.drive()"
+impatient = "from tritonemb.server import on_ray; on_ray.START_TIMEOUT = 2; on_ray.drive()"
 for on_ray.DRIVE, how in ((impatient, {"num_cpus": 3}), (usual, {})):
     try:
         te.server.start_on_ray(1, **how)
@@ -253,7 +253,7 @@ def test_a_cluster_that_other_machines_reach_needs_tls(temporary, address):
     """It is that of the process, and stays as it was."""
     no_room, no_tls, addresses, names, left = run(OF_THE_PROCESS, temporary, address)
     assert no_room.startswith(
-        "the Ray cluster has had no room for 1 servers with {'CPU': 3} each for 2 seconds; start "
+        "the Ray cluster cannot reserve {'CPU': 3} for each of 1 servers within 2 seconds; start "
     )
     assert no_tls.startswith(f"other machines can reach servers at {address}: give certificate= and key=")
     assert [each.rpartition(":")[0] for each in addresses.split()] == [f"grpc+tls://{address}"] * 2

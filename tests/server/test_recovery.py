@@ -47,15 +47,15 @@ def test_the_state_is_saved_when_clients_keep_too_much(tmp_path):
         expected = train_all(servers, 12, dynamic=DYNAMIC)
     with restarted(tmp_path, "memory", 1, NEVER) as (servers, _):
         connection = servers.connections[0]
-        connection._keep_bytes = 4_000
+        connection._max_replay_bytes = 4_000
         same(train_all(servers, 12, dynamic=DYNAMIC), expected)
-        assert connection._bytes < 12_000
+        assert connection._replay_bytes < 12_000
         names = [path.name for path in (tmp_path / "server-0").iterdir()]
         assert len([name for name in names if name.endswith(".rows")]) > 1  # changes only
 
 
 def test_a_server_that_has_lost_its_folder_ends_training(tmp_path):
-    message = "without what it had been told; resume from a checkpoint"
+    message = "was restarted without its snapshot or log, and lost requests; resume from a checkpoint"
     with (
         restarted(tmp_path, "disk", every=20, lose=True) as (servers, _),
         pytest.raises(ConnectionError, match=message),
@@ -138,16 +138,16 @@ def test_an_answer_that_may_be_lost_stays_until_it_is_acknowledged(tmp_path, log
         server.save()
     with EmbeddingServer("server-0", tmp_path, log) as server:
         raw.server, version = server, server._version
-        assert list(server._clients["raw"].answers) == [0, 1]
-        assert raw.receive({"op": "again", "number": 0, "received": 0})[0] == first
+        assert list(server._clients["raw"].unacked_replies) == [0, 1]
+        assert raw.receive({"op": "resend", "number": 0, "received": 0})[0] == first
         assert server._version == version
         raw.receive({"op": "save", "number": 2, "received": 1})
-        assert list(server._clients["raw"].answers) == [1, 2]
+        assert list(server._clients["raw"].unacked_replies) == [1, 2]
 
 
 def test_a_client_acknowledges_what_it_has_received_alone():
     with local_servers(1) as servers:
-        connection, server, taken = servers.connections[0], servers._own[0], {}
+        connection, server, taken = servers.connections[0], servers._local_servers[0], {}
         receive, acknowledged = server.receive, []
 
         def keep(message, reply):
@@ -159,9 +159,9 @@ def test_a_client_acknowledges_what_it_has_received_alone():
         for number in range(5):
             connection.submit("save", {})
             if number in (1, 3):  # later ones are answered first
-                taken[number](({"number": number, "saved": 0}, []))
+                taken[number](({"number": number, "durable_sequence": 0}, []))
             if number == 3:
-                taken[0](({"number": 0, "saved": 0}, []))
+                taken[0](({"number": 0, "durable_sequence": 0}, []))
         assert acknowledged == [0, 0, 0, 0, 2]
         server.receive = receive
 
@@ -352,15 +352,15 @@ def test_what_was_pulled_before_a_checkpoint_was_restored_is_void(tmp_path):
 
 
 def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
-    monkeypatch.setattr(client.Connection.ask, "__defaults__", (0.2,))
+    monkeypatch.setattr(client.Connection.query, "__defaults__", (0.2,))
     with local_servers(1) as servers:
         make(servers)
-        before, server = servers.statistics()[0]["collections"], servers._own[0]
+        before, server = servers.statistics()[0]["collections"], servers._local_servers[0]
         receive, asked = server.receive, []
 
         def late(message, reply):
             asked.append(message[0]["op"])
-            if message[0]["op"] == "alive" or asked.count("stats") > 2:
+            if message[0]["op"] == "ping" or asked.count("stats") > 2:
                 receive(message, reply)
 
         monkeypatch.setattr(server, "receive", late)
@@ -378,7 +378,10 @@ def test_servers_in_another_order_are_refused():
     with own[0], own[1]:
         with Servers(transports) as servers:
             make(servers)
-        with Servers(transports[::-1]) as others, pytest.raises(ValueError, match="in the order in which they were"):
+        with (
+            Servers(transports[::-1]) as others,
+            pytest.raises(ValueError, match="pass the addresses in the original order"),
+        ):
             make(others)
 
 
@@ -398,7 +401,7 @@ def test_a_server_that_expects_another_token_ends_training(monkeypatch):
         train(model, 1)
         connection = servers.connections[0]
         monkeypatch.setattr(transport, "open", raising(PermissionError("the token is missing or wrong")))
-        connection._channel_lost(connection._token, ConnectionError("cut"))
+        connection._channel_lost(connection._channel_id, ConnectionError("cut"))
         with pytest.raises(PermissionError, match="the token is missing or wrong"):
             train(model, 1)
 
@@ -407,8 +410,8 @@ def test_a_server_that_fails_says_so(monkeypatch, capfd):
     with local_servers(1) as servers:
         model = make(servers, 1)
         train(model, 1)
-        server = servers._own[0]
-        monkeypatch.setattr(server, "_do", raising(ZeroDivisionError("a mistake of ours")))
+        server = servers._local_servers[0]
+        monkeypatch.setattr(server, "_execute", raising(ZeroDivisionError("a mistake of ours")))
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"server-0 has failed \(ZeroDivisionError: a mistake of ours\)"):
                 train(model, 1)
@@ -420,7 +423,7 @@ def test_gradients_that_cannot_be_applied_are_not_lost_in_silence(monkeypatch, c
         model = make(servers, 1)
         train(model, 1)
         flush(model)
-        served = servers._own[0].collections["tables"]
+        served = servers._local_servers[0].collections["tables"]
         monkeypatch.setattr(served, "_apply", raising(MemoryError("no memory")))
         with pytest.raises(RuntimeError, match=r"server-0 has failed \(MemoryError: no memory\)"):
             train(model, 4)
@@ -429,23 +432,23 @@ def test_gradients_that_cannot_be_applied_are_not_lost_in_silence(monkeypatch, c
 
 def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monkeypatch):
     """It waits a little, for one that was killed; the first trains on. One that was silent is told the reason."""
-    monkeypatch.setattr(client, "BEAT", 1e6)
-    monkeypatch.setattr(client, "TRAINER_SECONDS", -1e6)
+    monkeypatch.setattr(client, "HEARTBEAT", 1e6)
+    monkeypatch.setattr(client, "TRAINER_TIMEOUT", -1e6)
     server = EmbeddingServer("server-0")
     transport = LocalTransport(server, "server-0")
     with Servers([transport], [server]) as first, Servers([transport]) as second:
         model = make(first, 2)
         found = train(model, 3)
-        taken = "server-0 has heard of another trainer of rank 0 of 'tables' in the last 10 seconds; end that run first"
-        with pytest.raises(ConnectionRefusedError, match=taken):
+        refusal = "from another trainer of rank 0 of 'tables' in the last 10 seconds; end that run first"
+        with pytest.raises(ConnectionRefusedError, match=refusal):
             make(second, 2)
         found += train(model, 3)
-        server._heard.clear()  # as it is after these seconds
+        server._last_seen.clear()  # as it is after these seconds
         train(make(second, 2), 1)
-        with pytest.raises(PermissionError, match="another trainer of rank 0 of 'tables' has taken the place"):
+        with pytest.raises(PermissionError, match="another trainer of rank 0 of 'tables' has replaced this one"):
             train(model, 1)
-        with pytest.raises(PermissionError, match="has taken the place"):
-            first.connections[0].ask("hello")
+        with pytest.raises(PermissionError, match="has replaced this one"):
+            first.connections[0].query("connect")
     with local_servers(1) as servers:
         model = make(servers, 2)
         same(([found], {}), ([train(model, 3) + train(model, 3)], {}))
@@ -453,24 +456,24 @@ def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monke
 
 def test_a_server_hears_of_a_client_that_has_nothing_to_say(monkeypatch):
     with local_servers(1) as servers:
-        connection, server = servers.connections[0], servers._own[0]
-        server._heard.clear()
-        connection._sent -= client.BEAT
+        connection, server = servers.connections[0], servers._local_servers[0]
+        server._last_seen.clear()
+        connection._last_sent -= client.HEARTBEAT
         connection.tick()
-        assert connection._client in server._heard
+        assert connection._client in server._last_seen
 
 
 def test_while_a_server_is_started_again_patience_is_not_counted():
     with local_servers(1) as servers:
-        model, connection, server = make(servers, 1), servers.connections[0], servers._own[0]
+        model, connection, server = make(servers, 1), servers.connections[0], servers._local_servers[0]
         receive, server.receive = server.receive, lambda message, reply: None
         waiting = te.nn.prefetch(model, next(batches(1)))
         connection.is_starting = lambda: True
-        connection._heard -= 10 * connection._patience
+        connection._last_received -= 10 * connection._patience
         connection.tick()
         assert connection._failure is None
         connection.is_starting = lambda: False
-        connection._heard -= 10 * connection._patience
+        connection._last_received -= 10 * connection._patience
         connection.tick()
         with pytest.raises(ConnectionError, match="has not answered for"):
             model(waiting)
@@ -509,13 +512,13 @@ MALFORMED = [
     ("push", {"batch": 0, "lr": 0.1, "sizes": [3, 0]}, [IDS, *SUMS]),
     ("flush", {"steps": "x"}, []),
     ("flush", {"steps": 1, "returned": {"lr": 0.1}}, []),
-    ("assign", {"training": True, "sizes": [3]}, [IDS, ONES]),
-    ("move", MOVE, []),
-    ("move", MOVE, [IDS, RECORDS[:2]]),
-    ("move", MOVE, [IDS, RECORDS.char()]),
-    ("move", MOVE, [IDS.flip(0), RECORDS]),
-    ("move", MOVE, [IDS + 298, RECORDS]),
-    ("move", {"sizes": [[7, 3]], "written": 0}, [IDS]),
+    ("allocate", {"training": True, "sizes": [3]}, [IDS, ONES]),
+    ("transfer", MOVE, []),
+    ("transfer", MOVE, [IDS, RECORDS[:2]]),
+    ("transfer", MOVE, [IDS, RECORDS.char()]),
+    ("transfer", MOVE, [IDS.flip(0), RECORDS]),
+    ("transfer", MOVE, [IDS + 298, RECORDS]),
+    ("transfer", {"sizes": [[7, 3]], "written": 0}, [IDS]),
     ("snapshot", {"steps": "1", "chain": "x", "changes_only": False, "path": "x"}, []),
     ("restore", {"chains": 3}, []),
     ("read", {"table": "z"}, []),
@@ -535,19 +538,22 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
         found, server = train(model, 2), own.server
         raw, stranger = RawClient(server), RawClient(server, "stranger")
         for values in ({"op": "push", "number": 0}, {"op": "push", "number": 0, "received": 0}, {"op": "stats"},
-                       {"op": "push", "number": "0", "received": 0, "client": "x"}, {"ask": 0}, {}):  # fmt: skip
+                       {"op": "push", "number": "0", "received": 0, "client": "x"}, {"query": 0}, {}):  # fmt: skip
             with pytest.raises((KeyError, TypeError)):
                 server.receive((values, []), raw.answers.put)
         for _ in range(2):
             error = stranger.send("push", [IDS, *SUMS], collection="tables", rank=0, **PUSH)["error"]
             assert "this client is not the trainer of rank 0 of 'tables'" in error["message"]
-        assert "no attribute '_ask_fail'" in raw.ask("fail")["error"]["message"]
+        assert "unknown operation 'fail'" in raw.query("fail")["error"]["message"]
         spec = asdict(replace(server.collections["tables"].spec, staleness=0))
-        assert raw.ask("register", collection="other", rank=0)["refused"] is None
-        wrong = [{"trainers": 0}, {"batches": 0}, {"staleness": -1}, {"staleness": "2"}, {"owners": []}]
+        assert raw.query("register", collection="other", rank=0)["refused"] is None
+        wrong = [{"trainers": 0}, {"batches": 0}, {"staleness": -1}, {"staleness": "2"}, {"partition_starts": []}]
         for change in wrong:
             assert "error" in raw.send("create", collection="other", rank=0, spec=spec | change, server=0)
-        assert "cannot be" in raw.send("create", collection="../other", rank=0, spec=spec, server=0)["error"]["message"]
+        assert (
+            "cannot create"
+            in raw.send("create", collection="../other", rank=0, spec=spec, server=0)["error"]["message"]
+        )
         assert "error" not in raw.send("create", collection="other", rank=0, spec=spec, server=0)
         for op, values, tensors in MALFORMED:
             assert "error" in raw.send(op, tensors, **{"collection": "other", "rank": 0, **values}), (op, values)

@@ -204,7 +204,7 @@ def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained(staleness
         if staleness == 0:
             train(model, 1)
         other = make(servers, staleness)
-        with pytest.raises(ValueError, match="has not flushed; resume it from a checkpoint"):
+        with pytest.raises(ValueError, match="without a flush; resume it from a checkpoint"):
             train(other, 1)
         del waiting
 
@@ -225,7 +225,7 @@ def test_tables_that_find_no_room_are_put_on_disk(how, tmp_path):
         same(train_all(servers, 10, **how), expected)
         assert any(server.collections["tables"].tables.cache.statistics()["b"].__dict__.values())
     server = EmbeddingServer("small", memory=200_000)
-    message = r"small has 200,000 bytes for tables left, and those of 'tables' need .* over_memory=\"spill\""
+    message = r"small has 200,000 bytes left for tables, and those of 'tables' need .* over_memory=\"spill\""
     with Servers([LocalTransport(server, "small")], [server]) as servers, pytest.raises(ValueError, match=message):
         make(servers)
 

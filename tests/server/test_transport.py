@@ -126,7 +126,7 @@ def test_messages_arrive_bitwise(peer):
 
 
 def test_messages_come_in_pieces_where_they_are_large(peer, monkeypatch):
-    monkeypatch.setattr(transport, "PIECE", 1000)
+    monkeypatch.setattr(transport, "RECORD_BATCH_BYTES", 1000)
     tensors = [torch.randn(size) for size in (1, 230, 1000, 3, 233)]
     for few in (tensors, tensors[2:3], [torch.ones(250)], [torch.ones(251)], tensors[:2]):
         assert same(peer.ask({"n": len(few)}, few), ({"n": len(few)}, few))
@@ -146,7 +146,7 @@ def test_within_a_process_tensors_are_not_copied():
 
 
 def test_messages_of_several_threads_stay_whole_and_in_order(peer, monkeypatch):
-    monkeypatch.setattr(transport, "PIECE", 1000)
+    monkeypatch.setattr(transport, "RECORD_BATCH_BYTES", 1000)
     sizes = [0, 3, 700, 5, 2000]
 
     def send(thread):
@@ -257,7 +257,7 @@ def test_a_port_in_use_is_said(server):
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(OSError, match=rf"cannot serve at grpc://127\.0\.0\.1:{port}: .* is the port in use\?"):
         FlightServer(Echo(), server.address)
-    with pytest.raises(OSError, match=rf"cannot serve numbers at 127\.0\.0\.1:{port}: Address already in use"):
+    with pytest.raises(OSError, match=rf"cannot serve metrics at 127\.0\.0\.1:{port}: Address already in use"):
         MetricsServer(port, str)
 
 

@@ -18,31 +18,31 @@ from tritonemb.server.node import EmbeddingServer, LogMode, OverMemory
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closeable, Options, number
 
-STARTED_BY = "TRITONEMB_STARTED_BY"  # set for a server that ends when its standard input does
-SECONDS_TO_START = 600.0  # with many rows to restore
-RESTARTS = 5  # of a server that ends
+STARTED_BY = "TRITONEMB_STARTED_BY"  # set for a child process, which ends when its standard input is closed
+START_TIMEOUT = 600.0  # seconds; restoring many rows takes long
+RESTARTS = 5  # attempts after a server has ended
 
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """Serve rows of embedding tables to trainers, on this machine's memory.
+    """Serve rows of embedding tables to trainers, from this machine's memory.
 
     Example: tritonemb embedding-server --address grpc+tls://0.0.0.0:9000 --certificate tls.crt --key tls.key
 
-    Clients need the token of the environment, TRITONEMB_TOKEN; if there is none, a random one is printed. What is in
-    the folder is restored.
+    Clients must present the token of TRITONEMB_TOKEN; if it is not set, a random token is printed. A snapshot in the
+    folder is restored.
 
     Args:
-        address: grpc://HOST:PORT on this machine alone, or grpc+tls://HOST:PORT; port 0 takes a free one.
-        certificate: a PEM file, for TLS.
-        key: likewise.
-        folder: where the state is saved, so that the server can be started again; nowhere if not given.
-        log: who keeps what was told since then: clients (memory), a file (disk), or one that survives a loss of power
-            (fsync).
-        memory: bytes that tables may take, at most, when they are full.
-        over_memory: tables that need more are refused, or put on disk (spill), as far as they find no room.
-        threads: that compute; all cores if not given.
-        metrics_port: of 127.0.0.1, where Prometheus finds the server's numbers; nowhere if not given.
+        address: grpc://HOST:PORT on this machine only, or grpc+tls://HOST:PORT; port 0 selects a free port.
+        certificate: PEM file of the certificate, for TLS.
+        key: PEM file of the private key, for TLS.
+        folder: folder of snapshots and log, from which the server can be restarted; none by default.
+        log: keeper of requests since the last snapshot: clients (memory), a file (disk), or a file that survives a
+            power failure (fsync).
+        memory: maximum bytes of full tables.
+        over_memory: refuse tables above this limit, or put rows that do not fit on disk (spill).
+        threads: compute threads; all cores by default.
+        metrics_port: port on 127.0.0.1 of Prometheus metrics; none by default.
     """
 
     address: str = "grpc://127.0.0.1:0"
@@ -60,31 +60,31 @@ def serve(options: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM; see `ServerOptions`.
 
     Raises:
-        ValueError, OSError: it cannot serve at this address, or the folder cannot be used.
+        ValueError, OSError: the address cannot be served, or the folder cannot be used.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    ended = threading.Event()
-    for number_ in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number_, lambda *_: ended.set())
+    stopped = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda *_: stopped.set())
     if STARTED_BY in os.environ:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     with ExitStack() as stack:
         limits = options.memory, options.over_memory
         server = stack.enter_context(EmbeddingServer(options.address, options.folder, options.log, *limits))
-        where = options.address, None, options.certificate, options.key
-        served = stack.enter_context(FlightServer(server, *where))
-        server.name = served.address
+        endpoint = options.address, None, options.certificate, options.key
+        flight_server = stack.enter_context(FlightServer(server, *endpoint))
+        server.name = flight_server.address
         if options.metrics_port is not None:
             stack.enter_context(MetricsServer(options.metrics_port, partial(scrape, server, {"server": server.name})))
-        print(f"serving at {served.address}", flush=True)
+        print(f"serving at {flight_server.address}", flush=True)
         if not os.environ.get(TOKEN):
-            print(f"{TOKEN}={served.token}", flush=True)
-        ended.wait()
+            print(f"{TOKEN}={flight_server.token}", flush=True)
+        stopped.wait()
 
 
 def _end_with_parent() -> None:
-    """The other end of the standard input is closed when that process ends, however it does."""
+    """Exit when standard input is closed, which happens when the parent process ends, also if it is killed."""
     with suppress(OSError):
         while os.read(0, 1 << 12):
             pass
@@ -92,12 +92,14 @@ def _end_with_parent() -> None:
 
 
 class ServerProcess(Closeable):
-    """A server in a process of its own, on this machine; `address` and the token are what clients need.
+    """Server in a child process. With a folder and a log it is restarted if it ends, up to `RESTARTS` times.
 
-    With a folder and a log it is started again if it ends, `RESTARTS` times; meanwhile `is_starting`.
+    Attributes:
+        address: address for clients.
+        is_starting: whether the process is being restarted.
 
     Raises:
-        OSError: it did not start, or its folder cannot be used.
+        OSError: the process did not start, or its folder cannot be used.
     """
 
     def __init__(
@@ -116,17 +118,17 @@ class ServerProcess(Closeable):
         process = self._process = subprocess.Popen(
             [sys.executable, "-m", "tritonemb", "embedding-server", "--address", self.address, *self._options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            start_new_session=True,  # a signal to this process's group is not for servers, which it still needs
+            start_new_session=True,  # a signal to this process group must not end servers that a last checkpoint needs
         )  # fmt: skip
         assert process.stdout is not None
-        late = threading.Timer(SECONDS_TO_START, process.kill)
-        late.start()
+        timer = threading.Timer(START_TIMEOUT, process.kill)
+        timer.start()
         line = process.stdout.readline()
-        late.cancel()
+        timer.cancel()
         if not line.startswith("serving at "):
             process.kill()
             process.wait()
-            raise OSError("an embedding server could not be started on this machine; what it has said is above")
+            raise OSError("an embedding server could not be started on this machine; see its output above")
         self.address = line.split()[-1]
 
     def _watch(self) -> None:
@@ -135,13 +137,13 @@ class ServerProcess(Closeable):
             if self._closing.is_set():
                 return
             self.is_starting = True
-            with suppress(OSError):  # clients say that it is gone
+            with suppress(OSError):  # clients raise when their patience ends
                 self._start()
             self.is_starting = False
 
     def close(self) -> None:
         self._closing.set()
-        with self._process as process:  # its streams are closed then
+        with self._process as process:  # closes its streams
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10.0)

@@ -1,4 +1,4 @@
-"""Numbers of embedding servers and followers: for Prometheus, over HTTP, and for the report of a run."""
+"""Metrics of embedding servers and followers: for Prometheus over HTTP, and for the report of a run."""
 
 import re
 import threading
@@ -13,60 +13,61 @@ from typing import Any
 from tritonemb.server.transport import Service, Values
 from tritonemb.utils import Closeable
 
-SECONDS = 5.0  # to answer a scrape
-BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # steps, of the histogram of staleness
-METRICS = {  # by key of the statistics: name, kind and meaning
-    "seconds": "uptime_seconds gauge Seconds since the server was started.",
-    "queue": "queue_length gauge Messages that wait for the server's thread.",
-    "version": "state_version gauge How often the state was saved.",
-    "log_bytes": "log_bytes gauge Bytes of the log since the state was saved.",
+TIMEOUT = 5.0  # seconds to answer a scrape
+BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # steps, of the staleness histogram
+METRICS = {  # by key of the statistics: name, type and help text
+    "seconds": "uptime_seconds gauge Seconds since the start of the server.",
+    "queue": "queue_length gauge Messages queued for the server's thread.",
+    "version": "state_version gauge Version of the server's snapshot.",
+    "log_bytes": "log_bytes gauge Bytes of the log since the last snapshot.",
     "step": "follower_step gauge Steps whose updates the follower's rows have.",
-    "age": "follower_age_seconds gauge Seconds since the snapshot was taken that the follower serves.",
+    "age": "follower_age_seconds gauge Seconds since the follower's snapshot was taken.",
     "failing": "follower_failing gauge 1 if the newest snapshot could not be loaded.",
-    "bases": "follower_bases_total counter Whole snapshots that were loaded.",
-    "increments": "follower_increments_total counter Snapshots of changes that were loaded.",
+    "bases": "follower_bases_total counter Full snapshots that were loaded.",
+    "increments": "follower_increments_total counter Incremental snapshots that were loaded.",
     "pulls": "pulls_total counter Batches whose rows were read.",
     "steps": "steps_total counter Steps whose gradients were applied.",
-    "waiting_pulls": "waiting_pulls gauge Trainers' batches that wait for their rows.",
-    "waiting_pushes": "waiting_pushes gauge Trainers' batches whose gradients have not been applied.",
-    "rows": "table_rows gauge Rows that ids have.",
-    "capacity": "table_capacity_rows gauge Rows that there is room for.",
-    "num_bytes": "table_bytes gauge Bytes of rows, their states and their index.",
-    "lookups": "table_lookups_total counter Ids of batches that were trained, as often as they occur.",
-    "hits": "table_hits_total counter Of these, ids that had rows before.",
-    "inserts": "table_inserts_total counter Rows that were given to new ids.",
+    "waiting_pulls": "waiting_pulls gauge Pending pulls.",
+    "waiting_pushes": "waiting_pushes gauge Pushes that have not been applied.",
+    "rows": "table_rows gauge Rows in use.",
+    "capacity": "table_capacity_rows gauge Maximum number of rows.",
+    "num_bytes": "table_bytes gauge Bytes of rows, optimizer states and index.",
+    "lookups": "table_lookups_total counter Occurrences of ids in trained batches.",
+    "hits": "table_hits_total counter Lookups of ids that had rows already.",
+    "inserts": "table_inserts_total counter Rows inserted for new ids.",
     "refused": "table_refused_total counter Occurrences of ids that were not admitted.",
-    "evictions": "table_evictions_total counter Rows that were taken from ids.",
-    "staleness": "staleness_steps histogram Steps whose updates a trainer's batch has missed.",
+    "evictions": "table_evictions_total counter Rows evicted.",
+    "staleness": "staleness_steps histogram Steps whose updates a pull has missed.",
 }
 
 
 def prometheus(statistics: Values, labels: Mapping[str, str] | None = None) -> str:
-    """A server's or a follower's statistics in Prometheus' text format 0.0.4; each number has these labels.
+    """Format the statistics of a server or a follower for Prometheus, text format 0.0.4; each sample has these labels.
 
-    ValueError for a label with a name that is taken, or that Prometheus does not take.
+    ValueError for a label name that is reserved or not valid.
     """
     for name in (labels := labels or {}):
         if not re.fullmatch("(?!__)[a-zA-Z_][a-zA-Z0-9_]*", name) or name in ("collection", "table", "le"):
-            raise ValueError(f"a label cannot be called {name!r}")
-    parts: list[tuple[Values, Mapping[str, str]]] = [(statistics, labels)]
+            raise ValueError(f"{name!r} is not a valid label name, or is reserved")
+    groups: list[tuple[Values, Mapping[str, str]]] = [(statistics, labels)]
     for collection, values in statistics["collections"].items():
-        parts.append((values, {**labels, "collection": collection}))
-        for table, of_table in values["tables"].items():
-            parts.append((of_table, {**labels, "collection": collection, "table": table}))
+        groups.append((values, {**labels, "collection": collection}))
+        for table, table_values in values["tables"].items():
+            groups.append((table_values, {**labels, "collection": collection, "table": table}))
     lines = []
-    for key, described in METRICS.items():
-        name, kind, text = described.split(" ", 2)
-        samples = _histogram if kind == "histogram" else _sample
-        found = [line for values, of in parts if values.get(key) is not None for line in samples(name, of, values[key])]
-        lines += [f"# HELP tritonemb_{name} {text}", f"# TYPE tritonemb_{name} {kind}", *found] if found else []
+    for key, metric in METRICS.items():
+        name, kind, text = metric.split(" ", 2)
+        format_samples = _histogram if kind == "histogram" else _sample
+        present = [(group_labels, values[key]) for values, group_labels in groups if values.get(key) is not None]
+        samples = [line for group_labels, value in present for line in format_samples(name, group_labels, value)]
+        lines += [f"# HELP tritonemb_{name} {text}", f"# TYPE tritonemb_{name} {kind}", *samples] if samples else []
     return "\n".join(lines) + "\n"
 
 
 def _sample(name: str, labels: Mapping[str, str], value: float) -> list[str]:
     escaped = {key: re.sub(r'[\\"]', r"\\\g<0>", text).replace("\n", r"\n") for key, text in labels.items()}
-    inside = ",".join(f'{key}="{text}"' for key, text in escaped.items())
-    return [f"tritonemb_{name}{{{inside}}} {value + 0}" if inside else f"tritonemb_{name} {value + 0}"]
+    label_text = ",".join(f'{key}="{text}"' for key, text in escaped.items())
+    return [f"tritonemb_{name}{{{label_text}}} {value + 0}" if label_text else f"tritonemb_{name} {value + 0}"]
 
 
 def _histogram(name: str, labels: Mapping[str, str], staleness: Mapping[str, int]) -> list[str]:
@@ -80,66 +81,67 @@ def _histogram(name: str, labels: Mapping[str, str], staleness: Mapping[str, int
 
 
 def scrape(service: Service, labels: Mapping[str, str] | None = None) -> str:
-    """`prometheus` of a server or a follower in this process; TimeoutError if it is busy for `SECONDS`."""
-    answer: Future[Values] = Future()
-    service.receive(({"op": "stats", "ask": 0}, []), lambda message: answer.set_result(message[0]))
-    return prometheus(answer.result(SECONDS)["stats"], labels)
+    """Format the statistics of a server or a follower in this process; TimeoutError if it is busy for `TIMEOUT`."""
+    reply: Future[Values] = Future()
+    service.receive(({"op": "stats", "query": 0}, []), lambda message: reply.set_result(message[0]))
+    return prometheus(reply.result(TIMEOUT)["stats"], labels)
 
 
 def totals(statistics: Sequence[Values]) -> dict[str, Values]:
-    """Of each collection, what all servers' statistics say together; `staleness` counts each server's part of a batch.
+    """Aggregate the statistics of all servers, by collection; `staleness` counts a pull once per server.
 
-    `pulls` and `steps` are those that all servers have done; all else are sums.
+    `pulls` and `steps` are the minimum over servers, all other values are sums.
     """
-    found: dict[str, Values] = {}
-    for name in dict.fromkeys(name for each in statistics for name in each["collections"]):
-        parts = [each["collections"][name] for each in statistics if name in each["collections"]]
+    result: dict[str, Values] = {}
+    for name in dict.fromkeys(name for server in statistics for name in server["collections"]):
+        servers = [server["collections"][name] for server in statistics if name in server["collections"]]
         tables, staleness = dict[str, Counter[str]](), Counter[str]()
-        for part in parts:
-            staleness.update(part["staleness"])
-            for table, numbers in part["tables"].items():
-                tables.setdefault(table, Counter()).update(numbers)
-        found[name] = {key: min(part[key] for part in parts) for key in ("pulls", "steps")}
-        found[name] |= {key: sum(part[key] for part in parts) for key in ("waiting_pulls", "waiting_pushes")}
-        found[name]["staleness"] = {steps: staleness[steps] for steps in sorted(staleness, key=int)}
-        found[name]["tables"] = {table: dict(numbers) for table, numbers in tables.items()}
-    return found
+        for server in servers:
+            staleness.update(server["staleness"])
+            for table, counts in server["tables"].items():
+                tables.setdefault(table, Counter()).update(counts)
+        result[name] = {key: min(server[key] for server in servers) for key in ("pulls", "steps")}
+        result[name] |= {key: sum(server[key] for server in servers) for key in ("waiting_pulls", "waiting_pushes")}
+        result[name]["staleness"] = {steps: staleness[steps] for steps in sorted(staleness, key=int)}
+        result[name]["tables"] = {table: dict(counts) for table, counts in tables.items()}
+    return result
 
 
 class MetricsServer(Closeable):
-    """Serves a text to Prometheus at `address`, http://127.0.0.1:PORT/metrics, which this machine alone reaches.
+    """HTTP server of metrics at `address`, http://127.0.0.1:PORT/metrics, reachable from this machine only.
 
     Args:
-        port: 0 takes a free one.
-        text: is called for each scrape, by several threads; where it raises, the scrape fails with status 503.
+        port: 0 selects a free port.
+        text: called for each scrape, by several threads; if it raises, the scrape fails with status 503.
 
-    OSError if the port is in use.
+    Raises:
+        OSError: the port is in use.
     """
 
     def __init__(self, port: int, text: Callable[[], str]) -> None:
         class Handler(BaseHTTPRequestHandler):
-            timeout = SECONDS
+            timeout = TIMEOUT
 
             def do_GET(self) -> None:
-                status, answer = 404, f"there is no {self.path}, but /metrics\n"
+                status, body = 404, f"unknown path {self.path}; use /metrics\n"
                 if self.path.partition("?")[0] == "/metrics":
                     try:
-                        status, answer = 200, text()
+                        status, body = 200, text()
                     except Exception as error:
-                        status, answer = 503, f"{type(error).__name__}: {error}\n"
+                        status, body = 503, f"{type(error).__name__}: {error}\n"
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(answer.encode())))
+                self.send_header("Content-Length", str(len(body.encode())))
                 self.end_headers()
-                self.wfile.write(answer.encode())
+                self.wfile.write(body.encode())
 
             def log_message(self, *args: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         except OSError as error:
-            raise OSError(f"cannot serve numbers at 127.0.0.1:{port}: {error.strerror}; take another port") from error
+            raise OSError(f"cannot serve metrics at 127.0.0.1:{port}: {error.strerror}; choose another port") from error
         self.address = f"http://127.0.0.1:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()

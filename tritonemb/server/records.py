@@ -1,4 +1,4 @@
-"""Files of records, each a message with a checksum: snapshots, and the log of what a server was told."""
+"""Files of checksummed records, each of which has a message: snapshots, and the write-ahead log of a server."""
 
 import json
 import os
@@ -16,20 +16,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.server.transport import Message
+from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import Closeable
 
-_HEADER = struct.Struct("<IQI")  # bytes of JSON and of tensors, and the CRC-32 of both
-_SIZE = _HEADER.size + 4  # with a CRC-32 of its own
+_HEADER = struct.Struct("<IQI")  # bytes of JSON, bytes of tensors, CRC-32 of both
+_HEADER_BYTES = _HEADER.size + 4  # with the CRC-32 of the header
+
+# Names in files of earlier versions: operations of messages, and keys of records of clients, snapshots and collections.
+_OLD_OPERATIONS = {"facts": "describe", "hold": "lease", "assign": "allocate", "move": "transfer"}
+_OLD_KEYS = {"expected": "next_sequence", "answered": "replied", "undone": "in_progress", "held": "is_leased"}
+_OLD_KEYS |= {"owners": "partition_starts", "parts": "shards", "rows_in": "row_codec", "gradients_in": "gradient_codec"}
+
+
+def with_current_names(values: Values) -> Values:
+    """Replace names of earlier versions in the values of a record."""
+    values = {_OLD_KEYS.get(key, key): value for key, value in values.items()}
+    return values | {"op": _OLD_OPERATIONS.get(values["op"], values["op"])} if "op" in values else values
 
 
 def write_record(file: BinaryIO, message: Message) -> int:
-    """Write a record at the file's end; its bytes."""
+    """Append a record, and return its size in bytes."""
     values, tensors = message
     arrays = [tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"" for tensor in tensors]
-    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    text = json.dumps({"values": values, "tensors": kinds}).encode()
+    dtypes_and_shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    text = json.dumps({"values": values, "tensors": dtypes_and_shapes}).encode()
     checksum, size = zlib.crc32(text), sum(map(len, arrays))
     for array in arrays:
         checksum = zlib.crc32(array, checksum)
@@ -38,15 +49,16 @@ def write_record(file: BinaryIO, message: Message) -> int:
     file.write(text)
     for array in arrays:
         file.write(array)
-    return _SIZE + len(text) + size
+    return _HEADER_BYTES + len(text) + size
 
 
 def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
-    """The records of a file, in their order. StorageError if it is damaged.
+    """Yield the records of a file in order. StorageError if it is damaged.
 
-    Behind the first one, which some read alone, a thread reads a record while the one before it is used.
+    After the first record, which some callers read alone, a thread reads the next record while the caller uses one.
 
-    `torn`: a last record that was not written to its end is left out, as nobody was told that it was.
+    Args:
+        torn: skip a last record that was written partially, which was never acknowledged.
     """
     with (
         storage_errors(f"file {path} cannot be read", "check the disk"),
@@ -56,78 +68,78 @@ def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
         read = partial(_read_record, file, path, torn)
         if (record := read()) is not None:
             yield record
-            coming = thread.submit(read)
-            while (record := coming.result()) is not None:
-                coming = thread.submit(read)
+            next_record = thread.submit(read)
+            while (record := next_record.result()) is not None:
+                next_record = thread.submit(read)
                 yield record
 
 
 def _read_record(file: BufferedReader, path: Path, torn: bool) -> Message | None:
-    """The next one; None at the end."""
-    at, end = file.tell(), os.fstat(file.fileno()).st_size
-    if at == end:
+    """Read the next record; None at the end of the file."""
+    start, file_size = file.tell(), os.fstat(file.fileno()).st_size
+    if start == file_size:
         return None
-    header = file.read(_SIZE)
-    begun = len(header) == _SIZE and zlib.crc32(header[:-4]) == int.from_bytes(header[-4:], "little")
-    if begun:
+    header = file.read(_HEADER_BYTES)
+    is_header_valid = len(header) == _HEADER_BYTES and zlib.crc32(header[:-4]) == int.from_bytes(header[-4:], "little")
+    if is_header_valid:
         text_size, size, checksum = _HEADER.unpack(header[:-4])
-        behind = at + _SIZE + text_size + size
-        if behind <= end:
+        end = start + _HEADER_BYTES + text_size + size
+        if end <= file_size:
             text, data = file.read(text_size), np.empty(size, dtype=np.uint8)
             file.readinto(data)
-            if hasattr(os, "posix_fadvise"):  # the disk reads on while this is checked
-                os.posix_fadvise(file.fileno(), behind, size, os.POSIX_FADV_WILLNEED)
+            if hasattr(os, "posix_fadvise"):  # read ahead while the checksum is computed
+                os.posix_fadvise(file.fileno(), end, size, os.POSIX_FADV_WILLNEED)
             if zlib.crc32(data, zlib.crc32(text)) == checksum:
                 parsed = json.loads(text)
                 return parsed["values"], list(_tensors(parsed["tensors"], data))
-    # After a loss of power there may be zeros where something was about to be written.
-    if torn and (behind >= end if begun else len(header) < _SIZE or not any(header)):
+    # A power failure may leave zeros where a write was in progress.
+    if torn and (end >= file_size if is_header_valid else len(header) < _HEADER_BYTES or not any(header)):
         return None
-    raise StorageError(f"file {path} is damaged at byte {at:,}; use another one")
+    raise StorageError(f"file {path} is damaged at byte {start:,}; use another one")
 
 
-def _tensors(kinds: Iterable[tuple[str, list[int]]], data: np.ndarray) -> Iterator[Tensor]:
-    at = 0
-    for name, shape in kinds:
-        dtype, count = getattr(torch, name), int(np.prod(shape, dtype=np.int64))
-        part = data[at : at + count * dtype.itemsize]
-        at += part.size
-        if part.ctypes.data % dtype.itemsize:
-            part = part.copy()
-        yield torch.from_numpy(part).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+def _tensors(dtypes_and_shapes: Iterable[tuple[str, list[int]]], data: np.ndarray) -> Iterator[Tensor]:
+    offset = 0
+    for name, shape in dtypes_and_shapes:
+        dtype, numel = getattr(torch, name), int(np.prod(shape, dtype=np.int64))
+        buffer = data[offset : offset + numel * dtype.itemsize]
+        offset += buffer.size
+        if buffer.ctypes.data % dtype.itemsize:
+            buffer = buffer.copy()
+        yield torch.from_numpy(buffer).view(dtype).reshape(shape) if numel else torch.empty(shape, dtype=dtype)
 
 
 def read_log(path: Path) -> Iterator[Message]:
-    """What a `MessageLog` has; the last that was appended is left out if it was not written to its end."""
+    """Yield the messages of a `MessageLog`; a last append that was written partially is skipped."""
     for values, tensors in read_records(path, torn=True):
-        begin = 0
-        for message, size in zip(values.get("messages", ()), values.get("sizes", ()), strict=True):
-            yield message, tensors[begin : begin + size]
-            begin += size
+        start = 0
+        for message, num_tensors in zip(values.get("messages", ()), values.get("sizes", ()), strict=True):
+            yield with_current_names(message), tensors[start : start + num_tensors]
+            start += num_tensors
 
 
 class MessageLog(Closeable):
-    """What a server was told, since its last snapshot: appended to a file, and on the disk if `durable`.
+    """Write-ahead log: requests since the last snapshot, appended to a file, and synced to the disk if `durable`.
 
-    What is appended at once is one record: if power is lost meanwhile, all or nothing of it is found. An empty record
-    follows when it is written: one that is damaged, and has that behind it, was acknowledged, and is not torn.
+    Messages that are appended together are one record, so a power failure loses all of them or none. An empty record
+    follows as an end mark: a damaged record that has one behind it was acknowledged, and is not torn.
     """
 
     def __init__(self, path: Path, durable: bool) -> None:
         self._durable, self.path = durable, path
-        self._what = f"log {path} could not be written"
-        with storage_errors(self._what, "check the disk"):
+        self._problem = f"log {path} could not be written"
+        with storage_errors(self._problem, "check the disk"):
             self._file: Any = path.open("ab")
 
     def append(self, messages: Sequence[Message]) -> int:
-        """Write these, all or none, and return their bytes; StorageError if they cannot be written."""
+        """Append all messages or none, and return their size in bytes; StorageError if the log cannot be written."""
         values = {"messages": [values for values, _ in messages], "sizes": [len(tensors) for _, tensors in messages]}
-        with storage_errors(self._what, "check the disk"):
+        with storage_errors(self._problem, "check the disk"):
             if self._file.closed:
-                raise OSError("it could not be opened again after an error")
-            begin = self._file.tell()
+                raise OSError("it could not be reopened after an error")
+            start = self._file.tell()
             try:
-                size = write_record(self._file, (values, [each for _, tensors in messages for each in tensors]))
+                size = write_record(self._file, (values, [tensor for _, tensors in messages for tensor in tensors]))
                 self._file.flush()
                 if self._durable:
                     os.fdatasync(self._file.fileno())
@@ -135,8 +147,8 @@ class MessageLog(Closeable):
                 self._file.flush()
             except OSError:
                 with suppress(OSError):
-                    self._file.close()  # with what it has not written
-                os.truncate(self.path, begin)
+                    self._file.close()  # drops its write buffer
+                os.truncate(self.path, start)
                 self._file = self.path.open("ab")
                 raise
             return size

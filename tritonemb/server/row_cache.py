@@ -1,7 +1,7 @@
-"""Rows that a trainer keeps of embedding servers, so that those that have not changed need not cross the network again.
+"""Worker-side embedding cache: rows that a trainer has pulled, so that unchanged rows do not cross the network again.
 
-With exact staleness a trainer says which versions of rows it has, and servers send the others: bits are the same. With
-`AtMost(s)` it does not ask for rows whose updates up to step k - 1 - s it has seen, and reads what it has.
+With exact staleness a pull sends the versions of cached rows, and servers return rows whose versions differ: results
+are bitwise identical. With `AtMost(s)` a pull of step k omits cached rows that have the updates of steps < k - s.
 """
 
 from dataclasses import dataclass
@@ -14,31 +14,35 @@ from tritonemb.server.tables import TableSpec
 from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, insert_batch
 from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
 
-NOT_CACHED = NO_ROW - 1  # no version of a row
+NOT_CACHED = NO_ROW - 1  # differs from each version of a row
 
 
 @dataclass
 class CachedPull:
-    """A batch of a table's distinct ids, of which some rows are cached.
+    """Rows of a table's distinct ids in one batch, of which some are cached.
 
     Attributes:
         ids: int64 `[n]`.
-        rows: `[n, embedding_dim]`, as far as they are cached.
-        asked: int64 `[m]`, the positions of ids that servers are asked for.
-        versions: int64 `[m]`, of what is cached of these; `NOT_CACHED` of others.
+        rows: `[n, embedding_dim]`; valid where the cache has the row.
+        positions: int64 `[m]`, positions among `ids` that are requested from servers.
+        versions: int64 `[m]`, versions of the requested rows in the cache; `NOT_CACHED` where the cache lacks the row.
     """
 
     ids: Tensor
     rows: Tensor
-    asked: Tensor
+    positions: Tensor
     versions: Tensor
 
 
 class WorkerCache:
-    """The cache of one table: rows, their versions, and how many steps' updates they have. Without a config, none.
+    """Cache of one table: rows, their versions, and the number of steps whose updates they have.
+
+    Args:
+        cache: `None` disables caching.
 
     Attributes:
-        rows_read, rows_saved: rows that batches have read, and those of them that did not cross the network.
+        rows_read: rows that batches have read.
+        rows_saved: of these, rows that did not cross the network.
     """
 
     def __init__(self, spec: TableSpec, cache: CacheConfig | None) -> None:
@@ -55,31 +59,33 @@ class WorkerCache:
             self._steps = torch.zeros_like(self._versions)
 
     @torch.no_grad()
-    def begin(self, ids: Tensor, least: int | None) -> CachedPull:
-        """What to ask for of distinct ids: not for rows with the updates of `least` steps, if that is given."""
+    def begin(self, ids: Tensor, min_steps: int | None) -> CachedPull:
+        """Choose the distinct ids to request: all, or those without a row that has the updates of `min_steps` steps."""
         if self._table is None:
             rows = self._empty.new_empty(ids.numel(), self._empty.shape[1])
             return CachedPull(ids, rows, torch.arange(ids.numel()), torch.full_like(ids, NOT_CACHED))
-        places = self._table.find(ids)
-        there, versions = places.clamp(min=0), torch.full_like(ids, NOT_CACHED)
-        versions[places >= 0] = self._versions[places[places >= 0]]
-        rows = self._table.weight.detach().index_select(0, there)
-        asked = torch.arange(ids.numel())
-        if least is not None:
-            asked = ((places < 0) | (self._steps[there] < least)).nonzero()[:, 0]
-        return CachedPull(ids, rows, asked, versions[asked])
+        slots = self._table.find(ids)
+        valid_slots, versions = slots.clamp(min=0), torch.full_like(ids, NOT_CACHED)
+        versions[slots >= 0] = self._versions[slots[slots >= 0]]
+        rows = self._table.weight.detach().index_select(0, valid_slots)
+        positions = torch.arange(ids.numel())
+        if min_steps is not None:
+            positions = ((slots < 0) | (self._steps[valid_slots] < min_steps)).nonzero()[:, 0]
+        return CachedPull(ids, rows, positions, versions[positions])
 
     @torch.no_grad()
     def finish(self, pull: CachedPull, versions: Tensor, steps: Tensor) -> Tensor:
-        """All rows of the batch, when those that were asked for are in `pull.rows`; keeps these.
+        """Return all rows of the batch, and cache the requested ones, which are in `pull.rows` by now.
 
-        `versions`, `steps`: int64 `[m]`, of what they are now, and how many steps' updates they have.
+        Args:
+            versions: int64 `[m]`, versions of the requested rows on the servers.
+            steps: int64 `[m]`, number of steps whose updates these rows have.
         """
         self.rows_read += pull.ids.numel()
         self.rows_saved += pull.ids.numel() - int((versions != pull.versions).sum())
         if self._table is not None:
-            kept = pull.asked[: len(self._versions) // 2]  # of a batch that is larger than the cache
-            into = insert_batch([self._table], *concat_ids([pull.ids[kept]]))[0]
-            self._table.weight.data[into] = pull.rows[kept]
-            self._versions[into], self._steps[into] = versions[: kept.numel()], steps[: kept.numel()]
+            positions = pull.positions[: len(self._versions) // 2]  # a batch may be larger than the cache
+            slots = insert_batch([self._table], *concat_ids([pull.ids[positions]]))[0]
+            self._table.weight.data[slots] = pull.rows[positions]
+            self._versions[slots], self._steps[slots] = versions[: positions.numel()], steps[: positions.numel()]
         return pull.rows

@@ -1,7 +1,7 @@
-"""A trainer's side of embedding servers at staleness 0: it has rows with their states while it uses them.
+"""Leases of rows from embedding servers at staleness 0: the trainer has rows with their states while it uses them.
 
-What is to be read and written is collected until somebody waits for some of it, and then sent together: a message to
-each server, and one more before it where ids of dynamic tables get rows.
+Reads and writes of rows are collected until one of them is waited for, and then sent together: one request per server,
+preceded by another one where ids of dynamic tables are inserted.
 """
 
 import threading
@@ -27,91 +27,99 @@ from tritonemb.tables.table_set import TableSet
 
 
 class LeaseClient(CollectionClient, RowStore):
-    """The rows of a collection's tables, for the one trainer that they belong to."""
+    """Rows of a collection's tables, leased by one trainer, which applies the optimizer."""
 
     applies_updates = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._holder: Callable[[], TableSet | None] = lambda: None  # a weak reference, once there is one
-        self._to_send: list[Transfer] = []
+        self._lessee: Callable[[], TableSet | None] = lambda: None  # a weak reference, once registered
+        self._has_lease = False
+        self._pending_transfers: list[Transfer] = []
         self._sending = threading.RLock()
-        self._refusal: Exception | None = None
-        self._told = False  # that rows are held here
-        has = {number for of_server in self._has for number in of_server}
-        self._dynamic = [number for number in sorted(has) if self.spec.tables[number].num_embeddings is None]
+        self._allocation_error: Exception | None = None
+
+        # Dynamic tables: each server numbers its rows from 0; the trainer's row numbers are offset by server.
+        local_tables = {number for tables in self._tables_on for number in tables}
+        self._dynamic = [number for number in sorted(local_tables) if self.spec.tables[number].num_embeddings is None]
         servers = range(len(self._connections))
-        # Of each table and server, the number of its first row, if ids get rows.
-        self._first_rows = []
+        self._row_offsets = []
         for number, table in enumerate(self.spec.tables):
             sizes = [self.spec.partitions(number, n)[1] * partition_sizes(table.capacity)[2] for n in servers]
-            self._first_rows.append(torch.tensor([0, *sizes]).cumsum(0))
-        self._facts = self._ask_facts()
+            self._row_offsets.append(torch.tensor([0, *sizes]).cumsum(0))
+        self._descriptions = self._describe()
 
     def num_rows(self, table: str) -> int:
         number = self.spec.number(table)
         if number in self._dynamic:
-            return int(self._first_rows[number][-1])
-        part = self.spec.parts[number]
-        return part[1] if part is not None else self.spec.tables[number].num_embeddings or 0
+            return int(self._row_offsets[number][-1])
+        shard = self.spec.shards[number]
+        return shard[1] if shard is not None else self.spec.tables[number].num_embeddings or 0
 
     def seed_and_clock(self, table: str) -> tuple[int, int]:
-        facts = {number: (seed, clock) for of_server in self._facts for number, seed, clock in of_server["tables"]}
-        return facts[self.spec.number(table)]
+        by_number = {number: (seed, clock) for server in self._descriptions for number, seed, clock in server["tables"]}
+        return by_number[self.spec.number(table)]
 
     def statistics(self, table: str) -> dict[str, int]:
-        found = Counter[str]()
+        totals = Counter[str]()
         for connection in self._connections:
-            found.update(connection.statistics()["collections"][self._name]["tables"].get(table, {}))
-        return dict(found)
+            totals.update(connection.statistics()["collections"][self._name]["tables"].get(table, {}))
+        return dict(totals)
 
     @property
     def updates(self) -> int:
-        return max(facts["updates"] for facts in self._facts)
+        return max(description["updates"] for description in self._descriptions)
 
-    def _ask_facts(self) -> list[Values]:
-        return [values for values, _ in wait([self._submit(n, "facts", {}) for n in range(len(self._connections))])]
+    def _describe(self) -> list[Values]:
+        """Ask each server for the number, seed and clock of its tables, and for the number of updates."""
+        replies = wait([self._submit(server, "describe", {}) for server in range(len(self._connections))])
+        return [values for values, _ in replies]
 
-    def register_lessee(self, holder: TableSet) -> None:
-        self._holder = weakref.ref(holder)
+    def register_lessee(self, lessee: TableSet) -> None:
+        self._lessee = weakref.ref(lessee)
 
     def begin_training(self) -> None:
         self.check_complete()
-        if not self._told:
-            self._told = True
-            wait([self._submit(server, "hold", {}) for server in range(len(self._connections))])
+        if not self._has_lease:
+            self._has_lease = True
+            wait([self._submit(server, "lease", {}) for server in range(len(self._connections))])
 
     def allocate_rows(
         self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        if self._refusal is not None:
+        if self._allocation_error is not None:
             raise RuntimeError(
-                f"a batch found no room on one of the servers ({self._refusal}), and got rows on others; load a "
-                "checkpoint"
-            ) from self._refusal
-        self.send_rows()  # a row that is about to be another id's is written before
-        routes = [self._route(number, of_table) for number, of_table in zip(self._dynamic, ids, strict=True)]
-        pending, own = list[Future[Message]](), list[list[int]]()
-        for server, has in enumerate(self._has):
-            own.append([place for place, number in enumerate(self._dynamic) if number in has])
-            parts = [[of[place][routes[place][server]] for place in own[-1]] for of in (ids, occurrences)]
-            values = {"training": training, "sizes": [part.numel() for part in parts[0]]}
-            pending.append(self._submit(server, "assign", values, [cat(part) for part in parts]))
-        rows = [(torch.empty_like(of_table), torch.empty_like(of_table, dtype=torch.bool)) for of_table in ids]
+                f"a batch was inserted on some servers, and another server was full ({self._allocation_error}); load "
+                "a checkpoint"
+            ) from self._allocation_error
+        self.send_transfers()  # an evicted row is written back before its slot is reused
+        # Send each server the ids of its partitions.
+        routes = [self._route(number, table_ids) for number, table_ids in zip(self._dynamic, ids, strict=True)]
+        pending, indices_by_server = list[Future[Message]](), list[list[int]]()
+        for server, tables in enumerate(self._tables_on):
+            indices = [index for index, number in enumerate(self._dynamic) if number in tables]
+            indices_by_server.append(indices)
+            columns = [[column[index][routes[index][server]] for index in indices] for column in (ids, occurrences)]
+            values = {"training": training, "sizes": [table_ids.numel() for table_ids in columns[0]]}
+            pending.append(self._submit(server, "allocate", values, [cat(column) for column in columns]))
+        result = [(torch.empty_like(table_ids), torch.empty_like(table_ids, dtype=torch.bool)) for table_ids in ids]
         try:
-            answers = wait(pending)
+            replies = wait(pending)
         except ValueError as error:
-            if any(future.exception() is None and of for future, of in zip(pending, own, strict=True)):
-                self._refusal = error
+            requests = zip(pending, indices_by_server, strict=True)
+            if any(future.exception() is None and indices for future, indices in requests):
+                self._allocation_error = error
             raise
-        for server, (_, found) in enumerate(answers):
-            sizes = [len(ids[place][routes[place][server]]) for place in own[server]]
-            for place, places, new in zip(own[server], *(each.split(sizes) for each in found), strict=True):
-                mine = routes[place][server]
-                first = self._first_rows[self._dynamic[place]][server]
-                rows[place][0][mine] = torch.where(places < 0, places, places + first)
-                rows[place][1][mine] = new
-        return rows
+        # Merge the replies: rows get the offset of their server.
+        for server, (_, tensors) in enumerate(replies):
+            indices = indices_by_server[server]
+            sizes = [len(ids[index][routes[index][server]]) for index in indices]
+            for index, rows, new_mask in zip(indices, *(tensor.split(sizes) for tensor in tensors), strict=True):
+                route = routes[index][server]
+                offset = self._row_offsets[self._dynamic[index]][server]
+                result[index][0][route] = torch.where(rows < 0, rows, rows + offset)
+                result[index][1][route] = new_mask
+        return result
 
     def read_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
         return self._collect(Transfer(self, self.spec.number(table), rows, records, False))
@@ -121,63 +129,68 @@ class LeaseClient(CollectionClient, RowStore):
 
     def _collect(self, transfer: "Transfer") -> "Transfer":
         with self._sending:
-            if any((each.table, each.writes) == (transfer.table, transfer.writes) for each in self._to_send):
-                self.send_rows()  # a message has a table once
-            self._to_send.append(transfer)
+            key = transfer.table, transfer.is_write
+            if any((pending.table, pending.is_write) == key for pending in self._pending_transfers):
+                self.send_transfers()  # a request reads and writes each table at most once
+            self._pending_transfers.append(transfer)
         return transfer
 
-    def send_rows(self) -> None:
-        """Send what has been collected; what is written before what is read."""
+    def send_transfers(self) -> None:
+        """Send the collected transfers, writes before reads."""
         with self._sending:
-            transfers, self._to_send = self._to_send, []
-            writes, reads = ([each for each in transfers if each.writes == kind] for kind in (True, False))
+            transfers, self._pending_transfers = self._pending_transfers, []
+            writes, reads = ([transfer for transfer in transfers if transfer.is_write == w] for w in (True, False))
             if not transfers:
                 return
-            parts = {each: self._parts(each) for each in transfers}
+            shards = {transfer: self._split(transfer) for transfer in transfers}
             for server in range(len(self._connections)):
-                sizes, keys, records, asked = list[list[int]](), list[Tensor](), list[Tensor](), list[Transfer]()
-                for each in (*writes, *reads):
-                    key, mine = parts[each][server]
-                    if not key.numel():
+                sizes, keys, records, requested = list[list[int]](), list[Tensor](), list[Tensor](), list[Transfer]()
+                for transfer in (*writes, *reads):
+                    table_keys, positions = shards[transfer][server]
+                    if not table_keys.numel():
                         continue
-                    sizes.append([each.table, key.numel()])
-                    keys.append(key)
-                    if each.writes:
-                        records.append(each.records[mine])
-                    asked.append(each)
-                if not asked:
+                    sizes.append([transfer.table, table_keys.numel()])
+                    keys.append(table_keys)
+                    if transfer.is_write:
+                        records.append(transfer.records[positions])
+                    requested.append(transfer)
+                if not requested:
                     continue
                 values = {"sizes": sizes, "written": len(records)}
-                future = self._submit(server, "move", values, [cat(keys), *records])
-                for place, each in enumerate(asked):
-                    each.pieces.append((future, place - len(records), parts[each][server][1]))
-            for each in transfers:
-                each.sent = True
+                future = self._submit(server, "transfer", values, [cat(keys), *records])
+                for index, transfer in enumerate(requested):
+                    transfer.replies.append((future, index - len(records), shards[transfer][server][1]))
+            for transfer in transfers:
+                transfer.sent = True
 
-    def _parts(self, transfer: "Transfer") -> list[tuple[Tensor, Any]]:
-        """Of each server the keys of its rows, ids or, where ids get rows, numbers there; and which they are."""
+    def _split(self, transfer: "Transfer") -> list[tuple[Tensor, Any]]:
+        """Return, per server, the keys of its rows and their positions in the transfer.
+
+        Keys are ids of a static table, and the server's row numbers of a dynamic one.
+        """
         table, rows = transfer.table, transfer.rows
         if table not in self._dynamic:
-            part = self.spec.parts[table]
-            ids = rows if part is None else rows + part[0]
-            return [(ids[mine], mine) for mine in self._route(table, ids)]
-        bounds = torch.searchsorted(rows, self._first_rows[table]).tolist()
-        slices = [slice(begin, end) for begin, end in pairwise(bounds)]
-        return [(rows[mine] - first, mine) for mine, first in zip(slices, self._first_rows[table], strict=False)]
+            shard = self.spec.shards[table]
+            ids = rows if shard is None else rows + shard[0]
+            return [(ids[positions], positions) for positions in self._route(table, ids)]
+        offsets = self._row_offsets[table]
+        bounds = torch.searchsorted(rows, offsets).tolist()
+        slices = [slice(start, end) for start, end in pairwise(bounds)]
+        return [(rows[positions] - offset, positions) for positions, offset in zip(slices, offsets, strict=False)]
 
     def _write_back(self) -> None:
-        if (holder := self._holder()) is not None:
-            holder.write_back()
-            self.send_rows()
+        if (lessee := self._lessee()) is not None:
+            lessee.write_back()
+            self.send_transfers()
 
     def flush(self) -> None:
         self._write_back()
-        values, holder = Values(steps=self.steps), self._holder()
-        if holder is not None:
-            step, self._told = int(holder.counters["step"]), False
+        values, lessee = Values(steps=self.steps), self._lessee()
+        if lessee is not None:
+            step, self._has_lease = int(lessee.counters["step"]), False
             self._batch = self._pushed = step * self.spec.batches
-            values = {"steps": step, "returned": {"steps": step, "lr": float(holder.counters["learning_rate"])}}
-        self._ask_all("flush", values)
+            values = {"steps": step, "returned": {"steps": step, "lr": float(lessee.counters["learning_rate"])}}
+        self._submit_all("flush", values)
 
     return_leases = flush
 
@@ -187,11 +200,11 @@ class LeaseClient(CollectionClient, RowStore):
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
-        """While servers get other rows."""
-        holder = self._holder()
-        with nullcontext() if holder is None else holder.replacing_rows():
+        """Drop cached rows, and describe the tables again, around a replacement of the servers' rows."""
+        lessee = self._lessee()
+        with nullcontext() if lessee is None else lessee.replacing_rows():
             yield
-            self._facts, self._refusal, self._told = self._ask_facts(), None, False
+            self._descriptions, self._allocation_error, self._has_lease = self._describe(), None, False
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         self.return_leases()
@@ -200,8 +213,8 @@ class LeaseClient(CollectionClient, RowStore):
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
         with self._replacing():
             super().restore(chains, steps)
-        if (holder := self._holder()) is not None:
-            holder.counters["step"].fill_(self.updates)
+        if (lessee := self._lessee()) is not None:
+            lessee.counters["step"].fill_(self.updates)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
         self._write_back()
@@ -213,11 +226,11 @@ class LeaseClient(CollectionClient, RowStore):
 
 
 class ShardedLeases(TableClient):
-    """Tables of which each trainer holds rows of its own.
+    """Tables that are sharded over trainers, each of which leases the rows of its shards.
 
     Args:
-        own: this trainer's.
-        parts: those of all trainers, by the names of their collections.
+        shards: shards of all trainers: name and spec of their collections.
+        local_clients: clients of this trainer's shards.
     """
 
     applies_updates = False
@@ -231,13 +244,13 @@ class ShardedLeases(TableClient):
 
     @property
     def steps(self) -> int:
-        """How many have been trained, when rows were last returned."""
+        """Number of steps that had been trained when leases were last returned."""
         return max((client.steps for client in self._local_clients), default=0)
 
     def return_leases(self) -> None:
         for client in self._local_clients:
             client.return_leases()
-        self._group.all_gather_object(None)  # when all have done so
+        self._group.all_gather_object(None)  # wait for all trainers
 
     flush = return_leases
 
@@ -251,30 +264,30 @@ class ShardedLeases(TableClient):
             client.restore([], steps)
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        """What `state_dict` has of a table; all trainers call this."""
+        """Return a table's `state_dict`; all trainers call this."""
         self.return_leases()
-        found = super().tensors(table)
-        self._group.all_gather_object(None)  # before anybody goes on
-        return found
+        result = super().tensors(table)
+        self._group.all_gather_object(None)  # no trainer continues before all have read
+        return result
 
 
 class Transfer(IoFuture):
-    """Rows of a table that are read or written."""
+    """Asynchronous read or write of a table's records."""
 
-    def __init__(self, client: LeaseClient, table: int, rows: Tensor, records: Tensor, writes: bool) -> None:
+    def __init__(self, client: LeaseClient, table: int, rows: Tensor, records: Tensor, is_write: bool) -> None:
         super().__init__()
-        self._client, self.table, self.rows, self.records, self.writes = client, table, rows, records, writes
+        self._client, self.table, self.rows, self.records, self.is_write = client, table, rows, records, is_write
         self.sent = False
-        self.pieces: list[tuple[Future[Message], int, Any]] = []  # an answer, the tensor there, and which rows it has
+        self.replies: list[tuple[Future[Message], int, Any]] = []  # future, index of the tensor, positions of its rows
 
     def done(self) -> bool:
-        return self.sent and all(future.done() for future, *_ in self.pieces)
+        return self.sent and all(future.done() for future, *_ in self.replies)
 
     def wait(self) -> None:
         if not self.sent:
-            self._client.send_rows()
-        for future, number, mine in self.pieces:
+            self._client.send_transfers()
+        for future, index, positions in self.replies:
             _, tensors = future.result()
-            if not self.writes:
-                self.records[mine] = tensors[number]
-        self.pieces = []
+            if not self.is_write:
+                self.records[positions] = tensors[index]
+        self.replies = []

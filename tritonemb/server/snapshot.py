@@ -1,9 +1,9 @@
-"""Snapshots of the tables of a collection on one server, whole and incremental, and the way back to any servers.
+"""Full and incremental snapshots of a collection's tables on one server, and their restoration on any servers.
 
-A snapshot is a file of records (see `records.py`): a header; of each table the rows, or, in an incremental one, the ids
-that have lost their rows and the rows that were read or written since the snapshot that it follows; the pushes that
-have not been applied yet; and an end. The files of all servers at one step are one snapshot of the collection: any
-number of servers, each with its own partitions, can read them.
+A snapshot is a file of records (see `records.py`): a header; per table its rows, or, if it is incremental, the ids that
+have lost their rows and the rows that were read or written since its predecessor; pushes that have not been applied;
+and an end mark. The files of all servers at one step are one snapshot of the collection: any number of servers, with
+other partitions, can read them.
 """
 
 import time
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import nonzero
-from tritonemb.server.records import read_records
+from tritonemb.server.records import read_records, with_current_names
 from tritonemb.server.tables import CollectionSpec, PendingBatch, ServedTables, TableSpec
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError
 
-PIECE_BYTES = 1 << 24  # of rows in a record, about
+RECORD_BYTES = 1 << 24  # of rows, about: bounds the memory of a reader
 
 
 def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) -> Iterator[Message]:
-    """The records of a snapshot; of the changes since the last one of this chain, if there was one, and that is asked.
+    """Yield the records of a snapshot, which is the last one of its chain when all have been written.
 
-    When all are written, it is the chain's last one.
+    With `changes_only` it is incremental, if the chain has a snapshot already.
     """
     name = uuid.uuid4().hex
     served.note_removed()
@@ -37,42 +37,43 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
     yield {
         "snapshot": name, "after": None if last is None else last.snapshot, "server": served.server,
         "spec": asdict(served.spec), "pulls": served.next_pull, "steps": served.next_push, "counters": list(counters),
-        "time": time.time(), "held": served.held,
+        "time": time.time(), "is_leased": served.is_leased,
     }, list(counters.values())  # fmt: skip
-    for place, (number, table) in enumerate(zip(served.numbers, served.dynamic, strict=True)):
-        # By row: they then get the same rows one after the other, and are written where they have been read.
+    for index, (number, table) in enumerate(zip(served.numbers, served.dynamic, strict=True)):
+        # In the order of rows, so that a reader inserts and writes them sequentially.
         if last is None:
             rows = table.index.rows[nonzero(table.index.digests != 0)].long().sort().values
         else:
-            rows = nonzero(last.changed[place])
+            rows = nonzero(last.changed[index])
             rows = rows[table.find(table.index.ids[rows]) == rows]
         ids = table.index.ids[rows]
         if last is not None:
-            removed = torch.cat([table.index.ids[:0], *last.removed[place]]).unique()
+            removed = torch.cat([table.index.ids[:0], *last.removed[index]]).unique()
             yield {"table": number, "kind": "removed", "names": ["ids"]}, [removed]
-        others = table.get_table_state()
-        yield {"table": number, "kind": "others", "names": list(others), "rows": ids.numel()}, list(others.values())
-        step = max(1, PIECE_BYTES // served.spec.tables[number].row_bytes)
-        for some in range(0, ids.numel(), step):
-            found = table.get_row_state(ids[some : some + step], rows[some : some + step])
-            if served.spec.leases_rows:  # which knows the rows' numbers, also when the server is started again
-                found["row"] = rows[some : some + step] + table.row_config.row_origin
-            yield {"table": number, "kind": "rows", "names": list(found)}, list(found.values())
-    for batch, there in sorted(served.pushes.items()):
-        for rank in sorted(there.ids):
-            values = {"push": batch, "rank": rank, "lr": there.lr, "ids": len(there.ids[rank])}
-            yield values, [*there.ids[rank], *there.others[rank]]
+        metadata = table.get_table_state()
+        yield {"table": number, "kind": "others", "names": list(metadata), "rows": ids.numel()}, list(metadata.values())
+        rows_per_record = max(1, RECORD_BYTES // served.spec.tables[number].row_bytes)
+        for start in range(0, ids.numel(), rows_per_record):
+            end = start + rows_per_record
+            fields = table.get_row_state(ids[start:end], rows[start:end])
+            if served.spec.leases_rows:  # the trainer addresses rows by number, also after a restart of the server
+                fields["row"] = rows[start:end] + table.row_config.row_origin
+            yield {"table": number, "kind": "rows", "names": list(fields)}, list(fields.values())
+    for batch, pending in sorted(served.pushes.items()):
+        for rank in sorted(pending.ids):
+            values = {"push": batch, "rank": rank, "lr": pending.lr, "ids": len(pending.ids[rank])}
+            yield values, [*pending.ids[rank], *pending.payloads[rank]]
     yield {"end": name}, []
     served.begin_chain(chain, name)
 
 
 def read_snapshot(path: Path) -> Iterator[Message]:
-    """The header of a snapshot, and its records. StorageError if it is damaged, or something else."""
+    """Yield the header of a snapshot, then its records. StorageError if the file is damaged or is not a snapshot."""
     records = read_records(path)
-    header = next(records, ({}, []))
-    if "snapshot" not in header[0]:
+    header, counters = next(records, ({}, []))
+    if "snapshot" not in header:
         raise StorageError(f"file {path} is not a snapshot of an embedding server")
-    yield header
+    yield with_current_names(header), counters
     for record in records:
         if "end" in record[0]:
             return
@@ -82,45 +83,44 @@ def read_snapshot(path: Path) -> Iterator[Message]:
 
 @dataclass
 class SavedShard:
-    """What one server's files have of a collection, but for rows: a snapshot, and those of changes that follow it.
+    """Snapshot of one server: a full one, and the incremental ones that follow it; rows stay in the files.
 
     Attributes:
-        files: that are read, and `header` of the last one.
-        others: of each table by number, what has not a row an id.
-        pushes: that had not been applied.
+        files: the files of the chain, from the full snapshot on.
+        header: header of the last file.
+        metadata: per table number, tensors without a row dimension: seed, clock, admission sketch.
+        pushes: pushes that had not been applied.
     """
 
     files: list[Path]
     header: Values
-    others: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    metadata: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     pushes: dict[int, PendingBatch] = field(default_factory=dict)
 
     @property
     def spec(self) -> CollectionSpec:
-        """Of the collection."""
+        """Spec of the collection."""
         return CollectionSpec.from_json(self.header["spec"])
 
     @classmethod
-    def of(cls, chain: Sequence[Path]) -> "SavedShard":
-        """StorageError if a file is no snapshot, or does not follow the one before it."""
-        part = cls([], {})
+    def from_chain(cls, chain: Sequence[Path]) -> "SavedShard":
+        """Read the headers of a chain; StorageError if a file is not a snapshot, or does not follow its predecessor."""
+        shard = cls([], {})
         for path in chain:
             header = next(read_snapshot(path))[0]
-            if header["after"] not in (None, part.header.get("snapshot")):
-                raise StorageError(
-                    f"snapshot {path} does not follow the one before it; give all of them, in their order"
-                )
-            part = cls([*(part.files if header["after"] else []), path], header)
-        return part
+            if header["after"] not in (None, shard.header.get("snapshot")):
+                raise StorageError(f"snapshot {path} does not follow the one before it; give all snapshots, in order")
+            shard = cls([*(shard.files if header["after"] else []), path], header)
+        return shard
 
     def check(self) -> None:
-        """StorageError if a file is damaged."""
+        """Read all records; StorageError if a file is damaged."""
         for path in self.files:
             for _ in read_snapshot(path):
                 pass
 
-    def read(self, served: ServedTables, numbers: bool) -> None:
-        """Bring its rows to these tables, as far as they are theirs. StorageError if a file is damaged."""
+    def read(self, served: ServedTables, keep_row_numbers: bool) -> None:
+        """Load rows that belong to the partitions of `served`. StorageError if a file is damaged."""
         tables, spec = dict(zip(served.numbers, served.dynamic, strict=True)), self.spec
         for path in self.files:
             records = read_snapshot(path)
@@ -128,133 +128,143 @@ class SavedShard:
             self.header = {**values, "counters": dict(zip(values["counters"], counters, strict=True))}
             self.pushes = {}
             for values, tensors in records:
+                # A push that had not been applied.
                 if "push" in values:
-                    there = self.pushes.setdefault(values["push"], PendingBatch(lr=values["lr"]))
-                    rank, count = values["rank"], values["ids"]
-                    there.ids[rank], there.others[rank] = tensors[:count], tensors[count:]
+                    pending = self.pushes.setdefault(values["push"], PendingBatch(lr=values["lr"]))
+                    rank, num_tables = values["rank"], values["ids"]
+                    pending.ids[rank], pending.payloads[rank] = tensors[:num_tables], tensors[num_tables:]
                     continue
-                number, found = values["table"], dict(zip(values["names"], tensors, strict=True))
+                # Metadata, removed ids, or rows of a table.
+                number, fields = values["table"], dict(zip(values["names"], tensors, strict=True))
                 if values["kind"] == "others":
-                    self.others[number] = found
+                    self.metadata[number] = fields
                 if (table := tables.get(number)) is None:
                     continue
-                there_has = spec.partitions(number, self.header["server"])
+                saved_partitions = spec.partitions(number, self.header["server"])
                 if values["kind"] == "others":
-                    table.reserve(values["rows"] // there_has[1])
+                    table.reserve(values["rows"] // saved_partitions[1])
                 elif values["kind"] == "removed":
-                    table.discard(found["ids"])
+                    table.discard(fields["ids"])
                 else:
-                    here = served.spec
-                    if (there_has, spec.parts) != (here.partitions(number, served.server), here.parts):
-                        mine = table.owns(found["ids"]) & here.in_part(number, found["ids"])
-                        found = {name: value[mine] for name, value in found.items()}
-                    if not numbers:
-                        found.pop("row", None)
-                    table.load_row_state(found)
+                    current = served.spec
+                    partitions = current.partitions(number, served.server)
+                    if (saved_partitions, spec.shards) != (partitions, current.shards):
+                        owned_mask = table.owns(fields["ids"]) & current.in_shard(number, fields["ids"])
+                        fields = {name: value[owned_mask] for name, value in fields.items()}
+                    if not keep_row_numbers:
+                        fields.pop("row", None)
+                    table.load_row_state(fields)
 
 
 def saved_shards(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[SavedShard]:
-    """Of all servers' files. StorageError if they are not of one step, or of other tables."""
-    parts = sorted(map(SavedShard.of, chains), key=lambda part: part.header["server"])
-    if len(steps := {(part.header["pulls"], part.header["steps"]) for part in parts}) > 1:
-        raise StorageError(f"these snapshots are of several steps: {sorted(steps)}")
-    if any(_kind(part.spec) != _kind(served.spec) for part in parts):
-        raise StorageError("these snapshots are of other tables, or of another optimizer")
-    return parts
+    """Open the snapshots of all servers. StorageError if they belong to several steps, or to other tables."""
+    shards = sorted(map(SavedShard.from_chain, chains), key=lambda shard: shard.header["server"])
+    if len(steps := {(shard.header["pulls"], shard.header["steps"]) for shard in shards}) > 1:
+        raise StorageError(f"these snapshots belong to several steps: {sorted(steps)}")
+    if any(_compatibility_key(shard.spec) != _compatibility_key(served.spec) for shard in shards):
+        raise StorageError("these snapshots belong to other tables, or to another optimizer")
+    return shards
 
 
-def restore(served: ServedTables, parts: Sequence[SavedShard], numbers: bool = False) -> None:
-    """Become what all servers' snapshots of one step were, as far as it is in this server's partitions.
+def restore(served: ServedTables, shards: Sequence[SavedShard], keep_row_numbers: bool = False) -> None:
+    """Restore this server's partitions from the snapshots of all servers at one step.
 
-    `numbers`: rows keep theirs. StorageError if a file is damaged, perhaps when half is done: `SavedShard.check` comes
-    first where that matters.
+    StorageError if a file is damaged, which may leave the tables partially restored: call `SavedShard.check` before,
+    where this matters.
     """
+    # Rows and metadata.
     for table in served.dynamic:
         table.clear()
-    for part in parts:
-        part.read(served, numbers)
+    for shard in shards:
+        shard.read(served, keep_row_numbers)
     for number, table in zip(served.numbers, served.dynamic, strict=True):
-        having = [part for part in parts if number in part.others]
-        having.sort(key=lambda part: part.spec.partitions(number, part.header["server"])[0])
-        table.load_table_state(_joined([part.others[number] for part in having]))
+        sources = [shard for shard in shards if number in shard.metadata]
+        sources.sort(key=lambda shard: shard.spec.partitions(number, shard.header["server"])[0])
+        table.load_table_state(_concatenate([shard.metadata[number] for shard in sources]))
         table.apply_row_numbers()
+    # Position in the order of events, and counters.
     served.cancel_pending()
-    served.held = numbers and any(part.header["held"] for part in parts)
-    served.next_pull, served.next_push = parts[0].header["pulls"], parts[0].header["steps"]
-    counters: Values = next((part.header["counters"] for part in parts if part.header["counters"]), {})
+    served.is_leased = keep_row_numbers and any(shard.header["is_leased"] for shard in shards)
+    served.next_pull, served.next_push = shards[0].header["pulls"], shards[0].header["steps"]
+    counters: Values = next((shard.header["counters"] for shard in shards if shard.header["counters"]), {})
     if served.tables is not None:
         served.tables.counters["step"].copy_(counters["step"])
         served.tables.set_learning_rate(float(counters["learning_rate"]))
-    for batch in sorted({batch for part in parts for batch in part.pushes}):
-        there = served.pushes[batch] = PendingBatch(lr=max(part.pushes[batch].lr for part in parts))
-        for rank in sorted({rank for part in parts for rank in part.pushes[batch].ids}):
-            there.ids[rank], there.others[rank] = _own_part(served, parts, batch, rank)
+    # Pushes that had not been applied.
+    for batch in sorted({batch for shard in shards for batch in shard.pushes}):
+        pending = served.pushes[batch] = PendingBatch(lr=max(shard.pushes[batch].lr for shard in shards))
+        for rank in sorted({rank for shard in shards for rank in shard.pushes[batch].ids}):
+            pending.ids[rank], pending.payloads[rank] = _owned_push(served, shards, batch, rank)
 
 
-def _kind(spec: CollectionSpec) -> tuple[Any, ...]:
-    """What snapshots and servers must have in common."""
+def _compatibility_key(spec: CollectionSpec) -> tuple[Any, ...]:
+    """Part of a spec that must be equal for snapshots and servers."""
     return spec.optimizer, *(replace(table, seed=0) for table in spec.tables)
 
 
-def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The `saved()` of a whole dynamic table, from those of its parts in order."""
+def _concatenate(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate the `get_state()` of a dynamic table's shards, in the order of partitions."""
     return {
-        name: value if value.dim() == 0 else torch.cat([part[name] for part in parts], int(name == "sketch"))
-        for name, value in parts[0].items()
+        name: value if value.dim() == 0 else torch.cat([shard[name] for shard in shards], int(name == "sketch"))
+        for name, value in shards[0].items()
     }
 
 
-def whole_table(spec: TableSpec, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What `state_dict` has of a table, from what its servers, in order, have of it."""
-    saved = _joined(parts)
+def merge_table(spec: TableSpec, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Build a table's `state_dict` from its servers' shards, in the order of partitions."""
+    saved = _concatenate(shards)
     saved.pop("row", None)
     ids, order = saved["ids"].sort()
-    by_row = {name for name, value in parts[0].items() if value.dim() and value.shape[0] == parts[0]["ids"].shape[0]}
+    num_rows = shards[0]["ids"].shape[0]
+    by_row = {name for name, value in shards[0].items() if value.dim() and value.shape[0] == num_rows}
     saved |= {name: saved[name][order] for name in by_row - {"sketch", "added", "row"}} | {"ids": ids}
     if spec.num_embeddings is None:
         return saved
-    whole = {"weight": spec.initial_values(torch.arange(spec.num_embeddings), int(saved["seed"]))}
+    # A static table: scatter trained rows into initial values.
+    table = {"weight": spec.initial_values(torch.arange(spec.num_embeddings), int(saved["seed"]))}
     for name in saved.keys() - {"ids", "step", "count", "clock", "seed"}:
         value = saved[name]
-        whole.setdefault(name, value.new_zeros(spec.num_embeddings, *value.shape[1:]))[ids] = value
-    return whole
+        table.setdefault(name, value.new_zeros(spec.num_embeddings, *value.shape[1:]))[ids] = value
+    return table
 
 
 def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]]:
-    """What `state_dict` has of all tables of a collection, from the snapshots of all its servers, with pending
-    updates applied, as after a `flush`."""
-    spec = SavedShard.of(chains[0]).spec
-    number = len(spec.tables)
-    served = ServedTables(replace(spec, owners=((0,),) * number, parts=(None,) * number), 0)
+    """Build the `state_dict` of all tables of a collection from the snapshots of all its servers.
+
+    Pending updates are applied, as by a `flush`.
+    """
+    spec = SavedShard.from_chain(chains[0]).spec
+    num_tables = len(spec.tables)
+    served = ServedTables(replace(spec, partition_starts=((0,),) * num_tables, shards=(None,) * num_tables), 0)
     restore(served, saved_shards(served, chains))
     for rank in range(spec.trainers):
         served.flush(rank, served.next_pull // spec.batches, lambda error: None)
     tables = zip(spec.tables, served.dynamic, strict=True)
-    return {of.name: whole_table(of, [table.get_state()]) for of, table in tables}
+    return {table_spec.name: merge_table(table_spec, [table.get_state()]) for table_spec, table in tables}
 
 
 def steps_of_snapshot(path: Path) -> int:
-    """How many steps had been trained."""
+    """Read the number of steps that had been trained."""
     values, _ = next(read_records(path))
     return int(values["pulls"] // values["spec"]["batches"])
 
 
-def _own_part(
-    served: ServedTables, parts: Sequence[SavedShard], batch: int, rank: int
+def _owned_push(
+    served: ServedTables, shards: Sequence[SavedShard], batch: int, rank: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What this server would have been sent of a push."""
+    """Select the ids and gradients of a trainer's push that belong to this server."""
     ids, sums = list[Tensor](), list[Tensor]()
-    if not any(part.pushes[batch].ids[rank] for part in parts):
+    if not any(shard.pushes[batch].ids[rank] for shard in shards):
         return ids, sums
     for number, table in zip(served.numbers, served.dynamic, strict=True):
-        own_ids, own_sums = list[Tensor](), list[Tensor]()
-        for part in parts:
-            has, push = part.spec.numbers_on(part.header["server"]), part.pushes[batch]
-            if number in has and push.ids[rank]:
-                given = push.ids[rank][has.index(number)]
-                mine = table.owns(given) & served.spec.in_part(number, given)
-                own_ids.append(given[mine])
-                own_sums.append(push.others[rank][has.index(number)][mine])
-        ids.append(torch.cat(own_ids))
-        sums.append(torch.cat(own_sums))
+        owned_ids, owned_sums = list[Tensor](), list[Tensor]()
+        for shard in shards:
+            numbers, push = shard.spec.tables_on(shard.header["server"]), shard.pushes[batch]
+            if number in numbers and push.ids[rank]:
+                pushed_ids = push.ids[rank][numbers.index(number)]
+                owned_mask = table.owns(pushed_ids) & served.spec.in_shard(number, pushed_ids)
+                owned_ids.append(pushed_ids[owned_mask])
+                owned_sums.append(push.payloads[rank][numbers.index(number)][owned_mask])
+        ids.append(torch.cat(owned_ids))
+        sums.append(torch.cat(owned_sums))
     return ids, sums

@@ -1,15 +1,16 @@
-"""The tables of a collection on one embedding server: what pulls and pushes do to their rows, and in which order.
+"""Tables of a collection on one embedding server: the effects of pulls and pushes on rows, and their order.
 
 Batches for training are numbered, on each trainer alike; `batches` of them make a step. The order of events is fixed:
 
     exact, staleness s   pull of step k, of all trainers at once, when the pushes of steps < k - s have been applied;
                          pushes of step j, of all trainers at once, when all pulls of steps <= j + s have been read
-    at most s            a trainer's pull of step k, when those pushes have; pushes of step j, when all have come
-    unbounded            a pull at once; pushes of step j, when all have come
+    at most s            a trainer's pull of step k, when the pushes of steps < k - s have been applied;
+                         pushes of step j, when all trainers' pushes have arrived
+    unbounded            a pull at once; pushes of step j, when all trainers' pushes have arrived
 
-So in exact mode what is read and written follows from the batches alone: not from time, nor from the number of servers.
-Pulls of a step see the updates of steps < k - s, exactly these, or at least these. The gradients of a row are summed in
-the order of trainers, and the optimizer is applied to it once a step.
+So in exact mode the batches alone determine what is read and written: neither time nor the number of servers does.
+Pulls of step k see the updates of steps < k - s, exactly these, or at least these. The gradients of a row are summed in
+the order of trainers, and the optimizer is applied to it once per step.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import INDEX_BYTES, MAX_PARTITIONS, MIN_PARTITION_ROWS, NO_KEY, nonzero, partition_sizes
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import OPTIMIZERS, SGD, Custom, Optimizer
+from tritonemb.server.records import with_current_names
 from tritonemb.server.transport import Values
 from tritonemb.storage.store import cpu_kernels, record_of
 from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, find_all, insert_batch
@@ -39,20 +41,21 @@ from tritonemb.tables.table_set import TableSet
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
-Answer = Callable[[Sequence[Tensor] | Exception], None]
-Action = Callable[[Exception | None], None]
-"""Is called when it is due, or with an error if it cannot be done any more."""
+RowsCallback = Callable[[Sequence[Tensor] | Exception], None]
+"""Called with rows, or with the error that a request failed with."""
+Completion = Callable[[Exception | None], None]
+"""Called with None when its condition holds, or with an error if it was cancelled."""
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table as servers know it, for JSON: a static one, too, is a dynamic table there, whose ids are row numbers.
+    """Table on servers, serializable as JSON. A static table is a dynamic table there, whose ids are its row numbers.
 
     Args:
-        num_embeddings: of a static table.
-        capacity: rows that there is room for; those of a static table are never evicted.
-        bound, seed: of initial values; a table that is loaded has another seed.
-        row_bytes: of a row with its states and its index.
+        num_embeddings: rows of a static table; None: a dynamic table.
+        capacity: maximum number of rows; rows of a static table are never evicted.
+        bound, seed: distribution of initial values; a table that was loaded has another seed.
+        row_bytes: bytes of a row with its optimizer states and its index entry.
     """
 
     name: str
@@ -67,14 +70,14 @@ class TableSpec:
     admission: Values
 
     @classmethod
-    def of(cls, config: TableConfig, seed: int, optimizer: Optimizer) -> "TableSpec":
-        """Of a table that a collection was given."""
+    def from_config(cls, config: TableConfig, seed: int, optimizer: Optimizer) -> "TableSpec":
+        """Describe a table of a collection for servers."""
         row_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
         row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in optimizer.states)
         if config.is_dynamic:
             capacity = config.capacity or max(1, (config.capacity_bytes or 0) // row_bytes)
         else:
-            # Partitions get rows at random: eight standard deviations more than their mean.
+            # Rows are hashed to partitions: eight standard deviations above the mean, so that none overflows.
             capacity = config.num_embeddings
             if (partitions := min(MAX_PARTITIONS, capacity // MIN_PARTITION_ROWS)) > 1:
                 capacity += math.ceil(8 * math.sqrt(capacity * partitions))
@@ -85,47 +88,50 @@ class TableSpec:
 
     @property
     def num_partitions(self) -> int:
-        """Of the whole table; servers have ranges of them."""
+        """Number of hash partitions of the table; each server has a range of them."""
         return partition_sizes(self.capacity)[0]
 
     def config(self, first: int, count: int, cache: CacheConfig | None) -> TableConfig:
-        """Of a server's partitions, in memory, or on disk with a cache."""
-        whole = TableConfig(
+        """Config of a server's partitions, in memory, or on disk with a cache."""
+        table = TableConfig(
             self.name, None, self.embedding_dim, dtype=getattr(torch, self.dtype), capacity=self.capacity,
             init_bound=self.bound, eviction=EvictionConfig(**self.eviction),
             admission=AdmissionConfig(**self.admission), placement="device" if cache is None else "disk",
             cache=cache or CacheConfig(),
         )  # fmt: skip
-        return whole.shard(self.name, (first, count), (0, self.embedding_dim), [self.name])
+        return table.shard(self.name, (first, count), (0, self.embedding_dim), [self.name])
 
     def initial_values(self, ids: Tensor, seed: int | None = None) -> Tensor:
-        """`[n, embedding_dim]`, of rows that were never trained, if `seed` is that of the table now."""
+        """Return initial values `[n, embedding_dim]` of ids, drawn with `seed`, or with the seed of this spec."""
         values = torch.empty(ids.numel(), self.embedding_dim, dtype=getattr(torch, self.dtype))
         fill_initial_(values, self.seed if seed is None else seed, self.bound, rows=ids)
         return values
 
 
 def describe_optimizer(optimizer: Optimizer) -> Values:
-    """An optimizer for JSON; ValueError for one with a function of the user's."""
+    """Convert an optimizer to JSON values; ValueError for `Custom`, which has a Python function."""
     if isinstance(optimizer, Custom):
-        raise ValueError("embedding servers apply the optimizer, and a Custom one has a function of yours; use another")
+        raise ValueError(
+            "embedding servers apply the optimizer, and cannot run the function of a Custom one; use another"
+        )
     return {"name": optimizer.name, **{f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer)}}
 
 
 @dataclass(frozen=True)
 class CollectionSpec:
-    """A collection as servers know it, for JSON; all trainers and all servers have the same.
+    """Collection on servers, serializable as JSON; identical on all trainers and servers.
 
     Args:
-        tables: all of them.
+        tables: all tables of the collection.
         optimizer: see `describe_optimizer`.
-        trainers: how many.
-        staleness: None if unbounded.
-        exact: whether a pull sees no newer updates than it must.
-        batches: of a step.
-        owners: for each table, of each server the first partition that it has; they are ranges, perhaps empty.
-        parts: of each table what a trainer has, first and count: of a dynamic one partitions, else rows; None: all.
-        rows_in, gradients_in: codecs of what is pulled and pushed, see `ExchangePrecision`.
+        trainers: number of trainers.
+        staleness: maximum number of steps whose updates a pull misses; None: unbounded.
+        exact: whether a pull misses exactly that number of steps.
+        batches: micro-batches per step.
+        partition_starts: per table, the first partition of each server; a server's range may be empty.
+        shards: per table, (first, count) of a trainer's shard: partitions of a dynamic table, rows of a static one;
+            None: the complete table.
+        row_codec, gradient_codec: codecs of pulled rows and pushed gradients, see `ExchangePrecision`.
     """
 
     tables: tuple[TableSpec, ...]
@@ -134,22 +140,24 @@ class CollectionSpec:
     staleness: int | None
     exact: bool
     batches: int
-    owners: tuple[tuple[int, ...], ...]
-    parts: tuple[tuple[int, int] | None, ...]
-    rows_in: str
-    gradients_in: str
+    partition_starts: tuple[tuple[int, ...], ...]
+    shards: tuple[tuple[int, int] | None, ...]
+    row_codec: str
+    gradient_codec: str
 
     @classmethod
     def from_json(cls, values: Values) -> "CollectionSpec":
-        tables, owners = tuple(TableSpec(**table) for table in values["tables"]), tuple(map(tuple, values["owners"]))
-        parts = tuple(part and tuple(part) for part in values["parts"])
+        values = with_current_names(values)
+        tables, starts = tuple(TableSpec(**table) for table in values["tables"]), values["partition_starts"]
+        shards = tuple(shard and tuple(shard) for shard in values["shards"])
         optimizer = dict(values["optimizer"])
-        if (mode := optimizer.pop("nonfinite", None)) is not None:  # of a file from before "skip" was the default
+        if (mode := optimizer.pop("nonfinite", None)) is not None:  # a file from before "skip" was the default
             optimizer["on_nonfinite"] = "skip" if mode == "propagate" else mode
-        return cls(**{**values, "tables": tables, "owners": owners, "parts": parts, "optimizer": optimizer})
+        changes = {"tables": tables, "partition_starts": tuple(map(tuple, starts)), "shards": shards}
+        return cls(**{**values, **changes, "optimizer": optimizer})
 
     def number(self, table: str) -> int:
-        """That of a table, by name."""
+        """Number of a table in the collection, by name."""
         return self._numbers[table]
 
     @functools.cached_property
@@ -158,58 +166,72 @@ class CollectionSpec:
 
     @property
     def leases_rows(self) -> bool:
-        """Whether a trainer has rows with their states while it uses them, and applies the optimizer."""
+        """Whether the trainer leases rows with their optimizer states, and applies the optimizer itself."""
         return self.exact and self.staleness == 0 and self.trainers == 1
 
     @functools.cached_property
-    def refuses(self) -> bool:
-        """Whether some table may refuse an id."""
+    def has_admission(self) -> bool:
+        """Whether a table may refuse to admit an id."""
         return any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in self.tables)
 
     def partitions(self, table: int, server: int) -> tuple[int, int]:
-        """The first of a server's partitions of a table, and how many."""
-        end, part = self.tables[table].num_partitions, self.parts[table]
-        if part is not None:
-            end = sum(part) if self.tables[table].num_embeddings is None else end * (part[1] > 0)
-        ends = [*(min(first, end) for first in self.owners[table]), end]
+        """First partition and number of partitions of a table on a server."""
+        end, shard = self.tables[table].num_partitions, self.shards[table]
+        if shard is not None:
+            end = sum(shard) if self.tables[table].num_embeddings is None else end * (shard[1] > 0)
+        ends = [*(min(first, end) for first in self.partition_starts[table]), end]
         return ends[server], ends[server + 1] - ends[server]
 
-    def numbers_on(self, server: int) -> list[int]:
-        """Numbers of the tables of which a server has partitions, ascending."""
+    def tables_on(self, server: int) -> list[int]:
+        """Numbers of the tables that have partitions on a server, ascending."""
         return [number for number in range(len(self.tables)) if self.partitions(number, server)[1]]
 
-    def in_part(self, table: int, ids: Tensor) -> Tensor:
-        """bool `[n]`, of ids that are in this server's partitions of a table: whether the trainer has them."""
+    def in_shard(self, table: int, ids: Tensor) -> Tensor:
+        """Return a bool mask `[n]` of ids that belong to the trainer's shard; ids are in this server's partitions."""
         if (size := self.tables[table].num_embeddings) is None:
             return torch.ones_like(ids, dtype=torch.bool)
-        first, count = self.parts[table] or (0, size)
+        first, count = self.shards[table] or (0, size)
         return (ids >= first) & (ids < first + count)
 
     def num_bytes(self, server: int) -> int:
-        """Bytes of a server's rows when its tables are full."""
-        found = 0
+        """Bytes of all rows on a server when its tables are full."""
+        total = 0
         for number, table in enumerate(self.tables):
-            rows, part = self.partitions(number, server)[1] * partition_sizes(table.capacity)[2], self.parts[number]
-            if part is not None and table.num_embeddings is not None:
-                rows = rows * part[1] // table.num_embeddings
-            found += rows * table.row_bytes
-        return found
+            rows, shard = self.partitions(number, server)[1] * partition_sizes(table.capacity)[2], self.shards[number]
+            if shard is not None and table.num_embeddings is not None:
+                rows = rows * shard[1] // table.num_embeddings
+            total += rows * table.row_bytes
+        return total
 
 
 @dataclass
 class PendingBatch:
-    """What trainers have sent of one batch: by rank, ids with occurrences, or with gradients."""
+    """Pulls or pushes of one batch that have arrived, by rank of the trainer.
+
+    Attributes:
+        ids: per table, int64 `[n]`.
+        payloads: per table, occurrences of the ids (pull), or sums of gradients `[n, embedding_dim]` (push).
+        lr: maximum learning rate of the pushes.
+        callbacks: receivers of pulled rows.
+        versions: per table, versions of rows in the trainer's cache.
+    """
 
     ids: dict[int, list[Tensor]] = field(default_factory=dict)
-    others: dict[int, list[Tensor]] = field(default_factory=dict)
+    payloads: dict[int, list[Tensor]] = field(default_factory=dict)
     lr: float = 0.0
-    answers: dict[int, Answer] = field(default_factory=dict)
+    callbacks: dict[int, RowsCallback] = field(default_factory=dict)
     versions: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass
-class Chain:
-    """What has changed since a snapshot: of each table bool, by row, and the ids that have lost their rows."""
+class SnapshotChain:
+    """Changes since the last snapshot of a chain.
+
+    Attributes:
+        snapshot: name of that snapshot.
+        changed: per table, bool by row: written since then.
+        removed: per table, ids that have lost their rows since then.
+    """
 
     snapshot: str
     changed: list[Tensor]
@@ -217,198 +239,219 @@ class Chain:
 
 
 class ServedTables:
-    """Some partitions of a collection's tables; one thread calls it. See the module's docstring.
+    """Partitions of a collection's tables on one server, used by one thread. See the module's docstring.
+
+    Lists per table have an entry for each table on this server; `index` is a position in them, `number` the number of a
+    table in the collection.
 
     Args:
-        cache: of tables on disk; if not given, they are in memory.
+        cache: config of the cache in memory of tables on disk; None: tables are in memory.
 
     Attributes:
-        dynamic: the tables here, in the order of their `numbers` in the collection.
-        next_pull, next_push: the batch whose pulls, and the step whose pushes come next.
-        chains: of snapshots, by name: what has changed since the last one of each.
-        staleness: how many pulls have missed so many steps' updates.
-        held: whether a trainer has rows that it has not written back.
-        is_broken: whether something was begun that has not come to its end.
-        versions: of each table int64, by row: a number that what is in the row has had since it was last changed, and
-            no other content of a row has. None before a trainer with a cache asks; `NO_ROW` of ids without a row.
+        numbers: numbers in the collection of this server's tables.
+        dynamic: this server's tables.
+        next_pull: batch whose pulls are next.
+        next_push: step whose pushes are next.
+        pulls, pushes: pending batches, by number.
+        staleness: number of pulls by the number of steps whose updates they have missed.
+        chains: chains of snapshots, by name.
+        is_leased: whether a trainer has rows that it has not written back.
+        is_broken: whether an operation was interrupted, so that the tables may be inconsistent.
+        versions: per table, int64 by row: a number that is unique to the row's present content; `NO_ROW` for ids
+            without a row. None until a trainer with a cache pulls.
     """
 
     def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
         self.spec, self.server = spec, server
-        kinds = dict(spec.optimizer)
-        self.optimizer = OPTIMIZERS[kinds.pop("name")](**kinds)
-        self.numbers = spec.numbers_on(server)
+        optimizer_args = dict(spec.optimizer)
+        self.optimizer = OPTIMIZERS[optimizer_args.pop("name")](**optimizer_args)
+
+        # Tables with partitions on this server.
+        self.numbers = spec.tables_on(server)
         configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
         self.tables = TableSet(configs, self.optimizer, "cpu", pooled=False) if configs else None
         self.dynamic = cast(list[DynamicTable], [] if self.tables is None else list(self.tables.dynamic.values()))
         for number, table in zip(self.numbers, self.dynamic, strict=True):
             table.reset_parameters(spec.tables[number].seed)
+
+        # Pending work.
         self.next_pull = self.next_push = 0
         self.pulls: dict[int, PendingBatch] = {}
-        self.pushes: dict[int, PendingBatch] = {}  # by batch
-        self.waiting: list[tuple[Callable[[], bool], Action]] = []
-        self.flushes: dict[int, int] = {}
+        self.pushes: dict[int, PendingBatch] = {}
+        self.deferred: list[tuple[Callable[[], bool], Completion]] = []
+        self.flush_steps: dict[int, int] = {}  # by rank
         self.staleness: Counter[int] = Counter()
-        self.chains: dict[str, Chain] = {}
+
+        # Changes of rows, for incremental snapshots and for caches of trainers.
+        self.chains: dict[str, SnapshotChain] = {}
         self.versions: list[Tensor] | None = None
         self._version = 0
-        self.held, self.is_broken = False, False
-        self._of_ids = [place for place, n in enumerate(self.numbers) if spec.tables[n].num_embeddings is None]
+
+        # Leases.
+        self.is_leased, self.is_broken = False, False
+        self._dynamic_indices = [i for i, n in enumerate(self.numbers) if spec.tables[n].num_embeddings is None]
         states = self.optimizer.states
-        self._records = [
-            record_of(c.embedding_dim, c.dtype, states, place in self._of_ids) for place, c in enumerate(configs)
+        self._record_formats = [
+            record_of(c.embedding_dim, c.dtype, states, i in self._dynamic_indices) for i, c in enumerate(configs)
         ]
 
     def columns(self, sizes: Sequence[int], tensors: Sequence[Tensor], of_ids: bool = False) -> list[list[Tensor]]:
-        """Parts of a message's tensors, int `[n]`, ids first, for each table, or dynamic one. Raises if malformed."""
-        columns = [list(each.split(sizes)) for each in tensors]
-        places = self._of_ids if of_ids else range(len(self.numbers))
-        owned = all(self._owns_all(place, ids) for place, ids in zip(places, columns[0], strict=True))
-        if not owned or tensors[0].dtype != torch.int64 or any(e.dim() != 1 or e.is_floating_point() for e in tensors):
-            raise ValueError("ids must be int64 [n], and of this server")
+        """Split a message's integer tensors `[n]`, ids first, by table; `of_ids`: by dynamic table.
+
+        ValueError if ids are malformed, or belong to another server.
+        """
+        columns = [list(tensor.split(sizes)) for tensor in tensors]
+        indices = self._dynamic_indices if of_ids else range(len(self.numbers))
+        owned = all(self._owns_all(index, ids) for index, ids in zip(indices, columns[0], strict=True))
+        if not owned or tensors[0].dtype != torch.int64 or any(t.dim() != 1 or t.is_floating_point() for t in tensors):
+            raise ValueError("ids must be int64 [n], and belong to this server")
         return columns
 
-    def _owns_all(self, place: int, ids: Tensor) -> bool:
-        """Others would be looked for in memory of something else."""
-        return bool((self.dynamic[place].owns(ids) & self.spec.in_part(self.numbers[place], ids)).all())
+    def _owns_all(self, index: int, ids: Tensor) -> bool:
+        """Return whether all ids belong to this server and shard; other ids would address memory out of bounds."""
+        return bool((self.dynamic[index].owns(ids) & self.spec.in_shard(self.numbers[index], ids)).all())
 
     def check_records(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
-        """Keys of tables by number, as `read_records` takes them, ascending; records of the first of these."""
+        """Check keys by table number, see `read_records`, and the records of the first of them; ValueError."""
         shapes = []
-        for number, of_table in keys:
-            place = self.numbers.index(number)
-            shapes.append((torch.uint8, of_table.numel(), self._records[place].num_bytes))
-            if place in self._of_ids:
-                exist = bool(((of_table >= 0) & (of_table < len(self.dynamic[place].index.ids))).all())
+        for number, table_keys in keys:
+            index = self.numbers.index(number)
+            shapes.append((torch.uint8, table_keys.numel(), self._record_formats[index].num_bytes))
+            if index in self._dynamic_indices:
+                exist = bool(((table_keys >= 0) & (table_keys < len(self.dynamic[index].index.ids))).all())
             else:
-                exist = self._owns_all(place, of_table)
-            if not exist or (of_table[1:] <= of_table[:-1]).any():
-                raise ValueError(f"table {self.spec.tables[number].name!r} does not have these rows here")
-        if [(each.dtype, *each.shape) for each in records] != shapes[: len(records)]:
+                exist = self._owns_all(index, table_keys)
+            if not exist or (table_keys[1:] <= table_keys[:-1]).any():
+                raise ValueError(f"table {self.spec.tables[number].name!r} does not have these rows on this server")
+        if [(tensor.dtype, *tensor.shape) for tensor in records] != shapes[: len(records)]:
             raise ValueError(f"records must be {shapes}")
 
     def pull(
-        self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], answer: Answer,
+        self, rank: int, batch: int, ids: list[Tensor], occurrences: list[Tensor], callback: RowsCallback,
         versions: list[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """A trainer's batch for training; `answer` gets each table's rows.
+        """Pull a trainer's batch for training; `callback` receives each table's rows.
 
-        Where tables may refuse ids, which then take no gradient of this batch, int64 follow: of each table how many are
-        refused, and all their positions among the table's ids. With `versions`, those of rows that the trainer has, it
-        gets int64 of each id's version first, and of each table only the rows whose versions are others.
+        With admission, two int64 tensors follow: per table the number of refused ids, which take no gradient of this
+        batch, and their positions among the table's ids, concatenated. With `versions`, those of the trainer's cached
+        rows, the first tensor has each id's version, and each table has only the rows whose versions differ.
         """
-        there = self.pulls.setdefault(batch, PendingBatch())
+        pending = self.pulls.setdefault(batch, PendingBatch())
         if versions is not None:
-            there.versions[rank] = versions
+            pending.versions[rank] = versions
             if self.versions is None:
-                self._version = time.time_ns()  # larger than any before this process was started
+                self._version = time.time_ns()  # above all versions of an earlier process
                 self.versions = [torch.full_like(table.index.ids, self._version) for table in self.dynamic]
-        there.ids[rank], there.others[rank], there.answers[rank] = ids, occurrences, answer
+        pending.ids[rank], pending.payloads[rank], pending.callbacks[rank] = ids, occurrences, callback
         self.advance()
 
     def push(self, rank: int, batch: int, ids: list[Tensor], sums: list[Tensor], lr: float) -> None:
-        """The gradients of a trainer's batch; none of one that was not trained."""
+        """Push the gradients of a trainer's batch; empty lists for a batch that was not trained."""
         if batch < self.next_push * self.spec.batches:
-            return  # of a run that was taken back
-        there = self.pushes.setdefault(batch, PendingBatch())
-        there.ids[rank], there.others[rank], there.lr = ids, sums, max(lr, there.lr)
+            return  # pushed by a run that was rolled back to a checkpoint
+        pending = self.pushes.setdefault(batch, PendingBatch())
+        pending.ids[rank], pending.payloads[rank], pending.lr = ids, sums, max(lr, pending.lr)
         self.advance()
 
-    def look_up(self, after: int, ids: list[Tensor], answer: Answer) -> None:
-        """Rows for evaluation, when the pushes of so many steps have been applied, less the staleness."""
-        due = 0 if self.spec.staleness is None else after - self.spec.staleness
+    def look_up(self, after: int, ids: list[Tensor], callback: RowsCallback) -> None:
+        """Read rows for evaluation, when the pushes of `after` steps less the staleness have been applied."""
+        min_steps = 0 if self.spec.staleness is None else after - self.spec.staleness
 
         def read(error: Exception | None) -> None:
-            answer(self.read(ids) if error is None else error)
+            callback(self.read(ids) if error is None else error)
 
-        self.when(lambda: self.next_push >= due, read)
+        self.run_when(lambda: self.next_push >= min_steps, read)
 
     def read(self, ids: list[Tensor]) -> list[Tensor]:
-        """Rows of each table's ids, as they are now; initial values of ids without a row."""
+        """Read rows of each table's ids in their present state; initial values for ids without a row."""
         return self._read(ids, find_all(self.dynamic, ids))
 
-    def flush(self, rank: int, steps: int, answer: Action) -> None:
-        """A trainer wants the pushes of so many steps to be applied before it pulls again; so must the others."""
-        self.flushes[rank] = steps
-        self.when(lambda: self.next_push >= steps, answer)
+    def flush(self, rank: int, steps: int, completion: Completion) -> None:
+        """Apply the pushes of `steps` steps before the trainer's next pull, once all trainers have requested it."""
+        self.flush_steps[rank] = steps
+        self.run_when(lambda: self.next_push >= steps, completion)
 
     def is_complete(self) -> bool:
-        """Whether all that was pulled has been pushed, or written back, and nothing waits."""
-        if self.held:
+        """Return whether all pulled batches have been pushed, all leases have ended, and no pull is pending."""
+        if self.is_leased:
             return False
         steps = range(self.next_push, self.next_pull // self.spec.batches)
-        return not self.pulls and self.next_pull % self.spec.batches == 0 and all(map(self._pushed, steps))
+        return not self.pulls and self.next_pull % self.spec.batches == 0 and all(map(self._all_pushed, steps))
 
-    def when_trained(self, steps: int, action: Action) -> None:
-        """Act when so many steps have been pulled and pushed by all trainers, and applied as far as they can be."""
+    def when_trained(self, steps: int, completion: Completion) -> None:
+        """Run when all trainers have pulled and pushed `steps` steps, which are applied as far as staleness allows."""
         pulled = steps * self.spec.batches
-        self.when(lambda: self.next_pull >= pulled and all(map(self._pushed, range(self.next_push, steps))), action)
+
+        def is_trained() -> bool:
+            return self.next_pull >= pulled and all(map(self._all_pushed, range(self.next_push, steps)))
+
+        self.run_when(is_trained, completion)
 
     def begin_chain(self, name: str, snapshot: str) -> None:
-        """Note from now on what changes after a snapshot, the last one of a chain."""
+        """Track changes since a snapshot, which is now the last one of a chain."""
         changed = [torch.zeros(len(table.index.ids), dtype=torch.bool) for table in self.dynamic]
         for table in self.dynamic:
             table.removed_ids = []
-        self.chains[name] = Chain(snapshot, changed, [[] for _ in self.dynamic])
+        self.chains[name] = SnapshotChain(snapshot, changed, [[] for _ in self.dynamic])
 
     def note_removed(self) -> None:
-        """Let chains know the ids that have lost their rows; those are forgotten whose next snapshot must be whole."""
-        for place, table in enumerate(self.dynamic):
+        """Add removed ids to all chains; drop chains with so many of them that a full snapshot is smaller."""
+        for index, table in enumerate(self.dynamic):
             for name, chain in list(self.chains.items()):
-                chain.removed[place] += table.removed_ids or []
-                if table.removed_ids is None or sum(map(len, chain.removed[place])) > len(table.index.ids):
+                chain.removed[index] += table.removed_ids or []
+                if table.removed_ids is None or sum(map(len, chain.removed[index])) > len(table.index.ids):
                     del self.chains[name]
             table.removed_ids = []
 
-    def when(self, condition: Callable[[], bool], action: Action) -> None:
-        """Act when this holds, and nothing else can be done."""
-        self.waiting.append((condition, action))
+    def run_when(self, condition: Callable[[], bool], completion: Completion) -> None:
+        """Run `completion` once the condition holds, after all possible pulls and pushes."""
+        self.deferred.append((condition, completion))
         self.advance()
 
     def advance(self) -> None:
-        """Do what is next, as long as it can be done."""
+        """Apply pushes, read pulls, and run deferred completions as far as the order of events allows."""
         self.is_broken = True
         while self._advance_push() or self._advance_pull():
             pass
-        due = [each for each in self.waiting if each[0]()]
-        self.waiting = [each for each in self.waiting if each not in due]
-        for _, action in due:
-            action(None)
+        due = [item for item in self.deferred if item[0]()]
+        self.deferred = [item for item in self.deferred if item not in due]
+        for _, completion in due:
+            completion(None)
         self.is_broken = False
 
     def cancel_pending(self) -> None:
-        """Forget what was pulled and pushed and has not been done: another state is restored."""
-        error = RuntimeError("this was taken back: the tables were restored from a checkpoint meanwhile")
-        pulls, self.pulls, waiting, self.waiting = self.pulls, {}, self.waiting, []
-        self.pushes, self.flushes, self.versions = {}, {}, None
-        answers = [answer for batch in pulls.values() for answer in batch.answers.values()]
-        for tell in (*answers, *(action for _, action in waiting)):
-            tell(error)
+        """Cancel pending pulls, pushes and completions, because a checkpoint is restored."""
+        error = RuntimeError("cancelled: the tables were restored from a checkpoint")
+        pulls, self.pulls, deferred, self.deferred = self.pulls, {}, self.deferred, []
+        self.pushes, self.flush_steps, self.versions = {}, {}, None
+        callbacks = [callback for batch in pulls.values() for callback in batch.callbacks.values()]
+        for callback in (*callbacks, *(completion for _, completion in deferred)):
+            callback(error)
 
     def _batches(self, step: int) -> range:
         return range(step * self.spec.batches, (step + 1) * self.spec.batches)
 
-    def _pushed(self, step: int) -> bool:
-        """Whether all pushes of a step have come."""
+    def _all_pushed(self, step: int) -> bool:
+        """Return whether all pushes of a step have arrived."""
         return all(b in self.pushes and len(self.pushes[b].ids) == self.spec.trainers for b in self._batches(step))
 
     def _advance_push(self) -> bool:
         spec, step = self.spec, self.next_push
-        if not self._pushed(step):
+        if not self._all_pushed(step):
             return False
-        read = self.next_pull if spec.exact else math.inf
-        flushed = len(self.flushes) == spec.trainers and step < min(self.flushes.values())
-        if not flushed and spec.staleness is not None and read < (step + spec.staleness + 1) * spec.batches:
+        num_read = self.next_pull if spec.exact else math.inf
+        flushed = len(self.flush_steps) == spec.trainers and step < min(self.flush_steps.values())
+        if not flushed and spec.staleness is not None and num_read < (step + spec.staleness + 1) * spec.batches:
             return False
         self._apply([self.pushes.pop(batch) for batch in self._batches(step)])
         self.next_push += 1
         return True
 
     def _advance_pull(self) -> bool:
-        """Read the next batch: of all trainers at once in exact mode, else what has come of it."""
-        exact, most, staleness = self.spec.exact, self.spec.trainers, self.spec.staleness
+        """Read the next batch: of all trainers at once in exact mode, else the pulls that have arrived."""
+        exact, trainers, staleness = self.spec.exact, self.spec.trainers, self.spec.staleness
         for batch in sorted(self.pulls):
-            complete = batch == self.next_pull and len(self.pulls[batch].ids) == most
+            complete = batch == self.next_pull and len(self.pulls[batch].ids) == trainers
             sees_enough = staleness is None or batch // self.spec.batches - staleness <= self.next_push
             if sees_enough and (complete or not exact):
                 self.next_pull = max(self.next_pull, batch + 1)
@@ -416,213 +459,225 @@ class ServedTables:
                 return True
         return False
 
-    def _pull(self, batch: int, there: PendingBatch) -> None:
-        ranks = sorted(there.ids)
+    def _pull(self, batch: int, pending: PendingBatch) -> None:
+        # Read the rows of all trainers at once.
+        ranks = sorted(pending.ids)
         self.staleness[batch // self.spec.batches - self.next_push] += len(ranks)
-        ids, sizes = _by_table([there.ids[rank] for rank in ranks])
-        occurrences, _ = _by_table([there.others[rank] for rank in ranks])
+        ids, sizes = _by_table([pending.ids[rank] for rank in ranks])
+        occurrences, _ = _by_table([pending.payloads[rank] for rank in ranks])
         try:
-            places = self._assign(ids, occurrences)
-            rows = self._read(ids, places)
-        except Exception as error:  # there is no room, and nothing has changed
+            row_numbers = self._assign(ids, occurrences)
+            rows = self._read(ids, row_numbers)
+        except Exception as error:  # the table is full; it is unchanged
             for rank in ranks:
-                there.answers[rank](error)
+                pending.callbacks[rank](error)
             return
-        found = [of_table.split(of) for of_table, of in zip(rows, sizes, strict=True)]
-        for number, rank in enumerate(ranks):
-            own = [of_table[number] for of_table in found]
-            if rank in there.versions or self.spec.refuses:
-                mine = [of.split(of_table)[number] for of, of_table in zip(places, sizes, strict=True)]
-            if (known := there.versions.get(rank)) is not None:
-                own = self._changed(known, mine, own)
-            if self.spec.refuses:
-                refused = [(of_table < 0).nonzero()[:, 0] for of_table in mine]
-                counts = torch.tensor([each.numel() for each in refused], dtype=torch.int64)
-                own += [counts, torch.cat([counts[:0], *refused])]
-            there.answers[rank](own)
+        # Send each trainer its rows, with versions and refused ids where it needs them.
+        split_rows = [table_rows.split(counts) for table_rows, counts in zip(rows, sizes, strict=True)]
+        for position, rank in enumerate(ranks):
+            result = [table_rows[position] for table_rows in split_rows]
+            if rank in pending.versions or self.spec.has_admission:
+                numbers = [of.split(counts)[position] for of, counts in zip(row_numbers, sizes, strict=True)]
+            if (cached_versions := pending.versions.get(rank)) is not None:
+                result = self._changed_rows(cached_versions, numbers, result)
+            if self.spec.has_admission:
+                refused = [(table_rows < 0).nonzero()[:, 0] for table_rows in numbers]
+                counts = torch.tensor([positions.numel() for positions in refused], dtype=torch.int64)
+                result += [counts, torch.cat([counts[:0], *refused])]
+            pending.callbacks[rank](result)
 
-    def _changed(self, known: Sequence[Tensor], places: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-        """Of a trainer's ids their versions, and the rows whose versions it does not know."""
+    def _changed_rows(
+        self, cached_versions: Sequence[Tensor], row_numbers: Sequence[Tensor], rows: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the versions of a trainer's ids, and the rows whose versions differ from the cached ones."""
         assert self.versions is not None
         versions = [
-            torch.where(of_table < 0, ops.NO_ROW, now[of_table.clamp(min=0)])
-            for now, of_table in zip(self.versions, places, strict=True)
+            torch.where(numbers < 0, ops.NO_ROW, by_row[numbers.clamp(min=0)])
+            for by_row, numbers in zip(self.versions, row_numbers, strict=True)
         ]
-        parts = zip(rows, versions, known, strict=True)
-        return [torch.cat([NO_ROWS, *versions]), *(of_table[now != before] for of_table, now, before in parts)]
+        tables = zip(rows, versions, cached_versions, strict=True)
+        return [torch.cat([NO_ROWS, *versions]), *(values[new != cached] for values, new, cached in tables)]
 
     def _assign(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
+        """Return row numbers of a training batch's ids, which are inserted where they have none."""
         if self.tables is None:
             return []
         known = find_all(self.dynamic, ids) if self.versions is not None else None
-        with torch.enable_grad():  # it is for training
+        with torch.enable_grad():  # marks the batch as one for training
             assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
-        sizes = [of_table.numel() for of_table in ids]
+        sizes = [table_ids.numel() for table_ids in ids]
         rows = list(assigned.features.values().split(sizes))
-        for place, of_table in enumerate(rows):
-            self._note_assigned(place, of_table)
+        for index, table_rows in enumerate(rows):
+            self._note_assigned(index, table_rows)
             if known is not None:
-                self._renew(place, of_table[known[place] < 0])
+                self._bump_versions(index, table_rows[known[index] < 0])
         return rows
 
-    def _note_assigned(self, place: int, rows: Tensor) -> None:
-        self._mark(place, rows)
-        table = self.dynamic[place]
-        if table.removed_ids is not None and sum(each.numel() for each in table.removed_ids) > len(table.index.ids):
-            table.removed_ids = None  # a whole snapshot is smaller
+    def _note_assigned(self, index: int, rows: Tensor) -> None:
+        self._mark_changed(index, rows)
+        table = self.dynamic[index]
+        if table.removed_ids is not None and sum(ids.numel() for ids in table.removed_ids) > len(table.index.ids):
+            table.removed_ids = None  # a full snapshot is smaller
 
-    def _renew(self, place: int, rows: Tensor) -> None:
-        """Give changed rows another version."""
+    def _bump_versions(self, index: int, rows: Tensor) -> None:
+        """Set a new version for changed rows."""
         assert self.versions is not None
         self._version += 1
-        self.versions[place][rows[rows >= 0]] = self._version
+        self.versions[index][rows[rows >= 0]] = self._version
 
-    def _mark(self, place: int, rows: Tensor) -> None:
+    def _mark_changed(self, index: int, rows: Tensor) -> None:
         for chain in self.chains.values():
-            chain.changed[place][rows[rows >= 0]] = True
+            chain.changed[index][rows[rows >= 0]] = True
 
     def _read(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
-        found, all_known = list[Tensor](), not rows or bool((cat(rows) >= 0).all())
+        result, all_known = list[Tensor](), not rows or bool((cat(rows) >= 0).all())
         with self._memory(dict(enumerate(rows))) as memories:
-            for place, table in enumerate(self.dynamic):
-                memory, there = memories[place]
-                values = memory["weight"].index_select(0, there if all_known else there.clamp(min=0))
-                if not all_known and (unknown := there < 0).any():
-                    values[unknown] = table.initial_values(ids[place][unknown])
-                found.append(values)
-        return found
+            for index, table in enumerate(self.dynamic):
+                memory, slots = memories[index]
+                values = memory["weight"].index_select(0, slots if all_known else slots.clamp(min=0))
+                if not all_known and (missing_mask := slots < 0).any():
+                    values[missing_mask] = table.initial_values(ids[index][missing_mask])
+                result.append(values)
+        return result
 
     def _pin(self, rows: Sequence[Tensor]) -> Lookup | None:
-        """Of tables on disk, a batch of these rows, -1 of none, whose slots are pinned until it is released."""
+        """Prefetch rows of tables on disk, -1: none, and pin their slots until release. None for tables in memory."""
         if self.tables is None or self.tables.cache is None:
             return None
         assigned = AssignedRows(self._batch(rows), None, None, True, torch.tensor(self.dynamic[0].clock))
         empty = assigned.features.values()[:0]
         layout = self.tables.layout(self.tables.feature_names, empty.device)
-        before = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), layout, assigned=assigned)
-        return prefetch_batch(self.tables, assigned.features, before)
+        unread = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), layout, assigned=assigned)
+        return prefetch_batch(self.tables, assigned.features, unread)
 
-    # Of rows that a trainer holds.
+    # Leased rows.
 
     @torch.no_grad()
-    def assign(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Rows of a batch's distinct ids in dynamic tables, -1 of refused ones; and which ids have just got theirs.
+    def allocate(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return rows of a batch's distinct ids in dynamic tables, -1 for refused ids, and masks of newly inserted ids.
 
-        ValueError if they find no room; nothing has changed then.
+        ValueError if a table is full; then the tables are unchanged.
         """
-        if not (places := self._of_ids):
+        if not (indices := self._dynamic_indices):
             return [], []
-        tables, sizes = [self.dynamic[place] for place in places], [*map(len, ids)]
+        tables, sizes = [self.dynamic[index] for index in indices], [*map(len, ids)]
         rows, keys, _ = insert_batch(tables, *concat_ids(ids), torch.cat(list(occurrences)))
-        by_table = dict(zip(places, rows.split(sizes), strict=True))
-        for place, of_table in by_table.items():
-            self._note_assigned(place, of_table)
-        if (pinned := self._pin([by_table.get(place, NO_ROWS) for place in range(len(self.numbers))])) is not None:
+        by_table = dict(zip(indices, rows.split(sizes), strict=True))
+        for index, table_rows in by_table.items():
+            self._note_assigned(index, table_rows)
+        if (pinned := self._pin([by_table.get(index, NO_ROWS) for index in range(len(self.numbers))])) is not None:
             pinned.release()
         return [*by_table.values()], [*((keys != NO_KEY) & (rows >= 0)).split(sizes)]
 
     def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
-        """As `assign`, of a batch that is not trained: -1 of ids without a row."""
-        return find_all([self.dynamic[place] for place in self._of_ids], ids)
+        """Return rows of ids in dynamic tables, -1 for ids without a row, without inserting any."""
+        return find_all([self.dynamic[index] for index in self._dynamic_indices], ids)
 
     @torch.no_grad()
     def read_records(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
-        """Records of tables, by number: of a static one's rows, and of the places that ids have got in others."""
+        """Read records by table number: keys are ids of a static table, row numbers of a dynamic one."""
         rows, move = self._rows(keys), cpu_kernels("row_cache").move_rows_
-        known, found = {place: nonzero(of_table >= 0) for place, of_table in rows.items()}, list[Tensor]()
-        with self._memory({place: of_table[known[place]] for place, of_table in rows.items()}) as memories:
-            for place, of_table in rows.items():
-                table, record, mine = self.dynamic[place], self._records[place], known[place]
-                records = torch.zeros(of_table.numel(), record.num_bytes, dtype=torch.uint8)
-                fields, (memory, there) = record.views(records), memories[place]
+        known, result = {index: nonzero(table_rows >= 0) for index, table_rows in rows.items()}, list[Tensor]()
+        with self._memory({index: table_rows[known[index]] for index, table_rows in rows.items()}) as memories:
+            for index, table_rows in rows.items():
+                table, record, positions = self.dynamic[index], self._record_formats[index], known[index]
+                records = torch.zeros(table_rows.numel(), record.num_bytes, dtype=torch.uint8)
+                fields, (memory, slots) = record.views(records), memories[index]
                 names = [name for name in fields if name in memory]
-                move([fields[name] for name in names], [memory[name] for name in names], mine, there)
-                if mine.numel() < of_table.numel():
-                    unknown = of_table < 0
-                    fields["weight"][unknown] = table.initial_values(keys[self.numbers[place]][unknown])
+                move([fields[name] for name in names], [memory[name] for name in names], positions, slots)
+                if positions.numel() < table_rows.numel():
+                    missing_mask = table_rows < 0
+                    fields["weight"][missing_mask] = table.initial_values(keys[self.numbers[index]][missing_mask])
                 if "id" in fields:
-                    fields["id"].copy_(table.index.ids[of_table])
-                found.append(records)
-        return found
+                    fields["id"].copy_(table.index.ids[table_rows])
+                result.append(records)
+        return result
 
     @torch.no_grad()
     def write_records(self, keys: Mapping[int, Tensor], records: Sequence[Tensor]) -> None:
-        """Write them; a static row that is written first gets a place."""
+        """Write records, keyed as in `read_records`; the first write of a static row inserts it."""
         rows, move = self._rows(keys), cpu_kernels("row_cache").move_rows_
-        for (place, of_table), of_keys in zip(rows.items(), keys.values(), strict=True):
-            if (unknown := nonzero(of_table < 0)).numel():
-                of_table[unknown] = self.dynamic[place].add(of_keys[unknown])
-            self._mark(place, of_table)
+        for (index, table_rows), table_keys in zip(rows.items(), keys.values(), strict=True):
+            if (missing := nonzero(table_rows < 0)).numel():
+                table_rows[missing] = self.dynamic[index].add(table_keys[missing])
+            self._mark_changed(index, table_rows)
         with self._memory(rows, dirty=True) as memories:
-            for place, given in zip(rows, records, strict=True):
-                fields, (memory, there) = self._records[place].views(given), memories[place]
+            for index, table_records in zip(rows, records, strict=True):
+                fields, (memory, slots) = self._record_formats[index].views(table_records), memories[index]
                 if "id" in memory:
-                    fields["id"] = self.dynamic[place].index.ids[rows[place]]
+                    fields["id"] = self.dynamic[index].index.ids[rows[index]]
                 source = [fields[name] for name in memory]
-                move([*memory.values()], source, there, torch.arange(there.numel()))
+                move([*memory.values()], source, slots, torch.arange(slots.numel()))
 
-    def returned(self, steps: int, lr: float) -> None:
-        """The trainer has written all rows back, after so many steps."""
-        self.held, self.next_pull, self.next_push = False, steps * self.spec.batches, steps
+    def end_lease(self, steps: int, lr: float) -> None:
+        """End the trainer's lease: it has written back all rows, after `steps` steps."""
+        self.is_leased, self.next_pull, self.next_push = False, steps * self.spec.batches, steps
         if self.tables is not None:
             self.tables.counters["step"].fill_(steps)
             self.tables.set_learning_rate(lr)
 
     def _rows(self, keys: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """By place of the table; -1 of static rows that have none yet."""
-        rows = {self.numbers.index(number): of_table for number, of_table in keys.items()}
-        static = [place for place in rows if place not in self._of_ids]
-        found = find_all([self.dynamic[place] for place in static], [rows[place] for place in static])
-        return rows | dict(zip(static, found, strict=True))
+        """Return row numbers by index of the table; -1 for static rows that were never written."""
+        rows = {self.numbers.index(number): table_keys for number, table_keys in keys.items()}
+        static = [index for index in rows if index not in self._dynamic_indices]
+        static_rows = find_all([self.dynamic[index] for index in static], [rows[index] for index in static])
+        return rows | dict(zip(static, static_rows, strict=True))
 
     @contextmanager
     def _memory(
         self, rows: Mapping[int, Tensor], dirty: bool = False
     ) -> Iterator[dict[int, tuple[dict[str, Tensor], Tensor]]]:
-        """Of tables, by place, weight and states in memory, and where rows are in these; rows of -1 stay so."""
-        pinned = self._pin([rows.get(place, NO_ROWS) for place in range(len(self.numbers))])
-        found = {}
-        for place, there in rows.items():
+        """Yield weight and states in memory, and the slots of rows there, by index of the table; row -1 has slot -1.
+
+        Rows of tables on disk are pinned meanwhile, and then marked dirty if `dirty`.
+        """
+        pinned = self._pin([rows.get(index, NO_ROWS) for index in range(len(self.numbers))])
+        result = {}
+        for index, table_rows in rows.items():
+            slots = table_rows
             if pinned is not None:
-                (own, slots), known, of_table = pinned.rows_of(place), nonzero(there >= 0), there
-                there = of_table.index_copy(0, known, slots[torch.searchsorted(own, of_table[known])])
-            found[place] = Table.tensors(self.dynamic[place]), there
+                (pinned_rows, pinned_slots), known = pinned.rows_of(index), nonzero(table_rows >= 0)
+                known_slots = pinned_slots[torch.searchsorted(pinned_rows, table_rows[known])]
+                slots = table_rows.index_copy(0, known, known_slots)
+            result[index] = Table.tensors(self.dynamic[index]), slots
         try:
-            yield found
+            yield result
         finally:
             if pinned is not None:
                 pinned.dirty = dirty
                 pinned.release()
 
     def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:
-        """A value a position of each table, as one sample."""
+        """Build a batch of one sample from the values of each table."""
         assert self.tables is not None
-        offsets = ops.segment_offsets(torch.tensor([of_table.numel() for of_table in values]))
+        offsets = ops.segment_offsets(torch.tensor([table_values.numel() for table_values in values]))
         return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)
 
     @torch.no_grad()
     def _apply(self, batches: Sequence[PendingBatch]) -> None:
-        """One step of the optimizer on the sums of the gradients of each row, in the order of batches and trainers."""
+        """Apply one optimizer step to the sums of each row's gradients, in the order of batches and trainers."""
         if self.tables is None:
             return
+        # Concatenate ids and gradients of all trainers, by table.
         order = [(batch, rank) for batch in batches for rank in sorted(batch.ids) if batch.ids[rank]]
         lr = max(batch.lr for batch in batches)
-        places = range(len(self.dynamic))
-        ids = [torch.cat([NO_ROWS, *(batch.ids[rank][place] for batch, rank in order)]) for place in places]
-        values = find_all(self.dynamic, ids)  # -1 of ids that were refused, or evicted since, which take no gradient
+        indices = range(len(self.dynamic))
+        ids = [torch.cat([NO_ROWS, *(batch.ids[rank][index] for batch, rank in order)]) for index in indices]
+        rows = find_all(self.dynamic, ids)  # -1: refused, or evicted since the pull; takes no gradient
         grads = list[Tensor]()
-        for place, table in enumerate(self.dynamic):
-            self._mark(place, values[place])
+        for index, table in enumerate(self.dynamic):
+            self._mark_changed(index, rows[index])
             if self.versions is not None:
-                self._renew(place, values[place])
-            sums = (batch.others[rank][place] for batch, rank in order)
+                self._bump_versions(index, rows[index])
+            sums = (batch.payloads[rank][index] for batch, rank in order)
             grads.append(torch.cat([torch.empty(0, table.config.embedding_dim), *sums]))
             if self.spec.trainers > 1:
                 grads[-1].mul_(1.0 / self.spec.trainers)
         if lr != self.tables.current_learning_rate and order:
             self.tables.set_learning_rate(lr)
-        if (lookup := self._pin(values)) is None:
-            batch, layout = self._batch(values), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
+        # Update the rows: those of tables on disk are pinned, others are grouped directly.
+        if (lookup := self._pin(rows)) is None:
+            batch, layout = self._batch(rows), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
             groups = ops.row_groups(batch.values(), batch.offsets(), layout)
             lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)
         self.tables.update.step(self.tables, grads, lookup, [] if self.tables.cache is None else [lookup])
@@ -631,20 +686,20 @@ class ServedTables:
 @functools.cache
 @torch.no_grad()
 def warm_up() -> None:
-    """Load half of torch and the kernels, as a first batch does."""
+    """Load torch modules and compile kernels, so that the first batch does not wait for them."""
     table, optimizer, one = TableConfig("table", 1, 1), SGD(lr=0.1), torch.ones(1, dtype=torch.int64)
-    specs, described = (TableSpec.of(table, 0, optimizer),), describe_optimizer(optimizer)
-    served = ServedTables(CollectionSpec(specs, described, 1, None, True, 1, ((0,),), (None,), "fp32", "fp32"), 0)
+    specs, optimizer_spec = (TableSpec.from_config(table, 0, optimizer),), describe_optimizer(optimizer)
+    served = ServedTables(CollectionSpec(specs, optimizer_spec, 1, None, True, 1, ((0,),), (None,), "fp32", "fp32"), 0)
     served.pull(0, 0, [one - 1], [one], lambda rows: None)
     served.push(0, 0, [one - 1], [torch.ones(1, 1)], 0.1)
 
 
 def _by_table(ranks: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[int]]]:
-    """Of tensors by rank and table: those of each table, in the order of ranks, and their sizes."""
+    """Concatenate tensors by rank and table over ranks; returns one tensor per table, and the sizes of its parts."""
     tables = list(zip(*ranks, strict=True))
-    return [cat(of_table) for of_table in tables], [[each.shape[0] for each in of_table] for of_table in tables]
+    return [cat(tensors) for tensors in tables], [[tensor.shape[0] for tensor in tensors] for tensors in tables]
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
-    """`torch.cat`, also of none; one alone is not copied."""
+    """Concatenate tensors, also an empty list; a single tensor is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors)) if tensors else NO_ROWS

@@ -1,7 +1,7 @@
-"""How trainers and embedding servers reach one another: channels for messages, in one process or over Arrow Flight.
+"""Message channels between trainers and embedding servers, in one process or over Arrow Flight.
 
-A channel may lose messages and repeat them, and bring them in another order: `client.py` and `node.py` see to it that
-each one counts once, in the order in which it was sent.
+A channel may lose, duplicate and reorder messages: `client.py` and `node.py` execute each request exactly once, in the
+order in which it was sent.
 """
 
 import math
@@ -26,11 +26,11 @@ from tritonemb.utils import Closeable
 
 Values = dict[str, Any]
 Message = tuple[Values, list[Tensor]]
-"""Values for JSON, and contiguous tensors on the CPU. Whoever has sent or received a message changes it no more."""
+"""JSON-serializable values, and contiguous tensors on the CPU. Senders and receivers must not modify a message."""
 Reply = Callable[[Message], None]
 
 ALIGNMENT = 64  # bytes
-PIECE = 16 << 20  # bytes of a record batch; gRPC receives a few of these several times faster than a large one
+RECORD_BATCH_BYTES = 16 << 20  # gRPC receives a few batches of this size several times faster than a large one
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -42,48 +42,48 @@ _DTYPES = {
 
 
 class Service(Protocol):
-    """What answers messages."""
+    """Receiver of messages, which it answers."""
 
     def receive(self, message: Message, reply: Reply) -> None:
-        """Take a message, and return at once. `reply` may be called by any thread, later, or never."""
+        """Accept a message without blocking. `reply` may be called by any thread, later, or never."""
 
 
 class Channel(Protocol):
     """A connection of one client to one server."""
 
     def send(self, message: Message) -> None:
-        """Send a message; ConnectionError if the channel is lost or closed. Any thread may call this.
+        """Send a message; ConnectionError if the channel is lost or closed. Thread-safe.
 
-        It waits while the server takes no messages, which may be until the client has taken replies: hold no lock that
+        Blocks while the server accepts no messages, possibly until the client has received replies: hold no lock that
         `receive` needs.
         """
 
     def close(self) -> None:
-        """Send nothing more, and receive nothing. What has just been sent may be lost."""
+        """Stop sending and receiving. Messages in flight may be lost."""
 
 
 class Transport(Protocol):
-    """Opens channels to one server."""
+    """Factory of channels to one server."""
 
     address: str
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
-        """A new channel; ConnectionError if the server does not answer, PermissionError if it expects another token.
+        """Open a channel; ConnectionError if the server does not answer, PermissionError if it rejects the token.
 
         Args:
-            receive: is called with each answer, by a thread of the channel.
-            lost: is called once if the channel is lost, with a ConnectionError; not after `close`.
+            receive: called with each reply, by a thread of the channel.
+            lost: called once if the channel is lost, with a ConnectionError; not after `close`.
         """
 
 
 class LocalTransport:
-    """A server in this process; messages are passed by reference."""
+    """Transport to a server in this process; messages are passed by reference."""
 
     def __init__(self, service: Service, address: str = "local") -> None:
         self.address, self._service = address, service
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
-        """A channel, which is never lost; `receive` is called by the threads of the service."""
+        """Open a channel that is never lost; `receive` is called by the threads of the service."""
         return _LocalChannel(self._service, receive)
 
 
@@ -105,26 +105,30 @@ class _LocalChannel:
 
 
 class FlightTransport:
-    """A `FlightServer` at `address`: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`. Each channel has a connection.
+    """Transport to a `FlightServer` at `address`, `grpc://HOST:PORT` or `grpc+tls://HOST:PORT`.
+
+    Each channel has its own connection.
 
     Args:
-        token: that the server expects.
-        roots: a PEM file with the certificates to trust with TLS; the system's if not given.
-        moved: a file that has the server's address, which is tried next where it does not answer.
+        token: authentication token of the server.
+        roots: PEM file of trusted root certificates for TLS; default: those of the system.
+        address_path: file with the server's current address, which is read when the server does not answer.
     """
 
-    def __init__(self, address: str, token: str, roots: str | Path | None = None, moved: Path | None = None) -> None:
-        self.address, self._token, self._roots, self._moved = address, token, roots, moved
+    def __init__(
+        self, address: str, token: str, roots: str | Path | None = None, address_path: Path | None = None
+    ) -> None:
+        self.address, self._token, self._roots, self._address_path = address, token, roots, address_path
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
-        """See `Transport.open`. A server that is gone is noticed at once, one whose machine or network is gone when
-        nothing that was sent has been acknowledged for 20 seconds, or after minutes if nothing was sent."""
+        """See `Transport.open`. The end of a server's process is detected at once, the loss of its machine or network
+        when sent data has not been acknowledged for 20 seconds, or after minutes if no data was sent."""
         try:
             stream = flight.Client(self.address, self._token, self._roots).exchange()
         except ConnectionError:
-            if self._moved is not None:
+            if self._address_path is not None:
                 with suppress(OSError):
-                    self.address = self._moved.read_text()
+                    self.address = self._address_path.read_text()
             raise
         return _FlightChannel(stream, receive, lost)
 
@@ -148,12 +152,12 @@ class _FlightChannel:
                 if self._closed:
                     break
                 receive(message)
-                del message  # or it would stay until the next one is there
-        except ConnectionError as caught:
-            error = caught
-        except Exception as caught:
-            error = ConnectionError(f"{type(caught).__name__}: {caught}")
-            error.__cause__ = caught
+                del message  # free it before waiting for the next one
+        except ConnectionError as cause:
+            error = cause
+        except Exception as cause:
+            error = ConnectionError(f"{type(cause).__name__}: {cause}")
+            error.__cause__ = cause
         self._stream.cancel()
         self._stream.end()
         if not self._closed:
@@ -161,19 +165,21 @@ class _FlightChannel:
 
 
 class FlightServer(Closeable):
-    """Brings messages to `service`, and its replies to the clients, of which each must have the token.
+    """Server that passes messages to `service`, and its replies to authenticated clients.
 
     Args:
-        service: is called by one thread for each channel.
-        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
-        token: that clients must have; that of the environment (TRITONEMB_TOKEN) or a random one if not given.
+        service: receiver of messages; called by one thread per channel.
+        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 selects a free port.
+        token: token that clients must present; default: TRITONEMB_TOKEN of the environment, else a random one.
         certificate, key: PEM files for TLS.
-        answer: of calls by `tritonemb.flight.Client.call`.
+        answer: handler of `tritonemb.flight.Client.call`.
 
-    Attributes `address` (with the port) and `token` are what clients need.
+    Attributes:
+        address: address for clients, with the port.
+        token: token for clients.
 
     Raises:
-        ValueError, OSError: it cannot serve at this address, or other machines could reach it without TLS and a token.
+        ValueError, OSError: the address cannot be served, or is reachable from other machines without TLS and a token.
     """
 
     def __init__(
@@ -187,42 +193,44 @@ class FlightServer(Closeable):
         exchange = partial(_serve, service)
         server = flight.start_server(answer, address, self.token, certificate, key, exchange)
         self.address = f"{address.rpartition(':')[0]}:{server.port}"
-        self._stop = weakref.finalize(self, server.stop)  # at exit too: Arrow would wait for the clients
+        self._stop = weakref.finalize(self, server.stop)  # also at exit, where Arrow would wait for the clients
 
     def close(self) -> None:
-        """End the server; channels that are open are lost."""
+        """Stop the server; open channels are lost."""
         self._stop()
 
 
 def _serve(service: Service, stream: flight.MessageStream) -> None:
     def reply(message: Message) -> None:
-        with suppress(ConnectionError):  # nobody waits for it
+        with suppress(ConnectionError):  # the client is gone
             stream.send(_encode(message))
 
     for message in _decode(stream.receive()):
         service.receive(message, reply)
-        del message  # or it would stay until the next one is there
+        del message  # free it before waiting for the next one
 
 
 def _encode(message: Message) -> list[flight.Message]:
-    """A message's header, and the bytes of its tensors, each aligned, in pieces. One tensor alone is not copied."""
+    """Encode a message as record batches: a header, and the aligned bytes of tensors. A single tensor is not copied."""
     values, tensors = message
-    header = {"values": values, "tensors": [[str(each.dtype)[len("torch.") :], list(each.shape)] for each in tensors]}
-    parts = [each.detach().reshape(-1).view(torch.uint8).numpy() for each in tensors]
-    if len(parts) == 1:
-        data = parts[0]
+    dtypes_and_shapes = [[str(tensor.dtype)[len("torch.") :], list(tensor.shape)] for tensor in tensors]
+    header = {"values": values, "tensors": dtypes_and_shapes}
+    buffers = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+    if len(buffers) == 1:
+        data = buffers[0]
     else:
-        gap, size, spaced = np.zeros(ALIGNMENT, np.uint8), 0, []
-        for part in parts:
-            spaced += [gap[: -size % ALIGNMENT], part]
-            size += -size % ALIGNMENT + part.size
-        data = np.concatenate(spaced) if spaced else gap[:0]
-    return [({} if start else header, data[start : start + PIECE]) for start in range(0, data.size or 1, PIECE)]
+        padding, size, padded = np.zeros(ALIGNMENT, np.uint8), 0, []
+        for buffer in buffers:
+            padded += [padding[: -size % ALIGNMENT], buffer]
+            size += -size % ALIGNMENT + buffer.size
+        data = np.concatenate(padded) if padded else padding[:0]
+    starts = range(0, data.size or 1, RECORD_BATCH_BYTES)
+    return [({} if start else header, data[start : start + RECORD_BATCH_BYTES]) for start in starts]
 
 
-def _decode(pieces: Iterator[flight.Message]) -> Iterator[Message]:
-    """The messages of `_encode`. Tensors are views of what was received if that came in one piece: read them only."""
-    for header, array in pieces:
+def _decode(record_batches: Iterator[flight.Message]) -> Iterator[Message]:
+    """Decode messages of `_encode`. Tensors may be views of a received record batch: treat them as read-only."""
+    for header, array in record_batches:
         layout, total = [], 0
         for name, shape in header["tensors"]:
             start = total + -total % ALIGNMENT
@@ -230,14 +238,15 @@ def _decode(pieces: Iterator[flight.Message]) -> Iterator[Message]:
             layout.append((slice(start, total), _DTYPES[name], shape))
         data = torch.empty(0, dtype=torch.uint8) if array is None else from_dlpack(array)
         if data.numel() != total or data.data_ptr() % 8:
-            data, filled = torch.empty(total, dtype=torch.uint8), 0
-            for _, piece in chain([({}, array)], pieces):
-                data[filled : filled + len(piece)] = from_dlpack(piece)
-                filled += len(piece)
-                if filled >= total:
+            # Several record batches, or an unaligned one: copy them into one buffer.
+            data, num_filled = torch.empty(total, dtype=torch.uint8), 0
+            for _, chunk in chain([({}, array)], record_batches):
+                data[num_filled : num_filled + len(chunk)] = from_dlpack(chunk)
+                num_filled += len(chunk)
+                if num_filled >= total:
                     break
             else:
                 return  # the stream has ended
-            del piece
-        yield header["values"], [data[part].view(dtype).reshape(shape) for part, dtype, shape in layout]
-        del array, data  # or they would stay until the next ones are there
+            del chunk
+        yield header["values"], [data[span].view(dtype).reshape(shape) for span, dtype, shape in layout]
+        del array, data  # free them before waiting for the next ones

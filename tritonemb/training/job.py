@@ -22,7 +22,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.data import ClickLog, cached_as_parquet, open_dataset
 from tritonemb.data.protocol import Data
 from tritonemb.server import Servers, connect, start, start_on_ray
-from tritonemb.server.launch import SECONDS_TO_START
+from tritonemb.server.launch import START_TIMEOUT
 from tritonemb.server.on_ray import PATIENCE
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.storage.checkpoint import read_manifest_text
@@ -152,7 +152,7 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
         )
     addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, begin)
     if count is not None and not options.on_ray and log_folder is not None:
-        arguments["patience"] += SECONDS_TO_START  # other ranks do not know that rank 0 is restarting a server
+        arguments["patience"] += START_TIMEOUT  # other ranks do not know that rank 0 is restarting a server
     with started[0] if started else connect(addresses, token=token, **arguments) as servers:
         yield servers
 
