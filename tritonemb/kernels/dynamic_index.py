@@ -93,11 +93,13 @@ def _distinct_kernel(
     valid, has_previous = entry < num_ids, (entry <= num_ids) & (entry > 0)
     key, number = tl.load(keys + entry, mask=valid, other=_NO_KEY), tl.load(numbers + entry, mask=valid, other=0)
     previous_number = tl.load(numbers + entry - 1, mask=has_previous, other=0)
+    # The first entry of each id.
     head = valid & (number != previous_number)
     tl.store(admitted + entry, valid, mask=valid)
     tl.store(ids + number - 1, tl.load(sorted_ids + entry, mask=head, other=0), mask=head)
     tl.store(begins + number - 1, entry.to(tl.int64), mask=head)
     tl.store(tables + number - 1, last_at_most(indexes + _PARTITION, num_tables, key.to(tl.int64), FIELDS), mask=head)
+    # The end of the last id: the first entry without a key.
     end = (entry <= num_ids) & (key == _NO_KEY)
     end &= (entry == 0) | (tl.load(keys + entry - 1, mask=has_previous, other=_NO_KEY) != _NO_KEY)
     tl.store(begins + previous_number, entry.to(tl.int64), mask=end)

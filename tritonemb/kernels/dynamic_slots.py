@@ -140,6 +140,7 @@ def _return_from_overflow(index, partition, number, sets):
     home, bucket, ways = number * index.partitions + partition, index.num_buckets + partition, tl.arange(0, _WAYS)
     remaining, other_overflow = tl.load(index.overflowed + home), tl.load(index.num_overflow + partition)
     other_overflow -= remaining
+    # One row per iteration, the next overflow bucket if it has none.
     empty = _empty_way(index, home)
     while (remaining > 0) & (empty < _WAYS):
         digests, rows, _, numbers = _load_bucket(index, bucket, sets)
@@ -190,6 +191,7 @@ def find_victim(index, partition, hash64, sets, step, max_step, half_life):
         home = number * index.partitions + partition
         bucket, remaining, min_key, min_id = home, tl.load(index.overflowed + home) + 1, no_key, no_key
         while remaining > 0:
+            # Keys of the bucket's rows of this set; `no_key` for others and for rows that may not be evicted.
             _, rows, ids, numbers = _load_bucket(index, bucket, sets)
             in_set, ways = numbers == number, tl.arange(0, _WAYS)
             uses = index.uses + 4 * rows.to(tl.int64)
@@ -241,6 +243,7 @@ def _split(index, partition, sets):
 def insert(index, partition, hash64, sets, row, num_rows):
     """Insert a row into its home bucket, or an overflow bucket; split a set if the partition is full."""
     home = _set_number(hash64, sets) * index.partitions + partition
+    # The home bucket, else the first overflow bucket with an empty way.
     bucket, way = home, _empty_way(index, home)
     if way == _WAYS:
         tl.store(index.overflowed + home, tl.load(index.overflowed + home) + 1)

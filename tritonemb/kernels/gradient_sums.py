@@ -59,8 +59,10 @@ def _find_bags_kernel(
     The first program also resets `status` (number of spans, lowest bad row) and computes the bias corrections of the
     next step (`1 - beta^t` of Adam's two moments); with ADVANCE it increments `steps`.
     """
+    # Bags.
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(bags + position, last_at_most(offsets, num_bags, position), mask=position < num_values)
+    # Status, corrections and steps.
     if tl.program_id(0) == 0:
         tl.store(status, 0)
         tl.store(status + 1, NO_BAD_ROW)

@@ -59,6 +59,7 @@ def make_packing(parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: 
     `parts` has for each rank the runs of columns in its part, in order, as (first column, number of columns). With
     codec "int8" each run is quantized separately (`PIECE` columns at a time); pass one run per table.
     """
+    # Check the arguments.
     if codec not in CODECS:
         raise ValueError(f"unknown codec {codec!r}; expected one of {sorted(CODECS)}")
     for part, runs in enumerate(parts):

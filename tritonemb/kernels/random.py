@@ -68,6 +68,7 @@ def narrow_stochastic(values, noise, CODE: tl.constexpr):
     """Round float32 to bfloat16 bits (int16) or float16 stochastically, as `narrow_stochastic_by_torch`."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
+    # bfloat16 drops 16 bits; float16 drops 13 of a normal value, and has a fixed gap for subnormal ones.
     if CODE == BFLOAT16:
         up = noise < (magnitude & 0xFFFF)
         rounded = tl.minimum((magnitude >> 16) + up.to(tl.int32), 0x7F7F)

@@ -231,6 +231,7 @@ def _move_kernel(
     from_row = tl.load(from_rows + move, mask=move < num_moves, other=-1)
     valid = (to_row >= 0) & (to_row < tl.load(pair + TO_ROWS))
     valid = valid & (from_row >= 0) & (from_row < tl.load(pair + FROM_ROWS))
+    # Copy by the pair's unit; branches without a pair are not compiled.
     if WIDE_BLOCK == 0:
         _copy(pair, to_row, from_row, valid, UNIT, UNIT, BLOCK)
     elif UNIT == 0:
@@ -375,6 +376,7 @@ def row_cache_allocate_reference_(
         is_miss = slots[groups] == -1
         first_slots = set_of(table_rows[is_miss], sets) * layout.WAYS
         misses = zip(groups[is_miss].tolist(), table_rows[is_miss].tolist(), first_slots.tolist(), strict=True)
+        # The first empty way, else the unpinned way with the least use, else none.
         for group, row, first_slot in misses:
             ways = slice(first_slot, first_slot + layout.WAYS)
             empty = (tags[table][ways] == NO_ROW).nonzero()

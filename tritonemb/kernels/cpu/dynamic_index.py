@@ -342,6 +342,7 @@ def _count_room(indexes, tables, ids, begins, admitted, rules, counts):
     """Count the columns of `dynamic_room`, table by table: rows needed by partition, less free, less evictable rows."""
     number = 0
     while number < ids.size:
+        # Rows that the table's admitted ids need, by partition.
         first, table, index = number, tables[number], _view_index(indexes[tables[number]])
         partitions = index.num_sets.size
         needed_rows, max_rows = np.zeros(partitions, dtype=np.int64), len(index.ids) // partitions
@@ -350,6 +351,7 @@ def _count_room(indexes, tables, ids, begins, admitted, rules, counts):
                 needed_rows[_partition_of(index, mix(ids[number]))] += 1
                 counts[table, 2] += 1
             number += 1
+        # Rows missing beyond free ones, then beyond evictable ones.
         counts[table, 0], counts[table, 1] = begins[number] - begins[first], number - first
         for partition in range(partitions):
             missing = needed_rows[partition] - max_rows + index.num_rows[partition]

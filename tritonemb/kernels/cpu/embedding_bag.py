@@ -93,6 +93,7 @@ def _gather_values(
 ):  # fmt: skip
     """Gather the task's rows, one per value, of the output [N, width] at address `out`."""
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
+    # Each position is a bag of one id; columns beyond its table's dim are zeroed.
     single_id_offsets = np.arange(2)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])

@@ -45,12 +45,14 @@ def _backward(task, num_tasks, num_samples, num_features, dim, grad, width, dens
     for sample in range(num_samples * task // num_tasks, num_samples * (task + 1) // num_tasks):
         prefetch(sparse + (sample + 1) * num_features * dim * 4, num_features * dim * 4)
         _fill_addresses(vectors, dense, sparse, sample, num_features, dim)
+        # Unpack the products' gradients into the symmetric matrix.
         grad_row = float32_row(grad + sample * width * 4, width)
         index = dim
         for i in range(1, num_vectors):
             for j in range(i):
                 pairs[i, j] = pairs[j, i] = grad_row[index]
                 index += 1
+        # Gradient of the dense vector, with that of its copy in the output; then of the sparse ones.
         dense_target = grad_dense + sample * dim * 4
         factors = pairs.ctypes.data
         sum_float32_rows(dense_target, vectors.ctypes.data, factors, num_vectors, dim)

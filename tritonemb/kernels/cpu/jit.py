@@ -301,6 +301,7 @@ def _make_body(context: Any, module: Any, state_type: Any, descriptor: Any, sign
     body.linkage = "internal"
     labels = ("start", "draw", "work", "failed", "end")
     start, draw, work, failed, end = (body.append_basic_block(label) for label in labels)
+    # Load the arguments.
     builder = ir.IRBuilder(start)
     state = builder.bitcast(body.args[0], state_type.as_pointer())
     next_task, num_tasks, failure, *argument_pointers = (
@@ -309,9 +310,11 @@ def _make_body(context: Any, module: Any, state_type: Any, descriptor: Any, sign
     arguments = [builder.load(pointer) for pointer in argument_pointers]
     num_tasks_value = builder.load(num_tasks)
     builder.branch(draw)
+    # Draw a task.
     builder.position_at_end(draw)
     task = builder.atomic_rmw("add", next_task, _LONG(1), "monotonic")
     builder.cbranch(builder.icmp_signed("<", task, num_tasks_value), work, end)
+    # Run it; on a failure set the flag and stop.
     builder.position_at_end(work)
     status, _ = context.call_internal_no_propagate(builder, descriptor, signature, [task, *arguments])
     builder.cbranch(status.is_error, failed, draw)

@@ -144,6 +144,7 @@ def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, recor
     i = 0
     for block in range(blocks.size):
         address, first_row = buffer + slots[block] * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
+        # Check the block, then copy its records.
         if slots[block] >= 0 and _is_damaged(address, blocks[block], pages_per_block):
             return block
         while i < rows.size and rows[i] < first_row + rows_per_block:
@@ -164,6 +165,7 @@ def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block,
     i = 0
     for block in range(blocks.size):
         address, first_row = buffer + slots[block] * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
+        # Clear or check the block, copy its records, seal it.
         if clear[block]:
             words = int64_row(address, pages_per_block * PAGE_BYTES // 8)
             for word in range(words.size):

@@ -107,6 +107,7 @@ def _allocate(task, directory, tables, first_sets, rows, sets, task_of, now, lfu
     misses, table_of = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
     table = num_misses = 0
     for group in range(task_of.size):
+        # Collect a chunk of misses; prefetch their sets.
         if task_of[group] == task:
             table = _table_of(rows[group], table, tables)
             misses[num_misses], table_of[num_misses] = group, table
@@ -117,6 +118,7 @@ def _allocate(task, directory, tables, first_sets, rows, sets, task_of, now, lfu
             prefetch(directory[PINS, table] + first * 4, WAYS * 4)
         if num_misses < CHUNK and group < task_of.size - 1:
             continue
+        # Choose a way for each, and write it.
         for i in range(num_misses):
             miss, table = misses[i], table_of[i]
             first = (sets[miss] - first_sets[table]) * WAYS

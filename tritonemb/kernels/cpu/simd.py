@@ -329,6 +329,7 @@ def _make_sum(dtype: int) -> Any:
                 row, address = row_address(index)
                 return builder.select(builder.icmp_unsigned("<", row, num_rows), address, no_row)
 
+            # Beyond the last id, prefetch the last row again.
             def prefetch_ahead(index: Any, byte_offset: Any, num_bytes: int) -> None:
                 index = builder.add(index, _LONG(PREFETCH_DISTANCE))
                 index = builder.select(builder.icmp_signed("<", index, last), index, last)
@@ -382,8 +383,10 @@ def _make_dot(dtype: int) -> Any:
             def add_vector(index: Any, totals: Any) -> Any:
                 return [builder.fadd(totals[0], product(builder.mul(index, _LONG(DOT_LANES)), DOT_LANES))]
 
+            # Full vectors.
             zeros = ir.Constant(ir.VectorType(_FLOAT, DOT_LANES), [0.0] * DOT_LANES)
             (total,) = _loop(builder, num_vectors, [zeros], add_vector)
+            # Reduce the lanes by halving.
             lanes = DOT_LANES
             while lanes > 1:
                 lanes //= 2
@@ -392,6 +395,7 @@ def _make_dot(dtype: int) -> Any:
                 total = builder.fadd(
                     builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high)
                 )
+            # Remaining elements.
             num_added = builder.mul(num_vectors, _LONG(DOT_LANES))
 
             def add_element(index: Any, totals: Any) -> Any:
