@@ -144,7 +144,7 @@ class TestResume:
         def refuse(*_: Any) -> None:
             raise AssertionError("the whole table is read")
 
-        for name in ("assign", "_pieces"):
+        for name in ("assign", "_chunks"):
             monkeypatch.setattr(CachedTable, name, refuse)
         if kind == "save":
             trainer.fit()
@@ -232,7 +232,6 @@ class TestPieces:
     @pytest.mark.parametrize("sharded", [False, True])
     def test_tensors_of_any_pieces_become_a_table_on_disk(self, tmp_path, monkeypatch, sharded, piece_bytes):
         monkeypatch.setattr("tritonemb.sharding.sharded_tensor.PIECE_BYTES", piece_bytes)
-        monkeypatch.setattr(writer, "PIECE_BYTES", piece_bytes)
         monkeypatch.setattr(reader, "CHUNK_BYTES", 7 * 28)
         full = self.whole()
         saved = dict(full)
