@@ -48,8 +48,8 @@ def test_gradients_are_the_derivative(batch_size, width):
 def test_cpu_kernels_have_the_formulas_bits(batch_size, width, dtypes):
     inputs, product, crossed, grad, bias = problem(batch_size, width, dtypes)
     out, expected = cpu.cross(inputs, product, bias, crossed), by_formula(inputs, product, bias, crossed)
-    found, exact = (kernel(grad, inputs, product, bias) for kernel in (cpu.cross_gradient, gradient_by_formula))
-    for mine, theirs in zip((out, *found), (expected, *exact), strict=True):
+    actual, exact = (kernel(grad, inputs, product, bias) for kernel in (cpu.cross_gradient, gradient_by_formula))
+    for mine, theirs in zip((out, *actual), (expected, *exact), strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
 
@@ -74,8 +74,8 @@ class TestTriton:
         assert_rounded_sums(out, by_formula(inputs, product, bias, crossed), magnitude, 3)
         exact = gradient_by_formula(grad, inputs, product, bias)
         magnitudes = gradient_by_formula(grad.abs(), inputs.abs(), product.abs(), bias.abs())
-        for mine, theirs, magnitude, num_terms in zip(grads, exact, magnitudes, (2, 1, batch_size), strict=True):
-            assert_rounded_sums(mine, theirs, magnitude, num_terms)
+        for actual, expected, magnitude, num_terms in zip(grads, exact, magnitudes, (2, 1, batch_size), strict=True):
+            assert_rounded_sums(actual, expected, magnitude, num_terms)
 
     def test_a_long_batch_is_summed_in_longer_runs(self, device, monkeypatch):
         """Runs of 64 rows, the last one short."""

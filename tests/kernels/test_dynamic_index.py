@@ -358,8 +358,8 @@ def assert_alike(one: DynamicIndex, other: DynamicIndex) -> None:
         free = [each[:n] for each, n in zip(in_order, (index.num_allocated - index.num_rows).tolist(), strict=True)]
         return [ids, rows, index.uses[rows], *free, *index[4:]]
 
-    for mine, theirs in zip(facts(one), facts(other), strict=True):
-        assert torch.equal(mine.cpu(), theirs.cpu())
+    for actual, expected in zip(facts(one), facts(other), strict=True):
+        assert torch.equal(actual.cpu(), expected.cpu())
 
 
 @pytest.mark.parametrize(

@@ -144,24 +144,24 @@ def on(device, configs, batch, pooled=True):
     """Weights, values, offsets, sample weights and layout on a device, and the same on the CPU."""
     layout = make_layout(configs, batch.keys(), pooled)
     weights = random_weights(configs)
-    here = (weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout)
+    cpu_args = (weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout)
     batch = batch.to(device)
-    there = (
+    device_args = (
         [weight.to(device) for weight in weights],
         batch.values(),
         batch.offsets(),
         batch.weights_or_none(),
         make_layout(configs, batch.keys(), pooled, device),
     )
-    return there, here
+    return device_args, cpu_args
 
 
 def check_triton_forward(device, configs, batch, pooled, output_dtype=torch.float32):
     """The bits of the reference: both sum in the order of positions."""
-    there, here = on(device, configs, batch, pooled)
-    out = triton.embedding_bag(*there, True, output_dtype)
+    device_args, cpu_args = on(device, configs, batch, pooled)
+    out = triton.embedding_bag(*device_args, True, output_dtype)
     assert out.dtype == output_dtype
-    assert torch.equal(out.cpu(), embedding_bag_reference(*here, True, output_dtype))
+    assert torch.equal(out.cpu(), embedding_bag_reference(*cpu_args, True, output_dtype))
 
 
 @pytest.mark.triton
@@ -190,13 +190,13 @@ def test_triton_reads_rows_that_are_not_aligned(device):
     """Tables that begin anywhere: loads are only as wide as addresses allow."""
     config = te.TableConfig("table", 9, 64, dtype=torch.float16)
     batch = random_batch({"table": 9}, ["table"], 5, 4)
-    there, here = on(device, [config], batch)
+    device_args, cpu_args = on(device, [config], batch)
     for shift in (1, 2, 4):
         room = torch.zeros(9 * 64 + 8, dtype=torch.float16, device=device)
         moved = room[shift : shift + 9 * 64].view(9, 64)
-        moved.copy_(there[0][0])
-        out = triton.embedding_bag([moved], *there[1:], True)
-        assert torch.equal(out.cpu(), embedding_bag_reference(*here))
+        moved.copy_(device_args[0][0])
+        out = triton.embedding_bag([moved], *device_args[1:], True)
+        assert torch.equal(out.cpu(), embedding_bag_reference(*cpu_args))
 
 
 @pytest.mark.triton
@@ -231,11 +231,11 @@ def test_tiles_keep_eight_vectors_in_flight_at_most(dim, item_size, mean_length)
 def test_the_tile_does_not_change_bits(device, monkeypatch):
     configs = [te.TableConfig("a", 50, 60), te.TableConfig("b", 20, 128, pooling="mean")]
     batch = random_batch({"a": 50, "b": 20}, ["a", "b"], 5, 9, weighted=True)
-    there, _ = on(device, configs, batch)
-    expected = triton.embedding_bag(*there)
+    device_args, _ = on(device, configs, batch)
+    expected = triton.embedding_bag(*device_args)
     for tile in (triton.Tile(1, 128, 1, 1), triton.Tile(4, 32, 4, 1), triton.Tile(16, 64, 2, 4)):
         monkeypatch.setattr(triton, "choose_tile", lambda *_, tile=tile: tile)
-        assert torch.equal(triton.embedding_bag(*there), expected)
+        assert torch.equal(triton.embedding_bag(*device_args), expected)
 
 
 @pytest.mark.triton
@@ -245,13 +245,13 @@ def test_the_tile_does_not_change_bits(device, monkeypatch):
 @pytest.mark.usefixtures("poisoned")
 def test_triton_gradients_of_per_sample_weights(device, pooled, data, seed):
     configs, batch = draw_problem(data, pooled, max_tables=3)
-    there, here = on(device, configs, batch, pooled)
+    device_args, cpu_args = on(device, configs, batch, pooled)
     num_rows = batch.stride() if pooled else batch.values().numel()
-    grad = torch.randn(num_rows, here[4].width, generator=torch.Generator().manual_seed(seed))
-    found = triton.sample_weight_gradient(*there[:3], grad.to(device), there[4])
-    expected = sample_weight_gradient_reference(*here[:3], grad, here[4])
+    grad = torch.randn(num_rows, cpu_args[4].width, generator=torch.Generator().manual_seed(seed))
+    actual = triton.sample_weight_gradient(*device_args[:3], grad.to(device), device_args[4])
+    expected = sample_weight_gradient_reference(*cpu_args[:3], grad, cpu_args[4])
     # As above: dot products of up to 257 · 3 normal pairs, summed in another order.
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
 def look_up_and_wait(*args):
@@ -331,8 +331,8 @@ def test_float8_tables_are_looked_up_but_not_trained(device):
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)
 def test_tables_in_pinned_host_memory_are_read_through_their_addresses(device, dtype):
     config = te.TableConfig("table", 50, 60, dtype=dtype)
-    there, here = on(device, [config], random_batch({"table": 50}, ["table"], 9, 5))
-    pinned = [weight.pin_memory() for weight in here[0]]
-    assert torch.equal(ops.embedding_bag(pinned, *there[1:]).cpu(), embedding_bag_reference(*here))
+    device_args, cpu_args = on(device, [config], random_batch({"table": 50}, ["table"], 9, 5))
+    pinned = [weight.pin_memory() for weight in cpu_args[0]]
+    assert torch.equal(ops.embedding_bag(pinned, *device_args[1:]).cpu(), embedding_bag_reference(*cpu_args))
     with pytest.raises(ValueError, match="table 'table' is on cpu but the batch is on cuda"):
-        ops.embedding_bag(here[0], *there[1:])
+        ops.embedding_bag(cpu_args[0], *device_args[1:])

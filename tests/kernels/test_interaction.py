@@ -77,8 +77,8 @@ class TestTriton:
         assert_rounded_sums(out, interaction_reference(dense, sparse), magnitude, dim)
         magnitudes = interaction_gradient_reference(grad.abs(), dense.abs(), sparse.abs())
         exact = interaction_gradient_reference(grad, dense, sparse)
-        for mine, theirs, magnitude in zip(grads, exact, magnitudes, strict=True):
-            assert_rounded_sums(mine, theirs, magnitude, num_features + 1)
+        for actual, expected, magnitude in zip(grads, exact, magnitudes, strict=True):
+            assert_rounded_sums(actual, expected, magnitude, num_features + 1)
 
     @pytest.mark.parametrize("dtype", ROUNDING)
     def test_a_samples_bits_depend_on_nothing_else(self, device, dtype):

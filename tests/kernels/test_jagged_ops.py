@@ -142,8 +142,8 @@ def bucketize_by_hand(
     return values.new_tensor(ids)[order], offsets.new_tensor(lengths), places, out_weights
 
 
-def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    return all(f.dtype == e.dtype and torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+def same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(f.dtype == e.dtype and torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
 
 
 @given(batches(), st.sampled_from((1, 2, 3, 9)), st.data())

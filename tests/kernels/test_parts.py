@@ -93,12 +93,12 @@ def check_parts_have_the_wholes_bits(
     for part, own in zip(parts.configs, parts.tables, strict=True):
         where = place_of(part)
         expected = {"weight": whole.tables[0].weight, **dict(whole.tables[0].named_buffers())}
-        found = {"weight": own.weight, **dict(own.named_buffers())}
-        assert found.keys() == expected.keys()
+        actual = {"weight": own.weight, **dict(own.named_buffers())}
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
             mine = tensor.detach()[where[: tensor.dim()]].contiguous()
-            same = torch.equal(found[name].detach().view(torch.uint8), mine.view(torch.uint8))
-            assert same, f"{name} of rows and columns {where}: {(found[name] != mine).sum()} of {mine.numel()} differ"
+            same = torch.equal(actual[name].detach().view(torch.uint8), mine.view(torch.uint8))
+            assert same, f"{name} of rows and columns {where}: {(actual[name] != mine).sum()} of {mine.numel()} differ"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -141,10 +141,10 @@ def test_a_row_and_column_far_from_the_origin(device, implementation, dtype):
     """Where the row's number has more than 32 bits; the whole table is but a name."""
     device = device if implementation == "triton" else torch.device("cpu")
     whole = te.TableConfig("whole", 2**35, 2**24, dtype=dtype)
-    here = (2**33 + 2**31 + 3, 5), (2**23 + 8, 16)
+    shard_bounds = (2**33 + 2**31 + 3, 5), (2**23 + 8, 16)
     found = {}
     for serving in (implementation, "reference"):
-        table = make_collection([whole.shard("part", *here, ["part"])], te.optim.SGD(lr=0.1))
+        table = make_collection([whole.shard("part", *shard_bounds, ["part"])], te.optim.SGD(lr=0.1))
         steps = random_steps(table, NUM_STEPS)
         where = device if serving == implementation else torch.device("cpu")
         table.to(where)
@@ -215,8 +215,8 @@ def test_rows_held_elsewhere_are_updated_as_in_the_table(device, name, dtype, im
             )  # fmt: skip
         results.append([weight, *states] if values is slots else [tensor[ids] for tensor in (weight, *states)])
     assert not torch.equal(results[1][0], drawn[ids])
-    for expected, found in zip(*results, strict=True):
-        assert torch.equal(found, expected)
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -41,10 +41,10 @@ def values_of(message: Tensor, codec: str) -> Tensor:
     return message.view(CODECS[codec].dtype).float().nan_to_num(nan=0.12345, posinf=torch.inf, neginf=-torch.inf)
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
 @st.composite
@@ -289,13 +289,13 @@ def check_kernels(
     dtypes: Sequence[torch.dtype] = MATRIX_DTYPES,
 ) -> None:  # fmt: skip
     """The kernels give the bits that come of it by hand, counts among them."""
-    found, expected = counter(matrix.device), counter(matrix.device)
-    message = serving.quantize_pack(matrix, packing, found, scale, rows)
+    actual, expected = counter(matrix.device), counter(matrix.device)
+    message = serving.quantize_pack(matrix, packing, actual, scale, rows)
     assert bits_alike(packing.codec, message, pack_by_hand(matrix, packing, expected, scale, rows))
     for dtype in dtypes:
-        arrived = serving.quantize_unpack(message, packing, dtype, found, scale, rows)
+        arrived = serving.quantize_unpack(message, packing, dtype, actual, scale, rows)
         assert_same(arrived, unpack_by_hand(message, packing, dtype, expected, scale, rows))
-    assert int(found) == int(expected)
+    assert int(actual) == int(expected)
 
 
 @pytest.mark.parametrize("codec", CODECS)

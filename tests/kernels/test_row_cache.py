@@ -58,10 +58,10 @@ class Model:
         for linear in rows:
             table, row, number = self.place(linear)
             slots.append(row if number < 0 else -1)
-            for way, held in enumerate(self.tables[table][number] if number >= 0 else []):
-                if held is not None and held[0] == row:
-                    held[1] = now if self.policy == "lru" else held[1] + 1
-                    held[2] += 1
+            for way, entry in enumerate(self.tables[table][number] if number >= 0 else []):
+                if entry is not None and entry[0] == row:
+                    entry[1] = now if self.policy == "lru" else entry[1] + 1
+                    entry[2] += 1
                     slots[-1] = number * WAYS + way
         return slots
 
@@ -73,7 +73,7 @@ class Model:
                 continue
             ways = self.tables[table][number]
             free = [way for way in range(WAYS) if ways[way] is None]
-            old = sorted((held[1], way) for way, held in enumerate(ways) if held is not None and held[2] == 0)
+            old = sorted((entry[1], way) for way, entry in enumerate(ways) if entry is not None and entry[2] == 0)
             if not free and not old:
                 continue
             way = free[0] if free else old[0][1]
@@ -90,13 +90,13 @@ class Model:
 
     def parts(self, table: int) -> tuple[list[int], list[int]]:
         """Tags and pins."""
-        ways = [held or [-1, 0, 0] for ways in self.tables[table] for held in ways]
-        return [held[0] for held in ways], [held[2] for held in ways]
+        ways = [entry or [-1, 0, 0] for ways in self.tables[table] for entry in ways]
+        return [entry[0] for entry in ways], [entry[2] for entry in ways]
 
     def uses(self, table: int) -> dict[int, int]:
         """The use of every slot that holds a row."""
-        ways = [held for ways in self.tables[table] for held in ways]
-        return {slot: held[1] for slot, held in enumerate(ways) if held is not None}
+        ways = [entry for ways in self.tables[table] for entry in ways]
+        return {slot: entry[1] for slot, entry in enumerate(ways) if entry is not None}
 
 
 class Problem(NamedTuple):
@@ -151,7 +151,7 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> M
     parts = [[tensor.to(device) for tensor in part] for part in (tags, used, pins)]
     shared = (tables.to(device), torch.tensor(problem.num_sets, device=device))
     model = Model(problem.first_rows, problem.num_sets, problem.policy)
-    generator, held = torch.Generator().manual_seed(problem.seed), []
+    generator, pinned = torch.Generator().manual_seed(problem.seed), []
     for step, batch in enumerate(problem.steps):
         now = 100 + step // 2  # so that uses are often equal
         rows, clock = torch.tensor(batch, dtype=torch.int64, device=device), torch.tensor(now, device=device)
@@ -172,13 +172,13 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> M
             if sizes[table]:
                 behind_sets = [part[end:] for part in (got_tags, got_used, got_pins)]
                 assert behind_sets == [[0] * OVERFLOW, [-7] * OVERFLOW, [-9] * OVERFLOW]
-        held += [(row, s) for row, s in zip(batch, expected, strict=True) if s >= 0 and model.place(row)[2] >= 0]
-        stays = (torch.rand(len(held), generator=generator) < problem.kept).tolist()
-        for (row, slot), stay in zip(held, stays, strict=True):
+        pinned += [(row, s) for row, s in zip(batch, expected, strict=True) if s >= 0 and model.place(row)[2] >= 0]
+        stays = (torch.rand(len(pinned), generator=generator) < problem.kept).tolist()
+        for (row, slot), stay in zip(pinned, stays, strict=True):
             if not stay:
                 table, slot = model.release(row, slot)
                 parts[2][table][slot] -= 1
-        held = [pin for pin, stay in zip(held, stays, strict=True) if stay]
+        pinned = [pin for pin, stay in zip(pinned, stays, strict=True) if stay]
     return model
 
 
@@ -344,10 +344,10 @@ def check_moves(
         for to_row, from_row in zip(to.tolist(), source.tolist(), strict=True):
             if to_row >= 0 and from_row >= 0:
                 pair.to[to_row] = pair.source[from_row]
-    found = [pair.on(device) for pair in pairs]
+    actual = [pair.on(device) for pair in pairs]
     move = served(kernels, "row_cache", "move_rows_")
-    move([pair.to for pair in found], [pair.source for pair in found], to.to(device), source.to(device))
-    for mine, theirs in zip(found, expected, strict=True):
+    move([pair.to for pair in actual], [pair.source for pair in actual], to.to(device), source.to(device))
+    for mine, theirs in zip(actual, expected, strict=True):
         assert torch.equal(mine.to_memory.cpu(), theirs.to_memory)  # what lies between rows too
 
 

@@ -126,9 +126,9 @@ def test_triton_drops_padding_as_the_cpu_kernel(device, dtype):
     values = torch.randint(0, 10, (3000,)).to(dtype)
     expected = cpu_jagged.drop_padding(values, offsets, 3, LAYOUT)
     assert (expected < 0).any()
-    found = jagged.drop_padding(values.to(device), offsets.to(device), 3, move(LAYOUT, device))
-    assert found.dtype == dtype
-    assert torch.equal(found.cpu(), expected)
+    actual = jagged.drop_padding(values.to(device), offsets.to(device), 3, move(LAYOUT, device))
+    assert actual.dtype == dtype
+    assert torch.equal(actual.cpu(), expected)
     assert jagged.drop_padding(
         values[:0].to(device), torch.zeros(1).long().to(device), 3, move(LAYOUT, device)
     ).shape == (0,)

@@ -38,8 +38,8 @@ def grouped_by_hand(configs: Sequence[te.TableConfig], batch: te.KeyedJaggedTens
     return dict(sorted(groups.items()))
 
 
-def check_groups(found: Groups, expected: dict[int, list[int]], capacity: int, total_rows: int) -> None:
-    rows, starts, order, num_groups = found
+def check_groups(actual: Groups, expected: dict[int, list[int]], capacity: int, total_rows: int) -> None:
+    rows, starts, order, num_groups = actual
     assert (rows.dtype, starts.dtype, order.dtype) == (torch.int64, torch.int32, torch.int32)
     assert (rows.shape, starts.shape, order.shape) == ((capacity,), (capacity + 1,), (capacity,))
     assert int(num_groups) == len(expected)
@@ -57,10 +57,10 @@ def check_problem(configs: Sequence[te.TableConfig], batch: te.KeyedJaggedTensor
     expected = grouped_by_hand(configs, batch)
     results = []
     for function in IMPLEMENTATIONS.values():
-        found = function(batch.values(), batch.offsets(), layout)
+        actual = function(batch.values(), batch.offsets(), layout)
         total_rows = sum(config.num_embeddings for config in configs)
-        check_groups(found, expected, batch.values().numel() * layout.multiplicity, total_rows)
-        results.append(found)
+        check_groups(actual, expected, batch.values().numel() * layout.multiplicity, total_rows)
+        results.append(actual)
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
@@ -104,8 +104,8 @@ def test_pairs_of_up_to_32_bits_have_4_bytes_and_others_8():
     torch.set_num_threads(1)  # tables are not cut
     *_, pairs = sort_pairs(values.numpy(), offsets.numpy(), layout, by_bag=False)
     assert pairs.nbytes == 45_002 * (4 + 8)
-    found, expected = (function(values, offsets, layout) for function in IMPLEMENTATIONS.values())
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    actual, expected = (function(values, offsets, layout) for function in IMPLEMENTATIONS.values())
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def test_a_thousand_tables():
@@ -140,18 +140,18 @@ def test_ids_need_not_be_contiguous():
     offsets = torch.arange(22)[::2][: values.numel() + 1] // 2
     expected = row_groups_reference(values, offsets, layout)
     for strided in (offsets, torch.stack([offsets, offsets], dim=1)[:, 0]):
-        found = row_groups(values, strided, layout)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        actual = row_groups(values, strided, layout)
+        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def check_triton_groups(device, configs, batch, pooled=True):
     layout = make_layout(configs, batch.keys(), pooled)
-    there = make_layout(configs, batch.keys(), pooled, device)
+    device_layout = make_layout(configs, batch.keys(), pooled, device)
     values = batch.values().clone()
     values[::5] = -3
     expected = row_groups_reference(values, batch.offsets(), layout)
-    found = triton.row_groups(values.to(device), batch.offsets().to(device), there)
-    assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+    actual = triton.row_groups(values.to(device), batch.offsets().to(device), device_layout)
+    assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.triton
@@ -169,9 +169,11 @@ def test_triton_groups_as_the_reference(device, pooled, data):
 def test_triton_groups_large_tables_over_several_blocks(device, num_rows):
     layout, values, offsets = large_problem(num_rows, 1_100 // len(num_rows))
     expected = row_groups_reference(values, offsets, layout)
-    there = layout._replace(**{name: getattr(layout, name).to(device) for name in ("tables", "lookups", "key_starts")})
-    found = triton.row_groups(values.to(device), offsets.to(device), there)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    device_layout = layout._replace(
+        **{name: getattr(layout, name).to(device) for name in ("tables", "lookups", "key_starts")}
+    )
+    actual = triton.row_groups(values.to(device), offsets.to(device), device_layout)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.triton
@@ -188,11 +190,13 @@ def test_counts_of_many_blocks_are_scanned(device, num_blocks, scanned, monkeypa
     monkeypatch.setattr(triton, "SCANNED_BLOCKS", num_blocks)
     monkeypatch.setattr(triton, "launch", noted)
     layout, values, offsets = large_problem([40, 3_000_000], 1_500)
-    there = layout._replace(**{name: getattr(layout, name).to(device) for name in ("tables", "lookups", "key_starts")})
-    found = triton.row_groups(values.to(device), offsets.to(device), there)
+    device_layout = layout._replace(
+        **{name: getattr(layout, name).to(device) for name in ("tables", "lookups", "key_starts")}
+    )
+    actual = triton.row_groups(values.to(device), offsets.to(device), device_layout)
     assert flags == [scanned]
     expected = row_groups_reference(values, offsets, layout)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.triton

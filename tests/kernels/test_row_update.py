@@ -351,13 +351,13 @@ def test_twenty_steps_follow_the_formula(spec, pooling, implementation):
             collection.set_learning_rate(lr)
             train(collection, [(batch, grad)])
             by_hand.step(batch, grad, pooling == "mean", float(np.float32(lr)))
-    found = contents(collection)
+    actual = contents(collection)
     expected = {"step": torch.tensor(NUM_STEPS), "table.weight": torch.from_numpy(by_hand.weight)}
     for state in spec.states:
         stacked = torch.from_numpy(np.stack([row[state.name] for row in by_hand.states]))
         expected[f"table.{state.name}"] = stacked if state.per_element else stacked[:, 0]
     # Twenty float32 steps with a unit of 6e-8 each, in values and states up to about 50.
-    assert_close(found, expected, rtol=2e-5, atol=2e-5, title=repr(spec))
+    assert_close(actual, expected, rtol=2e-5, atol=2e-5, title=repr(spec))
 
 
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)

@@ -97,8 +97,8 @@ def device_of(update: Update, device: torch.device) -> torch.device:
     return device if update is triton_row_update_ else torch.device("cpu")
 
 
-def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    pairs = zip(found, expected, strict=True)
+def same_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    pairs = zip(actual, expected, strict=True)
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
@@ -197,9 +197,9 @@ def test_counters_of_each_table_count_its_own_updates_and_skipped_rows(grouped, 
         return fused
 
     alone = [update(tables.only(table), [step], grads[table]) for table, step in enumerate(STEPS)]
-    found = update(tables, STEPS, torch.cat(grads, dim=1))
-    assert [*map(int, found.steps)] == [step + 2 for step in STEPS]
-    assert [*map(int, found.skipped)] == [0, 0, 2 * len({i for ids in lists["table2"] for i in ids}), 0]
+    actual = update(tables, STEPS, torch.cat(grads, dim=1))
+    assert [*map(int, actual.steps)] == [step + 2 for step in STEPS]
+    assert [*map(int, actual.skipped)] == [0, 0, 2 * len({i for ids in lists["table2"] for i in ids}), 0]
     for name in ("weights", "states", "skipped"):
         expected = zip(*(getattr(of_one, name) for of_one in alone), strict=True)
-        assert same_bits(getattr(found, name), [tensor for tensors in expected for tensor in tensors]), name
+        assert same_bits(getattr(actual, name), [tensor for tensors in expected for tensor in tensors]), name

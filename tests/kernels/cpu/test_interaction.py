@@ -39,8 +39,8 @@ def test_bits_depend_on_nothing_else_in_the_batch():
     try:
         few = slice(137, 140)
         assert torch.equal(interaction(dense[few], sparse[few]), out[few])
-        for mine, theirs in zip(interaction_gradient(grad[few], dense[few], sparse[few]), grads, strict=True):
-            assert torch.equal(mine, theirs[few])
+        for actual, expected in zip(interaction_gradient(grad[few], dense[few], sparse[few]), grads, strict=True):
+            assert torch.equal(actual, expected[few])
     finally:
         torch.set_num_threads(threads)
 
@@ -49,5 +49,5 @@ def test_strided_inputs():
     grad, dense, sparse = problem(9, 3, 16, torch.float32)
     turned = [tensor.T.contiguous().T for tensor in (grad, dense, sparse)]
     assert torch.equal(interaction(*turned[1:]), interaction(dense, sparse))
-    for mine, theirs in zip(interaction_gradient(*turned), interaction_gradient(grad, dense, sparse), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, expected in zip(interaction_gradient(*turned), interaction_gradient(grad, dense, sparse), strict=True):
+        assert torch.equal(actual, expected)

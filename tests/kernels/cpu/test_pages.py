@@ -133,10 +133,10 @@ def test_records_move_between_tables_and_batches(num_bytes, num_threads):
     table = torch.from_numpy(random.integers(0, 256, (3000, num_bytes), dtype=np.uint8))
     for count in (0, 1, 700):
         rows, places = torch.from_numpy(np.sort(random.permutation(3000)[:count])), torch.arange(count)
-        found = torch.zeros(count, num_bytes, dtype=torch.uint8)
-        move_rows_([found], [table], places, rows)
-        assert torch.equal(found, table[rows])
-        expected, found = table.clone(), found + 1
-        expected[rows] = found
-        move_rows_([table], [found], rows, places)
+        actual = torch.zeros(count, num_bytes, dtype=torch.uint8)
+        move_rows_([actual], [table], places, rows)
+        assert torch.equal(actual, table[rows])
+        expected, actual = table.clone(), actual + 1
+        expected[rows] = actual
+        move_rows_([table], [actual], rows, places)
         assert torch.equal(table, expected)
