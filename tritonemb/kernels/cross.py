@@ -23,7 +23,7 @@ _ROWS, _SIZE, _MAX_RUNS = 8, 256, 256  # a tile of 16 elements per thread; sums 
 
 @jit(varying=["num_rows"])
 def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """One program for ROWS rows and SIZE columns."""
+    """Compute ROWS rows and SIZE columns of the layer."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     valid = (row < num_rows) & (column < width)
@@ -40,7 +40,7 @@ def _backward(
     grad, inputs, product, bias, grad_inputs, grad_product, sums, num_rows, width, run_rows,
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program for a run of rows and SIZE columns; its partial gradient of the bias goes to `sums`."""
+    """Compute the gradients of a run of rows, SIZE columns; the partial gradient of the bias goes to `sums`."""
     first_row = tl.program_id(0).to(tl.int64) * run_rows
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     b = tl.load(bias + column, mask=column < width).to(tl.float32)
@@ -65,7 +65,7 @@ def _backward(
 
 @jit
 def _sum_runs(sums, grad_bias, num_runs, width, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """One program for SIZE columns of the bias's gradient: sum over runs, pairwise."""
+    """Sum SIZE columns of the bias's gradient over the runs, pairwise."""
     run = tl.arange(0, RUNS)[None, :]
     column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     index = run.to(tl.int64) * width + column[:, None]

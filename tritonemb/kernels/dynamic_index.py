@@ -216,7 +216,7 @@ def dynamic_find_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
     steps: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One launch. Arguments and result as in the reference."""
+    """Look up in one launch. Arguments and result as in the reference."""
     num_ids, device = values.numel(), values.device
     rows = torch.empty_like(values)
     previous_steps, keys = values.new_empty(2, num_ids if steps else 0, dtype=torch.int32)
@@ -230,7 +230,7 @@ def dynamic_find_(
 
 
 def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
-    """Two sorts, a cumulative sum and two launches, over all positions. Arguments and result as in the reference."""
+    """Find new ids by two sorts, a cumulative sum and two launches. Arguments and result as in the reference."""
     # Sort by key, then id; give distinct ids consecutive numbers.
     values, num_ids, grid = values.contiguous(), values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
     by_id = values.sort(stable=True)[1]
@@ -250,7 +250,7 @@ def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: 
 def dynamic_room(
     indexes: Sequence[DynamicIndex], pending: PendingInsert, rules: Sequence[Rule], counts: Tensor
 ) -> Tensor:
-    """One launch. Arguments and result as in the reference."""
+    """Count in one launch. Arguments and result as in the reference."""
     num_programs = sum(index.num_sets.numel() for index in indexes)
     by_table, step = _upload_rules(counts.device, rules)
     starts = torch.empty(num_programs, 2, dtype=torch.int32, device=counts.device)
@@ -264,7 +264,7 @@ def dynamic_room(
 def dynamic_commit_insert_(
     indexes: Sequence[DynamicIndex], pending: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One launch. Arguments and result as in the reference."""
+    """Insert in one launch. Arguments and result as in the reference."""
     rows, evicted = torch.empty_like(pending.ids), pending.ids.new_empty(pending.ids.numel(), 2)
     by_table, step = _upload_rules(rows.device, rules)
     launch(
@@ -275,7 +275,7 @@ def dynamic_commit_insert_(
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """A sort and one launch. Arguments and result as in the reference."""
+    """Remove by a sort and one launch. Arguments and result as in the reference."""
     keys, order = torch.sort((partitions_of(ids, index.shard[0]) - index.shard[1]).int(), stable=True)
     edges = torch.arange(index.num_sets.numel() + 1, dtype=torch.int32, device=ids.device)
     starts, rows = torch.searchsorted(keys, edges), torch.empty_like(ids)

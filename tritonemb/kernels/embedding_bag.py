@@ -298,7 +298,7 @@ def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """One launch for all tables of one dtype, on `values`' device or in pinned memory. Arguments as in the reference.
+    """Launch once per dtype of tables, on `values`' device or in pinned memory. Arguments as in the reference.
 
     An id out of range reads as zero; on a GPU the next lookup or update, or `check_errors`, raises its error.
     """

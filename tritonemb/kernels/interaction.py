@@ -50,7 +50,7 @@ def _forward(
     F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, DENSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program for a sample and ROWS of its vectors: their products with all preceding vectors."""
+    """Multiply ROWS vectors of a sample with all its preceding vectors."""
     sample = tl.program_id(0).to(tl.int64)
     first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is only one tile
     # Copy the dense vector.
@@ -78,7 +78,7 @@ def _backward(
     F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTNERS: tl.constexpr, SIZE: tl.constexpr,
     SEPARATE_DENSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program for a sample and ROWS of its vectors: their gradients, summed over PARTNERS vectors at a time.
+    """Compute the gradients of ROWS vectors of a sample, summed over PARTNERS vectors at a time.
 
     SEPARATE_DENSE: x_0 is not a row of the dots; its term is added separately.
     """

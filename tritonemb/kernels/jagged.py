@@ -205,7 +205,7 @@ def _drop_padding_kernel(
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
-    """One launch, as the reference; on a GPU the next lookup or update, or `check_errors`, raises for a bad id."""
+    """Launch once, as the reference. On a GPU the next lookup or update, or `check_errors`, raises for a bad id."""
     device = values.device
     poll(device)
     values, offsets = values.contiguous(), offsets.contiguous()

@@ -148,7 +148,7 @@ def _initialize_kernel(
     STATES: tl.constexpr, PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, HAS_IDS: tl.constexpr,
     HAS_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Initialize ROWS rows, BLOCK columns, of ids from `first_row` on or HAS_IDS; of one table's rows or HAS_ROWS."""
+    """Initialize ROWS rows, BLOCK columns: with values of `ids` (HAS_IDS), at `rows` of `tables` (HAS_ROWS)."""
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid, row, table, id = index < num_rows, index, (index * 0).to(tl.int32), first_row + index
     if HAS_IDS:
@@ -181,7 +181,7 @@ def initialize_rows_(
     ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None,
     origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
-    """One launch per dtype. Arguments as in the reference."""
+    """Launch once per dtype. Arguments as in the reference."""
     device, per_element = weights[0].device, sum((s.dim() > 1) << n for n, s in enumerate(states[:: len(weights)]))
     dims_and_seeds = [weight.shape[1] for weight in weights], [seed for seed, _ in initial]
     scales = on_device([bound * UNIT for _, bound in initial], device, torch.float32)

@@ -255,7 +255,7 @@ def row_cache_look_up_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
     num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """One launch. Arguments and result as in the reference."""
+    """Look up in one launch. Arguments and result as in the reference."""
     slots, num_rows = torch.empty_like(rows), rows.numel()
     directory, align = _directory(tags, used, pins, rows.device)
     launch(
@@ -269,7 +269,7 @@ def row_cache_allocate_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
     tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Two launches and a sort; no host synchronization. Arguments and result as in the reference."""
+    """Allocate by two launches and a sort; no host synchronization. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
     no_set = sum(tensor.numel() // layout.WAYS for tensor in tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
@@ -287,7 +287,7 @@ def row_cache_allocate_(
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    """A fill and one launch. Arguments and result as in the reference."""
+    """Translate by a fill and one launch. Arguments and result as in the reference."""
     num_entries = order.numel()
     values = torch.full((num_entries,), -1, dtype=torch.int64, device=order.device)
     grid = (cdiv(num_entries, BLOCK),)
@@ -302,7 +302,7 @@ def pair_fields(destination: Tensor, source: Tensor) -> list[int]:
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    """One launch for all pairs. Arguments as in the reference.
+    """Copy all pairs in one launch. Arguments as in the reference.
 
     It is asynchronous: synchronize before freeing pinned host memory that it uses. Rows out of range are skipped.
     """

@@ -103,7 +103,7 @@ def _segment_kernel(
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three launches, torch's sort and, for many blocks, a scan; no host synchronization. Result as the reference."""
+    """Group by three launches, torch's sort and, for many blocks, a scan, without a host synchronization."""
     device = values.device
     values, offsets = values.contiguous(), offsets.contiguous()
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
