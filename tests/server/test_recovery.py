@@ -118,6 +118,53 @@ def test_a_damaged_record_of_a_log_is_not_taken_for_a_torn_one(tmp_path):
     assert [values["n"] for values, _ in read_log(tmp_path / "log")] == [0, 1]
 
 
+RENAMED = """
+    describe=facts lease=hold allocate=assign transfer=move next_sequence=expected replied=answered in_progress=undone
+    is_leased=held partition_starts=owners shards=parts row_codec=rows_in gradient_codec=gradients_in
+"""
+EARLIER_NAMES = dict(pair.split("=") for pair in RENAMED.split())
+
+
+def with_earlier_names(value):
+    if isinstance(value, dict):
+        items = {EARLIER_NAMES.get(key, key): with_earlier_names(item) for key, item in value.items()}
+        return items | ({"op": EARLIER_NAMES.get(value["op"], value["op"])} if "op" in value else {})
+    return [with_earlier_names(item) for item in value] if isinstance(value, list) else value
+
+
+def test_files_of_earlier_versions_are_read(tmp_path):
+    """Operations in the log, and keys of snapshots, clients' records and collections had other names."""
+    with local_servers(1) as servers:
+        model = make(servers, dynamic=OF_IDS, cache=1)
+        expected = train(model, 3), train(model, 4), train(model, 5), flush(model) or model.state_dict()
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
+        model, raw = make(servers, dynamic=OF_IDS, cache=1), RawClient(own.server)
+        results = [train(model, 3)]
+        # A pull that waits for a second trainer is in progress when the snapshot is saved.
+        spec = asdict(replace(own.server.collections["tables"].spec, trainers=2, staleness=2))
+        values = {"client": "raw", "received": 0, "collection": "two", "rank": 0}
+        raw.send("create", spec=spec, server=0, **values)
+        own.server.receive(({"op": "pull", "number": 1, **PULL, "sizes": [3, 0, 0], **values}, [IDS, ONES]), print)
+        servers.connections[0].submit("save", {}).result()
+        results.append(train(model, 4))
+        own.server.close()
+        written = ""
+        for path in (tmp_path / "server-0").iterdir():
+            if path.name.startswith(("clients-", "log-")) or path.suffix == ".rows":
+                content = [(with_earlier_names(values), tensors) for values, tensors in read_records(path)]
+                with path.open("wb") as file:
+                    for message in content:
+                        write_record(file, message)
+                written += repr([values for values, _ in content])
+        assert {name for name in EARLIER_NAMES.values() if repr(name) not in written} <= {"facts", "hold", "answered"}
+        own.server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
+        assert list(own.server._clients["raw"].in_progress) == [1]
+        assert own.server.collections["tables"].is_leased
+        results.append(train(model, 5))
+        flush(model)
+        same((results, model.state_dict()), (list(expected[:3]), expected[3]))
+
+
 def test_a_server_that_is_lost_again_behind_a_torn_record_is_started_a_third_time(tmp_path):
     with restarted(tmp_path, "disk", 1, NEVER) as (servers, _):
         train(make(servers, 2), 4)
