@@ -104,17 +104,17 @@ class Connection(Closeable):
 
     def statistics(self) -> Values:
         """Read the server's statistics; waits while it is busy or restarting. ConnectionError if it is gone."""
-        return self._query_until_gone("stats")["stats"]
+        return self._retry_query("stats")["stats"]
 
     def register(self, collection: str, rank: int) -> None:
         """Register as the trainer of a rank; ConnectionRefusedError if another one stays alive."""
         deadline = time.monotonic() + TRAINER_TIMEOUT + HEARTBEAT
-        while (reason := self._query_until_gone("register", collection=collection, rank=rank)["refused"]) is not None:
+        while (reason := self._retry_query("register", collection=collection, rank=rank)["refused"]) is not None:
             if time.monotonic() > deadline:
                 raise ConnectionRefusedError(reason)
             time.sleep(TICK)
 
-    def _query_until_gone(self, op: str, **values: Any) -> Values:
+    def _retry_query(self, op: str, **values: Any) -> Values:
         """Repeat a query while the server answers pings."""
         while True:
             with suppress(ConnectionError):
@@ -342,8 +342,7 @@ class CollectionClient(TableClient, RowService):
         self.dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()
         self.num_restores = 0  # batches that were pulled before the last one are not pushed
         servers = range(len(self._connections))
-        starts = spec.partition_starts
-        self._partition_starts = [None if len(servers) == 1 else torch.tensor(of_servers) for of_servers in starts]
+        self._partition_starts = [None if len(servers) == 1 else torch.tensor(first) for first in spec.partition_starts]
         self._tables_on = [spec.tables_on(server) for server in servers]
         self._register()
         configs = zip(spec.tables, caches, strict=True)

@@ -448,8 +448,7 @@ class EmbeddingServer(Closeable):
     def _make_tables(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
         """Create tables in memory, or on disk if they exceed the memory limit; ValueError if that is refused."""
         needed_bytes, cache = spec.num_bytes(server), None
-        used_bytes = sum(self._reserved_bytes.values())
-        free_bytes = needed_bytes if self._memory is None else self._memory - used_bytes
+        free_bytes = needed_bytes if self._memory is None else self._memory - sum(self._reserved_bytes.values())
         if needed_bytes > free_bytes:
             if self._over_memory == "refuse" or free_bytes < needed_bytes / 1_000:
                 raise ValueError(

@@ -166,12 +166,12 @@ class CollectionSpec:
 
     @property
     def leases_rows(self) -> bool:
-        """Whether the trainer leases rows with their optimizer states, and applies the optimizer itself."""
+        """Return whether the trainer leases rows with their optimizer states, and applies the optimizer itself."""
         return self.exact and self.staleness == 0 and self.trainers == 1
 
     @functools.cached_property
     def has_admission(self) -> bool:
-        """Whether a table may refuse to admit an id."""
+        """Return whether a table may refuse to admit an id."""
         return any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in self.tables)
 
     def partitions(self, table: int, server: int) -> tuple[int, int]:
@@ -353,9 +353,9 @@ class ServedTables:
         pending.ids[rank], pending.payloads[rank], pending.lr = ids, sums, max(lr, pending.lr)
         self.advance()
 
-    def look_up(self, after: int, ids: list[Tensor], callback: RowsCallback) -> None:
-        """Read rows for evaluation, when the pushes of `after` steps less the staleness have been applied."""
-        min_steps = 0 if self.spec.staleness is None else after - self.spec.staleness
+    def look_up(self, steps: int, ids: list[Tensor], callback: RowsCallback) -> None:
+        """Read rows for evaluation, when the pushes of `steps` steps less the staleness have been applied."""
+        min_steps = 0 if self.spec.staleness is None else steps - self.spec.staleness
 
         def read(error: Exception | None) -> None:
             callback(self.read(ids) if error is None else error)
@@ -380,12 +380,8 @@ class ServedTables:
 
     def when_trained(self, steps: int, completion: Completion) -> None:
         """Run when all trainers have pulled and pushed `steps` steps, which are applied as far as staleness allows."""
-        pulled = steps * self.spec.batches
-
-        def is_trained() -> bool:
-            return self.next_pull >= pulled and all(map(self._all_pushed, range(self.next_push, steps)))
-
-        self.run_when(is_trained, completion)
+        pulled, pushed = steps * self.spec.batches, self._all_pushed
+        self.run_when(lambda: self.next_pull >= pulled and all(map(pushed, range(self.next_push, steps))), completion)
 
     def begin_chain(self, name: str, snapshot: str) -> None:
         """Track changes since a snapshot, which is now the last one of a chain."""
@@ -395,7 +391,7 @@ class ServedTables:
         self.chains[name] = SnapshotChain(snapshot, changed, [[] for _ in self.dynamic])
 
     def note_removed(self) -> None:
-        """Add removed ids to all chains; drop chains with so many of them that a full snapshot is smaller."""
+        """Add removed ids to all chains; drop chains for which a full snapshot is smaller."""
         for index, table in enumerate(self.dynamic):
             for name, chain in list(self.chains.items()):
                 chain.removed[index] += table.removed_ids or []
@@ -487,16 +483,16 @@ class ServedTables:
             pending.callbacks[rank](result)
 
     def _changed_rows(
-        self, cached_versions: Sequence[Tensor], row_numbers: Sequence[Tensor], rows: Sequence[Tensor]
+        self, cached: Sequence[Tensor], numbers: Sequence[Tensor], rows: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the versions of a trainer's ids, and the rows whose versions differ from the cached ones."""
+        """Return the versions of a trainer's ids, and the rows whose versions differ from the cached versions."""
         assert self.versions is not None
         versions = [
-            torch.where(numbers < 0, ops.NO_ROW, by_row[numbers.clamp(min=0)])
-            for by_row, numbers in zip(self.versions, row_numbers, strict=True)
+            torch.where(row_numbers < 0, ops.NO_ROW, by_row[row_numbers.clamp(min=0)])
+            for by_row, row_numbers in zip(self.versions, numbers, strict=True)
         ]
-        tables = zip(rows, versions, cached_versions, strict=True)
-        return [torch.cat([NO_ROWS, *versions]), *(values[new != cached] for values, new, cached in tables)]
+        tables = zip(rows, versions, cached, strict=True)
+        return [torch.cat([NO_ROWS, *versions]), *(values[new != old] for values, new, old in tables)]
 
     def _assign(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
         """Return row numbers of a training batch's ids, which are inserted where they have none."""
