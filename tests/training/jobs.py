@@ -1,4 +1,4 @@
-"""Trainers on several ranks, for `ranks(n).run`: what a job does and what is left of it."""
+"""Training jobs on several ranks, for `ranks(n).run`, and their results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def planted(num_train: int = 1_000, validation: bool = True) -> Dataset:
 
 
 class Record(Callback):
-    """What a rank was told, without what depends on time, but for the times in `caches`."""
+    """Records the events of a rank, without times except those in `caches`."""
 
     def __init__(self) -> None:
         self.losses: list[tuple[int, float]] = []
@@ -85,7 +85,7 @@ def make_trainer(
 
 
 def plan_for(size: int) -> te.sharding.ShardingPlan:
-    """Some table of each kind."""
+    """Plan with a table of every kind of sharding."""
     kinds = te.sharding
     return kinds.ShardingPlan(
         {

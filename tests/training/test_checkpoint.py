@@ -226,7 +226,7 @@ def ends_behind(call, *args, **kwargs):
 
 
 def ends_within(call, *args, **kwargs):
-    """Of a folder that is removed, one file is gone, and that it was whole can be read still."""
+    """Fail while a folder is removed: one file is gone, and the manifest is still there."""
     if call.__name__ == "rmtree" and os.path.isdir(args[0]):
         next(path for path in Path(args[0]).iterdir() if path.name != MANIFEST).unlink(missing_ok=True)
     raise Killed
@@ -237,7 +237,7 @@ def fails(call, *args, **kwargs):
 
 
 def fault_at(monkeypatch, number: int, fault) -> Callable[[], int]:
-    """From now on the call of this number, among those that change or sync what the disk has, goes wrong."""
+    """Fail the call of this number among those that change or sync the disk."""
     calls = 0
 
     def counted(call):
@@ -254,7 +254,7 @@ def fault_at(monkeypatch, number: int, fault) -> Callable[[], int]:
 
 
 def value_in(path: Path | None) -> float:
-    """What `tensors` was asked for, after a check that the checkpoint is whole."""
+    """Return the value that `tensors` was made with, after a check of the whole checkpoint."""
     assert path is not None
     read_manifest(path)
     actual = tensors(0.0)

@@ -37,7 +37,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def expected(data) -> dict[str, Tensor]:
-    """What two epochs on the device end with."""
+    """Final bits of two epochs with tables on the device."""
     trainer = make_trainer(data, None, "device")
     trainer.fit()
     return bits(trainer)
@@ -211,7 +211,7 @@ class TestRanks:
 
 
 class TestPieces:
-    """Of checkpoints whose table was on the device: sharded ones as well."""
+    """Checkpoints whose tables were on the device, sharded or not, loaded to disk."""
 
     ROWS, DIM = 40, 6
 

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints of tables on disk: damage, full disks, processes that are killed."""
+"""Faults of checkpoints of tables on disk: damage, full disks, killed processes."""
 
 from __future__ import annotations
 

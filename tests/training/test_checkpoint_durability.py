@@ -1,4 +1,4 @@
-"""What a power failure must not take: a checkpoint is on the disk before it has its name, and then its name is."""
+"""Durability of checkpoints: files are synced before the checkpoint gets its name, and then its name is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of its dynamic tables: log, report, TensorBoard."""
+"""Statistics of dynamic tables in the log, the report and TensorBoard."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fitted(model: te.nn.DLRM, data: Any, *callbacks: Any, **options: Any) -> job
 
 
 def counted(data: Any, feature: str, known: set[int]) -> list[dict[str, float]]:
-    """What each log must say of a table that has room for all ids, some of them `known` to it before."""
+    """Expected statistics of every log for a table with capacity for all ids, of which it already has `known`."""
     logs: list[dict[str, float]] = []
     for number, batch in enumerate(data.open("train", BATCH, seed=0, epoch=0, shuffle=True)):
         if number % EVERY == 0:

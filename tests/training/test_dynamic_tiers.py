@@ -116,7 +116,7 @@ def test_losses_metrics_and_rows_are_those_of_tables_on_the_device(tier, options
     ],
 )
 def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
-    """Of tables on disk it has their files, changes among them, which another tier or capacity reads, too."""
+    """Files of tables on disk, including changes, are loaded with another placement or capacity."""
     _, rows = on_device()
     folder = tmp_path / "run"
     trainer_of(before, folder, epochs=1, checkpoints=INCREMENTAL).fit()
@@ -132,7 +132,7 @@ def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
 
 @pytest.mark.more
 def test_ranks_resume_tables_on_disk(ranks, tmp_path):
-    """From incremental checkpoints, to the bits of a run that was not stopped."""
+    """A run resumed from incremental checkpoints is bitwise identical to an uninterrupted one."""
     options = "rows", 2, INCREMENTAL
     full = ranks(2).run(disk_job.sharded, tmp_path / "whole" / "run", "dynamic", *options)
     ranks(2).run(disk_job.sharded, tmp_path / "first" / "run", "dynamic", "rows", 1, INCREMENTAL)

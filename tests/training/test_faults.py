@@ -1,4 +1,4 @@
-"""What goes wrong around training, and what becomes of it."""
+"""Faults during training, and their consequences."""
 
 from __future__ import annotations
 

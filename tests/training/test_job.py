@@ -124,7 +124,7 @@ def test_a_text_log_of_several_epochs_is_converted_once_with_the_same_bits(tmp_p
 @pytest.mark.parametrize(("begun", "resumed"), [(1, 3), (3, 1), (3, 2)])
 @pytest.mark.more
 def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epochs(tmp_path, begun, resumed):
-    """Its position is one in text or in Parquet, whatever its epochs say now."""
+    """Positions in text and in Parquet differ, so a resumed run keeps its format, even if `epochs` changes."""
     folder, full = tmp_path / "run", tmp_path / "whole"
     with pytest.raises(Crash):
         train(text_run(folder, begun), callbacks=[CrashAt(5)], verbose=False)

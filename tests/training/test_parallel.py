@@ -32,7 +32,7 @@ def run(ranks, size, **options):
 
 @pytest.fixture(scope="module")
 def alone():
-    """One process that is in no job."""
+    """Metrics of a single process without a job."""
     return jobs.fit(0, {"batch_size": SAMPLES_A_STEP})
 
 
@@ -224,7 +224,7 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks):
 
 
 def diverging(rank, folder):
-    """What ends a run that reads a row with NaN on one rank, and what it leaves."""
+    """Return the error of a run that reads a row with NaN on one rank, and its checkpoints."""
     data = jobs.planted(400, validation=False)
     data.train.dense[333, 1] = float("nan")
     options = te.training.CheckpointOptions(checkpoint_steps=1, keep=1)

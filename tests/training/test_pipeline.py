@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def closes(function: Callable[[], object], release: threading.Event) -> bool:
-    """Whether it returns before what is waited for is released, which is done at last."""
+    """Return whether it returns before the awaited event is set; sets the event at the end."""
     thread = threading.Thread(target=function)
     thread.start()
     thread.join(60)
@@ -104,7 +104,7 @@ class TestPrefetcher:
 
     @pytest.mark.parametrize("permit", [None, nullcontext], ids=["at once", "permitted"])
     def test_after_a_failure_data_that_do_not_come_are_cancelled(self, monkeypatch, permit):
-        """What the thread waits for gives up when its stream is closed, which is behind the end of the items."""
+        """A wait of the thread is cancelled when its stream is closed, after the last item."""
         monkeypatch.setattr(prefetch_module, "GRACE", 0.01)
         asked, given_up = threading.Event(), threading.Event()
 

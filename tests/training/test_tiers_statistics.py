@@ -1,4 +1,4 @@
-"""What caches count under a trainer: a simulation's counts in every run, however long threads take."""
+"""Cache statistics under a trainer: equal to a simulation's in every run, independent of the timing of threads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
 
 
 def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: int | None) -> CacheStatistics:
-    """What is held follows from how many steps have been done, not from when anything was asked for."""
+    """Pinned rows depend on the number of steps, not on the time of requests."""
     cache, interval = Simulated(ROWS, "lru", 4 * 4 + 4, host_rows), -(-BATCHES // accumulate)
     of_step: list[list[int]] = []  # numbers of batches
     evaluated: list[int] = []

@@ -121,7 +121,7 @@ def test_parser_threads_of_an_older_configuration_are_read(tmp_path):
 
 @pytest.mark.parametrize(("recorded", "clamps"), [(True, True), (["price"], True), (False, False)])
 def test_logarithms_of_an_older_configuration_clamp_negative_numbers_as_then(recorded, clamps):
-    """Those that were saved name all options that there were; others are of now."""
+    """Saved schemas have all options of their version; options in files have current defaults."""
     columns = {"label": "click", "dense": ["price"], "sparse": ["user"], "log_transform": recorded}
     defaults = {"num_embeddings": 100_000, "sizes": [], "dynamic": False, "integers": []}
     saved = from_plain(columns | defaults, Schema(), "here")

@@ -225,7 +225,7 @@ class TestLive:
         return view
 
     def shown(self) -> list[str]:
-        """What was written since the last call, line by line, without control sequences."""
+        """Lines written since the last call, without control sequences."""
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.stream.getvalue())
         self.stream.truncate(0)
         self.stream.seek(0)

@@ -20,7 +20,7 @@ def strictly(path: Path) -> list[dict]:
 
 
 def lasting(path: Path) -> list[dict]:
-    """What must be the same for a run with interruptions."""
+    """Events of a log without those that an interruption changes."""
     return [event for event in read_run_log(path) if event["event"] not in ("start", "end")]
 
 
