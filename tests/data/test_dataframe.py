@@ -156,7 +156,7 @@ def test_mistakes_are_named():
         (frame, {"test": frame.drop("item")}, r"data frame \(test\): the schema's sparse column 'item' is missing"),
         (frame, {"test": frame, "options": options(SplitRule(split_by="random"), **SCHEMA)}, "another split rule than"),
         (frame, {"options": options(SplitRule(split_by="files"), **SCHEMA)}, "give held-out data frames, or another"),
-        (pandas.DataFrame({"click": [1, "a"]}), {}, "Arrow can not represent its columns"),
+        (pandas.DataFrame({"click": [1, "a"]}), {}, "Arrow cannot represent its columns"),
     ):
         with pytest.raises(ValueError, match=message):
             from_dataframe(wrong, **({"options": options(SplitRule(), **SCHEMA)} | how))

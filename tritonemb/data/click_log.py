@@ -141,8 +141,8 @@ class ClickLog(protocol.TablesMixin):
 
     def number_by_line(self) -> None:
         """Number rows by line, headers and blank lines included, as older versions did for a random split."""
-        if self._source.numbering is not None:
-            self._source.numbering, self.contents = 0, {}  # no contents: the next resume counts by line, too
+        if self._source.row_unit is not None:
+            self._source.row_unit, self.contents = 0, {}  # no contents: the next resume counts by line, too
 
     def splits(self) -> tuple[Split, ...]:
         """Return the splits of the log."""
@@ -269,7 +269,7 @@ class ClickLog(protocol.TablesMixin):
 
     def text_schema(self) -> Any:
         """Return the `pyarrow.Schema` of a text log's columns; None for other formats."""
-        return self._source.form.arrow_schema() if isinstance(self._source, TextSource) else None
+        return self._source.parser.arrow_schema() if isinstance(self._source, TextSource) else None
 
     def rows_digest(self) -> str:
         """Hash what determines the rows of a text log: its files, parsing options and splits."""
@@ -278,7 +278,7 @@ class ClickLog(protocol.TablesMixin):
         columns += [("", self.options.list_separator)] * bool(self.options.list_separator)
         paths = [file.path if isinstance(file.path, str) else str(file.path.resolve()) for file in self._files]
         files = [(path, file.size, file.modified) for path, file in zip(paths, self._files, strict=True)]
-        return protocol.digest(files, options, columns, *["by row"] * bool(self._source.numbering))
+        return protocol.digest(files, options, columns, *["by row"] * bool(self._source.row_unit))
 
     def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]], **attributes: Any) -> Self:
         log = copy.copy(self)
@@ -295,7 +295,7 @@ class ClickLog(protocol.TablesMixin):
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
         parsed, part = self._source.parse(chunk), self._parts[split][chunk.part]
-        row_numbers = parsed.lines if self._source.numbering == 0 else np.arange(len(parsed.lines))
+        row_numbers = parsed.lines if self._source.row_unit == 0 else np.arange(len(parsed.lines))
         # Count and describe the bad rows of the split, or raise at the first.
         counts: Counter[str] = Counter()
         problems: list[str] = []

@@ -79,20 +79,20 @@ class Dataset(protocol.TablesMixin):
 
     def __post_init__(self) -> None:
         for split in self.splits():
-            rows, where = self.rows(split), f"data set {self.name!r}, {split} rows"
+            rows, location = self.rows(split), f"data set {self.name!r}, {split} rows"
             if len(rows) == 0:
-                raise ValueError(f"{where}: no rows")
+                raise ValueError(f"{location}: no rows")
             if len(rows.columns) != len(self.features):
-                raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
+                raise ValueError(f"{location}: {len(rows.columns)} columns for {len(self.features)} features")
             if (num_dense := rows.dense.shape[1]) != self.num_dense:
-                raise ValueError(f"{where}: {num_dense} dense values per row, the train rows have {self.num_dense}")
+                raise ValueError(f"{location}: {num_dense} dense values per row, the train rows have {self.num_dense}")
             if len(wrong := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
                 row = int(wrong[0, 0])
-                raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
+                raise ValueError(f"{location}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
             for feature, column in zip(self.features, rows.columns, strict=True):
                 low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
                 if not feature.dynamic and (low < 0 or high >= feature.num_embeddings):
-                    text = f"{where}: feature {feature.name!r} has ids from {low} to {high}"
+                    text = f"{location}: feature {feature.name!r} has ids from {low} to {high}"
                     raise ValueError(f"{text}, they must lie in [0, {feature.num_embeddings})")
 
     @property
@@ -179,15 +179,15 @@ def _read_adult(path: Path) -> list[list[str]]:
         for fields in reader:
             if not fields or fields[0].startswith("|"):  # a comment, the first line of UCI's adult.test
                 continue
-            where = f"{path}, line {reader.line_num}"
+            line = f"{path}, line {reader.line_num}"
             if len(fields) != len(ADULT_FIELDS):
-                raise ValueError(f"{where}: expected {len(ADULT_FIELDS)} comma-separated fields, found {len(fields)}")
+                raise ValueError(f"{line}: expected {len(ADULT_FIELDS)} comma-separated fields, found {len(fields)}")
             fields[-1] = fields[-1].rstrip(".")
             for field_number, (name, value) in enumerate(zip(ADULT_FIELDS, fields, strict=True), start=1):
                 if name in NUMBERS and not value.isdecimal():
-                    raise ValueError(f"{where}: field {field_number} ({name}) is {value!r}, expected a number")
+                    raise ValueError(f"{line}: field {field_number} ({name}) is {value!r}, expected a number")
             if fields[-1] not in LABELS:
-                raise ValueError(f"{where}: field 15 (label) is {fields[-1]!r}, expected one of {list(LABELS)}")
+                raise ValueError(f"{line}: field 15 (label) is {fields[-1]!r}, expected one of {list(LABELS)}")
             rows.append(fields)
     if not rows:
         raise ValueError(f"{path} has no rows")

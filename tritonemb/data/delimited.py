@@ -39,7 +39,7 @@ _EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", 
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedChunk:
     """Rows of a chunk after parsing."""
 
     batch: Any  # a `pyarrow.RecordBatch` of the good rows
@@ -256,13 +256,13 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
     return pa.Array.from_buffers(pa.uint32(), len(array), buffers), num_digits
 
 
-def check_criteo(schema: Schema, where: str) -> None:
+def check_criteo(schema: Schema, location: str) -> None:
     """ValueError if a schema does not fit Criteo's format: another label, or categories as numbers."""
     if wrong := [name for name in schema.dense if name in CATEGORIES]:
         raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV cannot be dense: it is a category")
     if schema.label not in ("", LABEL):
         raise ValueError(
-            f"{where}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
+            f"{location}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
             f"{schema.label!r}; its columns: {join_names(FIELDS)}. For a file with a header, set a delimiter, "
             "or let its name end with .csv"
         )
@@ -277,31 +277,31 @@ def encoding_hint(line: bytes) -> str:
     return ""
 
 
-def parse(form: CsvFormat, data: Text) -> Parsed:
+def parse(parser: CsvFormat, data: Text) -> ParsedChunk:
     """Parse lines to rows: all at once; if one is bad, line by line."""
     # Parse all lines at once.
     if not data.endswith(b"\n"):
         data = data + b"\n"
-    is_plain = form.is_regular(data) if form.quoted else not _has_long_line(data)
-    if not form.quoted and b"\r" in data:
+    is_plain = parser.is_regular(data) if parser.quoted else not _has_long_line(data)
+    if not parser.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
         is_plain &= b"\r" not in data
-    batch: Any = form.read(data) if is_plain else None
-    is_whole = batch is not None and (not form.quote or batch.num_rows == count_lines(data))
-    if is_whole and not find_wrong_values(batch, form.schema, form.labelled):
+    batch: Any = parser.read(data) if is_plain else None
+    is_whole = batch is not None and (not parser.quote or batch.num_rows == count_lines(data))
+    if is_whole and not find_wrong_values(batch, parser.schema, parser.labelled):
         rows = np.arange(batch.num_rows)
-        return Parsed(batch, rows, rows[:0], rows, lambda number: ("", ""))
+        return ParsedChunk(batch, rows, rows[:0], rows, lambda number: ("", ""))
     # Find the bad lines, and parse the others.
-    lines, line_numbers = _split_lines(data, form.quoted)
+    lines, line_numbers = _split_lines(data, parser.quoted)
     rows = np.arange(len(lines))
     if batch is None or batch.num_rows != len(lines):
-        accepted = form.accepts(lines)
+        accepted = parser.accepts(lines)
         rows = np.flatnonzero(accepted)
-        batch = form.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
-    valid = valid_row_mask(batch, find_wrong_values(batch, form.schema, form.labelled))
+        batch = parser.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
+    valid = valid_row_mask(batch, find_wrong_values(batch, parser.schema, parser.labelled))
     batch, rows = batch.filter(pa.array(valid)), rows[valid]
     bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)
-    return Parsed(batch, rows, bad_rows, line_numbers, lambda number: form.problem(lines[bad_rows[number]]))
+    return ParsedChunk(batch, rows, bad_rows, line_numbers, lambda number: parser.problem(lines[bad_rows[number]]))
 
 
 def count_lines(data: Text) -> int:

@@ -97,7 +97,7 @@ def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]
     """
     if not (sources := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files given; pass a file, several files or a folder")
-    files = [file for entry in sources for file in _list_files(entry)]
+    files = [file for source_entry in sources for file in _list_files(source_entry)]
     if len(by_format := {file.format: file.path for file in files}) > 1:
         raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
     _check_distinct(files)
@@ -133,11 +133,11 @@ def _list_files(entry: str | Path) -> list[LogFile]:
     try:
         system, path_in_system = _resolve_path(entry)
         # Data files at the path: one, or those of a folder.
-        path_info = system.get_file_info(path_in_system)
-        if path_info.type == fs.FileType.NotFound:
+        info = system.get_file_info(path_in_system)
+        if info.type == fs.FileType.NotFound:
             raise FileNotFoundError(f"{path}: no such file or folder")
-        info_by_path = {path: path_info}
-        if path_info.type == fs.FileType.Directory:
+        info_by_path = {path: info}
+        if info.type == fs.FileType.Directory:
             entries = system.get_file_info(fs.FileSelector(path_in_system))
             entries = sorted(entries, key=lambda entry: natural_sort_key(entry.base_name))
             entries = [entry for entry in entries if not entry.base_name.startswith((".", "_"))]
@@ -155,14 +155,14 @@ def _list_files(entry: str | Path) -> list[LogFile]:
         if not info_by_path:
             raise ValueError(f"{path}: no data files in this folder")
         # Check each file, and detect its format by its first bytes.
-        for current, path_info in info_by_path.items():
-            if path_info.type != fs.FileType.File:
+        for current, info in info_by_path.items():
+            if info.type != fs.FileType.File:
                 raise ValueError(f"{current} is not a regular file; pipes and devices cannot be read twice")
-            if not path_info.size:
+            if not info.size:
                 raise ValueError(f"{current} is empty")
-            with system.open_input_file(path_info.path) as file:
+            with system.open_input_file(info.path) as file:
                 form, codec = _detect_format(current, file.read(4))
-            files.append(LogFile(current, form, codec, path_info.size, path_info.mtime_ns, (system, path_info.path)))
+            files.append(LogFile(current, form, codec, info.size, info.mtime_ns, (system, info.path)))
     except UnicodeError as error:
         raise ValueError(f"{str(current)!r}: names of files must be UTF-8 ({error}); rename them") from error
     except OSError as error:
@@ -320,8 +320,8 @@ def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tupl
     validation, test = (find_files(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
     test = test if validation or test else files[-1:]
     validation_at, test_at = ({file.identity for file in held_out} for held_out in (validation, test))
-    if both := [file for file in test if file.identity in validation_at]:
-        raise ValueError(f"split: {both[0].path} is both a validation and a test file")
+    if overlap := [file for file in test if file.identity in validation_at]:
+        raise ValueError(f"split: {overlap[0].path} is both a validation and a test file")
     if not (train := tuple(file for file in files if file.identity not in validation_at | test_at)):
         names = join_names((str(file.path) for file in files), limit=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
@@ -349,20 +349,20 @@ def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]
 
 def ranges_between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) -> list[Part]:
     """Return the parts between two offsets into the concatenated parts, in the unit of their `sizes`."""
-    pieces, first = [], 0
+    pieces_between, first = [], 0
     for part, size in zip(parts, sizes, strict=True):
-        low, high = max(start - first, 0), min(stop - first, size)
-        if low < high:
-            pieces.append(Part(part.file, part.start + low, part.stop if high == size else part.start + high))
+        begin, end = max(start - first, 0), min(stop - first, size)
+        if begin < end:
+            pieces_between.append(Part(part.file, part.start + begin, part.stop if end == size else part.start + end))
         first += size
-    return pieces
+    return pieces_between
 
 
 def even_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
     """Return the index-th of `count` equal shards of concatenated parts; bounds move to `ends` that are near."""
     index, count = shard
     total = sum(sizes)
-    bounds = (_snap_to_ends(total * cut // count, total / count, ends) for cut in (index, index + 1))
+    bounds = (_snap_to_ends(total * position // count, total / count, ends) for position in (index, index + 1))
     return ranges_between(parts, sizes, *bounds)
 
 

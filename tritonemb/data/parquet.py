@@ -9,7 +9,7 @@ import numpy as np
 
 from tritonemb.data import files as cuts
 from tritonemb.data.arrow import compute, dataset, pa
-from tritonemb.data.delimited import Parsed
+from tritonemb.data.delimited import ParsedChunk
 from tritonemb.data.encode import find_wrong_values, is_list, is_text, valid_row_mask, value_type
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
@@ -43,7 +43,7 @@ def file_of_frame(frame: Any, name: str) -> LogFile:
         table = pa.table(frame)
         table = table.cast(plain_schema(table.schema))
     except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"{name}: Arrow can not represent its columns ({error})") from error
+        raise ValueError(f"{name}: Arrow cannot represent its columns ({error})") from error
     return LogFile(name, "table", None, table.num_rows, table=table)
 
 
@@ -73,7 +73,7 @@ class ArrowSource:
     sparse columns, see `Feature`.
     """
 
-    numbering: int | None = None  # text only, see `TextSource`
+    row_unit: int | None = None  # text only, see `TextSource`
 
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         schema, self._files, self._rule, self._labelled = options.schema, files, options.split, labelled
@@ -83,24 +83,24 @@ class ArrowSource:
         kind_and_file: dict[str, tuple[str, LogFile]] = {}
         # Check that all files have the columns, with values of the same kinds.
         for file in files:
-            where, (columns, groups) = str(file.path), read_schema(file)
+            location, (columns, groups) = str(file.path), read_schema(file)
             self._groups.append(groups)
             if sum(groups) == 0:
                 continue
-            schema = schema.of(columns.names, where, labelled, extra_columns)
+            schema = schema.of(columns.names, location, labelled, extra_columns)
             names = schema.columns(labelled)
-            kinds = {name: _value_kind(columns.field(name).type, name, schema, where) for name in names}
+            kinds = {name: _value_kind(columns.field(name).type, name, schema, location) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
             if not first_path:
-                self.multi_hot, first_path = lists, where
+                self.multi_hot, first_path = lists, location
             if lists != self.multi_hot:
-                raise ValueError(f"{where}: other columns are lists than in {first_path}: {self.multi_hot}")
+                raise ValueError(f"{location}: other columns are lists than in {first_path}: {self.multi_hot}")
             for name in schema.sparse:
                 first_seen = kind_and_file.setdefault(name, (kinds[name], file)) if kinds[name] else ("", file)
                 expected, other_file = first_seen
                 if kinds[name] != expected:
                     raise ValueError(
-                        f"{where}: column {name!r} has {kinds[name]}, but {expected} in {other_file.path}; "
+                        f"{location}: column {name!r} has {kinds[name]}, but {expected} in {other_file.path}; "
                         "the same value would have different ids"
                     )
             if time is not None:
@@ -146,7 +146,7 @@ class ArrowSource:
         if row < stop:
             raise file.changed_error(f"it had at least {stop} rows and now has {row}")
 
-    def parse(self, chunk: Chunk) -> Parsed:
+    def parse(self, chunk: Chunk) -> ParsedChunk:
         batch = chunk.rows
         wrong = find_wrong_values(batch, self.schema, self._labelled)
         good = valid_row_mask(batch, wrong)
@@ -161,7 +161,7 @@ class ArrowSource:
             return f"column {name} is not {expected}", message
 
         good_batch = batch.filter(pa.array(good)) if len(bad_rows) else batch
-        return Parsed(good_batch, rows, bad_rows, np.arange(len(good)), describe)
+        return ParsedChunk(good_batch, rows, bad_rows, np.arange(len(good)), describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Return one shard of some parts: whole row groups if there are enough; else shards may divide a row group."""
@@ -201,7 +201,7 @@ class ArrowSource:
         return sum(self._groups[part.file]) if part.stop is None else part.stop
 
 
-def _value_kind(kind: Any, name: str, schema: Schema, where: str) -> str:
+def _value_kind(kind: Any, name: str, schema: Schema, location: str) -> str:
     """Return the kind of a column's values, empty if all are missing; ValueError if it has the wrong type."""
     types, sparse = pa.types, name in schema.sparse
     inner = value_type(kind.value_type if sparse and is_list(kind) else kind)
@@ -212,11 +212,11 @@ def _value_kind(kind: Any, name: str, schema: Schema, where: str) -> str:
     if sparse and not is_text(inner):
         hint = f'; if these are integers: df["{name}"].astype("Int64") in pandas' if types.is_floating(inner) else ""
         raise ValueError(
-            f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
+            f"{location}: column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
         )
     if not sparse and not types.is_floating(inner):
         role = "a dense column" if name in schema.dense else "the label"
-        raise ValueError(f"{where}: column {name!r} is {inner}, but {role} has numbers")
+        raise ValueError(f"{location}: column {name!r} is {inner}, but {role} has numbers")
     return "strings" if sparse else "numbers"
 
 

@@ -70,7 +70,7 @@ def shuffle_buffers(
 
     `order(num_rows, number)` returns the permutation of a buffer, or None to keep the order. ValueError if the blocks
     have fewer than `start.skip` rows."""
-    blocks_in_buffer: list[Rows] = []
+    slices: list[Rows] = []
     num_gathered, num_to_skip, skipped, stop = 0, start.skip, start.skipped, start
     for block in blocks:
         # Skip rows before `start`, then take rows until the buffer is full.
@@ -78,12 +78,12 @@ def shuffle_buffers(
         num_to_skip -= row
         while row < len(block.rows):
             end = min(row + num_rows - num_gathered, len(block.rows))
-            blocks_in_buffer.append(block.rows.slice(row, end))
+            slices.append(block.rows.slice(row, end))
             num_gathered, row = num_gathered + end - row, end
             stop = LogPosition(block.part, block.offset, block.line, row, skipped)
             if num_gathered == num_rows:
-                buffer, blocks_in_buffer, num_gathered = (
-                    concat_rows(blocks_in_buffer, order(num_gathered, number)),
+                buffer, slices, num_gathered = (
+                    concat_rows(slices, order(num_gathered, number)),
                     [],
                     0,
                 )
@@ -93,8 +93,8 @@ def shuffle_buffers(
         skipped += block.report.skipped
     if num_to_skip:
         raise ValueError(f"the data has changed: it has {num_to_skip} fewer rows than the position requires")
-    if blocks_in_buffer:
-        yield number, concat_rows(blocks_in_buffer, order(num_gathered, number)), start, stop
+    if slices:
+        yield number, concat_rows(slices, order(num_gathered, number)), start, stop
 
 
 def permutation(num_rows: int, *seeds: int) -> Array:

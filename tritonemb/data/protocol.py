@@ -73,7 +73,7 @@ class ReadReport:
 
     def __str__(self) -> str:
         text = f"{self.rows:,} rows were read, {self.skipped:,} bad ones left out"
-        shown = [*(f"{where} ({count:,})" for where, count in self.reasons), *self.problems]
+        shown = [*(f"{location} ({count:,})" for location, count in self.reasons), *self.problems]
         return "\n  ".join([text, *shown])
 
 

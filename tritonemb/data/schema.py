@@ -109,22 +109,22 @@ class Schema:
         """Return the label column if `labelled`, the dense and the sparse columns."""
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
-    def of(self, columns: Sequence[str], where: str, labelled: bool = True, extra_columns: Names = ()) -> Self:
+    def of(self, columns: Sequence[str], location: str, labelled: bool = True, extra_columns: Names = ()) -> Self:
         """Return the schema with Criteo's columns filled in if it names none. ValueError unless the data at `where` has
         every column of it (the label only if `labelled`) and of `extra_columns` exactly once."""
         schema = self
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
                 raise ValueError(
-                    f"{where}: its columns are {join_names(columns)}; they are not Criteo's ({LABEL}, {INTEGERS[0]} to "
-                    f"{INTEGERS[-1]}, {CATEGORIES[0]} to {CATEGORIES[-1]}), so a schema must say which is the label, "
-                    "which are dense and which are sparse: --label click --dense price --sparse user item, or "
+                    f"{location}: its columns are {join_names(columns)}; they are not Criteo's ({LABEL}, "
+                    f"{INTEGERS[0]} to {INTEGERS[-1]}, {CATEGORIES[0]} to {CATEGORIES[-1]}), so a schema must name the "
+                    "label, the dense and the sparse columns: --label click --dense price --sparse user item, or "
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
         for role, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
-            check_columns(columns, names, where, f"the schema's {role} column")
-        check_columns(columns, extra_columns, where)
+            check_columns(columns, names, location, f"the schema's {role} column")
+        check_columns(columns, extra_columns, location)
         return schema
 
 
@@ -230,15 +230,15 @@ class LogOptions(Options):
             raise ValueError(f"lists need a list_separator other than the delimiter, got {self.list_separator!r}")
 
 
-def check_columns(columns: Sequence[str], names: Iterable[str], where: str, role: str = "column") -> None:
+def check_columns(columns: Sequence[str], names: Iterable[str], location: str, role: str = "column") -> None:
     """ValueError unless every name is that of exactly one column; `role` describes them."""
     for name in names:
         if (count := list(columns).count(name)) == 0:
             raise ValueError(
-                f"{where}: {role} {name!r} is missing; columns: {join_names(columns)}{did_you_mean(name, columns)}"
+                f"{location}: {role} {name!r} is missing; columns: {join_names(columns)}{did_you_mean(name, columns)}"
             )
         if count > 1:
-            raise ValueError(f"{where}: there are {count} columns {name!r}; rename all but one")
+            raise ValueError(f"{location}: there are {count} columns {name!r}; rename all but one")
 
 
 def wrong_value_message(field_number: int, name: str, value: object, expected: str, hint: str = "") -> str:

@@ -33,10 +33,10 @@ class TextSource:
 
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         # Format and columns.
-        name, where = files[0].name.lower(), str(files[0].path)
+        name, location = files[0].name.lower(), str(files[0].path)
         delimiter = options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", name) else "")
         if not delimiter:  # Criteo's format
-            delimited.check_criteo(options.schema, where)
+            delimited.check_criteo(options.schema, location)
         criteo = FIELDS
         if not (delimiter or labelled):  # the label may be present all the same
             line = first_bytes(files[0]).lstrip(b"\r\n").partition(b"\n")[0]
@@ -45,15 +45,15 @@ class TextSource:
         columns = headers[0][0]
         for file, (header, _) in zip(files, headers, strict=True):
             if header != columns:
-                raise ValueError(f"{file.path}: its header differs from that of {where}: {join_names(header)}")
+                raise ValueError(f"{file.path}: its header differs from that of {location}: {join_names(header)}")
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
         # Unit of `Chunk.first_row`, for a random split: 1 for rows; 0 for lines, as in older versions.
-        self.numbering = 1 if options.split.kind() == "random" else None
+        self.row_unit = 1 if options.split.kind() == "random" else None
         # Schema and parser.
-        self.schema = options.schema.of(columns, where, labelled, extra_columns)
+        self.schema = options.schema.of(columns, location, labelled, extra_columns)
         options = replace(options, schema=self.schema, delimiter=delimiter)
-        self.form = (CsvFormat if delimiter else CriteoFormat)(columns, options, labelled, extra_columns)
-        self.multi_hot, self.kinds = self.form.multi_hot, self.form.kinds
+        self.parser = (CsvFormat if delimiter else CriteoFormat)(columns, options, labelled, extra_columns)
+        self.multi_hot, self.kinds = self.parser.multi_hot, self.parser.kinds
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
 
@@ -67,17 +67,17 @@ class TextSource:
 
     def estimated_rows(self, part: Part) -> float:
         """Estimate the rows of a part from the length and the compression ratio of the first lines of the file."""
-        file, beginning = self._files[part.file], first_bytes(self._files[part.file], _SAMPLE_BYTES)
+        file, first_lines = self._files[part.file], first_bytes(self._files[part.file], _SAMPLE_BYTES)
         size: float = file.size
         if file.codec is not None:
-            packed = len(pa.compress(beginning, codec=file.codec, asbytes=True))
-            size = size / packed * len(beginning) if len(beginning) == _SAMPLE_BYTES else len(beginning)
+            compressed_bytes = len(pa.compress(first_lines, codec=file.codec, asbytes=True))
+            size = size / compressed_bytes * len(first_lines) if len(first_lines) == _SAMPLE_BYTES else len(first_lines)
         size = (size if part.stop is None else part.stop) - max(part.start, self._header_bytes[part.file])
-        return max(size, 0) * max(beginning.count(b"\n"), 1) / len(beginning)
+        return max(size, 0) * max(first_lines.count(b"\n"), 1) / len(first_lines)
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
         """Yield chunks of lines that begin in one stripe of the file. ValueError if it is damaged or has changed."""
-        header_bytes, file, quoted = self._header_bytes[part.file], self._files[part.file], self.form.quoted
+        header_bytes, file, quoted = self._header_bytes[part.file], self._files[part.file], self.parser.quoted
         if offset == part.start == 0 and header_bytes:
             offset, line = header_bytes, 1
         stop = _END if part.stop is None else part.stop
@@ -90,7 +90,7 @@ class TextSource:
                 offset = _seek_line_start(source, offset, quoted)
             else:
                 source.seek(offset)
-            row = 0 if self.numbering is None else self._lines_and_rows_before(part.file, offset)[self.numbering]
+            row = 0 if self.row_unit is None else self._lines_and_rows_before(part.file, offset)[self.row_unit]
             while offset < stop:
                 # Read the lines that begin in one stripe; skip them if it is of another shard.
                 stripe = offset // width
@@ -103,24 +103,25 @@ class TextSource:
                     yield Chunk(number, offset, line, row, data)
                 num_lines = count_lines(data)
                 line += num_lines
-                row += delimited.count_rows(data, quoted) if self.numbering else num_lines
+                row += delimited.count_rows(data, quoted) if self.row_unit else num_lines
                 offset = source.tell()
 
-    def parse(self, chunk: Chunk) -> delimited.Parsed:
-        return delimited.parse(self.form, chunk.rows)
+    def parse(self, chunk: Chunk) -> delimited.ParsedChunk:
+        return delimited.parse(self.parser, chunk.rows)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Return one shard of some parts. Plain text is divided by bytes. Compressed text is not seekable: whole files
         are assigned if there are enough; else every shard decompresses all of them and parses every count-th stripe."""
-        packed = [part for part in parts if self.form.quoted or self._files[part.file].codec is not None]
-        plain = [part for part in parts if part not in packed]
-        sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
-        pieces = cuts.even_shard(plain, sizes, shard)
-        if len(packed) >= shard[1]:
-            pieces += cuts.whole_file_shard(packed, [self._files[part.file].size for part in packed], shard)
+        unseekable = [part for part in parts if self.parser.quoted or self._files[part.file].codec is not None]
+        seekable = [part for part in parts if part not in unseekable]
+        sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in seekable]
+        shard_parts = cuts.even_shard(seekable, sizes, shard)
+        if len(unseekable) >= shard[1]:
+            sizes = [self._files[part.file].size for part in unseekable]
+            shard_parts += cuts.whole_file_shard(unseekable, sizes, shard)
         else:
-            pieces += [replace(part, stripes=shard) for part in packed]
-        return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
+            shard_parts += [replace(part, stripes=shard) for part in unseekable]
+        return tuple(sorted(shard_parts, key=lambda part: (part.file, part.start)))
 
     def location(self, part: Part, chunk: Chunk, line: int) -> str:
         """Return the location of a chunk's line for messages: `train.txt, line 3`."""
@@ -130,7 +131,7 @@ class TextSource:
     def _lines_and_rows_before(self, number: int, start: int) -> tuple[int, int]:
         """Count lines and rows of a file before the first line that begins at byte `start` or later; cached."""
         with _COUNTING:
-            return count_before(self._files[number], start, self.form.quoted, self._header_bytes[number] > 0)
+            return count_before(self._files[number], start, self.parser.quoted, self._header_bytes[number] > 0)
 
     def _check_beginning(self, file: LogFile, header_bytes: int, allow_bad: bool) -> None:
         # Read the first line after the header that is not blank.
@@ -143,12 +144,12 @@ class TextSource:
                     "Convert it: iconv -f UTF-16 -t UTF-8"
                 )
             source.read(header_bytes)
-            line_number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
+            line_number, line = 1 + (header_bytes > 0), read_line(source, self.parser.quoted)
             while line in (b"\n", b"\r\n"):
-                line_number, line = line_number + 1, read_line(source, self.form.quoted)
-        parsed = delimited.parse(self.form, line)
+                line_number, line = line_number + 1, read_line(source, self.parser.quoted)
+        parsed = delimited.parse(self.parser, line)
         if len(parsed.bad_rows) and not allow_bad:
-            criteo = isinstance(self.form, CriteoFormat)
+            criteo = isinstance(self.parser, CriteoFormat)
             hint = "; for a file with a header, set a delimiter, or let its name end with .csv"
             hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
             if criteo and b"\t" not in line:
