@@ -151,7 +151,7 @@ def test_options_and_header_are_checked(tmp_path):
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             reader(path, **changes)
-    with pytest.raises(ValueError, match=r"a schema must say which is the label"):
+    with pytest.raises(ValueError, match=r"a schema must name the label"):
         ClickLog(path, options())
     with pytest.raises(ValueError, match="there are 2 columns 'user'"):
         reader(write(tmp_path, "1,a,2,3,4", header="click,user,price,user,item"))
