@@ -240,20 +240,21 @@ def _copies_to_try(
 def _keep_previous(
     model: CostModel, options: list[list[Option]], problem: Problem, new: Solution, previous: ShardingPlan
 ) -> tuple[Solution, dict[int, Sharding | None]]:
-    """Move as few shards of the running plan as keep it within `KEEP_WITHIN` of the new one; return unmoved tables."""
+    """Repair the running plan with few moves, to a load within `KEEP_WITHIN` of the new one. Return unmoved tables."""
     selected, shards_before = new.assignment.options.copy(), dict[int, list[tuple[int, int, float]]]()
     # The option of each table in the running plan, of nearest cache shares, and its shards.
     for number, table in enumerate(model.tables):
         cache, first, matches = previous.apply(table).cache, int(problem.table_options[number]), []
         for index, option in enumerate(options[number], first):
-            unit, end_unit = problem.option_units[index : index + 2].tolist()
-            max_shards, stats = int(problem.unit_max_shards[unit:end_unit].sum()), model.stats[table.name]
+            first_unit, end_unit = problem.option_units[index : index + 2].tolist()
+            max_shards, stats = int(problem.unit_max_shards[first_unit:end_unit].sum()), model.stats[table.name]
             if (shards := encode(previous, table, stats, option, max_shards, model.local)) is not None:
                 largest = max((share for _, _, share in shards), default=1.0) if option.kind == "row_wise" else 1.0
                 rows = max(1, int(largest * rows_to_shard(table)))
                 cached, on_host = cache.num_device_rows(rows) / rows, (cache.num_host_rows(rows) or 0) / rows
                 distance = abs(option.cache_share - cached) + abs(option.host_share - on_host)
-                matches.append((distance, index, [(unit + of, target, share) for of, target, share in shards]))
+                shards = [(first_unit + unit, target, share) for unit, target, share in shards]
+                matches.append((distance, index, shards))
         if matches:
             _, selected[number], shards_before[number] = min(matches, key=lambda match: match[:2])
     units, bins, shares = np.array([shard for shards in shards_before.values() for shard in shards]).reshape(-1, 3).T
@@ -290,8 +291,8 @@ def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, s
     # Of each usable tier: its usage by options, in bins; size and number of bins; a description, and its name.
     budgets = [
         (values, float(size), count,
-         f"{format_bytes(size * count)} of {name} ({text or f'{format_bytes(size)} per {of}'})", name)
-        for tier, name, values, size, count, of, text in (
+         f"{format_bytes(size * count)} of {name} ({text or f'{format_bytes(size)} per {owner}'})", name)
+        for tier, name, values, size, count, owner, text in (
             ("device", "device memory", uses[:, 1], top.hbm - model.reserved_bytes, model.ranks, "rank",
              model.describe_memory()),
             ("host", "host memory", uses[:, 2], top.host, model.nodes, "node", ""),
@@ -303,9 +304,9 @@ def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, s
     needed = sum(values * size for values, size, *_ in budgets)
     least = float(np.minimum.reduceat(needed, problem.table_options[:-1]).sum())
     short = max(least - sum(size * count for _, size, count, *_ in budgets), 0.0)
-    of = f" of {budgets[0][-1]}" if len(budgets) == 1 else " in total"
+    scope = f" of {budgets[0][-1]}" if len(budgets) == 1 else " in total"
     shortage = (
-        f"short by {format_bytes(short)}{of}" if short else "one tier is too small, and a table must fit on one tier"
+        f"short by {format_bytes(short)}{scope}" if short else "one tier is too small, and a table must fit on one tier"
     )
     return (
         f"{len(model.tables)} tables need {format_bytes(model.sizes.sum() * model.copies)} with optimizer states, "

@@ -88,8 +88,8 @@ class PlanReport:
         model, top, prediction = self.model, self.model.topology, self.prediction
         stages = zip(STAGES, prediction.seconds.max(0).tolist(), strict=True)
         memory = [
-            f"{name} {format_bytes(used.min())} to {format_bytes(used.max())} of {format_bytes(size)} per {of}"
-            for name, used, size, of in _tiers(prediction, top) if name == "device" or used.any()
+            f"{name} {format_bytes(used.min())} to {format_bytes(used.max())} of {format_bytes(size)} per {owner}"
+            for name, used, size, owner in _tiers(prediction, top) if name == "device" or used.any()
         ]  # fmt: skip
         if prediction.server:
             memory += [f"servers {format_bytes(prediction.server)} of {format_bytes(top.servers * top.server_memory)}"]
@@ -200,7 +200,7 @@ class PlanReport:
 
 
 def _tiers(prediction: Prediction, top: Topology) -> list[tuple[str, Array, float, str]]:
-    """Return name, used bytes, size in bytes and unit of each tier of ranks and nodes."""
+    """Return name, used bytes, size in bytes and owner (rank or node) of each tier."""
     return [
         ("device", prediction.hbm, top.hbm, "rank"),
         ("host", prediction.host, top.host, "node"),
