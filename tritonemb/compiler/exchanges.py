@@ -33,8 +33,8 @@ class HideExchanges(CustomGraphPass):
         # Priorities: exchanges in their order, each with its inputs; then other nodes; then the waits.
         priorities = dict(zip(starts, range(len(starts)), strict=True))
         for node in reversed(nodes):
-            of_users = (priorities[user] for user in node.users if user in priorities)
-            priorities[node] = min([priorities.get(node, len(starts)), *of_users])
+            user_priorities = (priorities[user] for user in node.users if user in priorities)
+            priorities[node] = min([priorities.get(node, len(starts)), *user_priorities])
         priorities |= dict.fromkeys(finishes, len(starts) + 1)
         previous = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
         for node in _sorted(nodes, priorities):

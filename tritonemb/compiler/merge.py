@@ -201,21 +201,21 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
 def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, layout: Layout, write: Writer) -> Node:
     first, ops = lookups[0], torch.ops.tritonemb
     items = [None if tensor is None else write.item(batch, i) for i, tensor in enumerate(value_of(batch)[:4])]
-    values, trained, offsets, sample_weights = items
+    values, trained_ids, offsets, sample_weights = items
     sizes = [value_of(lookup.bags.ids).numel() for lookup in lookups]
     if not layout.pooled and all(isinstance(size, int) for size in sizes):
         starts = torch.tensor([0, *accumulate(sizes)], device=value_of(tables[0]).device)
         offsets = write.constant(starts, "offsets")
     options = first.op_checks, first.op_dtype
     if first.update is None:
-        return write(ops.embedding_bag.default, tables, values, offsets, sample_weights, trained, *options, *layout)
+        return write(ops.embedding_bag.default, tables, values, offsets, sample_weights, trained_ids, *options, *layout)
     updates: list[Any] = list({lookup.weight: lookup.update for lookup in lookups}.values())
     states = [state for states in zip(*(update.states for update in updates), strict=True) for state in states]
     return write(
         ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
         [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
         list(first.update.hyperparameters), values, offsets, sample_weights, None, False, NOT_ACCUMULATING, *options,
-        values if trained is None else trained, None, None, None, *layout,
+        values if trained_ids is None else trained_ids, None, None, None, *layout,
     )  # fmt: skip
 
 

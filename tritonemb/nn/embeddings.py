@@ -101,16 +101,16 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         if input is None or not all(t is None or (isinstance(t, Tensor) and not t.is_sparse) for t in tensors):
             raise TypeError(f"expected dense tensors, got {[*map(type, tensors)]}; see torch.tensor, to_dense")
         # Check the inputs, and choose between our kernels and PyTorch's.
-        nested, padded = input.is_nested and input.layout == torch.jagged, self.padding_idx is not None
-        is_valid, trained = self._are_valid(input, offsets, per_sample_weights), None
+        is_nested, has_padding = input.is_nested and input.layout == torch.jagged, self.padding_idx is not None
+        is_valid, trained_ids = self._are_valid(input, offsets, per_sample_weights), None
         has_last_offset = is_valid and self.include_last_offset and offsets is not None
         if is_valid and offsets is not None:
-            check_ascending(offsets[:-1] if padded and has_last_offset else offsets, input.shape[0])
+            check_ascending(offsets[:-1] if has_padding and has_last_offset else offsets, input.shape[0])
         is_unreadable = torch.compiler.is_compiling() or input.device.type != "cpu"
-        if has_last_offset and is_unreadable and not padded and input.dtype in ID_DTYPES and offsets.shape[0] > 1:  # type: ignore[union-attr]
-            input, trained, offsets = torch.ops.tritonemb.close_bags(input, offsets)
+        if has_last_offset and is_unreadable and not has_padding and input.dtype in ID_DTYPES and offsets.shape[0] > 1:  # type: ignore[union-attr]
+            input, trained_ids, offsets = torch.ops.tritonemb.close_bags(input, offsets)
         is_served = is_valid and self.mode in ("sum", "mean") and input.device == self.weight.device
-        is_served = is_served and self._is_served(*([] if nested else [input, offsets, per_sample_weights]))
+        is_served = is_served and self._is_served(*([] if is_nested else [input, offsets, per_sample_weights]))
         values = input
         if is_served or (has_last_offset and plain_eager(*tensors)):
             values, offsets, per_sample_weights = self._flatten_batch(input, offsets, per_sample_weights)
@@ -119,15 +119,15 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             pooled: Tensor = TorchEmbeddingBag.forward(self, values, offsets, per_sample_weights)
             if self._optimized is not None and pooled.requires_grad:
                 raise RuntimeError("the fused optimizer has no update for these arguments; te.unfuse the module first")
-            return pooled if trained is None else pooled[:-1]
+            return pooled if trained_ids is None else pooled[:-1]
         # Look up by our kernels; with padding, means are sums that are divided afterwards.
         assert offsets is not None
         self._renormalize(values)
         mean = self.mode == "mean"
         if self.padding_idx is None:
-            bags, ids = Bags(offsets, True, mean), values if trained is None else trained
+            bags, ids = Bags(offsets, True, mean), values if trained_ids is None else trained_ids
             pooled = self._look_up(values, ids, per_sample_weights, bags, self.weight.dtype)
-            return pooled if trained is None else pooled[:-1]
+            return pooled if trained_ids is None else pooled[:-1]
         ids = drop_padding(values, offsets, self.padding_idx, self.weight.shape[0])
         dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
         out = self._look_up(ids, ids, per_sample_weights, Bags(offsets, True, False, False), dtype)
@@ -135,22 +135,22 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
 
     def _pool_by_torch(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor | None:
         """Pool by PyTorch's op if that is faster, else return None."""
-        bags, padded = input if offsets is None else offsets, self.padding_idx is not None
-        few = self._prefers_torch(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
+        bags, has_padding = input if offsets is None else offsets, self.padding_idx is not None
+        is_small = self._prefers_torch(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
         has_last_offset, traced = offsets is not None and self.include_last_offset, torch.compiler.is_compiling()
-        unsupported = traced or (padded and has_last_offset)
-        if few is None or (offsets is not None and (unsupported or not are_ascending(offsets))):
+        unsupported = traced or (has_padding and has_last_offset)
+        if is_small is None or (offsets is not None and (unsupported or not are_ascending(offsets))):
             return None
         if has_last_offset and int(offsets[-1]) != input.numel():  # type: ignore[index]
             return None  # ids beyond the last offset are in no bag
-        simple = per_sample_weights is None and self.max_norm is None and self.mode in ("sum", "mean")
-        if simple and input.dim() == 1 + (offsets is None) and input.numel():
+        is_simple = per_sample_weights is None and self.max_norm is None and self.mode in ("sum", "mean")
+        if is_simple and input.dim() == 1 + (offsets is None) and input.numel():
             # For means, our kernel scales every row, PyTorch's the sum.
-            is_faster = few or (not padded and (self.mode == "sum" or self._optimized is None))
-            return self._by_torch(few, True, input, offsets) if is_faster else None
-        if not few or not (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
+            is_faster = is_small or (not has_padding and (self.mode == "sum" or self._optimized is None))
+            return self._by_torch(is_small, True, input, offsets) if is_faster else None
+        if not is_small or not (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
             return None
-        return self._by_torch(few, False, input, offsets, per_sample_weights)
+        return self._by_torch(is_small, False, input, offsets, per_sample_weights)
 
     def _torch_op(self, weight: Tensor, input: Tensor, offsets: Tensor | None) -> Tensor:
         last, mean = self.include_last_offset, int(self.mode == "mean")
@@ -267,16 +267,16 @@ class Embedding(SingleTable, TorchEmbedding):
         return self._call_with_context(self._rows, input)
 
     def _rows(self, input: Tensor) -> Tensor:
-        few = self._prefers_torch(input)
-        if few is not None and input.dtype in ID_DTYPES:
-            return self._by_torch(few, self.max_norm is None, input)
+        is_small = self._prefers_torch(input)
+        if is_small is not None and input.dtype in ID_DTYPES:
+            return self._by_torch(is_small, self.max_norm is None, input)
         dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
         if not dense_ids or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
         values = input.reshape(-1)
         self._renormalize(values)
-        trained, bags = self._trained_ids(values)
-        rows = self._look_up(values, trained, None, bags, self.weight.dtype)
+        trained_ids, bags = self._trained_ids(values)
+        rows = self._look_up(values, trained_ids, None, bags, self.weight.dtype)
         return rows.view(*input.shape, self.weight.shape[1])
 
     def _torch_op(self, weight: Tensor, input: Tensor) -> Tensor:
@@ -285,8 +285,8 @@ class Embedding(SingleTable, TorchEmbedding):
 
     def _trained_ids(self, input: Tensor) -> tuple[Tensor, Bags]:
         values = input if input.dim() == 1 else input.reshape(-1)
-        trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
-        return trained, Bags(single_bag_offsets(values.shape[0], values.device), False)
+        trained_ids = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
+        return trained_ids, Bags(single_bag_offsets(values.shape[0], values.device), False)
 
 
 class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):

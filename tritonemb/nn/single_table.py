@@ -146,14 +146,14 @@ class SingleTable(FusedModule):
         if is_small:
             return True
         if fused:
-            by_kernels = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
-            by_kernels = by_kernels or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
+            needs_kernels = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
+            needs_kernels = needs_kernels or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
         else:
-            by_kernels = self.sparse or self.scale_grad_by_freq
+            needs_kernels = self.sparse or self.scale_grad_by_freq
         size = elements if num_rows is None else num_rows * self.embedding_dim
-        by_kernels = by_kernels or 4 * size >= MIN_REUSED_BYTES or not elements
-        by_kernels = by_kernels or self.max_norm is not None or torch.autograd.forward_ad._current_level >= 0
-        return None if by_kernels or not plain_eager(weight) else False
+        needs_kernels = needs_kernels or 4 * size >= MIN_REUSED_BYTES or not elements
+        needs_kernels = needs_kernels or self.max_norm is not None or torch.autograd.forward_ad._current_level >= 0
+        return None if needs_kernels or not plain_eager(weight) else False
 
     def _by_torch(self, is_small: bool, is_plain: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
         weight: Any = self._parameters["weight"]
@@ -206,15 +206,15 @@ class SingleTable(FusedModule):
         return is_served
 
     def _look_up(
-        self, values: Tensor, trained: Tensor, sample_weights: Tensor | None, bags: Bags, dtype: torch.dtype
+        self, values: Tensor, trained_ids: Tensor, sample_weights: Tensor | None, bags: Bags, dtype: torch.dtype
     ) -> Tensor:
         """Look up `[B, dim]` or `[N, dim]`; the backward computes a gradient or updates with the optimizer."""
         if self._optimized is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
-            return bag(self.weight, values, sample_weights, bags, trained, dtype)
+            return bag(self.weight, values, sample_weights, bags, trained_ids, dtype)
         group = self._optimized
         self._check_trainable()
         look_up = _look_up_untraced if group.by_step and torch.compiler.is_compiling() else ops.bag_fused
-        return look_up(self._table(), self._name, values, sample_weights, bags, trained, dtype, group.receiver)
+        return look_up(self._table(), self._name, values, sample_weights, bags, trained_ids, dtype, group.receiver)
 
     def _check_trainable(self) -> None:
         check_not_data_parallel(self._name)

@@ -41,7 +41,7 @@ class Bags(NamedTuple):
 
 
 def bag(
-    weight: Tensor, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None = None,
+    weight: Tensor, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained_ids: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Look up `values`; differentiable in `weight` and `sample_weights`.
@@ -50,7 +50,7 @@ def bag(
         weight: `[rows, dim]`, contiguous; float32, float16, bfloat16 or float64.
         values: int32 or int64 `[N]`.
         sample_weights: floating point `[N]`, or None for ones.
-        trained: ids `[N]` of the rows that get the gradient, if different from `values`; -1 for none.
+        trained_ids: ids `[N]` of the rows that get the gradient, if different from `values`; -1 for none.
         dtype: dtype of the result; the weight's by default.
 
     Returns `[B, dim]`, or `[N, dim]` if not pooled. Sums are float32, or float64 for a float64 table.
@@ -58,10 +58,10 @@ def bag(
     Raises RuntimeError for an id out of range or invalid offsets, and IndexError if not pooled; on a GPU a ValueError
     at the next lookup, or in `te.check_errors`.
     """
-    trained = None if trained is values else trained
+    trained_ids = None if trained_ids is values else trained_ids
     dtypes = weight.dtype, None if sample_weights is None else sample_weights.dtype, dtype or weight.dtype
     options = *bags[1:], weight.shape[0], *dtypes
-    return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *options)
+    return _differentiable(_GRAD, weight, sample_weights, None, values, trained_ids, bags.offsets, *options)
 
 
 def weight_gradient(grad: Tensor, values: Tensor, bags: Bags, num_rows: int) -> Tensor:
@@ -136,13 +136,13 @@ def _derivative(*args: Any) -> Tensor:
 
 
 def _derive(
-    by: int, weight: Any, sample_weights: Tensor | None, grad: Any, values: Tensor, trained: Tensor | None,
+    by: int, weight: Any, sample_weights: Tensor | None, grad: Any, values: Tensor, trained_ids: Tensor | None,
     offsets: Tensor, pooled: bool, mean: bool, checked: bool, num_rows: int, weight_dtype: torch.dtype,
     sample_dtype: torch.dtype | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute the derivative of F by the factor `by`, which is None; the last three arguments are dtypes of factors.
 
-    `trained`: ids for the derivatives of the result, if different from `values`.
+    `trained_ids`: ids for the derivatives of the result, if different from `values`.
     """
     if by == _GRAD:
         return look_up(weight.contiguous(), values, offsets, sample_weights, pooled, mean, checked, dtype)
@@ -181,11 +181,11 @@ def sample_weight_gradient(grad: Tensor, weight: Tensor, values: Tensor, bags: B
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.by, *factors, values, trained, offsets = inputs[:7]
+    ctx.by, *factors, values, trained_ids, offsets = inputs[:7]
     ctx.options, needs = inputs[7:], ctx.needs_input_grad[1:4]
     # Save a factor only if the derivative by another one reads it: else it may be changed in between.
     saved = [factor if any(needs[:i]) or any(needs[i + 1 :]) else None for i, factor in enumerate(factors)]
-    ctx.save_for_backward(*saved, values if trained is None else trained, offsets)
+    ctx.save_for_backward(*saved, values if trained_ids is None else trained_ids, offsets)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
@@ -236,7 +236,7 @@ class BagTable(NamedTuple):
     name: str = "weight"
 
     @classmethod
-    def of(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> Self:
+    def from_weight(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> Self:
         """Describe the table `weight` `[rows, dim]`."""
         num_rows, dim = weight.shape
         return cls(num_rows, dim, mean, name)
@@ -261,7 +261,7 @@ def look_up(
     checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Run `bag` by the kernel of the tensors' device, without autograd and dispatcher."""
-    layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
+    layout = layout_of((BagTable.from_weight(weight, mean),), pooled, values.device)
     name = chosen("embedding_bag", values.device, (weight.dtype,))
     try:
         if name == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:

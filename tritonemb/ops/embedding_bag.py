@@ -37,11 +37,11 @@ from tritonemb.ops.row_update import (
 
 def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
-    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, trained: Tensor | None = None,
+    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, trained_ids: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Look up `values` `[N]` in `weights` `[T]`; returns `[B, width]`, or `[N, width]` if the layout is not pooled.
 
-    `trained` `[N]`: ids of the rows that get gradients, if different from `values`; -1 for none. TypeError for ids
+    `trained_ids` `[N]`: ids of the rows that get gradients, if different from `values`; -1 for none. TypeError for ids
     other than int32 or int64; ValueError for tables on another device than the batch and, on the CPU, for an id out of
     range or offsets that do not ascend.
     """
@@ -50,7 +50,7 @@ def embedding_bag(
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, tables=weights):
         return _read(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
-        list(weights), values, offsets, sample_weights, trained, check_bounds, output_dtype, *layout
+        list(weights), values, offsets, sample_weights, trained_ids, check_bounds, output_dtype, *layout
     )
 
 
@@ -90,24 +90,24 @@ define(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, values, offsets, sample_weights, trained, _, _, *layout = inputs
+    weights, values, offsets, sample_weights, trained_ids, _, _, *layout = inputs
     ctx.layout = Layout(*layout)
-    ctx.save_for_backward(*weights, values, offsets, sample_weights, trained, *ctx.layout[:3])
+    ctx.save_for_backward(*weights, values, offsets, sample_weights, trained_ids, *ctx.layout[:3])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *weights, values, offsets, sample_weights, trained, tables, lookups, key_starts = ctx.saved_tensors
+    *weights, values, offsets, sample_weights, trained_ids, tables, lookups, key_starts = ctx.saved_tensors
     layout = ctx.layout._replace(tables=tables, lookups=lookups, key_starts=key_starts)
     weight_grads: list[Tensor | None] = [None] * len(weights)
     sample_weight_grad = None
-    trained = values if trained is None else trained
+    trained_ids = values if trained_ids is None else trained_ids
     ops = torch.ops.tritonemb
     if any(ctx.needs_input_grad[0]):
-        groups = ops.row_groups(trained, offsets, *layout)
+        groups = ops.row_groups(trained_ids, offsets, *layout)
         computed = ops.row_gradients(grad, weights, offsets, sample_weights, *groups, *layout)
         weight_grads = [g if needed else None for g, needed in zip(computed, ctx.needs_input_grad[0], strict=True)]
     if sample_weights is not None and ctx.needs_input_grad[3]:
-        sample_weight_grad = ops.sample_weight_gradient(grad, weights, trained, offsets, sample_weights, *layout)
+        sample_weight_grad = ops.sample_weight_gradient(grad, weights, trained_ids, offsets, sample_weights, *layout)
     return weight_grads, None, None, sample_weight_grad, None, None, None, *([None] * len(layout))
 
 
@@ -207,7 +207,7 @@ def embedding_bag_fused(
     check_devices(tables.weights, values, layout)
     batch = values, offsets, sample_weights, pending, shared, accumulator, check_bounds, output_dtype
     if plain_eager(values, offsets, sample_weights, tables=tables.weights):
-        inputs = _Inputs(tables, *batch, UngroupedIds.of(values) if groups is None else groups, layout)
+        inputs = _Inputs(tables, *batch, UngroupedIds.record(values) if groups is None else groups, layout)
         return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
     if groups is None:
         groups = row_groups(values, offsets, layout) if shared else ungrouped(values)
@@ -311,21 +311,22 @@ class BagGradient(NamedTuple):
 
 
 def bag_fused(
-    table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None,
-    dtype: torch.dtype, gather: Callable[[BagGradient], None],
+    table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, bags: Bags,
+    trained_ids: Tensor | None, dtype: torch.dtype, gather: Callable[[BagGradient], None],
 ) -> Tensor:  # fmt: skip
     """Look up like `bag`, in a table with a fused optimizer, which gets no `.grad`.
 
     The backward calls `gather` with the gradient of the result; under tracing, it updates the table in place.
     """
     check_ids(values)
-    trained, weight = None if trained is values else trained, table.weights[0]
+    trained_ids, weight = None if trained_ids is values else trained_ids, table.weights[0]
     offsets, pooled, mean, checked = bags
     if not plain_eager(weight, values, offsets, sample_weights):
-        batch = values, offsets, sample_weights, trained, pooled, mean, checked, dtype
+        batch = values, offsets, sample_weights, trained_ids, pooled, mean, checked, dtype
         return torch.ops.tritonemb.bag_fused(*table, name, *batch)
     read = partial(look_up, weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
-    return _look_up_unchanged(table, name, values if trained is None else trained, sample_weights, bags, read, gather)
+    ids = values if trained_ids is None else trained_ids
+    return _look_up_unchanged(table, name, ids, sample_weights, bags, read, gather)
 
 
 def _look_up_unchanged(
@@ -367,7 +368,7 @@ def _look_up_bag(*args: Any) -> Tensor:
     table, name, *batch = unflatten(args, *_BAG_KINDS)
     check_not_accumulating(table.learning_rate)
     values, offsets, sample_weights, _, pooled, mean, checked, dtype = batch
-    layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
+    layout = layout_of((BagTable.from_weight(table.weights[0], mean, name),), pooled, values.device)
     return _read(table.weights, values, offsets, sample_weights, layout, checked, dtype)
 
 
@@ -377,8 +378,8 @@ def _shape_of_bag(*args: Any) -> Tensor:
 
 
 def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    table, name, values, offsets, sample_weights, trained, pooled, mean, *_ = unflatten(ctx.inputs, *_BAG_KINDS)
-    index, ids, sample_weight_grad = len(FusedTables._fields) + 3, values if trained is None else trained, None
+    table, name, values, offsets, sample_weights, trained_ids, pooled, mean, *_ = unflatten(ctx.inputs, *_BAG_KINDS)
+    index, ids, sample_weight_grad = len(FusedTables._fields) + 3, values if trained_ids is None else trained_ids, None
     if sample_weights is not None and ctx.needs_input_grad[index]:
         bags = Bags(offsets, pooled, mean)
         sample_weight_grad = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
@@ -395,18 +396,18 @@ define(
 
 def look_up_eagerly(*args: Any) -> Tensor:
     """Run `tritonemb::bag_fused` without the dispatcher, in plain eager mode."""
-    table, name, values, offsets, sample_weights, trained, pooled, mean, *_ = unflatten(args, *_BAG_KINDS)
+    table, name, values, offsets, sample_weights, trained_ids, pooled, mean, *_ = unflatten(args, *_BAG_KINDS)
 
     def update(gradient: BagGradient) -> None:
         eager["bag_update_"](*table, gradient.grad, ids, offsets, sample_weights, name, pooled, mean)
 
-    ids, read = values if trained is None else trained, partial(_look_up_bag, *args)
+    ids, read = values if trained_ids is None else trained_ids, partial(_look_up_bag, *args)
     return _look_up_unchanged(table, name, ids, sample_weights, Bags(offsets, pooled, mean), read, update)
 
 
 def _update_bag(*args: Any) -> None:
     table, grad, values, offsets, sample_weights, name, pooled, mean = unflatten(args, FusedTables, *[None] * 7)
-    layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
+    layout = layout_of((BagTable.from_weight(table.weights[0], mean, name),), pooled, values.device)
     update_rows(table, grad, offsets, sample_weights, ungrouped(values), layout)
 
 

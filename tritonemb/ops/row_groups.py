@@ -91,7 +91,7 @@ class UngroupedIds(NamedTuple):
     point: tuple[torch.cuda.Event, int] | None  # event, and the id of the capture
 
     @classmethod
-    def of(cls, values: Tensor) -> Self:
+    def record(cls, values: Tensor) -> Self:
         """Record the state at the lookup."""
         point, version = None, 0 if values.is_inference() else values._version
         if values.is_cuda and torch.cuda.is_current_stream_capturing():

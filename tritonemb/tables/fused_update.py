@@ -153,7 +153,7 @@ def _update(gradients: list[ops.BagGradient]) -> None:
     """Update tables, one gradient each, in one call of `ops.row_update_`."""
     first = gradients[0]
     pooled, device = first.bags.pooled, first.grad.device
-    bag_tables = tuple(BagTable.of(g.table.weights[0], g.bags.mean, g.name) for g in gradients)
+    bag_tables = tuple(BagTable.from_weight(g.table.weights[0], g.bags.mean, g.name) for g in gradients)
     layout = layout_of(bag_tables, pooled, device)
     values, offsets = _concat_ids(gradients)
     grads = [gradient.grad for gradient in gradients]
