@@ -173,17 +173,17 @@ class Mine(te.nn.Embedding):
     [
         (te.nn.EmbeddingBag, {}, ValueError, "either capacity"),
         (te.nn.EmbeddingBag, {"max_norm": 1.0}, ValueError, "max_norm conflicts with num_embeddings=None"),
-        (te.nn.EmbeddingBag, {"mode": "max"}, ValueError, "mode='max' does not go"),
-        (te.nn.EmbeddingBag, {"mode": "none"}, ValueError, "mode='none' does not go"),
+        (te.nn.EmbeddingBag, {"mode": "max"}, ValueError, "mode='max' conflicts"),
+        (te.nn.EmbeddingBag, {"mode": "none"}, ValueError, "mode='none' conflicts"),
         (te.nn.EmbeddingBag, {"sparse": True, "scale_grad_by_freq": True}, ValueError, "scale_grad_by_freq, sparse"),
-        (te.nn.Embedding, {"_weight": torch.zeros(3, DIM)}, ValueError, "_weight does not go"),
-        (te.nn.Embedding, {"_freeze": True}, ValueError, "_freeze does not go"),
+        (te.nn.Embedding, {"_weight": torch.zeros(3, DIM)}, ValueError, "_weight conflicts"),
+        (te.nn.Embedding, {"_freeze": True}, ValueError, "_freeze conflicts"),
         (te.nn.Embedding, {"sizes": 3}, TypeError, "unexpected keyword argument 'sizes'"),
         (Mine, {}, TypeError, "Mine is a subclass"),
     ],
 )
 def test_options_that_do_not_go_with_any_ids(kind, options, error, message):
-    capacity = {} if "one of" in message else {"capacity": 9}
+    capacity = {} if "either capacity" in message else {"capacity": 9}
     with pytest.raises(error, match=message):
         kind(None, DIM, **options, **capacity)
 

@@ -520,7 +520,7 @@ def test_capacity_in_bytes():
         (config, {"capacity": 0}, "at least 1"),
         (config, {"init": torch.zero_}, "init"),
         (config, {"init_bound": -1.0}, "init_bound"),
-        (config, {"dtype": torch.float8_e5m2}, "dtypes"),
+        (config, {"dtype": torch.float8_e5m2}, "the dtype of a dynamic table"),
         (partial(te.TableConfig, "user", 10, 4), {"capacity": 5}, "num_embeddings=None"),
         (partial(te.TableConfig, "user", 10, 4), {"eviction": te.EvictionConfig(protect=2)}, "num_embeddings=None"),
         (partial(te.TableConfig, "user", 10, 4), {"admission": te.AdmissionConfig(0.5)}, "num_embeddings=None"),

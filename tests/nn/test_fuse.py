@@ -201,7 +201,7 @@ class TestTraining:
         with pytest.raises(ZeroDivisionError):
             (Fails.apply(one).sum() * 1.0 + two.sum()).backward()
         assert_same_bits(model.state_dict(), before)
-        assert not model[0]._optimized._open
+        assert not model[0]._optimized._open_passes
         two = model[1](torch.tensor([2])).sum()
         two.backward()
         assert torch.equal(before["1.weight"][1], model[1].weight[1])
@@ -539,7 +539,7 @@ def test_accumulating_is_not_for_a_compiled_model(fullgraph):
     optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))
     before = model.weight.detach().clone()
     forward = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
-    with pytest.raises(RuntimeError, match="call the model itself"), optimizer.accumulate():
+    with pytest.raises(RuntimeError, match="call the uncompiled model"), optimizer.accumulate():
         forward(torch.tensor([1])).sum().backward()
     assert torch.equal(model.weight, before)
     forward(torch.tensor([1])).sum().backward()
