@@ -29,7 +29,7 @@ def exchange(rank, cases):
         group = RankGroup.world()
         ids = IdExchange(group, case.lanes, case.check, case.once, returns_rows=True)
         features, sizes, routes = ids(case.batch(rank))
-        narrow = all(lane.most_rows < 2**31 - 1 for lane in case.lanes)
+        narrow = all(lane.max_rows < 2**31 - 1 for lane in case.lanes)
         assert features.values().dtype == (torch.int32 if narrow else torch.int64)
         lists = lists_of(features, 2**31 - 1 if narrow else 2**40 - 1)
         rows = []
@@ -68,7 +68,7 @@ def check(ranks, world: int, cases: list[IdsCase]) -> None:
 
 def ids_bytes(case: IdsCase, rank: int, world: int, found, number: int) -> int:
     """Lengths of bags, ids and weights, to every other rank."""
-    wide = 4 if all(lane.most_rows < 2**31 - 1 for lane in case.lanes) else 8
+    wide = 4 if all(lane.max_rows < 2**31 - 1 for lane in case.lanes) else 8
     weighted = case.weights is not None and not case.once and any(v for b in case.ids for v in b.values() if any(v))
     bags = [1 if case.once else len(batch[FEATURES[0]]) for batch in case.ids]
     total, first = 0, sum(bags[:rank])

@@ -45,7 +45,7 @@ def test_a_malformed_environment_is_named(monkeypatch, name, text):
         name: text,
     }.items():
         monkeypatch.setenv(each, value)
-    with pytest.raises(ValueError, match=f"the environment has {name}={text}, and not such a number; torchrun sets it"):
+    with pytest.raises(ValueError, match=f"the environment has {name}={text}, expected an integer below 65536; torch"):
         init_from_env("gloo", timedelta(seconds=1))
 
 

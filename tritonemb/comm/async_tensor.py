@@ -1,8 +1,8 @@
-"""`AsyncTensor`: values that other ranks are sending; the first operator that reads them waits.
+"""`AsyncTensor`: values in flight from other ranks; the first operator that reads them waits.
 
-So a model that looks up its embeddings before it computes its bottom MLP hides the exchange behind that, unchanged.
-Operators that only move, scale or add columns are postponed, too. In the backward, gradients are sent as soon as they
-are known, and waited for when a table is to be updated: see `send_gradients_first`.
+A model that looks up its embeddings before it computes its bottom MLP overlaps the exchange with the MLP, unchanged.
+Operators that only move, scale or add columns are deferred, too. In the backward pass, gradients are sent as soon as
+they are computed, and waited for by the update of a table: see `send_gradients_first`.
 """
 
 from collections.abc import Callable
@@ -21,21 +21,21 @@ POSTPONED = {
 
 
 class AsyncTensor(Tensor):
-    """A tensor whose values `receive` returns when they are first read; `like`, on meta, has its shape and dtype.
+    """A tensor that calls `receive` for its values on first use; `like`, on meta, has its shape and dtype.
 
-    Autograd sees an ordinary tensor. Any operator takes it; what is no operator, as `numpy()`, takes `wait()`.
+    Autograd treats it as an ordinary tensor, and so do operators; methods such as `numpy()` call `wait()`.
     """
 
     _receive: Callable[[], Tensor] | None
     _arrived: Tensor
 
     def __new__(cls, like: Tensor, device: torch.device, receive: Callable[[], Tensor]) -> Self:
-        made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
-        made._receive = receive
-        return made
+        tensor = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
+        tensor._receive = receive
+        return tensor
 
     def wait(self) -> Tensor:
-        """The values, as an ordinary tensor without gradients; raises what has failed on another rank."""
+        """Return the values as an ordinary tensor without gradients. Raises the error of the exchange."""
         if self._receive is not None:
             with torch.no_grad():
                 self._arrived, self._receive = self._receive(), None
@@ -44,15 +44,15 @@ class AsyncTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = {} if kwargs is None else kwargs
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, AsyncTensor)]
+        async_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AsyncTensor)]
 
         def run() -> Any:
             arrived, options = tree_map_only(AsyncTensor, AsyncTensor.wait, (args, kwargs))
             return func(*arrived, **options)
 
-        if func not in POSTPONED or kwargs.get("device") or all(each._receive is None for each in given):
+        if func not in POSTPONED or kwargs.get("device") or all(tensor._receive is None for tensor in async_tensors):
             return run()
-        return AsyncTensor(func(*tree_map_only(Tensor, _on_meta, args), **kwargs), given[0].device, run)
+        return AsyncTensor(func(*tree_map_only(Tensor, _on_meta, args), **kwargs), async_tensors[0].device, run)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.wait().numpy(force=force)
@@ -69,19 +69,19 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """The values, without gradients if they have to be waited for."""
+    """Return the values; without gradients for an `AsyncTensor`."""
     return tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """The tensor itself, or an ordinary one with the same values and gradients."""
+    """Return the tensor, or for an `AsyncTensor` an ordinary one with the same values and gradients."""
     return _aten.alias(tensor) if isinstance(tensor, AsyncTensor) else tensor
 
 
 def send_gradients_first(result: Tensor, exchange: type) -> None:
-    """Have autograd run what lies between `result` and the first nodes of `exchange`, a function, before all else.
+    """Prioritize the autograd nodes between `result` and the first nodes of the function `exchange`.
 
-    The nodes of a bottom MLP are younger, and would be run before a gradient is sent that is known already.
+    By default autograd runs the newest nodes first, those of a bottom MLP, before it sends gradients that are ready.
     """
     nodes = [result.grad_fn]
     while nodes:
@@ -89,4 +89,4 @@ def send_gradients_first(result: Tensor, exchange: type) -> None:
         if node is not None and node._sequence_nr() < _FIRST:
             node._set_sequence_nr(_FIRST + node._sequence_nr())  # type: ignore[attr-defined]
             is_last = node.name() == f"{exchange.__name__}Backward"
-            nodes += [] if is_last else [before for before, _ in node.next_functions]
+            nodes += [] if is_last else [child for child, _ in node.next_functions]

@@ -1,4 +1,4 @@
-"""The control plane: rendezvous of the ranks, and which rank has failed or is silent."""
+"""The control plane: rendezvous of the ranks, and reports of failed ranks."""
 
 import itertools
 import os
@@ -20,11 +20,11 @@ from tritonemb.utils import join_names
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # processes start at different speeds
-GRACE = 3.0  # seconds that ranks have to report
-STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
-_RENDEZVOUS_POLL, _REPORT_POLL = 0.01, 0.1  # seconds between two looks at the store
+GRACE = 3.0  # seconds for ranks to report
+STORE_TIMEOUT = 5.0  # seconds for the store to answer
+_RENDEZVOUS_POLL, _REPORT_POLL = 0.01, 0.1  # seconds between reads of the store
 _ALIVE = "alive"
-_numbers = itertools.count(1)  # of the objects that this process has made
+_numbers = itertools.count(1)  # of this process's `FailureReports`; the same on all ranks
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out|broken pipe", re.IGNORECASE)
 
 
@@ -33,21 +33,21 @@ def describe(error: BaseException) -> str:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an exception is what a collective raises when a rank is gone or does not answer in time."""
+    """Return whether a collective raised the exception because a rank is gone or did not answer in time."""
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailed) and bool(_LOST.search(str(error)))
 
 
 def init_from_env(backend: str, timeout: timedelta) -> None:
-    """`torch.distributed.init_process_group` from the environment, also when torchrun has restarted the job.
+    """Call `torch.distributed.init_process_group` from the environment, also after torchrun has restarted the job.
 
-    torchrun restarts a job's processes (`--max-restarts`) beside the store that it keeps for them, which holds the
-    addresses of the earlier ones: to connect to these fails (pytorch/pytorch#135712). So the ranks first agree on a new
-    name, under which the store holds nothing. `timeout`: of the job's collectives. ValueError if the environment does
-    not say where the store is, RuntimeError if a rank did not come in time.
+    torchrun restarts a job's processes (`--max-restarts`) with the same store, which still has the addresses of the
+    previous processes: connecting to them fails (pytorch/pytorch#135712). So the ranks first agree on a new prefix of
+    the store's keys. `timeout`: of the job's collectives. ValueError if the environment has no address of the store,
+    RuntimeError if a rank did not arrive in time.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not (text := os.environ.get(name, "0")).isdecimal() or int(text) >= 1 << 16:
-            raise ValueError(f"the environment has {name}={text}, and not such a number; torchrun sets it")
+            raise ValueError(f"the environment has {name}={text}, expected an integer below 65536; torchrun sets it")
     store, rank, size = next(iter(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
     store.set_timeout(RENDEZVOUS_TIMEOUT)
     name = rendezvous_name(store, rank, size, RENDEZVOUS_TIMEOUT)
@@ -55,11 +55,11 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
 
 
 def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A name that rank 0 has just made up, on all ranks, whatever the store holds of an earlier rendezvous.
+    """Return a new random name from rank 0 on all ranks, whatever keys the store has of previous rendezvous.
 
-    Each rank calls with a word of its own; rank 0 answers all calls, with word and name, until each has confirmed it.
+    Each rank sends a random word. Rank 0 replies with that word and the name, until every rank has confirmed the name.
     """
-    last = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     word = uuid.uuid4().hex
     if rank:
         store.set(f"tritonemb/call/{rank}", word)
@@ -68,7 +68,7 @@ def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> s
             if called == word:
                 store.set(f"tritonemb/heard/{rank}", name)
                 return name
-            _pause(last, "rank 0 did not answer")
+            _pause(deadline, "rank 0 did not answer")
     missing = list(range(1, size))
     while True:
         names = _read(store, [f"tritonemb/heard/{r}" for r in missing])
@@ -78,27 +78,28 @@ def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> s
         for r, call in zip(missing, _read(store, [f"tritonemb/call/{r}" for r in missing]), strict=True):
             if call:
                 store.set(f"tritonemb/answer/{r}", f"{call}:{word}")
-        _pause(last, f"ranks {missing} did not come")
+        _pause(deadline, f"ranks {missing} did not come")
 
 
 def _read(store: Store, keys: list[str]) -> list[str]:
-    there = [key for key in keys if store.check([key])]
-    found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
-    return [found.get(key, b"").decode() for key in keys]
+    """Return the values of keys; empty for missing keys."""
+    present_keys = [key for key in keys if store.check([key])]
+    values = dict(zip(present_keys, store.multi_get(present_keys), strict=True)) if present_keys else {}
+    return [values.get(key, b"").decode() for key in keys]
 
 
-def _pause(last: float, problem: str) -> None:
-    if time.monotonic() > last:
+def _pause(deadline: float, problem: str) -> None:
+    if time.monotonic() > deadline:
         raise RuntimeError(f"the ranks did not meet in time: {problem}")
     time.sleep(_RENDEZVOUS_POLL)
 
 
 class FailureReports:
-    """What ranks report of themselves when a job ends early.
+    """Reports of ranks on why a job ends early.
 
-    Nothing is sent while all is well. A rank that ends with an error, or has lost contact to another one, says so in
-    the job's store; a rank that has said nothing some seconds later is the one that is gone, or hangs. `group`: of all
-    ranks of the job; they make it together, in the same order.
+    Nothing is sent without a failure. A rank that fails, or loses contact to another rank, reports that in the job's
+    store; a rank without a report some seconds later is gone, or hangs. Creating the object is a collective of `group`,
+    all ranks of the job.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -106,46 +107,46 @@ class FailureReports:
         self._report = _ALIVE
         self._store: Any = None
         if group.size > 1:
-            # A connection of its own: that of the job may be busy with a thread that waits.
+            # A separate connection: a waiting thread may block the job's.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
 
     def report(self, error: BaseException | None = None, step: int = 0) -> None:
-        """Tell the other ranks that this one ends: for an error of its own, or because another one has failed."""
+        """Report that this rank ends: because of its own `error`, or another rank's failure."""
         if error is not None and not isinstance(error, RankFailed):
             self._report = f"rank {self._rank} failed at step {step}: {describe(error)}"
         self._in_time(lambda: self._store.set(f"{self._prefix}/{self._rank}", self._report))
 
     def explain(self, error: BaseException, step: int) -> RankFailed:
-        """An error that names the ranks that are to blame for the error of a collective."""
+        """Return an error that names the ranks that caused the error of a collective."""
         self.report()
         deadline = time.monotonic() + GRACE
         keys = [f"{self._prefix}/{rank}" for rank in range(self._size)]
         while True:
-            found = self._in_time(lambda: _read(self._store, keys)) or []
-            failed = {rank: text for rank, text in enumerate(found) if text not in ("", _ALIVE)}
-            if not found or failed or "" not in found or time.monotonic() > deadline:
+            reports = self._in_time(lambda: _read(self._store, keys)) or []
+            failed = {rank: text for rank, text in enumerate(reports) if text not in ("", _ALIVE)}
+            if not reports or failed or "" not in reports or time.monotonic() > deadline:
                 break
             time.sleep(_REPORT_POLL)
         first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-        if not found:
+        if not reports:
             return RankFailed(f"a rank of the job is gone or does not answer ({first}), nor does the job's store")
-        silent = [rank for rank, text in enumerate(found) if not text]
+        silent = [rank for rank, text in enumerate(reports) if not text]
         blamed = failed or {rank: f"rank {rank} is gone, or has not answered at step {step}" for rank in silent}
         if not blamed:
             return RankFailed(f"the ranks have lost contact at step {step}, and each is alive ({first})")
         return RankFailed(f"{join_names(blamed.values(), 8, '; ', '; ')} ({first})", tuple(blamed))
 
     def _in_time(self, function: Callable[[], T]) -> T | None:
-        """What a call of the store returns; None if it does not answer: its host may be the one that is gone."""
-        found: list[T] = []
+        """Return the result of a call of the store; None if it does not answer, because its host may be gone."""
+        results: list[T] = []
 
         def call() -> None:
             with suppress(RuntimeError):  # the collectives say more
-                found.append(function())
+                results.append(function())
 
         if self._store is not None:
             thread = threading.Thread(target=call, daemon=True)
             thread.start()
             thread.join(2 * STORE_TIMEOUT)
-        return found[0] if found else None
+        return results[0] if results else None

@@ -1,7 +1,7 @@
-"""What `DistributedDataParallel` does for layers that every rank has, inside a graph.
+"""Data parallelism of dense layers inside a compiled graph.
 
-Autograd has no gradient of a graph before it has them all, so DDP would begin when nothing is left to compute. Here a
-bucket of gradients is sent as soon as the graph has computed it, behind the exchanges of its backward.
+Autograd gets the gradients of a graph all at once, so `DistributedDataParallel` would start to reduce them after all
+computation. Here a bucket of gradients is all-reduced as soon as it is computed, after the exchanges of the backward.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from tritonemb.comm.group import RankGroup, wait_for
 from tritonemb.comm.output_exchange import Receive, exchanges, graph_order, register
 from tritonemb.ops.registry import define
 
-BUCKET_BYTES = 1 << 20  # a bucket ends when it has as many
+BUCKET_BYTES = 1 << 20  # a bucket of this size is full
 
 
 class GraphDataParallel:
-    """Averages gradients of `module` over the ranks of `group`, which all make it with the same module."""
+    """Averages gradients of `module` over the ranks of `group`; all ranks create it with the same module."""
 
     def __init__(self, group: RankGroup, module: nn.Module) -> None:
         self.group, self.handle, self.buckets = group, register(self), list[dict[str, Tensor]]()
         size, dtype = BUCKET_BYTES, None
-        trained = [each for each in module.named_parameters() if each[1].requires_grad]
-        for name, parameter in reversed(trained):  # about as their gradients become known
+        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        for name, parameter in reversed(trained):  # about the order of their gradients
             if size >= BUCKET_BYTES or parameter.dtype != dtype:
                 self.buckets.append({})
                 size, dtype = 0, parameter.dtype
@@ -34,23 +34,20 @@ class GraphDataParallel:
             size += parameter.nbytes
 
     def parameters(self, buffers: list[Tensor]) -> dict[str, Tensor]:
-        """In a trace, by name, tensors with the parameters' values, whose gradients are averaged.
-
-        `buffers` get the values of rank 0.
-        """
-        found: dict[str, Tensor] = {}
+        """Return in a trace the parameters by name, as tensors whose gradients are averaged. Broadcast `buffers`."""
+        averaged: dict[str, Tensor] = {}
         if buffers:
             torch.ops.tritonemb.broadcast_buffers(buffers, self.handle)
         for number, bucket in reversed([*enumerate(self.buckets)]):
             graph_order[1], *tensors = _Averaged.apply(graph_order[1], self.handle, number, *bucket.values())
-            found.update(zip(bucket, tensors, strict=True))
-        return found
+            averaged.update(zip(bucket, tensors, strict=True))
+        return averaged
 
     def shape(self, bucket: Sequence[int], back: bool) -> tuple[int]:
         return (sum(parameter.numel() for parameter in self.buckets[bucket[0]].values()),)
 
     def start(self, grads: Sequence[Tensor], bucket: Sequence[int], back: bool) -> Receive:
-        """Average this pass's gradients and those that passes in `no_sync` have left, which are taken away."""
+        """Start to average the gradients, with those that `no_sync` has accumulated in `.grad`, which is cleared."""
         parts = []
         for parameter, grad in zip(self.buckets[bucket[0]].values(), grads, strict=True):
             parts.append((grad if parameter.grad is None else parameter.grad + grad).reshape(-1))
@@ -67,8 +64,8 @@ class _Averaged(torch.autograd.Function):
         return order.clone(), *(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    def backward(ctx: Any, after: Tensor, *grads: Tensor) -> Any:
-        started, sent = torch.ops.tritonemb.start_exchange(grads, after, *ctx.batch)
+    def backward(ctx: Any, order_grad: Tensor, *grads: Tensor) -> Any:
+        started, sent = torch.ops.tritonemb.start_exchange(grads, order_grad, *ctx.batch)
         averages, _ = torch.ops.tritonemb.finish_exchange(started, None, *ctx.batch)
         parts = averages.split([shape.numel() for shape in ctx.shapes])
         return sent, None, None, *(part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))

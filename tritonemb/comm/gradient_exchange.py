@@ -1,4 +1,4 @@
-"""Rows and summed gradients exchanged between ranks that hold the same rows, or other columns of them."""
+"""Exchange of rows and summed gradients between ranks with replicas, or with other columns, of the same rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,52 +13,54 @@ _REFUSED = -1
 
 
 class RowSums(NamedTuple):
-    """For each table: int64 `[U]` rows, and float32 `[U, dim]` the sum of the gradients of each."""
+    """Distinct rows of each table, int64 `[U]`, and the sums of their gradients, float32 `[U, dim]`."""
 
     rows: list[Tensor]
     sums: list[Tensor]
 
 
 class SumsExchange:
-    """Gathers every rank's sums; every rank of the group makes it with the same arguments.
+    """All-gather of row sums. All ranks of the group create it with the same arguments.
 
-    Every rank has the same bits: what it sends itself has crossed the codec, too. Bytes to every other rank: for each
-    distinct row of the rank that has most, a code a column and 4, or 8 if some table has 2³¹ rows. `shapes`: rows and
+    The result is bitwise identical on all ranks: a rank encodes its own sums, too. Bytes to every other rank, per
+    distinct row of the rank with the most: a code per column and 4, or 8 if a table has 2³¹ rows. `shapes` are rows and
     columns of each table.
     """
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, shapes: Sequence[tuple[int, int]]) -> None:
         self.group, self._precision, dims = group, precision, [dim for _, dim in shapes]
         self._number = torch.int32 if max(rows for rows, _ in shapes) < 2**31 else torch.int64
-        self._tables = {dim: [table for table, other in enumerate(dims) if other == dim] for dim in dims}
+        self._tables = {dim: [table for table, table_dim in enumerate(dims) if table_dim == dim] for dim in dims}
         self._codecs = {dim: MessageCodec([[(0, dim)]], dim, precision.backward) for dim in dims}
         self.codecs = tuple(self._codecs.values())
 
-    def __call__(self, own: RowSums) -> RowSums:
-        """Table by table in the order of ranks: a row comes once for each rank that has it."""
+    def __call__(self, local_sums: RowSums) -> RowSums:
+        """Return the sums of all ranks by table, in the order of ranks: a row repeats for each rank that has it."""
         if self.group.size == 1:
-            return own
-        device = own.rows[0].device
-        counts = torch.tensor([rows.shape[0] for rows in own.rows], dtype=torch.int64, device=device)
-        exponent = _exponent(own.sums) if self._precision.scales_by_size else counts.new_zeros(1)
-        told = self.group.all_gather(torch.cat([counts, exponent]), "sizes").tolist()
-        by_rank = [(counts, self._precision.scale_below(exponent)) for *counts, exponent in told]
+            return local_sums
+        # Sizes and scales of all ranks.
+        device = local_sums.rows[0].device
+        counts = torch.tensor([rows.shape[0] for rows in local_sums.rows], dtype=torch.int64, device=device)
+        exponent = _exponent(local_sums.sums) if self._precision.scales_by_size else counts.new_zeros(1)
+        sizes_of_ranks = self.group.all_gather(torch.cat([counts, exponent]), "sizes").tolist()
+        by_rank = [(counts, self._precision.scale_below(exponent)) for *counts, exponent in sizes_of_ranks]
         if not any(any(counts) for counts, _ in by_rank):
-            return own
-        parts = [torch.cat(own.rows).to(self._number).view(torch.uint8)]
+            return local_sums
+        # A message per rank: rows, then codes of each dim; padded to the longest.
+        parts = [torch.cat(local_sums.rows).to(self._number).view(torch.uint8)]
         for dim, tables in self._tables.items():
-            some = [own.sums[table] for table in tables]
-            sums = some[0] if len(some) == 1 else torch.cat(some)
+            matrices = [local_sums.sums[table] for table in tables]
+            sums = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
             parts.append(self._codecs[dim].pack(sums, by_rank[self.group.rank][1]))
         longest = max(sum(self._sizes(counts, device)) for counts, _ in by_rank)
-        longest = -(-longest // 8) * 8  # each rank's part begins with numbers of rows
+        longest = -(-longest // 8) * 8  # align the rows of each rank
         gathered = _all_gather_padded(self.group, parts, longest, "row gradients")
-        found = [self._parse(part, *each) for part, each in zip(gathered, by_rank, strict=True)]
-        by_table = ([torch.cat(each) for each in zip(*tables, strict=True)] for tables in zip(*found, strict=True))
+        of_ranks = [self._parse(part, *sizes) for part, sizes in zip(gathered, by_rank, strict=True)]
+        by_table = ([torch.cat(table) for table in zip(*tables, strict=True)] for tables in zip(*of_ranks, strict=True))
         return RowSums(*by_table)
 
     def _sizes(self, counts: Sequence[int], device: torch.device) -> list[int]:
-        """Bytes of a message's rows, and of the codes of each dim."""
+        """Return the bytes of a message's rows, and of the codes of each dim."""
         codes = [sum(counts[table] for table in tables) for tables in self._tables.values()]
         widths = [codec.part_bytes(device)[0] for codec in self.codecs]
         return [sum(counts) * self._number.itemsize, *(n * width for n, width in zip(codes, widths, strict=True))]
@@ -76,20 +78,20 @@ class SumsExchange:
 
 
 def _exponent(sums: Sequence[Tensor]) -> Tensor:
-    """int64 `[1]`: the least e so that all that is finite is below 2^e."""
+    """Return the least e, int64 `[1]`, so that all finite sums are below 2^e."""
     flat = torch.cat([of_table.flatten() for of_table in sums]).nan_to_num(0.0, 0.0, 0.0).abs()
     largest = torch.cat([flat, flat.new_zeros(1)]).amax(0, keepdim=True)
     return torch.frexp(largest).exponent.long()
 
 
 def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None = None) -> Tensor:
-    """The distinct rows of all ranks, int64 `[V]`, ascending, from each rank's, int64 `[U]`, distinct, on the CPU.
+    """Return the union of all ranks' distinct rows, int64 `[U]` on the CPU, sorted.
 
-    Bytes: 8 for each rank, and for each distinct row of the rank that has most of them, to every other rank. Raises
-    `problem`, what is wrong with this rank's batch; the other ranks get a RuntimeError that names this one.
+    Bytes to every other rank: 8 per rank, and per row of the rank with the most. Raises `problem`, the error of this
+    rank's batch; the other ranks raise a RuntimeError that names this rank.
     """
-    own = rows.numel() if problem is None else _REFUSED
-    counts = group.all_gather(torch.tensor([own], device=rows.device), "sizes").flatten().tolist()
+    local_count = rows.numel() if problem is None else _REFUSED
+    counts = group.all_gather(torch.tensor([local_count], device=rows.device), "sizes").flatten().tolist()
     if problem is not None:
         raise problem
     if _REFUSED in counts:
@@ -107,7 +109,7 @@ def _all_gather_padded(group: RankGroup, parts: Sequence[Tensor], longest: int, 
 
 
 class ColumnBlock(NamedTuple):
-    """A block of a table's columns: the number of the table, the rank that holds it, and the columns."""
+    """A block of a table's columns, and its rank."""
 
     table: int
     rank: int
@@ -116,28 +118,29 @@ class ColumnBlock(NamedTuple):
 
 
 def exchange_columns(
-    group: RankGroup, blocks: Sequence[ColumnBlock], mine: Sequence[ColumnBlock], own: Sequence[Tensor],
+    group: RankGroup, blocks: Sequence[ColumnBlock], local_blocks: Sequence[ColumnBlock], columns: Sequence[Tensor],
     kind: str = "row columns",
 ) -> dict[int, Tensor]:  # fmt: skip
-    """Whole rows, `[U, dim]` by table, from blocks of their columns, on every rank that holds one of its blocks.
+    """Return whole rows, `[U, dim]` by table, assembled from their column blocks on every rank with a block.
 
-    `blocks`: of all tables and ranks, the same on every rank. Those who hold a table's blocks have the same rows.
-    `mine`: those of this rank, in any order; `own`: float32 `[U, num_columns]` for each of them.
+    `blocks` are those of all tables and ranks, the same on every rank; the ranks of a table have the same rows. This
+    rank passes its `local_blocks`, in any order, and for each the `columns`, float32 `[U, num_columns]`.
     """
-    ordered = sorted(zip(mine, own, strict=True), key=lambda pair: blocks.index(pair[0]))
+    ordered = sorted(zip(local_blocks, columns, strict=True), key=lambda pair: blocks.index(pair[0]))
     num_rows = {block.table: values.shape[0] for block, values in ordered}
-    holders = {block.table: {other.rank for other in blocks if other.table == block.table} for block in blocks}
+    ranks_of_table = {block.table: {b.rank for b in blocks if b.table == block.table} for block in blocks}
     peers = range(group.size)
-    sent = [[values.flatten() for block, values in ordered if peer in holders[block.table]] for peer in peers]
+    sent = [[values.flatten() for block, values in ordered if peer in ranks_of_table[block.table]] for peer in peers]
     received = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in peers]
     flat = [piece for pieces in sent for piece in pieces]
     message = group.all_to_all(
         torch.cat(flat) if flat else torch.empty(0), [sum(piece.numel() for piece in pieces) for pieces in sent],
         [sum(num_rows[b.table] * b.num_columns for b in part) for part in received], kind,
     )  # fmt: skip
-    found = {t: message.new_empty(n, sum(b.num_columns for b in blocks if b.table == t)) for t, n in num_rows.items()}
+    dims = {table: sum(b.num_columns for b in blocks if b.table == table) for table in num_rows}
+    whole_rows = {table: message.new_empty(count, dims[table]) for table, count in num_rows.items()}
     in_order = [block for part in received for block in part]
     pieces = message.split([num_rows[b.table] * b.num_columns for b in in_order])
     for (table, _, first, width), piece in zip(in_order, pieces, strict=True):
-        found[table][:, first : first + width] = piece.view(-1, width)
-    return found
+        whole_rows[table][:, first : first + width] = piece.view(-1, width)
+    return whole_rows

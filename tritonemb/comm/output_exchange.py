@@ -1,15 +1,15 @@
-"""The output exchanges: looked-up vectors go from the ranks that hold the rows to the ranks of the samples.
+"""Output exchanges: send embeddings from the ranks of the rows to the ranks of the samples.
 
-Pooled: every rank has looked up some columns for the samples of all ranks, `[samples of all ranks, its columns]`. One
-message a rank carries them, encoded; where several ranks looked up the same columns, each by a part of the rows, the
-parts are added in the order of ranks, in float32: bitwise identical whatever the run and the backend, by as many bytes
-as a reduce-scatter. Bytes each way: `columns · code size` for each sample and each rank with a part of its vector.
+Pooled: every rank has looked up its columns for the samples of all ranks, `[samples of all ranks, its columns]`, and
+sends one encoded message to each rank. Partial sums, of ranks with other rows of the same columns, are added in the
+order of ranks in float32: bitwise reproducible on any backend, with the bytes of a reduce-scatter. Bytes, forward and
+backward: `columns · code size` per sample and rank with a part of its vector.
 
-Sequence: the rows of the ids that a rank has received go back in the order in which the ids came, and each is put where
-its id was. Bytes each way: `dim · code size` an id.
+Sequence: the rows of received ids are returned in the order of the ids, and put at the positions of the ids. Bytes,
+forward and backward: `dim · code size` per id.
 
-Backward, gradients go the same way back. Codecs say in how many bits vectors and gradients cross (quantized
-communication). Both ways the message is sent at once, and waited for where it is first read (`AsyncTensor`).
+The backward sends gradients in the other direction. Codecs quantize vectors and gradients. A message is sent at once,
+and waited for on its first use (`AsyncTensor`).
 """
 
 import functools
@@ -42,17 +42,17 @@ ColumnRange = tuple[int, int]  # first column, number of columns
 class ExchangePrecision:
     """Codecs of the exchanges: "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2" or "int8" (row-wise, see `quantize`).
 
-    What is too large for a codec is kept at its largest value, and counted.
+    Values out of range saturate and are counted.
 
     Args:
-        forward: of the vectors that were looked up.
-        backward: of their gradients.
-        gradient_scale: what gradients are multiplied with before they are sent; by default, for "fp16" and "fp8", the
-            power of two next above the number of samples of all ranks, which undoes a loss's mean over them, else 1.
-            Sums over samples, of replicas, have instead the largest power of two by which none of them saturates.
+        forward: codec of embeddings.
+        backward: codec of their gradients.
+        gradient_scale: factor of gradients before they are encoded. By default, for "fp16" and "fp8", the power of two
+            next above the number of samples of all ranks, which undoes a loss's mean over them; otherwise 1. Gradients
+            summed over samples, of replicas, are scaled by the largest power of two without saturation.
 
     Raises:
-        ValueError: for an unknown codec, or a scale that is not positive.
+        ValueError: an unknown codec, or a scale that is not positive.
     """
 
     forward: str = "fp16"
@@ -67,18 +67,18 @@ class ExchangePrecision:
             raise ValueError(f"gradient_scale must be positive and finite, got {self.gradient_scale}")
 
     def scale(self, num_samples: int) -> float:
-        """What the gradients of `num_samples` samples are multiplied with."""
+        """Return the factor of the gradients of `num_samples` samples."""
         if self.gradient_scale is not None:
             return self.gradient_scale
         return float(1 << (max(1, num_samples) - 1).bit_length()) if CODECS[self.backward].scales_gradients else 1.0
 
     @property
     def scales_by_size(self) -> bool:
-        """Whether `scale_below` depends on the exponent."""
+        """True if `scale_below` depends on the exponent."""
         return self.gradient_scale is None and CODECS[self.backward].scales_gradients
 
     def scale_below(self, exponent: int) -> float:
-        """What sums of gradients are multiplied with that are smaller than `2^exponent`."""
+        """Return the factor of gradient sums below `2^exponent`."""
         if not self.scales_by_size:
             return self.scale(1)
         return 2.0 ** (int(math.log2(CODECS[self.backward].largest)) - max(exponent, -100))
@@ -88,9 +88,9 @@ EXACT = ExchangePrecision("fp32", "fp32")
 
 
 class MessageCodec:
-    """Packs matrices of `width` columns into messages and unpacks them, and counts what was too large for the codec.
+    """Encodes matrices of `width` columns to messages, decodes messages, and counts saturated values.
 
-    `parts`: for each rank, the columns that its part of the message holds.
+    `parts` are the columns in each rank's part of the message.
     """
 
     def __init__(self, parts: Sequence[Sequence[ColumnRange]], width: int, codec: str) -> None:
@@ -119,12 +119,12 @@ class MessageCodec:
         return quantize.quantize_unpack(message, packing, dtype, saturated, _scale_tensor(scale, message.device), rows)
 
     def part_bytes(self, device: torch.device) -> tuple[int, ...]:
-        """Bytes of a row in each part."""
+        """Return the bytes per row in each part."""
         return self._packings(device)[0].part_bytes
 
     def saturated(self) -> int:
-        """How many elements were too large for the codec so far. Waits for the device."""
-        return sum(int(count) for _, count in self._packings.made.values())
+        """Return the number of elements that have saturated. Waits for the device."""
+        return sum(int(count) for _, count in self._packings.tensors.values())
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,14 +133,14 @@ def _scale_tensor(value: float, device: torch.device) -> Tensor | None:
         return None if value == 1.0 else torch.tensor(value, dtype=torch.float32, device=device)
 
 
-Receive = Callable[[], Tensor]  # waits
+Receive = Callable[[], Tensor]  # waits for a message, and decodes it
 
 
 class OutputExchange(ABC):
-    """Called with the values of a batch and what `send` and `send_back` need to know of it; differentiable.
+    """A differentiable exchange of the values of a batch.
 
-    The result is an `AsyncTensor` if there are several ranks. Traced it is an ordinary tensor, of one op, which waits.
-    Gradients are divided by `average`; bytes are counted as `kind`; `handle` is its number in graphs.
+    The result is an `AsyncTensor` with several ranks; under `torch.compile` an ordinary tensor, of an op that waits.
+    Gradients are divided by `average`; bytes are counted as `kind`; `handle` identifies the exchange in graphs.
     """
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
@@ -151,29 +151,29 @@ class OutputExchange(ABC):
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            sent_before, received_before = graph_order or (None, None)
-            started, sent = torch.ops.tritonemb.start_exchange([values], sent_before, self.handle, False, batch)
-            values, received = torch.ops.tritonemb.finish_exchange(started, received_before, self.handle, False, batch)
-            graph_order[:] = [sent, received] if graph_order else []
+            previous_sent, previous_received = graph_order or (None, None)
+            started, sent = torch.ops.tritonemb.start_exchange([values], previous_sent, self.handle, False, batch)
+            values, ended = torch.ops.tritonemb.finish_exchange(started, previous_received, self.handle, False, batch)
+            graph_order[:] = [sent, ended] if graph_order else []
             return values
         if values.requires_grad:
-            values.register_hook(wait)  # just before autograd goes on with it
+            values.register_hook(wait)  # as late as possible: before autograd uses the gradient
         return OutputExchangeFunction.apply(values, self, batch)
 
     @abstractmethod
     def shape(self, batch: Any, back: bool) -> tuple[int, int]:
-        """Of what is received: vectors, or their gradients."""
+        """Return the shape of the received vectors, or gradients (`back`)."""
 
     @abstractmethod
     def send(self, values: Tensor, batch: Any) -> Receive:
-        """Send vectors; the result waits for those that come for this rank."""
+        """Send vectors. The result waits for those of this rank's samples."""
 
     @abstractmethod
     def send_back(self, grad: Tensor, batch: Any) -> Receive:
-        """Likewise their gradients."""
+        """Send gradients. The result waits for those of this rank's rows."""
 
     def start(self, values: Sequence[Tensor], batch: Any, back: bool) -> Receive:
-        """`send` or `send_back` of a graph's op, which may be given several tensors."""
+        """Run `send` or `send_back` for a graph's op, whose argument is a list of tensors."""
         return (self.send_back if back else self.send)(values[0], batch)
 
     def exchange(self, values: Tensor, batch: Any, back: bool) -> Tensor:
@@ -189,39 +189,39 @@ exchanges: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by handle
 
 
 def register(exchange: Any) -> int:
-    """A new handle, by which ops of graphs find what has `shape` and `start`."""
+    """Return a new handle, by which ops of graphs find an object with `shape` and `start`."""
     handle = next(_handles)
     exchanges[handle] = exchange
     return handle
 
 
-# In a trace, what the next exchange is sent behind, forward, and in reverse, backward: all ranks run the same graph, in
-# which exchanges wait for each other, but compilers know no other order than that of data.
+# Tokens that order the exchanges of a trace: each start and each end depends on the previous one, in reverse in the
+# backward. All ranks must run collectives in the same order, and compilers preserve data dependencies only.
 graph_order: list[Tensor] = []
-_started: dict[int, Receive] = {}  # by address of what `start_exchange` returned; a graph that failed has left some
+_started: dict[int, Receive] = {}  # by address of the result of `start_exchange`; failed graphs leave entries
 
 
-def _order(values: Tensor, after: Tensor | None) -> Tensor:
-    """What the next exchange comes after; where `after` is, as its gradient has to be."""
-    return (values if after is None else after).new_empty(1)
+def _order(values: Tensor, previous: Tensor | None) -> Tensor:
+    """Return a new token, on the device of `previous`, which its gradient must have."""
+    return (values if previous is None else previous).new_empty(1)
 
 
 def _start(
-    values: Sequence[Tensor], after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+    values: Sequence[Tensor], previous: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     started = values[0].new_empty(1)
     _started[started.data_ptr()] = exchanges[handle].start(values, num_rows, back)
-    return started, _order(values[0], after)
+    return started, _order(values[0], previous)
 
 
-def _finish(started: Tensor, after: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    return _started.pop(started.data_ptr())(), _order(started, after)
+def _finish(started: Tensor, previous: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return _started.pop(started.data_ptr())(), _order(started, previous)
 
 
 def _finished(
-    started: Tensor, after: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+    started: Tensor, previous: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return started.new_empty(exchanges[handle].shape(num_rows, back)), _order(started, after)
+    return started.new_empty(exchanges[handle].shape(num_rows, back)), _order(started, previous)
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -229,31 +229,31 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 
 def _finish_back(ctx: Any, started: Tensor, _: Any) -> tuple[Any, ...]:
-    """The backward of `start_exchange`, which what `finish_exchange` has begun in its own ends."""
+    """Backward of `start_exchange`: finish the exchange of gradients that the backward of `finish_exchange` started."""
     handle, back, num_rows = ctx.batch
-    found, _ = torch.ops.tritonemb.finish_exchange(started, None, handle, not back, num_rows)
-    return [found], None, None, None, None
+    values, _ = torch.ops.tritonemb.finish_exchange(started, None, handle, not back, num_rows)
+    return [values], None, None, None, None
 
 
-def _start_back(ctx: Any, grad: Tensor, after: Tensor) -> tuple[Any, ...]:
+def _start_back(ctx: Any, grad: Tensor, order_grad: Tensor) -> tuple[Any, ...]:
     handle, back, num_rows = ctx.batch
-    started, sent = torch.ops.tritonemb.start_exchange([grad], after, handle, not back, num_rows)
+    started, sent = torch.ops.tritonemb.start_exchange([grad], order_grad, handle, not back, num_rows)
     return started, sent if ctx.ordered else None, None, None, None
 
 
 _SCHEMA = "(Tensor{}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
 define(
     "start_exchange", _SCHEMA.format("[] values"), _start,
-    lambda values, after, *_: (values[0].new_empty(1), _order(values[0], after)), _finish_back, _keep_arguments,
+    lambda values, previous, *_: (values[0].new_empty(1), _order(values[0], previous)), _finish_back, _keep_arguments,
 )  # fmt: skip
 define("finish_exchange", _SCHEMA.format(" started"), _finish, _finished, _start_back, _keep_arguments)
 
 
 class PooledExchange(OutputExchange):
-    """Sends columns to the ranks of their samples; every rank of the group makes it with the same arguments.
+    """Exchange of pooled embeddings. All ranks of the group create it with the same arguments.
 
-    `columns`: for each rank, which of the `width` columns of the result those of its matrix are, in their order. Ranges
-    that several ranks have are added; ranges do not overlap otherwise. Together they cover the result.
+    `columns` are, for each rank, the ranges of the result's `width` columns in its matrix, in order. Equal ranges of
+    several ranks are added; other ranges must not overlap. Together they cover the result.
     """
 
     def __init__(
@@ -261,26 +261,28 @@ class PooledExchange(OutputExchange):
         average: int = 1, kind: str = "pooled",
     ) -> None:  # fmt: skip
         super().__init__(group, precision, average, kind)
-        own = columns[group.rank]
-        own_width = sum(size for _, size in own)
-        whole = [[(0, own_width)] if own_width else []]
-        by_table = [list(zip(_starts(own), (size for _, size in own), strict=True))]
+        local_columns = columns[group.rank]
+        local_width = sum(size for _, size in local_columns)
+        one_range = [[(0, local_width)] if local_width else []]
+        by_table = [list(zip(_starts(local_columns), (size for _, size in local_columns), strict=True))]
         self._parts = _PartSums(columns, width)
         forward, backward = self.precision.forward, self.precision.backward
-        self._sent = MessageCodec(by_table if CODECS[forward].row_wise else whole, own_width, forward)
+        self._sent = MessageCodec(by_table if CODECS[forward].row_wise else one_range, local_width, forward)
         self._received = MessageCodec(self._parts.columns, self._parts.width, forward)
         self._sent_back = MessageCodec(columns, width, backward)
-        self._received_back = MessageCodec(by_table if CODECS[backward].row_wise else whole, own_width, backward)
+        self._received_back = MessageCodec(by_table if CODECS[backward].row_wise else one_range, local_width, backward)
         self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
-        self._own, self._alone = own, group.size == 1 and average == 1
+        self._local_columns, self._is_identity = local_columns, group.size == 1 and average == 1
 
     def __call__(self, values: Tensor, batch: Sequence[int]) -> Tensor:
-        if not self._alone:
+        if not self._is_identity:
             return super().__call__(values, batch)
-        if self._own == sorted(self._own):
+        if self._local_columns == sorted(self._local_columns):
             return values
-        pieces = dict(zip(self._own, values.split([size for _, size in self._own], dim=1), strict=True))
-        return torch.cat([pieces[part] for part in sorted(self._own)], dim=1)
+        pieces = dict(
+            zip(self._local_columns, values.split([size for _, size in self._local_columns], dim=1), strict=True)
+        )
+        return torch.cat([pieces[part] for part in sorted(self._local_columns)], dim=1)
 
     def shape(self, num_rows: Sequence[int], back: bool) -> tuple[int, int]:
         if back:
@@ -288,28 +290,26 @@ class PooledExchange(OutputExchange):
         return num_rows[self.group.rank], self._sent_back.width
 
     def send(self, matrix: Tensor, num_rows: Sequence[int]) -> Receive:
-        """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's."""
-        own, dtype = num_rows[self.group.rank], matrix.dtype
+        """Send `[sum(num_rows), local columns]` of all samples; receive `[num_rows[rank], width]` of this rank's."""
+        local_rows, dtype = num_rows[self.group.rank], matrix.dtype
         (sent,), received = self._sent.part_bytes(matrix.device), self._received.part_bytes(matrix.device)
-        message = self.group.start_all_to_all(
-            self._sent.pack(matrix), [rows * sent for rows in num_rows], [own * size for size in received], self.kind
-        )
-        return lambda: self._parts.add(self._received.unpack(message(), own, dtype))
+        send, receive = [rows * sent for rows in num_rows], [local_rows * size for size in received]
+        message = self.group.start_all_to_all(self._sent.pack(matrix), send, receive, self.kind)
+        return lambda: self._parts.add(self._received.unpack(message(), local_rows, dtype))
 
     def send_back(self, grad: Tensor, num_rows: Sequence[int]) -> Receive:
-        """The columns of this rank of all ranks' gradients."""
-        own, total, dtype = num_rows[self.group.rank], sum(num_rows), grad.dtype
+        """Send gradients of this rank's samples; receive this rank's columns of all samples' gradients."""
+        local_rows, total, dtype = num_rows[self.group.rank], sum(num_rows), grad.dtype
         scale = self.precision.scale(total)
         sent, (received,) = self._sent_back.part_bytes(grad.device), self._received_back.part_bytes(grad.device)
-        message = self.group.start_all_to_all(
-            self._sent_back.pack(grad, scale), [own * size for size in sent], [rows * received for rows in num_rows],
-            f"{self.kind} gradients",
-        )  # fmt: skip
+        send, receive = [local_rows * size for size in sent], [rows * received for rows in num_rows]
+        packed = self._sent_back.pack(grad, scale)
+        message = self.group.start_all_to_all(packed, send, receive, f"{self.kind} gradients")
         return lambda: self._received_back.unpack(message(), total, dtype, scale * self.average)
 
 
 class SequenceExchange(OutputExchange):
-    """Sends rows of `dim` columns to the ranks that sent their ids."""
+    """Exchange of sequence embeddings: return rows of `dim` columns to the ranks of their ids."""
 
     def __init__(self, group: RankGroup, dim: int, precision: ExchangePrecision, average: int = 1) -> None:
         super().__init__(group, precision, average, "rows")
@@ -318,26 +318,26 @@ class SequenceExchange(OutputExchange):
         self.codecs = (self._forward, self._backward)
 
     def shape(self, routes: RowRoutes, back: bool) -> tuple[int, int]:
-        places = routes.positions if routes.inverse is None else routes.inverse
-        return (routes.source if back else places).shape[0], self._forward.width
+        positions = routes.positions if routes.inverse is None else routes.inverse
+        return (routes.source if back else positions).shape[0], self._forward.width
 
     def send(self, rows: Tensor, routes: RowRoutes) -> Receive:
-        """`[N, dim]`, a row for each value received → `[M, dim]`, one for each id; for each one of a deduplicated."""
+        """Send a row per received value, `[N, dim]`; receive a row per id of the batch, `[M, dim]`."""
         (size,), dtype = self._forward.part_bytes(rows.device), rows.dtype
         message = self.group.start_all_to_all(
             self._forward.pack(rows, rows=routes.source), [n * size for n in routes.received],
             [n * size for n in routes.sent], self.kind,
         )  # fmt: skip
-        places = routes.positions if routes.inverse is None else routes.positions[routes.inverse]
+        positions = routes.positions if routes.inverse is None else routes.positions[routes.inverse]
         num_ids = routes.positions.shape[0]
-        return lambda: self._forward.unpack(message(), num_ids, dtype, rows=places)
+        return lambda: self._forward.unpack(message(), num_ids, dtype, rows=positions)
 
     def send_back(self, grad: Tensor, routes: RowRoutes) -> Receive:
-        """The gradients of this rank's rows."""
+        """Send gradients of this rank's ids, summed over duplicates; receive gradients of this rank's rows."""
         scale, num_ids, num_rows = self.precision.scale(routes.samples), routes.positions.shape[0], len(routes.source)
         if routes.inverse is not None and num_ids:
-            every = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
-            grad = weight_gradient(grad, routes.inverse, Bags(every, pooled=False, checked=False), num_ids)
+            offsets = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
+            grad = weight_gradient(grad, routes.inverse, Bags(offsets, pooled=False, checked=False), num_ids)
         (size,), divisor, dtype = self._backward.part_bytes(grad.device), scale * self.average, grad.dtype
         message = self.group.start_all_to_all(
             self._backward.pack(grad, scale, routes.positions), [n * size for n in routes.sent],
@@ -359,16 +359,16 @@ class OutputExchangeFunction(torch.autograd.Function):
 
 
 class _PartSums:
-    """A matrix with the columns that each rank sends, and how its parts are added to make the result.
+    """Layout of the received columns, and the sum of partial sums.
 
-    Columns of one rank alone come first, in the order of the result; then a slab for each summand: the first part of
-    every sum, the second part, and so on. `columns`: for each rank, where its columns are in the matrix.
+    Columns from a single rank come first, in the order of the result; then a slab per summand: the first part of every
+    sum, the second part, and so on. `columns` are the positions of each rank's columns.
     """
 
     def __init__(self, columns: Sequence[Sequence[ColumnRange]], width: int) -> None:
-        times = Counter(part for own in columns for part in own)
+        times = Counter(part for rank_columns in columns for part in rank_columns)
         single = sorted(part for part, count in times.items() if count == 1)
-        # By falling number of parts: the slabs of the last parts are prefixes of that of the first.
+        # By falling number of summands: the slabs of later summands are prefixes of the first slab.
         summed = sorted((part for part, count in times.items() if count > 1), key=lambda part: (-times[part], part))
         ordered = (*single, *summed)
         order = [column for first, size in ordered for column in range(first, first + size)]
@@ -380,14 +380,15 @@ class _PartSums:
         starts = dict(zip(ordered, _starts(ordered), strict=True))
         seen: Counter[ColumnRange] = Counter()
         self.columns: list[list[ColumnRange]] = []
-        for own in columns:
-            self.columns.append([(starts[part] + sum(self._slabs[: seen[part]]), part[1]) for part in own])
-            seen.update(own)
+        for rank_columns in columns:
+            self.columns.append([(starts[part] + sum(self._slabs[: seen[part]]), part[1]) for part in rank_columns])
+            seen.update(rank_columns)
         inverse = sorted(range(width), key=order.__getitem__)
         in_order = inverse == list(range(width))
         self._order = None if in_order else PerDevice(lambda device: torch.tensor(inverse, device=device))
 
     def add(self, matrix: Tensor) -> Tensor:
+        """Add the slabs, and return the columns in the order of the result."""
         if self._slabs:
             single, *slabs = matrix.split([self._num_single, *self._slabs], dim=1)
             total = slabs[0].float()
@@ -398,5 +399,5 @@ class _PartSums:
 
 
 def _starts(columns: Sequence[ColumnRange]) -> list[int]:
-    """Where each range begins if they stand side by side."""
+    """Return the first column of each range if they are concatenated."""
     return list(accumulate((size for _, size in columns), initial=0))[:-1]
