@@ -67,9 +67,8 @@ class Loop:
     """Training loop of one fit.
 
     The order after a step is log, evaluation, checkpoint. All events up to a step precede its checkpoint, so a run that
-    resumes from it logs every later event exactly once.
-
-    All ranks take the same decisions, from values that they have agreed upon: rows, metrics, signals, rank 0's clock.
+    resumes from it logs every later event exactly once. All ranks take the same decisions, from values that they have
+    agreed upon: rows, metrics, signals, rank 0's clock.
     """
 
     def __init__(
@@ -134,8 +133,8 @@ class Loop:
             raise self._checkpoint_error
         if signum := self.ranks.max(self._stop_signal or self.request.signum or 0):  # a rank's may have come late
             raise Interrupted(signum)
-        trained = progress.samples - initial_samples
-        return FitResult(tuple(progress.losses), trained, seconds, speed, reason, progress.step, metrics)
+        num_samples = progress.samples - initial_samples
+        return FitResult(tuple(progress.losses), num_samples, seconds, speed, reason, progress.step, metrics)
 
     def _train(self) -> str:
         """Train all epochs; return the reason of the end: "finished", "early stop", or the name of a signal."""
@@ -199,7 +198,6 @@ class Loop:
 
     def _next_step(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
         """Wait for the next step; return it, and whether there is none in this epoch, which is ended then."""
-        # Take the step, and measure the wait.
         begin = time.perf_counter()
         step = batches, info = next(steps)
         end = time.perf_counter()
@@ -210,7 +208,6 @@ class Loop:
             if deeper and self.ranks.size == 1 and self.state.prefetcher is not None:
                 self.state.prefetcher.widen()
         self._now, self._signal = info.clock, info.signal or None
-
         # End the epoch.
         last = not batches and not info.signal
         if last:
@@ -330,8 +327,7 @@ class Loop:
     def _report_skipped_rows(self, info: StepInfo, split: str) -> None:
         """Report the bad rows that all ranks have skipped. Collective."""
         reports = self.ranks.control.all_gather_object(info.report)
-        prefixes = [f"rank {rank}: " * (len(reports) > 1) for rank in range(len(reports))]
-        texts = [prefix + str(report) for prefix, report in zip(prefixes, reports, strict=True) if report.skipped]
+        texts = [f"rank {r}: " * (len(reports) > 1) + str(report) for r, report in enumerate(reports) if report.skipped]
         self._report_skipped(sum(report.skipped for report in reports), split, "\n".join(texts))
 
     def _report_skipped(self, skipped: int, split: str, text: str) -> None:
@@ -354,7 +350,6 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Training time of the run so far."""
         return self._earlier_seconds + self._now()[0]
 
     @contextmanager
@@ -399,7 +394,6 @@ class CacheMeter:
         in_host_memory = any(table.config.cache.num_host_rows(table.row_config.num_embeddings) for table in tables)
         self._names = ("read", "written", "stall", *(HOST_STATISTICS if in_host_memory else ()))
         self.trained: Counter[str] | None = None  # counters when the last trained step's rows had been prefetched
-
         # Stalls: seconds in all and up to the last step; which of the recent steps stalled; deepenings of the prefetch.
         self._stall = self._last_stall = 0.0
         self._recent_stalls: deque[bool] = deque(maxlen=RECENT_STEPS)
